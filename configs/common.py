@@ -1,0 +1,87 @@
+"""Every key of every config, with its unit and default. A config file starts from `base()` and changes values."""
+
+from ml_collections import ConfigDict
+
+
+def base() -> ConfigDict:
+    c = ConfigDict()
+    c.task = "train"  # train, evaluate, pretrain
+    c.seed = 0  # weights, data order
+    c.steps = 100  # RL steps, or pretraining steps
+
+    c.policy = ConfigDict()
+    c.policy.preset = "tiny"  # see specrl_jax/models/qwen3.py
+    c.policy.path = ""  # local Hugging Face folder; '' = random weights
+    c.policy.dtype = "float32"  # storage of the rollout weights, and activations of decoding
+    c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
+    c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
+    c.policy.logits_chunk = 0  # positions unembedded at once in the learner; 0 = all
+
+    c.draft = ConfigDict()
+    c.draft.kind = "none"  # none: plain decoding
+
+    c.rollout = ConfigDict()
+    c.rollout.temperature = 1.0  # 0 = greedy
+    c.rollout.top_k = 0  # tokens; 0 = off
+    c.rollout.top_p = 1.0  # 1.0 = off
+    c.rollout.max_prompt_tokens = 16  # tokens
+    c.rollout.max_response_tokens = 48  # tokens
+    c.rollout.num_slots = 128  # sequences decoded at once
+    c.rollout.chunk = 16  # iterations between two looks of the host
+    c.rollout.cache_dtype = "float32"  # of keys and values
+    c.rollout.seed = 0  # of all noise in decoding
+
+    c.grpo = ConfigDict()
+    c.grpo.prompts_per_step = 16
+    c.grpo.group_size = 8  # answers per prompt
+    c.grpo.clip_low = 0.2
+    c.grpo.clip_high = 0.28
+    c.grpo.kl_coef = 0.0  # against the initial policy; 0 = no reference
+    c.grpo.minibatches = 1  # optimizer updates per step
+    c.grpo.microbatch = 0  # rows per forward and backward pass; 0 = the whole minibatch
+
+    c.optimizer = ConfigDict()
+    c.optimizer.name = "adamw"
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.warmup = 0  # updates
+    c.optimizer.clip = 1.0  # global gradient norm
+    c.optimizer.weight_decay = 0.0
+    c.optimizer.b2 = 0.999
+    c.optimizer.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
+
+    c.reward = ConfigDict()
+    c.reward.name = "exact"  # exact, answer_line, countdown
+
+    c.data = ConfigDict()
+    c.data.task = "arithmetic"  # built-in: arithmetic, countdown; used where data.path is ''
+    c.data.path = ""  # JSONL file of prompts
+    c.data.prompt_key = "prompt"  # its prompt: text, or chat messages
+    c.data.answer_key = "answer"  # its answer: text or number
+    c.data.tokenizer = "char"  # char, a folder with tokenizer.json, or '' = policy.path
+
+    c.eval = ConfigDict()
+    c.eval.every = 10  # steps; 0 = before and after only
+    c.eval.path = ""  # JSONL file; '' = validation split of data.task
+    c.eval.problems = 256  # at most
+    c.eval.samples = 1  # per problem
+    c.eval.temperature = 1.0
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = 20  # steps
+    c.checkpoint.keep = 2
+
+    c.pretrain = ConfigDict()
+    c.pretrain.batch_size = 64  # worked solutions per step
+    c.pretrain.error_rate = 0.6  # of the worked solutions: chance that a carry is dropped, a target missed
+    c.pretrain.output = "runs/base"  # folder for the finished policy
+    c.pretrain.dtype = "bfloat16"  # storage there
+
+    c.mesh = ConfigDict()  # axis sizes; -1 = the rest of the devices
+    c.mesh.data = 1
+    c.mesh.fsdp = -1
+    c.mesh.expert = 1
+    c.mesh.tensor = 1
+
+    c.logging = ConfigDict()
+    c.logging.rollouts = 16  # rows of rollouts/step_N.jsonl
+    return c

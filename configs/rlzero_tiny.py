@@ -1,0 +1,32 @@
+"""RL-Zero in minutes on a CPU: GRPO teaches the tiny base to keep its carries.
+
+    python main.py --config configs/rlzero_tiny.py
+
+Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
+greedy over the base, every seed. `:smoke` is the same street with a random two-layer model, in seconds.
+"""
+
+from configs import common
+
+
+def get_config(arg: str = ""):
+    if arg not in ("", "smoke"):
+        raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there is smoke")
+    c = common.base()
+    c.steps = 60
+    c.policy.path = "experiments/tiny_base/checkpoint"
+    c.rollout.max_prompt_tokens = 10
+    c.rollout.max_response_tokens = 46
+    c.optimizer.learning_rate = 1e-4
+    c.optimizer.warmup = 3
+    if arg == "smoke":
+        c.policy.preset = "nano"
+        c.policy.path = ""
+        c.steps = 3
+        c.grpo.prompts_per_step = 4
+        c.grpo.group_size = 4
+        c.rollout.num_slots = 16
+        c.rollout.max_response_tokens = 12
+        c.eval.problems = 16
+        c.checkpoint.every = 1
+    return c

@@ -1,0 +1,150 @@
+"""Wall time of one GRPO step of google-tunix 0.1.7 on the CPU.
+
+One step = generate 32 answers (8 prompts of 32 tokens x 4 answers of exactly 64 tokens), reward them and make one
+AdamW update. A sample runs from the moment the learner asks for a batch of prompts to the moment it asks for the next,
+so the learner's own book-keeping is inside it; tunix waits for the update before it asks again.
+
+Model: tunix's Qwen3 with random weights, float32, 4 layers, width 256, MLP 768, 8 query heads, 4 key-value heads, head
+size 32, 4096 tokens, tied embeddings, XLA's default threads (all cores). Temperature 1, no top-k, no top-p, no KL term; the reward is the mean token id.
+
+Settings that matter:
+- actor and rollout share one mesh of one device, so tunix shares the weights and copies nothing between them;
+- `beta=0` and `num_iterations=1`, so tunix computes neither reference nor old log-probs: there is no scoring phase;
+- the sampler's cache holds 96 positions, exactly a prompt and an answer (the default, 1024, takes 1.0 s instead of 0.3 s to generate);
+- one mini-batch of 8 prompts, no micro-batches, no rematerialisation, no metrics backend, no checkpoints;
+- the padding id is 4096, one past the vocabulary, and the end-of-sequence id is -1, so no answer stops early.
+
+Phases, in seconds: `generate` is prefill and decoding, `train` is forward, backward and AdamW.
+
+Install (Python 3.12): pip install google-tunix==0.1.7 jax==0.12.0.1 jaxlib==0.12.0.1 flax==0.12.12 optax==0.2.8
+Run: python peer_tunix.py --output tunix.json
+"""
+
+import argparse
+import importlib.metadata
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl import rl_cluster
+from tunix.rl.grpo import grpo_learner
+from tunix.rl.rollout import base_rollout
+
+PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 4, 32, 64, 4096
+
+
+class IdTokenizer:
+    """Tokenizer whose text is the ids themselves: "17 4 9" is [17, 4, 9]. It has no beginning-of-sequence token."""
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(str(i) for i in ids)
+
+    def bos_id(self):
+        return None
+
+    def eos_id(self):
+        return -1
+
+    def pad_id(self):
+        return VOCABULARY
+
+
+def make_model():
+    """Random-weight Qwen3; tunix initialises the MLP with zeros, so every matrix is drawn again."""
+    model = qwen3.Qwen3(
+        qwen3.ModelConfig(
+            num_layers=4, vocab_size=VOCABULARY, embed_dim=256, hidden_dim=768, num_heads=8, head_dim=32,
+            num_kv_heads=4, rope_theta=1_000_000, norm_eps=1e-6, use_tied_embedding=True),
+        rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    def redraw(x):
+        return x if x.ndim == 1 else jnp.asarray(0.02 * rng.standard_normal(x.shape), x.dtype)
+
+    nnx.update(model, jax.tree.map(redraw, nnx.state(model, nnx.Param)))
+    return model
+
+
+def mean_token_id(prompts, completions, **kwargs):
+    ids = [IdTokenizer().encode(text) for text in completions]
+    assert [len(row) for row in ids] == [NEW_TOKENS] * (PROMPTS * ANSWERS)
+    return [statistics.fmean(row) for row in ids]
+
+
+def make_cluster(steps):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    return rl_cluster.RLCluster(
+        actor=make_model(),
+        tokenizer=IdTokenizer(),
+        cluster_config=rl_cluster.ClusterConfig(
+            role_to_mesh={role: mesh for role in roles},
+            training_config=rl_cluster.RLTrainingConfig(
+                actor_optimizer=optax.adamw(1e-6), eval_every_n_steps=steps + 1, max_steps=steps,
+                mini_batch_size=PROMPTS),
+            rollout_config=base_rollout.RolloutConfig(
+                max_tokens_to_generate=NEW_TOKENS, max_prompt_length=PROMPT_TOKENS,
+                kv_cache_size=PROMPT_TOKENS + NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=None)))
+
+
+def timed(function, seconds):
+    """`function`, appending the seconds of each call to the list `seconds`."""
+    def wrapper(*args, **kwargs):
+        start = time.perf_counter()
+        output = function(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return output
+    return wrapper
+
+
+def batches(count, requests):
+    """`count` batches of random prompts; appends the time of every request to the list `requests`."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        requests.append(time.perf_counter())
+        ids = rng.integers(1, VOCABULARY, (PROMPTS, PROMPT_TOKENS))
+        yield {"prompts": np.array([" ".join(map(str, row)) for row in ids])}
+    requests.append(time.perf_counter())
+
+
+def measure(warmup, steps):
+    """Runs warmup + steps GRPO steps; returns the seconds of the last `steps`, and of their phases."""
+    requests, phases = [], {"generate": [], "train": []}
+    cluster = make_cluster(warmup + steps + 1)
+    cluster.generate = timed(cluster.generate, phases["generate"])
+    cluster.update_actor = timed(cluster.update_actor, phases["train"])
+    learner = grpo_learner.GRPOLearner(
+        rl_cluster=cluster, reward_fns=mean_token_id,
+        algo_config=grpo_learner.GRPOConfig(num_generations=ANSWERS, num_iterations=1, beta=0.0))
+    learner.train(batches(warmup + steps, requests))
+    seconds = np.diff(requests)[warmup:].tolist()
+    return seconds, {name: values[warmup:] for name, values in phases.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps run before measuring")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
+
+    seconds, phases = measure(args.warmup, args.steps)
+    packages = ("google-tunix", "jax", "jaxlib", "flax", "optax")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    result = {"peer": "tunix", "versions": versions, "seconds_per_step": seconds, "phases": phases}
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    medians = {name: round(statistics.median(values), 3) for name, values in phases.items()}
+    print(f"tunix: median {statistics.median(seconds):.3f} s per step, phases {medians}")
+
+
+if __name__ == "__main__":
+    main()

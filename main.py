@@ -1,0 +1,137 @@
+"""Command line: flags -> config -> mesh -> task.
+
+    python main.py --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...]
+
+The workdir defaults to runs/NAME, so the same command resumes its run.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME by default")
+
+
+def main(argv: list[str]) -> int:
+    config, workdir = parse(argv)
+    # After the flags: a typo answers at once, without JAX's seconds.
+    import jax
+
+    from specrl_jax.core import BadInput
+    from specrl_jax.sharding import make_mesh
+
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        settings = to_settings(config)
+        run = find_task(config.task)
+        run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
+    except BadInput as error:
+        return fail(str(error))
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[ConfigDict, str]:
+    """The final config and the workdir. A mistake ends the program with one line."""
+    try:
+        rest = flags.FLAGS(argv)
+        if len(rest) > 1:
+            sys.exit(fail(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value"))
+        config = _CONFIG.value
+        if config is None:
+            sys.exit(fail("--config is needed: python main.py --config configs/rlzero_tiny.py"))
+    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, FileNotFoundError) as error:
+        sys.exit(fail(" ".join(str(error).split())))
+    path = config_flags.get_config_filename(flags.FLAGS["config"])
+    name = os.path.splitext(os.path.basename(path))[0]
+    return config, _WORKDIR.value or os.path.join("runs", name)
+
+
+def to_settings(config: ConfigDict) -> Any:
+    """ConfigDict stops here: below main there are frozen dataclasses only."""
+    from specrl_jax.core import BadInput
+    from specrl_jax.training import setup
+    from specrl_jax.training.state import OptimizerConfig
+
+    if config.draft.kind != "none":
+        raise BadInput(f"draft.kind: '{config.draft.kind}' is not implemented yet; there is none (plain decoding)")
+    return setup.Settings(
+        seed=config.seed,
+        steps=config.steps,
+        policy=setup.PolicySettings(**config.policy),
+        rollout=setup.RolloutSettings(**config.rollout),
+        grpo=setup.GRPOSettings(**config.grpo),
+        optimizer=OptimizerConfig(**config.optimizer),
+        reward=config.reward.name,
+        data=setup.DataSettings(**config.data),
+        eval=setup.EvalSettings(**config.eval),
+        checkpoint=setup.CheckpointSettings(**config.checkpoint),
+        pretrain=setup.PretrainSettings(**config.pretrain),
+        sample_rollouts=config.logging.rollouts,
+    )
+
+
+def find_task(name: str) -> Callable[..., None]:
+    from specrl_jax.core import BadInput
+
+    tasks = {"train": run_train, "evaluate": run_evaluate, "pretrain": run_pretrain}
+    if name not in tasks:
+        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
+    return tasks[name]
+
+
+def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.plots import plot_run
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.loop import train
+    from specrl_jax.training.report import print_report
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    open_workdir(workdir, config)
+    rows = train(setup, workdir, stop_on_sigterm())
+    print_report(rows, plot_run(rows, workdir))
+
+
+def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.evaluate import run_evaluation
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    open_workdir(workdir, config)
+    run_evaluation(setup, workdir)
+
+
+def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.pretrain import pretrain
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    open_workdir(workdir, config)
+    pretrain(setup, workdir, stop_on_sigterm())
+
+
+def stop_on_sigterm() -> threading.Event:
+    """An event that SIGTERM sets; the loops save and leave when they see it."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    return stop
+
+
+def fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,69 @@
+"""Masked sums, token log-probs and the types that several rooms share.
+
+Letters used in shapes everywhere in this project:
+
+    B batch rows        T sequence          S cache length      Q positions in one forward (drafted + 1)
+    D model width       N query heads       K key/value heads   R query heads per key/value head (N / K)
+    H head width        F mlp width         V vocabulary        L layers
+    P prompts           G answers per prompt                    E experts
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+# The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
+PHASES = ("data", "prepare", "generate", "logprob", "train")
+
+
+class BadInput(ValueError):
+    """A mistake in what the user gave: one line that names the key or `file:line` and says what would be right.
+
+    main.py prints it without a traceback and exits with status 1.
+    """
+
+
+class Mean(NamedTuple):
+    """An average on its way: (sum, count), so that microbatches and shards add up exactly."""
+
+    total: jax.Array  # [] float32
+    count: jax.Array  # [] float32
+
+    def __add__(self, other: "Mean") -> "Mean":
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> jax.Array:
+        """The average; 0 where nothing was counted."""
+        return self.total / jnp.maximum(self.count, 1.0)
+
+
+def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
+    """Sum and count of `values` where `mask` keeps them; both of one shape, any rank, summed in float32."""
+    # `where` before the sum: a NaN outside the mask must not reach it, and 0 * NaN would.
+    kept = jnp.where(mask, values.astype(jnp.float32), 0.0)
+    return Mean(kept.sum(), mask.sum(dtype=jnp.float32))
+
+
+def masked_max(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Largest of non-negative `values` where `mask` keeps them, 0 where it keeps nothing."""
+    return jnp.max(jnp.where(mask, values, 0.0), initial=0.0)
+
+
+def logprobs_and_entropy(logits: jax.Array, tokens: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """Log-prob of `tokens` and entropy of log_softmax(logits / T), before any top-k or top-p.
+
+    Args:
+      logits: [..., V], any float dtype; the arithmetic is float32.
+      tokens: [...] int32.
+      temperature: T; 0 (greedy) is scored at T = 1, the same rule for rollout and learner.
+    Returns:
+      log-probs [...] float32 in nats; entropy [...] float32 in nats.
+    """
+    logits = logits.astype(jnp.float32) / (temperature or 1.0)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    probs = jnp.exp(logits - normaliser[..., None])
+    entropy = normaliser - jnp.sum(probs * logits, axis=-1)
+    return chosen - normaliser, entropy

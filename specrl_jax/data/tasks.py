@@ -1,0 +1,146 @@
+"""Built-in tasks: problems without limit from a seed, train and validation disjoint, each with a worked solution.
+
+A task is a function from a NumPy generator to a `Problem`. `error_rate` spoils the worked solution the way a learner
+does it, systematically: the carry is forgotten, the target is missed. A base pretrained on such text knows the right
+step and the wrong one, prefers the wrong one, and has something to gain from reinforcement.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl_jax.core import BadInput
+
+
+class Problem(NamedTuple):
+    prompt: str  # what the policy reads
+    answer: str  # what the reward compares with
+    solution: str  # worked steps, then "#answer"
+
+
+def arithmetic(rng: np.random.Generator, error_rate: float) -> Problem:
+    """Addition, subtraction, or multiplication by a digit, worked digit by digit from the right: `384+257` ->
+    `4+7=11 8+5+1=14 3+2+1=6 #641`.
+
+    With probability `error_rate` a carry (or borrow) is dropped, independently each time there is one.
+    """
+    digits = int(rng.integers(3, 5))
+    operation = str(rng.choice(["+", "-", "*"]))
+    a = int(rng.integers(10 ** (digits - 1), 10**digits))
+    b = int(rng.integers(2, 10)) if operation == "*" else int(rng.integers(10 ** (digits - 1), 10**digits))
+    if operation == "-" and a < b:
+        a, b = b, a
+    work = {"+": _add, "-": _subtract, "*": _multiply}[operation]
+    steps, result = work(a, b, lambda: bool(rng.random() < error_rate))
+    answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
+    return Problem(f"{a}{operation}{b}\n", str(answer), " ".join(steps) + f" #{result}")
+
+
+def _reversed_digits(number: int) -> list[int]:
+    return [int(digit) for digit in reversed(str(number))]
+
+
+def _add(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+    steps, carry, result = [], 0, 0
+    pairs = list(zip(_reversed_digits(a), _reversed_digits(b), strict=True))
+    for place, (x, y) in enumerate(pairs):
+        total = x + y + carry
+        steps.append(f"{x}+{y}" + ("+1" if carry else "") + f"={total}")
+        last = place == len(pairs) - 1
+        result += (total if last else total % 10) * 10**place
+        carry = total // 10
+        if carry and not last and drop():
+            carry = 0
+    return steps, result
+
+
+def _subtract(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+    steps, borrow, result = [], 0, 0
+    pairs = list(zip(_reversed_digits(a), _reversed_digits(b), strict=True))
+    for place, (x, y) in enumerate(pairs):
+        top = x + 10 if x - borrow < y else x
+        steps.append(f"{top}-{y}" + ("-1" if borrow else "") + f"={top - y - borrow}")
+        result += (top - y - borrow) * 10**place
+        borrow = int(top > x)
+        if borrow and drop():
+            borrow = 0
+    return steps, result
+
+
+def _multiply(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+    steps, carry, result = [], 0, 0
+    digits = _reversed_digits(a)
+    for place, x in enumerate(digits):
+        total = x * b + carry
+        steps.append(f"{x}*{b}" + (f"+{carry}" if carry else "") + f"={total}")
+        last = place == len(digits) - 1
+        result += (total if last else total % 10) * 10**place
+        carry = total // 10
+        if carry and not last and drop():
+            carry = 0
+    return steps, result
+
+
+def countdown(rng: np.random.Generator, error_rate: float) -> Problem:
+    """Reach a target with three or four given numbers, each used once: `3 5 7 -> 22` -> `5*3=15 15+7=22 #(5*3)+7`.
+
+    With probability `error_rate` the last operation is another one, so the target is missed.
+    """
+    numbers = [int(n) for n in rng.integers(2, 21, size=int(rng.integers(3, 5)))]
+    steps, value, expression = _combine(rng, numbers)
+    target = value
+    if rng.random() < error_rate:
+        while value == target:
+            steps, value, expression = _combine(rng, numbers)
+    shown = " ".join(str(n) for n in numbers)
+    return Problem(f"{shown} -> {target}\n", f"{target}:{shown}", " ".join(steps) + f" #{expression}")
+
+
+def _combine(rng: np.random.Generator, numbers: list[int]) -> tuple[list[str], int, str]:
+    """Folds the numbers, in a random order, by random operations that stay within the positive integers."""
+    order = [numbers[i] for i in rng.permutation(len(numbers))]
+    steps, value, expression = [], order[0], str(order[0])
+    for n in order[1:]:
+        allowed = ["+", "*"] if value * n <= 200 else ["+"]
+        allowed += ["-"] * (value > n) + ["/"] * (value % n == 0)
+        operation = str(rng.choice(allowed))
+        result = {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[operation]
+        steps.append(f"{value}{operation}{n}={result}")
+        expression = f"({expression}){operation}{n}" if len(steps) > 1 else f"{expression}{operation}{n}"
+        value = result
+    return steps, value, expression
+
+
+TASKS = {"arithmetic": arithmetic, "countdown": countdown}
+
+
+class TaskSource:
+    """Random-access source of a built-in task (what grain reads): item i is a function of (seed, split, i) alone.
+
+    Splits are disjoint by the prompt's own hash: one prompt in sixteen belongs to validation, whatever the seed.
+    """
+
+    LENGTH = 2**40  # practically without end, and what grain needs to know
+
+    def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0) -> None:
+        if task not in TASKS:
+            raise BadInput(f"data.task: no built-in task '{task}'; there are {', '.join(TASKS)}")
+        self._task, self._error_rate = TASKS[task], error_rate
+        self._validation = {"train": False, "validation": True}[split]
+        self._seed = (seed, int(self._validation))
+
+    def __len__(self) -> int:
+        return self.LENGTH
+
+    def __getitem__(self, index: int) -> Problem:
+        rng = np.random.default_rng((*self._seed, int(index)))
+        while True:
+            problem = self._task(rng, self._error_rate)
+            if in_validation(problem.prompt) == self._validation:
+                return problem
+
+
+def in_validation(prompt: str) -> bool:
+    return hashlib.sha256(prompt.encode()).digest()[0] < 16

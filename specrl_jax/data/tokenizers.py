@@ -1,0 +1,153 @@
+"""Text to tokens and back: Hugging Face `tokenizer.json` with its chat template, and a character tokenizer.
+
+Both have the same few members (`Tokenizer` below), so nothing else asks which one it has.
+"""
+
+import json
+import os
+import string
+from typing import Protocol
+
+import jinja2.sandbox
+import tokenizers
+
+from specrl_jax.core import BadInput
+
+Messages = list[dict[str, str]]
+
+
+class Tokenizer(Protocol):
+    vocab_size: int  # ids are below this
+    pad_id: int
+    eos_ids: tuple[int, ...]  # any of them ends a response
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def apply_chat_template(self, messages: Messages) -> str: ...
+
+
+class CharTokenizer:
+    """One id per printable ASCII character and newline, for the built-in tasks: pad 0, eos 1, characters from 2."""
+
+    characters = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
+    pad_id = 0
+    eos_ids = (1,)
+    vocab_size = 2 + len(characters)
+
+    def __init__(self) -> None:
+        self._ids = {character: 2 + i for i, character in enumerate(self.characters)}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`. Raises BadInput for a character outside printable ASCII."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            raise BadInput(f"the character tokenizer knows printable ASCII only, not {error} in {text!r}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`; pad and eos become nothing, ids of the unused end of the model's vocabulary a '?'."""
+        return "".join(self._character(i) for i in ids)
+
+    def apply_chat_template(self, messages: Messages) -> str:
+        """The built-in tasks have no roles: contents in order."""
+        return "".join(message["content"] for message in messages)
+
+    def _character(self, i: int) -> str:
+        if i < 2:
+            return ""
+        return self.characters[i - 2] if i < self.vocab_size else "?"
+
+
+class HFTokenizer:
+    """A `tokenizer.json`, with chat template and end-of-text ids from the files beside it.
+
+    End-of-text ids are those of generation_config.json (or config.json), the ones every engine stops at, and the
+    tokenizer's own eos_token. The template runs in jinja2's immutable sandbox: it comes with a downloaded checkpoint.
+    """
+
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(folder, "tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(path)
+        except Exception as error:  # the library raises bare Exception for a missing and for a malformed file
+            raise BadInput(f"data.tokenizer: cannot read {path}: {error}") from None
+        settings = _read_json(folder, "tokenizer_config.json")
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_ids = self._find_eos(folder, settings)
+        pad = self._token_id(settings.get("pad_token"))
+        self.pad_id = self.eos_ids[0] if pad is None else pad
+        self._template = _chat_template(folder, settings)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def apply_chat_template(self, messages: Messages) -> str:
+        """The prompt text, ending where the assistant's answer begins."""
+        if self._template is None:
+            raise BadInput("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise BadInput(f"data.tokenizer: the chat template fails: {error}") from None
+
+    def _token_id(self, token: str | dict | None) -> int | None:
+        content = token["content"] if isinstance(token, dict) else token
+        return None if content is None else self._tokenizer.token_to_id(content)
+
+    def _find_eos(self, folder: str, settings: dict) -> tuple[int, ...]:
+        ids: list[int] = []
+        for source in (_read_json(folder, "generation_config.json"), _read_json(folder, "config.json")):
+            found = source.get("eos_token_id")
+            ids += found if isinstance(found, list) else [found]
+        ids.append(self._token_id(settings.get("eos_token")))
+        unique = tuple(dict.fromkeys(i for i in ids if i is not None))
+        if not unique:
+            raise BadInput(f"data.tokenizer: no eos_token_id in the json files of {folder}")
+        return unique
+
+
+def _read_json(folder: str, name: str) -> dict:
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+
+
+def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:
+    path = os.path.join(folder, "chat_template.jinja")
+    source = settings.get("chat_template")
+    if os.path.exists(path):
+        with open(path) as file:
+            source = file.read()
+    if source is None:
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise BadInput(f"data.tokenizer: the chat template of {folder} does not parse: {error}") from None
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
+    """`char`, or a folder with tokenizer.json. Raises BadInput where its ids do not fit the policy's vocabulary."""
+    tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
+    if tokenizer.vocab_size > policy_vocab:
+        raise BadInput(
+            f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, the policy's vocabulary is {policy_vocab}"
+        )
+    return tokenizer

@@ -1,0 +1,92 @@
+"""One fused iteration of decoding: draft, verify, commit.
+
+Invariant between iterations, for every row: tokens [0, length) are committed, the cache holds positions
+[0, length - 1), and the last committed token is pending: it is the first input of the next target forward. Plain
+decoding is the same iteration with nothing drafted.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.verification import Noise, verify
+
+
+@flax.struct.dataclass
+class Slots:
+    """State of B sequences being decoded."""
+
+    tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
+    logprobs: jax.Array  # [B, S] float32, nats, of response tokens by absolute position; 0 elsewhere
+    prompt_length: jax.Array  # [B] int32, tokens
+    length: jax.Array  # [B] int32, committed tokens, prompt included
+    limit: jax.Array  # [B] int32, `length` never exceeds it
+    done: jax.Array  # [B] bool
+    rollout_id: jax.Array  # [B] uint32
+    verifications: jax.Array  # [B] int32, target forwards this row took part in
+    cache: Any  # the target's, opaque here
+
+
+class Draft(NamedTuple):
+    tokens: jax.Array  # [B, k] int32, target-vocabulary ids
+    logits: jax.Array | None  # [B, k, Vd] float32
+    one_hot: jax.Array  # [B] bool
+    vocab_map: jax.Array | None  # [Vd] int32
+
+
+# (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
+TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+DraftFn = Callable[[Slots], Draft]
+
+
+def no_draft(slots: Slots) -> Draft:
+    """Plain decoding: k = 0."""
+    B = slots.length.shape[0]
+    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool), None)
+
+
+def speculative_step(
+    slots: Slots, seed: jax.Array, draft_fn: DraftFn, target_fn: TargetFn, sampling: Sampling, eos_ids: tuple[int, ...]
+) -> Slots:
+    """Extends every row that is not done by 1 to k + 1 tokens."""
+    draft = draft_fn(slots)
+    last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+    inputs = jnp.concatenate([last, draft.tokens], axis=1)
+    positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])
+    logits, cache = target_fn(inputs, positions, slots.cache)
+    noise = Noise(seed, slots.rollout_id, slots.length)
+    verified = verify(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
+    return commit(slots.replace(cache=cache), verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
+
+
+def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Array, eos_ids: tuple[int, ...]) -> Slots:
+    """Appends the first `count` [B] of `tokens` [B, Q]: cut after the first end-of-text, and at the limit.
+
+    Index arithmetic only: nothing of the cache is copied or rolled back.
+    """
+    offsets = jnp.arange(tokens.shape[1])
+    is_eos = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)) & (offsets < count[:, None])
+    ended = is_eos.any(axis=1)
+    count = jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, count)
+    count = jnp.where(slots.done, 0, jnp.minimum(count, slots.limit - slots.length)).astype(jnp.int32)
+    # An end-of-text beyond the limit was not committed.
+    ended = (is_eos & (offsets < count[:, None])).any(axis=1)
+    S = slots.tokens.shape[1]
+    where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
+    length = slots.length + count
+    return slots.replace(
+        tokens=_put(slots.tokens, where, tokens),
+        logprobs=_put(slots.logprobs, where, logprobs),
+        length=length,
+        done=slots.done | ended | (length >= slots.limit),
+        verifications=slots.verifications + ~slots.done,
+    )
+
+
+def _put(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
+    """buffer [B, S] with new [B, Q] at columns `where` [B, Q]; column S is dropped."""
+    return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(buffer, where, new)

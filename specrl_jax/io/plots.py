@@ -1,0 +1,62 @@
+"""Figures of one run, from its metrics rows."""
+
+import os
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first: no display is needed)
+
+from specrl_jax.core import PHASES  # noqa: E402
+
+
+def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
+    """Writes plots/run.png: learning, time, lengths and mismatch over steps. Returns its path."""
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    _learning(axes[0, 0], rows)
+    steps = [row for row in rows if "time/total" in row]
+    _phases(axes[0, 1], steps)
+    _pair(axes[1, 0], steps, "rollout/response_length_mean", "tokens per response", "policy/entropy", "entropy, nats")
+    _pair(axes[1, 1], steps, "mismatch/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
+    for axis in axes.flat:
+        axis.set_xlabel("RL step")
+        axis.grid(alpha=0.3)
+    folder = os.path.join(workdir, "plots")
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, "run.png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _learning(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    axis.plot(*_series(rows, "reward/mean"), label="training reward", color="tab:gray")
+    axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation, sampled")
+    axis.plot(*_series(rows, "eval/accuracy_greedy"), "s", label="validation, greedy")
+    axis.set_ylim(0, 1.02)
+    axis.set_title("accuracy")
+    axis.legend()
+
+
+def _phases(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    values = [[row[f"time/{phase}"] for row in rows] for phase in PHASES]
+    axis.stackplot([row["step"] for row in rows], values, labels=PHASES)
+    # The first step compiles; it would flatten the rest.
+    later = [row["time/total"] for row in rows[1:]] or [row["time/total"] for row in rows] or [1.0]
+    axis.set_ylim(0, 1.2 * max(later))
+    axis.set_title("seconds per step, by phase (step 1 compiles)")
+    axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
+
+
+def _pair(axis: plt.Axes, rows: list[dict[str, Any]], left: str, left_label: str, right: str, right_label: str) -> None:
+    axis.plot(*_series(rows, left), color="tab:blue")
+    axis.set_ylabel(left_label, color="tab:blue")
+    other = axis.twinx()
+    other.plot(*_series(rows, right), color="tab:orange")
+    other.set_ylabel(right_label, color="tab:orange")

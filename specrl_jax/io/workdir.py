@@ -1,0 +1,54 @@
+"""A run's folder: made once, belongs to one config."""
+
+import json
+import os
+from typing import Any
+
+import jax
+
+import specrl_jax
+from specrl_jax.core import BadInput
+
+# What may change between two starts of one run.
+MAY_CHANGE = ("steps", "eval", "checkpoint", "logging")
+
+
+def open_workdir(path: str, config: dict[str, Any]) -> None:
+    """Makes `path` and its config.json, or checks that it belongs to `config`.
+
+    Raises BadInput for an unwritable path and for a run of another config.
+    """
+    file = os.path.join(path, "config.json")
+    try:
+        os.makedirs(path, exist_ok=True)
+        if os.path.exists(file):
+            with open(file) as f:
+                _check_same(path, json.load(f)["config"], config)
+        with open(file + ".tmp", "w") as f:
+            json.dump({"config": config, "versions": versions()}, f, indent=2)
+        os.replace(file + ".tmp", file)
+    except OSError as error:
+        raise BadInput(f"--workdir {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, KeyError):
+        raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+
+
+def versions() -> dict[str, str]:
+    return {"specrl_jax": specrl_jax.__version__, "jax": jax.__version__}
+
+
+def _check_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+    old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
+    for key in sorted(old.keys() | new.keys()):
+        if key.split(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
+            raise BadInput(
+                f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
+                "choose another --workdir"
+            )
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

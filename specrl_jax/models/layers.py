@@ -1,0 +1,87 @@
+"""The pieces every network here is made of: parameter declarations, RMSNorm, rotary positions, mixed-precision einsum."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One weight, declared once: initialisation, shardings, restore, counts and the Hugging Face names derive from it.
+
+    Attributes:
+      shape: of the learner's array; a leading "layers" axis is scanned.
+      axes: logical axis of each dimension (specrl_jax.sharding).
+      fan_in: input width, standard deviation 1 / sqrt(fan_in); 0 means ones (norm scales).
+      hf_name: Hugging Face tensor name, `{layer}` and `{expert}` standing for the leading axes.
+      hf_layout: einops pattern from one Hugging Face tensor to one slice of `shape` without those leading axes; the
+        sizes of the names on its right are that slice's shape.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    fan_in: int
+    hf_name: str
+    hf_layout: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def init_params(key: jax.Array, specs: Any, dtype: jnp.dtype = jnp.float32) -> Any:
+    """Random parameters for a tree of ParamSpec."""
+    leaves, treedef = jax.tree.flatten(specs)
+    keys = jax.random.split(key, len(leaves))
+    return treedef.unflatten([_init_leaf(leaf_key, spec, dtype) for leaf_key, spec in zip(keys, leaves)])
+
+
+def _init_leaf(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
+    if spec.fan_in == 0:
+        return jnp.ones(spec.shape, dtype)
+    return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(spec.fan_in)).astype(dtype)
+
+
+def abstract_params(specs: Any, dtype: jnp.dtype, shardings: Any) -> Any:
+    """ShapeDtypeStructs of a spec tree: what a step is lowered with, and what a checkpoint is restored into."""
+    return jax.tree.map(lambda spec, s: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=s), specs, shardings)
+
+
+def count_params(specs: Any) -> int:
+    return sum(spec.size for spec in jax.tree.leaves(specs))
+
+
+def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product in the dtype of `x` with float32 accumulation and results, rounded once at the end.
+
+    bfloat16 results straight from the dot run at 1.5 GB/s of weights on a CPU; asking for float32 keeps it on the fast
+    path, and is what GPU and TPU matrix units do inside anyway.
+    """
+    return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """RMSNorm over the last axis: statistics in float32, scaled after rounding back, the order Qwen3 uses."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return scale.astype(x.dtype) * normed.astype(x.dtype)
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """(sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
+
+    float32 whatever the model's dtype: position 257 is not a bfloat16 number.
+    """
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
+    return jnp.sin(angle), jnp.cos(angle)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding of x [B, T, heads, H]; halves are rotated against each other, as Hugging Face stores them."""
+    sin, cos = angles
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

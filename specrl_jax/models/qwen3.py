@@ -1,0 +1,361 @@
+"""Qwen3 as pure functions over a parameter tree (Qwen3 technical report, arXiv 2505.09388).
+
+Two forms of the same weights:
+  learner  stacked [L, ...] and scanned: compile time does not grow with depth, and the optimizer sees few leaves;
+  rollout  one dict per layer, q/k/v and gate/up fused, in the rollout dtype: four products a layer instead of seven,
+           which is what a decode step of a few tokens is made of. `rollout_params` is the map.
+`forward` runs either form; which one it got is visible in the tree.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import BadInput, logprobs_and_entropy
+from specrl_jax.models import cache as kv
+from specrl_jax.models.layers import ParamSpec, einsum, rms_norm, rotary_angles, rotate
+from specrl_jax.sharding import Partitioner
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config:
+    """Sizes, in the letters of specrl_jax.core. `experts` = 0 is the dense model."""
+
+    vocab: int  # V
+    embed: int  # D
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    mlp: int  # F, of one expert where there are experts
+    tied: bool  # the unembedding is the embedding
+    max_positions: int  # tokens
+    rope_theta: float = 1e6
+    norm_epsilon: float = 1e-6
+    experts: int = 0  # E
+    experts_per_token: int = 0
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+
+_PUBLISHED = dict(vocab=151_936, head_dim=128, max_positions=40_960)
+PRESETS = {
+    # For tests: compiles in seconds.
+    "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
+    # The street's model: 3.5 M parameters, deep for its width so that a one-layer draft head stays cheap beside it.
+    "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
+    "qwen3_0p6b": Qwen3Config(embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072, tied=True, **_PUBLISHED),
+    "qwen3_1p7b": Qwen3Config(embed=2048, layers=28, heads=16, kv_heads=8, mlp=6144, tied=True, **_PUBLISHED),
+    "qwen3_4b": Qwen3Config(embed=2560, layers=36, heads=32, kv_heads=8, mlp=9728, tied=True, **_PUBLISHED),
+    "qwen3_8b": Qwen3Config(embed=4096, layers=36, heads=32, kv_heads=8, mlp=12288, tied=False, **_PUBLISHED),
+    "qwen3_14b": Qwen3Config(embed=5120, layers=40, heads=40, kv_heads=8, mlp=17408, tied=False, **_PUBLISHED),
+    "qwen3_32b": Qwen3Config(embed=5120, layers=64, heads=64, kv_heads=8, mlp=25600, tied=False, **_PUBLISHED),
+    "qwen3_30b_a3b": Qwen3Config(
+        embed=2048, layers=48, heads=32, kv_heads=4, mlp=768, tied=False, experts=128, experts_per_token=8, **_PUBLISHED
+    ),
+    "qwen3_235b_a22b": Qwen3Config(
+        embed=4096, layers=94, heads=64, kv_heads=4, mlp=1536, tied=False, experts=128, experts_per_token=8, **_PUBLISHED
+    ),
+}
+
+
+def preset(name: str) -> Qwen3Config:
+    if name not in PRESETS:
+        raise BadInput(f"policy.preset: no preset '{name}'; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def param_specs(config: Qwen3Config) -> Params:
+    """The learner's tree of ParamSpec."""
+    c, L = config, config.layers
+    layer = "model.layers.{layer}."
+
+    def norm(width: int, name: str) -> ParamSpec:
+        axis = "embed" if width == c.embed else "head_dim"
+        return ParamSpec((L, width), ("layers", axis), 0, layer + name + ".weight", "a -> a")
+
+    def heads(count: int, axis: str, name: str) -> ParamSpec:
+        shape, axes = (L, c.embed, count, c.head_dim), ("layers", "embed", axis, "head_dim")
+        return ParamSpec(shape, axes, c.embed, f"{layer}self_attn.{name}.weight", "(n h) d -> d n h")
+
+    layers = {
+        "attention_norm": norm(c.embed, "input_layernorm"),
+        "q": heads(c.heads, "heads", "q_proj"),
+        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
+        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
+        "q_norm": norm(c.head_dim, "self_attn.q_norm"),
+        "k_norm": norm(c.head_dim, "self_attn.k_norm"),
+        "o": ParamSpec(
+            (L, c.heads, c.head_dim, c.embed),
+            ("layers", "heads", "head_dim", "embed"),
+            c.heads * c.head_dim,
+            layer + "self_attn.o_proj.weight",
+            "d (n h) -> n h d",
+        ),
+        "mlp_norm": norm(c.embed, "post_attention_layernorm"),
+    } | _mlp_specs(c, layer)
+    table = ("vocab", "embed")
+    specs = {
+        "embed": ParamSpec((c.vocab, c.embed), table, 2500, "model.embed_tokens.weight", "v d -> v d"),
+        "layers": layers,
+        "final_norm": ParamSpec((c.embed,), ("embed",), 0, "model.norm.weight", "a -> a"),
+    }
+    if not c.tied:
+        specs["unembed"] = ParamSpec((c.vocab, c.embed), table, c.embed, "lm_head.weight", "v d -> v d")
+    return specs
+
+
+def _mlp_specs(c: Qwen3Config, layer: str) -> Params:
+    # A mixture of experts declares the same three matrices once per expert, and a router.
+    lead, axes = ((c.layers, c.experts), ("layers", "experts")) if c.experts else ((c.layers,), ("layers",))
+    name = layer + ("mlp.experts.{expert}." if c.experts else "mlp.")
+
+    def inward(part: str) -> ParamSpec:
+        return ParamSpec(lead + (c.embed, c.mlp), axes + ("embed", "mlp"), c.embed, f"{name}{part}.weight", "f d -> d f")
+
+    down = ParamSpec(lead + (c.mlp, c.embed), axes + ("mlp", "embed"), c.mlp, name + "down_proj.weight", "d f -> f d")
+    specs = {"gate": inward("gate_proj"), "up": inward("up_proj"), "down": down}
+    if c.experts:
+        shape, router_axes = (c.layers, c.embed, c.experts), ("layers", "embed", None)
+        specs["router"] = ParamSpec(shape, router_axes, c.embed, layer + "mlp.gate.weight", "e d -> d e")
+    return specs
+
+
+def rollout_specs(config: Qwen3Config) -> Params:
+    """Logical axes and shapes of `rollout_params`' result, as ParamSpec without Hugging Face names."""
+    c = config
+
+    def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
+        return ParamSpec(shape, axes, 0, "", "")
+
+    layer = {
+        "attention_norm": spec((c.embed,), "embed"),
+        "qkv": spec((c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim), "embed", "kv_heads", None, "head_dim"),
+        "q_norm": spec((c.head_dim,), "head_dim"),
+        "k_norm": spec((c.head_dim,), "head_dim"),
+        "o": spec((c.heads, c.head_dim, c.embed), "heads", "head_dim", "embed"),
+        "mlp_norm": spec((c.embed,), "embed"),
+        "gate_up": spec((c.embed, 2, c.mlp), "embed", None, "mlp"),
+        "down": spec((c.mlp, c.embed), "mlp", "embed"),
+    }
+    table = spec((c.vocab, c.embed), "vocab", "embed")
+    specs = {"embed": table, "layers": [dict(layer) for _ in range(c.layers)], "final_norm": spec((c.embed,), "embed")}
+    return specs if c.tied else specs | {"unembed": table}
+
+
+def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form: unstacked, q/k/v and gate/up fused, cast to `dtype`. Pure; jit it with shardings.
+
+    Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
+    """
+    _require_dense(config)
+    stacked = params["layers"]
+    q = stacked["q"].reshape(config.layers, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
+    fused = {
+        "qkv": jnp.concatenate([q, stacked["k"][:, :, :, None], stacked["v"][:, :, :, None]], axis=3),
+        "gate_up": jnp.stack([stacked["gate"], stacked["up"]], axis=2),
+    }
+    kept = {name: stacked[name] for name in ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "down")}
+    layers = kept | fused
+    unstacked = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(config.layers)]
+    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": unstacked})
+
+
+class Output(NamedTuple):
+    """What `forward` returns; fields not asked for are None."""
+
+    logits: jax.Array | None  # [B, T, V] float32
+    logprobs: jax.Array | None  # [B, T] float32, of `targets`
+    entropy: jax.Array | None  # [B, T] float32, nats
+    aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
+    cache: kv.KVCache | None
+
+
+def forward(
+    params: Params,
+    config: Qwen3Config,
+    tokens: jax.Array,
+    positions: jax.Array,
+    partition: Partitioner,
+    *,
+    segment_ids: jax.Array | None = None,
+    cache: kv.KVCache | None = None,
+    targets: jax.Array | None = None,
+    temperature: float = 1.0,
+    aux_layers: tuple[int, ...] = (),
+    dtype: jnp.dtype = jnp.float32,
+    remat: bool = False,
+    logits_chunk: int = 0,
+    unembed: bool = True,
+) -> Output:
+    """One pass of the policy over tokens [B, T] at positions [B, T].
+
+    Args:
+      params: learner form (no cache) or rollout form (with a cache).
+      segment_ids: [B, T] int32; attention stays inside a segment; 0 marks padding. None: one segment per row.
+      cache: read up to each query's own position and written at `positions`; returned updated.
+      targets: [B, T] int32: return their log-probs and the entropy at `temperature` instead of logits.
+      aux_layers: return the residual stream *entering* these layers (EAGLE-3's convention), in this order.
+      dtype: of the activations; weights are cast to it.
+      remat: recompute each layer in the backward pass instead of keeping its activations.
+      logits_chunk: with targets, unembed this many positions at a time, so [B, T, V] never exists; 0: all at once.
+      unembed: False skips the unembedding (prefill needs the cache only).
+    Raises:
+      BadInput: for a mixture-of-experts config.
+    """
+    _require_dense(config)
+    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    x = params["embed"][tokens].astype(dtype)
+    x = partition.constrain(x, "batch", "sequence", None)
+    if cache is None:
+        x, aux = _scanned(params["layers"], config, x, angles, _learner_mask(positions, segment_ids), aux_layers, remat, partition)
+    else:
+        x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
+    x = rms_norm(x, params["final_norm"], config.norm_epsilon)
+    table = params["embed"] if config.tied else params["unembed"]
+    logits = logprobs = entropy = None
+    if targets is not None:
+        logprobs, entropy = _score(x, table, targets, temperature, logits_chunk, partition)
+    elif unembed:
+        logits = _logits(x, table, partition)
+    return Output(logits, logprobs, entropy, aux, cache)
+
+
+def _require_dense(config: Qwen3Config) -> None:
+    if config.experts:
+        raise BadInput("policy.preset: the mixture-of-experts forward is not implemented yet; use a dense preset")
+
+
+def _learner_mask(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """[B, 1, T, T] bool: query t may read key s. Order is the row's order, not `positions` (they restart per segment)."""
+    length = positions.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    if segment_ids is None:
+        return causal
+    return causal & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+
+
+def _scanned(
+    stacked: Params,
+    config: Qwen3Config,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    aux_layers: tuple[int, ...],
+    remat: bool,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array | None]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask), None
+
+    def block(x: jax.Array, w: Params) -> jax.Array:
+        x, _ = layer(x, w, config, angles, attend)
+        return partition.constrain(x, "batch", "sequence", None)
+
+    if remat:
+        block = jax.checkpoint(block)
+    wanted = jnp.array(aux_layers, jnp.int32)
+
+    def body(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, jax.Array], None]:
+        x, aux = carry
+        index, w = inputs
+        # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
+        aux = jnp.where((wanted == index)[:, None], jax.lax.stop_gradient(x)[:, :, None], aux)
+        return (block(x, w), aux), None
+
+    empty = jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype)
+    (x, aux), _ = jax.lax.scan(body, (x, empty), (jnp.arange(config.layers), stacked))
+    return x, aux if aux_layers else None
+
+
+def _unrolled(
+    layers: list[Params],
+    config: Qwen3Config,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    cache: kv.KVCache,
+    aux_layers: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array | None, kv.KVCache]:
+    length = cache.keys[0].shape[1]
+    mask = jnp.arange(length)[None, None, None, :] <= positions[:, None, :, None]  # [B, 1, Q, S]
+    keys, values, aux = [], [], {}
+    for index, w in enumerate(layers):
+        aux[index] = x
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> tuple[jax.Array, None]:
+            keys.append(kv.write(cache.keys[index], positions, k))
+            values.append(kv.write(cache.values[index], positions, v))
+            # The cache may be wider than the activations (float32 on a CPU): compare in the cache's dtype.
+            out = jax.nn.dot_product_attention(q.astype(keys[-1].dtype), keys[-1], values[-1], mask=mask)
+            return out.astype(q.dtype), None
+
+        x, _ = layer(x, w, config, angles, attend)
+    features = jnp.stack([aux[index] for index in aux_layers], axis=2) if aux_layers else None
+    return x, features, kv.KVCache(tuple(keys), tuple(values))
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def layer(x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+    """One pre-norm block: x [B, T, D] -> x [B, T, D], and whatever `attend` returns beside its output."""
+    q, k, v = _qkv(rms_norm(x, w["attention_norm"], config.norm_epsilon), w, config)
+    q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
+    k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
+    attended, extra = attend(q, k, v)
+    x = x + einsum("BTNH,NHD->BTD", attended, w["o"])
+    return x + _mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w), extra
+
+
+def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [B, T, N, H], k and v [B, T, K, H] from either form of the weights."""
+    if "qkv" not in w:
+        return einsum("BTD,DNH->BTNH", x, w["q"]), einsum("BTD,DKH->BTKH", x, w["k"]), einsum("BTD,DKH->BTKH", x, w["v"])
+    fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
+    R = config.queries_per_kv
+    q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
+    return q, fused[..., R, :], fused[..., R + 1, :]
+
+
+def _mlp(x: jax.Array, w: Params) -> jax.Array:
+    """SwiGLU: down(silu(gate x) * up x)."""
+    if "gate_up" in w:
+        both = einsum("BTD,DCF->BTCF", x, w["gate_up"])
+        gate, up = both[:, :, 0], both[:, :, 1]
+    else:
+        gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
+    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
+
+
+def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array:
+    logits = jnp.einsum("BTD,VD->BTV", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+    return partition.constrain(logits, "batch", "sequence", "vocab")
+
+
+def _score(
+    x: jax.Array, table: jax.Array, targets: jax.Array, temperature: float, chunk: int, partition: Partitioner
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropy [B, T] of targets; `chunk` positions at a time, logits recomputed in the backward pass."""
+
+    def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return logprobs_and_entropy(_logits(x, table, partition), targets, temperature)
+
+    length = x.shape[1]
+    if not chunk or chunk >= length:
+        return score(x, targets)
+    if length % chunk:
+        raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")
+
+    def split(array: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
+        return jnp.moveaxis(array.reshape(array.shape[0], -1, chunk, *array.shape[2:]), 1, 0)
+
+    logprobs, entropy = jax.lax.map(jax.checkpoint(lambda pair: score(*pair)), (split(x), split(targets)))
+    return tuple(jnp.moveaxis(part, 0, 1).reshape(targets.shape) for part in (logprobs, entropy))

@@ -1,0 +1,102 @@
+"""The one table from logical axes to mesh axes, and everything that reads it.
+
+Nothing else in the project spells a mesh axis. Arrays declare *logical* axes ("embed", "heads", ...); the table has
+two values, `LEARNER` and `ROLLOUT`, because training shards weights to fit optimizer state while decoding shards them
+to stream weights once per token. The mesh has Auto axes on purpose: XLA propagates shardings between the constraints,
+and a gather from a vocabulary-sharded embedding is legal (it is not under Explicit axes in jax 0.10).
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specrl_jax.core import BadInput
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+
+# Logical axis -> mesh axes. An axis that is absent is a bug in the caller and raises KeyError.
+LEARNER = {
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": (),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "layers": (),
+}
+# Decoding reads every weight once per iteration, so weights are split only where the product stays local (tensor) and
+# are whole along `embed`: an all-gather per layer per token would cost more than the memory it saves.
+ROLLOUT = LEARNER | {"embed": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioner:
+    """A mesh with one value of the table: turns logical axes into shardings. Hashable, so it can be static in jit."""
+
+    mesh: Mesh
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
+        """PartitionSpec of an array with these logical axes (None = replicated).
+
+        Raises BadInput where two dimensions of one array would use the same mesh axis.
+        """
+        rules = dict(self.rules)
+        entries = [rules[axis] if axis else () for axis in axes]
+        used = [name for entry in entries for name in entry if self.mesh.shape[name] > 1]
+        for name in set(used):
+            if used.count(name) > 1:
+                raise BadInput(f"mesh.{name}: an array with axes {axes} would be split over it twice")
+        return PartitionSpec(*[entry if entry else None for entry in entries])
+
+    def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
+        """NamedSharding for these logical axes; with `shape`, also checks that every split divides evenly."""
+        for axis, size in zip(axes, shape or ()):
+            if axis and size % self.ways(axis):
+                names = " x ".join(f"mesh.{name}={self.mesh.shape[name]}" for name in dict(self.rules)[axis])
+                raise BadInput(f"{names}: cannot split the {axis} axis of size {size} into {self.ways(axis)} equal parts")
+        return NamedSharding(self.mesh, self.spec(axes))
+
+    def ways(self, axis: str) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.mesh.shape[name] for name in dict(self.rules)[axis])
+
+    def tree(self, specs: Any) -> Any:
+        """Shardings of a tree whose leaves have `.axes` and `.shape` (ParamSpec)."""
+        return jax.tree.map(lambda leaf: self.sharding(leaf.axes, leaf.shape), specs)
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Pins an activation inside jit to its sharding."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+def partitioner(mesh: Mesh, rules: dict[str, tuple[str, ...]]) -> Partitioner:
+    return Partitioner(mesh, tuple(sorted(rules.items())))
+
+
+def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
+    """Mesh over `devices` (all of them by default). One size may be -1: the rest.
+
+    Raises BadInput where the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    wanted = [sizes[axis] for axis in MESH_AXES]
+    shown = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, wanted))
+    if any(size < 1 and size != -1 for size in wanted) or wanted.count(-1) > 1:
+        raise BadInput(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
+    known = math.prod(size for size in wanted if size != -1)
+    if -1 in wanted:
+        wanted[wanted.index(-1)] = len(devices) // known
+    if math.prod(wanted) != len(devices):
+        raise BadInput(f"{shown}: does not multiply to the {len(devices)} devices present")
+    return jax.make_mesh(tuple(wanted), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)

@@ -1,0 +1,246 @@
+"""The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
+
+Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1 with one inner iteration per minibatch) on rollouts of the
+current policy. Log-probs, ratio, KL and loss come from the policy's own forward.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.core import PHASES, BadInput, masked_max, masked_mean
+from specrl_jax.data.rows import Rows, make_rows
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.data.tasks import Problem
+from specrl_jax.decoding.engine import Engine, Rollouts
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.metrics import MetricsWriter, read_metrics
+from specrl_jax.rl.advantages import group_normalised
+from specrl_jax.rl.grpo import k3
+from specrl_jax.training.evaluate import evaluate, score
+from specrl_jax.training.progress import Display, PhaseClock
+from specrl_jax.training.setup import Setup
+from specrl_jax.training.state import TrainState, abstract_state
+from specrl_jax.training.steps import Signal, UpdateMetrics
+
+
+class Stopped(Exception):
+    """SIGTERM arrived; the run was saved and may be started again with the same command."""
+
+
+def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
+    """Runs, or resumes, a training run in `workdir`.
+
+    Args:
+      stop: set by a signal handler; the run then saves the last finished step and leaves.
+    Returns:
+      The run's metrics rows; row 0 is the evaluation before training.
+    Raises:
+      Stopped: after saving, where `stop` was set.
+      BadInput: a checkpoint or data position that does not fit.
+    """
+    s = setup.settings
+    problems = setup.eval_problems()
+    stream = ProblemStream(setup.train_source(), s.grpo.prompts_per_step, s.seed)
+    checkpoints = Checkpoints(workdir, s.checkpoint.keep)
+    state, first = _restore(setup, checkpoints, stream)
+    reference = setup.initial_params() if s.grpo.kl_coef else None
+    writer = MetricsWriter(workdir, last_step=first if first is not None else -1)
+    step = first or 0
+    position = stream.position
+    with Display(s.steps, step) as display:
+        try:
+            if first is None:
+                writer.write({"step": 0} | evaluation_row(setup, state, problems, display, greedy=True))
+            while step < s.steps:
+                state, row, samples = run_step(setup, state, reference, stream, step + 1, display, stop)
+                step, position = step + 1, stream.position
+                if step == s.steps or (s.eval.every and step % s.eval.every == 0):
+                    row |= evaluation_row(setup, state, problems, display, greedy=step == s.steps)
+                writer.write(row)
+                writer.write_rollouts(step, samples)
+                if step == s.steps or step % s.checkpoint.every == 0:
+                    checkpoints.save(step, state, position)
+                display.finish_step(step, _note(row))
+        except Stopped:
+            if step:
+                checkpoints.save(step, state, position)
+            raise
+        finally:
+            writer.close()
+            checkpoints.close()
+    return read_metrics(workdir)
+
+
+def run_step(
+    setup: Setup,
+    state: TrainState,
+    reference: Any,
+    stream: ProblemStream,
+    step: int,
+    display: Display,
+    stop: threading.Event,
+) -> tuple[TrainState, dict[str, Any], list[dict[str, Any]]]:
+    """One RL step: (new state, metrics row, sample of rollouts). Raises Stopped only while `state` is still whole."""
+    s, tokenizer = setup.settings, setup.tokenizer
+    clock = PhaseClock(display)
+
+    with clock("data"):
+        problems = next(stream)
+        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+    _leave_if(stop)
+
+    with clock("prepare"):
+        weights = jax.block_until_ready(setup.prepare(state.params))
+    _leave_if(stop)
+
+    with clock("generate"):
+        first_id = step * s.grpo.prompts_per_step * s.grpo.group_size
+        rollouts = setup.engine.generate(
+            weights, prompts, s.grpo.group_size, s.rollout.seed, first_id, display.update_phase
+        )
+        rewards = score(rollouts, problems, tokenizer, setup.reward)
+    _leave_if(stop)
+
+    with clock("logprob"):
+        rows, behaviour = learner_rows(rollouts, setup)
+        old_logprobs, _ = setup.logprob_step(state.params, rows)
+        ref_logprobs = setup.logprob_step(reference, rows)[0] if reference is not None else None
+        jax.block_until_ready((old_logprobs, ref_logprobs))
+    _leave_if(stop)
+
+    with clock("train"):
+        advantages = group_normalised(rewards.reshape(-1, s.grpo.group_size)).reshape(-1)
+        signal = Signal(old_logprobs, ref_logprobs, advantages)
+        state, updates = policy_updates(setup.policy_step, state, rows, signal, s.grpo.minibatches)
+        state = jax.block_until_ready(state.replace(step=state.step + 1))
+
+    row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
+    row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
+    row |= policy_metrics(updates) | mismatch_metrics(behaviour, old_logprobs, rows.mask)
+    return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts, version=step - 1)
+
+
+def policy_updates(
+    policy_step: Callable[..., Any], state: TrainState, rows: Rows, signal: Signal, minibatches: int
+) -> tuple[TrainState, list[UpdateMetrics]]:
+    """One update per minibatch; minibatch i takes rows i, i + n, ...: some of every group."""
+    metrics = []
+    for i in range(minibatches):
+        part, part_signal = jax.tree.map(lambda x, i=i: x[i::minibatches], (rows, signal))
+        state, update = policy_step(state, part, part_signal)
+        metrics.append(update)
+    return state, metrics
+
+
+def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
+    """The rollouts as rows of one fixed shape, and their behaviour log-probs [B, T] aligned with the rows' targets."""
+    S = rollouts.tokens.shape[1]
+    prompts = [tokens[:n].tolist() for tokens, n in zip(rollouts.tokens, rollouts.prompt_length)]
+    responses = [
+        tokens[n:end].tolist()
+        for tokens, n, end in zip(rollouts.tokens, rollouts.prompt_length, rollouts.length)
+    ]
+    rows = make_rows(prompts, responses, S, setup.tokenizer.pad_id)
+    return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
+
+
+def evaluation_row(
+    setup: Setup, state: TrainState, problems: Sequence[Problem], display: Display, greedy: bool
+) -> dict[str, Any]:
+    """eval/* metrics of the current policy."""
+    s = setup.settings
+    weights = setup.prepare(state.params)
+
+    def run(engine: Engine, samples: int) -> Any:
+        return evaluate(
+            engine, weights, problems, samples, setup.tokenizer, setup.reward, s.rollout.seed, display.update_phase
+        )
+
+    clock = PhaseClock(display)
+    with clock("evaluate"):
+        sampled = run(setup.eval_engine, s.eval.samples)
+        row = {"eval/accuracy": sampled.accuracy, "eval/pass_at_k": sampled.pass_at_k}
+        if greedy:
+            row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
+    return row | {"time/evaluate": clock.seconds["evaluate"]}
+
+
+def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray, seconds: float) -> dict[str, float]:
+    tokens = int(rollouts.response_length.sum())
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/response_length_mean": float(rollouts.response_length.mean()),
+        "rollout/truncated": float(1 - rollouts.ended.mean()),
+    }
+
+
+def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
+    """Averages over the tokens of all minibatches; the largest gradient norm."""
+    terms, entropy = updates[0].terms, updates[0].entropy
+    for update in updates[1:]:
+        terms, entropy = terms + update.terms, entropy + update.entropy
+    return {
+        "policy/loss": float(terms.loss.value()),
+        "policy/kl": float(terms.kl.value()),
+        "policy/clip_fraction": float(terms.clip_fraction.value()),
+        "policy/entropy": float(entropy.value()),
+        "policy/grad_norm": max(float(update.grad_norm) for update in updates),
+    }
+
+
+def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
+    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb."""
+    difference = abs(behaviour - learner)
+    return {
+        "mismatch/kl": float(masked_mean(k3(behaviour, learner, mask), mask).value()),
+        "mismatch/logprob_abs_max": float(masked_max(difference, mask)),
+    }
+
+
+def rollout_samples(
+    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int, version: int
+) -> list[dict[str, Any]]:
+    """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
+    return [
+        {
+            "id": int(rollouts.rollout_id[row]),
+            "prompt": problems[rollouts.prompt_index[row]].prompt,
+            "response": tokenizer.decode(rollouts.response(row)),
+            "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
+            "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
+            "reward": float(rewards[row]),
+            "weights_version": version,
+        }
+        for row in range(min(count, len(rewards)))
+    ]
+
+
+def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[TrainState, int | None]:
+    """(state, its step), or (fresh state, None); the stream is moved to the saved position."""
+    latest = checkpoints.latest()
+    if latest is None:
+        return setup.initial_state(), None
+    if latest > setup.settings.steps:
+        raise BadInput(f"steps={setup.settings.steps}, but the run in this workdir has already done {latest}")
+    abstract = abstract_state(setup.model, setup.optimizer, setup.learner_partition)
+    state, stream.position = checkpoints.restore(latest, abstract)
+    return state, latest
+
+
+def _leave_if(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Stopped
+
+
+def _note(row: dict[str, Any]) -> str:
+    note = f"reward {row['reward/mean']:.3f}  {row['time/total']:.1f} s  {row['rollout/tokens_per_second']:.0f} tok/s"
+    if "eval/accuracy" in row:
+        note += f"  accuracy {row['eval/accuracy']:.3f}"
+    return note

@@ -1,0 +1,84 @@
+"""Makes a small base policy by next-token prediction on worked solutions of a built-in task, many of them wrong."""
+
+import json
+import os
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from specrl_jax.core import BadInput, Mean, masked_mean
+from specrl_jax.data.rows import Rows, make_rows
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.io import hf
+from specrl_jax.training.loop import Stopped, evaluation_row
+from specrl_jax.training.progress import Display
+from specrl_jax.training.setup import Setup
+from specrl_jax.training.state import TrainState
+from specrl_jax.training.steps import Learner
+from specrl_jax.sharding import Partitioner
+
+LOG_EVERY = 50  # steps
+
+
+def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
+    """Trains from random weights and writes `pretrain.output` as a Hugging Face folder.
+
+    Returns the log: loss in nats per response token every 50 steps, at the end the accuracy on the validation split
+    of the weights as stored. It is written to log.jsonl in the workdir and beside the weights.
+    """
+    s = setup.settings
+    if s.policy.path or s.data.path:
+        raise BadInput("task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''")
+    source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
+    stream = ProblemStream(source, s.pretrain.batch_size, s.seed)
+    state = setup.initial_state()
+    step_fn = make_pretrain_step(setup.learner, setup.optimizer, setup.learner_partition)
+    log: list[dict[str, Any]] = []
+    with Display(s.steps, 0) as display:
+        for step in range(1, s.steps + 1):
+            if stop.is_set():
+                raise Stopped
+            state, loss = step_fn(state, solution_rows(next(stream), setup))
+            if step % LOG_EVERY == 0 or step == s.steps:
+                log.append({"step": step, "loss": float(loss.value())})
+                display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
+        stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), state.params)
+        log[-1] |= evaluation_row(setup, state.replace(params=stored), setup.eval_problems(), display, greedy=True)
+    hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
+    for folder in (workdir, s.pretrain.output):
+        with open(os.path.join(folder, "log.jsonl"), "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in log)
+    return log
+
+
+def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:
+    """(state, rows) -> (state, mean cross-entropy); the state is donated."""
+
+    def loss(params: Any, rows: Rows) -> tuple[jax.Array, Mean]:
+        mean = masked_mean(-learner.score(params, rows, partition).logprobs, rows.mask)
+        return mean.value(), mean
+
+    def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
+        gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), mean
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def solution_rows(problems: list[Problem], setup: Setup) -> Rows:
+    """Prompt and worked solution, ended; only the solution is learnt."""
+    encode, eos = setup.tokenizer.encode, setup.tokenizer.eos_ids[0]
+    prompts = [encode(problem.prompt) for problem in problems]
+    solutions = [encode(problem.solution) + [eos] for problem in problems]
+    length = setup.rollout.limits.cache_length
+    longest = max(len(p) + len(r) for p, r in zip(prompts, solutions))
+    if longest > length:
+        raise BadInput(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}, a worked solution needs {longest}"
+        )
+    return make_rows(prompts, solutions, length, setup.tokenizer.pad_id)

@@ -1,0 +1,65 @@
+"""What a person sees while a run goes on: a bar for the run, a bar for the phase, and the clock behind both."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import rich.console
+import rich.progress
+
+
+class Display:
+    """Two live bars on a terminal; one line a step where output is a file."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.console = rich.console.Console()
+        columns = (
+            rich.progress.TextColumn("{task.description:<10}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("{task.fields[note]}"),
+        )
+        live = self.console.is_terminal
+        self._bars = rich.progress.Progress(*columns, console=self.console, disable=not live)
+        self._run = self._bars.add_task("run", total=steps, completed=done, note="")
+        self._phase = self._bars.add_task("", total=None, note="")
+
+    def __enter__(self) -> "Display":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def start_phase(self, name: str) -> None:
+        self._bars.reset(self._phase, description=name, total=None, note="")
+
+    def update_phase(self, done: int, total: int) -> None:
+        self._bars.update(self._phase, completed=done, total=total)
+
+    def finish_step(self, step: int, note: str) -> None:
+        self._bars.update(self._run, completed=step, note=note)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}  {note}", highlight=False)
+
+
+class PhaseClock:
+    """Seconds of each phase of one step."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Times a phase. The body must block until its results are ready."""
+        self._display.start_phase(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def total(self) -> float:
+        """Seconds since the step began, the glue between phases included."""
+        return time.perf_counter() - self._start

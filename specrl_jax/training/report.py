@@ -1,0 +1,50 @@
+"""The closing table of a run."""
+
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.table
+
+from specrl_jax.core import PHASES
+
+
+def print_report(rows: list[dict[str, Any]], figure: str) -> None:
+    """Accuracy before and after, reward, seconds and share of each phase, tokens per second; then where the plot is."""
+    console = rich.console.Console()
+    steps = [row for row in rows if "time/total" in row]
+    if not steps:
+        console.print("no steps were run")
+        return
+    console.print(_learning_table(rows, steps))
+    console.print(_time_table(steps))
+    console.print(f"plot: {figure}", soft_wrap=True)
+
+
+def _learning_table(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> rich.table.Table:
+    table = rich.table.Table(title=f"{len(steps)} RL steps", title_justify="left")
+    for column in ("", "before", "after", "change"):
+        table.add_column(column, justify="left" if not column else "right")
+    last = rows[-1]
+    for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
+        before, after = rows[0][name], last[name]
+        table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    before, after = steps[0]["reward/mean"], last["reward/mean"]
+    table.add_row("mean reward, first and last step", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    return table
+
+
+def _time_table(steps: list[dict[str, Any]]) -> rich.table.Table:
+    # The first step compiles: medians over the others, where there are others.
+    timed = steps[1:] or steps
+    total = float(np.median([row["time/total"] for row in timed]))
+    table = rich.table.Table(title="median step", title_justify="left")
+    for column in ("phase", "seconds", "share"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for phase in PHASES:
+        seconds = float(np.median([row[f"time/{phase}"] for row in timed]))
+        table.add_row(phase, f"{seconds:.3f}", f"{seconds / total:.1%}")
+    table.add_row("total", f"{total:.3f}", "")
+    speed = float(np.median([row["rollout/tokens_per_second"] for row in timed]))
+    table.add_row("generated tokens per second", f"{speed:,.0f}", "")
+    return table

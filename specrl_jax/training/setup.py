@@ -1,0 +1,240 @@
+"""Everything a task needs, built once from its frozen settings: model, tokenizer, engines, jitted steps."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from specrl_jax.core import BadInput
+from specrl_jax.data.sources import JsonlSource
+from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
+from specrl_jax.decoding.engine import Engine, Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
+from specrl_jax.rewards.verifiable import Reward, find_reward
+from specrl_jax.rl.grpo import Objective
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.state import OptimizerConfig, TrainState, init_random_params, init_state, make_optimizer
+from specrl_jax.training.steps import Learner, make_logprob_step, make_policy_step
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySettings:
+    preset: str
+    path: str  # Hugging Face folder, '' = random weights
+    dtype: str  # storage of the rollout weights
+    compute_dtype: str  # activations of the learner
+    remat: bool
+    logits_chunk: int  # positions, 0 = all at once
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    temperature: float
+    top_k: int
+    top_p: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    num_slots: int
+    chunk: int  # iterations between two looks of the host
+    cache_dtype: str
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOSettings:
+    prompts_per_step: int
+    group_size: int
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    minibatches: int  # optimizer updates per step
+    microbatch: int  # rows per forward and backward pass, 0 = the minibatch
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    task: str  # built-in task, where path is ''
+    path: str  # JSONL
+    prompt_key: str
+    answer_key: str
+    tokenizer: str  # 'char', a folder, or '' = policy.path
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    every: int  # steps; 0 = only before and after
+    path: str  # JSONL; '' = the built-in task's validation split
+    problems: int  # at most
+    samples: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    every: int  # steps
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainSettings:
+    batch_size: int  # solutions per step
+    error_rate: float  # of the worked solutions, per carry
+    output: str  # folder for the finished policy
+    dtype: str  # storage there
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The final config, frozen: what main.py hands down."""
+
+    seed: int
+    steps: int
+    policy: PolicySettings
+    rollout: RolloutSettings
+    grpo: GRPOSettings
+    optimizer: OptimizerConfig
+    reward: str
+    data: DataSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    pretrain: PretrainSettings
+    sample_rollouts: int  # rows of rollouts/step_N.jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Built from Settings and a mesh. Building compiles nothing and, but for tokenizer and data, reads nothing."""
+
+    settings: Settings
+    model: qwen3.Qwen3Config
+    learner_partition: Partitioner
+    rollout_partition: Partitioner
+    tokenizer: Tokenizer
+    reward: Reward
+    rollout: RolloutConfig
+    learner: Learner
+    objective: Objective
+    optimizer: optax.GradientTransformation
+
+    @functools.cached_property
+    def prepare(self) -> Any:
+        return make_prepare(self.model, self.rollout, self.rollout_partition)
+
+    @functools.cached_property
+    def logprob_step(self) -> Any:
+        return make_logprob_step(self.learner, self.learner_partition)
+
+    @functools.cached_property
+    def policy_step(self) -> Any:
+        return make_policy_step(self.learner, self.objective, self.optimizer, self.learner_partition)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        return self._engine(self.rollout.sampling)
+
+    @functools.cached_property
+    def eval_engine(self) -> Engine:
+        """Sampled at eval.temperature over the whole vocabulary; the training engine itself where that is the same."""
+        sampling = Sampling(self.settings.eval.temperature)
+        return self.engine if sampling == self.rollout.sampling else self._engine(sampling)
+
+    @functools.cached_property
+    def greedy_engine(self) -> Engine:
+        return self._engine(Sampling(0.0))
+
+    def _engine(self, sampling: Sampling) -> Engine:
+        return make_rollout_engine(self.model, self.rollout, sampling, self.tokenizer, self.rollout_partition)
+
+    def initial_params(self) -> Any:
+        """Float32 learner parameters: from policy.path, or random from the seed."""
+        if self.settings.policy.path:
+            return hf.load_params(self.settings.policy.path, self.model, self.learner_partition, jnp.float32)
+        return init_random_params(jax.random.key(self.settings.seed), self.model, self.learner_partition)
+
+    def initial_state(self) -> TrainState:
+        return init_state(self.initial_params(), self.model, self.optimizer, self.learner_partition)
+
+    def train_source(self) -> JsonlSource | TaskSource:
+        data = self.settings.data
+        return self._jsonl(data.path) if data.path else TaskSource(data.task, "train", self.settings.seed)
+
+    def eval_problems(self) -> Sequence[Problem]:
+        """The fixed validation set."""
+        s = self.settings
+        if s.data.path and not s.eval.path:
+            raise BadInput("eval.path: prompts come from data.path, so a JSONL file to validate on is needed here")
+        source = self._jsonl(s.eval.path) if s.eval.path else TaskSource(s.data.task, "validation", s.seed)
+        return [source[i] for i in range(min(s.eval.problems, len(source)))]
+
+    def _jsonl(self, path: str) -> JsonlSource:
+        data = self.settings.data
+        limit = self.settings.rollout.max_prompt_tokens
+        return JsonlSource(path, data.prompt_key, data.answer_key, self.tokenizer, limit)
+
+
+def build(settings: Settings, mesh: Mesh) -> Setup:
+    """Checks the settings against each other and builds. Raises BadInput before any long work."""
+    policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
+    model = _model(policy)
+    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
+    rows = grpo.prompts_per_step * grpo.group_size
+    if rows % grpo.minibatches:
+        raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
+    tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
+    learner = Learner(
+        model=model,
+        dtype=_dtype("policy.compute_dtype", policy.compute_dtype),
+        remat=policy.remat,
+        logits_chunk=policy.logits_chunk,
+        microbatch=grpo.microbatch,
+        temperature=rollout.temperature,
+    )
+    limits = Limits(rollout.num_slots, rollout.max_prompt_tokens, rollout.max_response_tokens, rollout.chunk)
+    return Setup(
+        settings=settings,
+        model=model,
+        learner_partition=partitioner(mesh, LEARNER),
+        rollout_partition=partitioner(mesh, ROLLOUT),
+        tokenizer=tokenizer,
+        reward=find_reward(settings.reward),
+        rollout=RolloutConfig(
+            sampling=sampling,
+            limits=limits,
+            seed=rollout.seed,
+            dtype=_dtype("policy.dtype", policy.dtype),
+            cache_dtype=_dtype("rollout.cache_dtype", rollout.cache_dtype),
+        ),
+        learner=learner,
+        objective=Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef),
+        optimizer=make_optimizer(settings.optimizer),
+    )
+
+
+def _model(policy: PolicySettings) -> qwen3.Qwen3Config:
+    """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for."""
+    model = qwen3.preset(policy.preset)
+    if not policy.path:
+        return model
+    found = hf.load_config(policy.path)
+    for field in dataclasses.fields(model):
+        ours, theirs = getattr(model, field.name), getattr(found, field.name)
+        if ours != theirs and field.name != "max_positions":
+            raise BadInput(
+                f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
+            )
+    return found
+
+
+def _dtype(key: str, name: str) -> jnp.dtype:
+    if name not in ("float32", "bfloat16"):
+        raise BadInput(f"{key}: '{name}' is not float32 or bfloat16")
+    return jnp.dtype(name)

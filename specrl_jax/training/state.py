@@ -1,0 +1,96 @@
+"""The learner's state, its optimizer, and how both are laid out over the mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from specrl_jax.core import BadInput
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import ParamSpec, init_params
+from specrl_jax.sharding import Partitioner
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`learning_rate` after `warmup` steps; then constant, or a cosine to a tenth of it over `decay_steps`."""
+
+    name: str
+    learning_rate: float
+    warmup: int  # optimizer steps
+    clip: float  # global gradient norm
+    weight_decay: float
+    b2: float
+    decay_steps: int  # optimizer steps, warm-up included; 0 = constant
+
+
+OPTIMIZERS = {"adamw": optax.adamw}
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    if config.name not in OPTIMIZERS:
+        raise BadInput(f"optimizer.name: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
+    peak = config.learning_rate
+    if config.decay_steps:
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.decay_steps, end_value=peak / 10)
+    else:
+        # Step 0 already moves: its rate is peak / (warmup + 1), not zero.
+        schedule = optax.linear_schedule(peak / (config.warmup + 1), peak, config.warmup)
+    optimizer = OPTIMIZERS[config.name](schedule, b2=config.b2, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+
+
+@flax.struct.dataclass
+class TrainState:
+    step: jax.Array  # [] int32, RL or pretraining steps done
+    params: Any  # learner form, float32
+    opt_state: Any
+
+
+def param_shardings(config: qwen3.Qwen3Config, partition: Partitioner) -> Any:
+    return partition.tree(qwen3.param_specs(config))
+
+
+def state_shardings(config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+    """Shardings of a TrainState: moments lie where their parameter lies, counters everywhere."""
+    params = param_shardings(config, partition)
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, shapes),
+        params,
+        transform_non_params=lambda _: partition.replicated,
+    )
+    return TrainState(step=partition.replicated, params=params, opt_state=opt_state)
+
+
+def abstract_state(config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+    """ShapeDtypeStructs of the state: what a checkpoint is restored into and a step is lowered with."""
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
+    shardings = state_shardings(config, optimizer, partition)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def init_random_params(key: jax.Array, config: qwen3.Qwen3Config, partition: Partitioner) -> Any:
+    """Random float32 parameters, each born on its own shard."""
+    specs: dict[str, ParamSpec] = qwen3.param_specs(config)
+    init = functools.partial(init_params, specs=specs)
+    return jax.jit(init, out_shardings=param_shardings(config, partition))(key)
+
+
+def init_state(
+    params: Any, config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner
+) -> TrainState:
+    """Fresh state around `params`, which it takes over (they are donated)."""
+    shardings = state_shardings(config, optimizer, partition)
+
+    def fresh(params: Any) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return jax.jit(fresh, donate_argnums=0, out_shardings=shardings)(params)
