@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-
 # The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
 PHASES = ("data", "prepare", "generate", "logprob", "train")
 

@@ -60,7 +60,9 @@ class Partitioner:
         for axis, size in zip(axes, shape or ()):
             if axis and size % self.ways(axis):
                 names = " x ".join(f"mesh.{name}={self.mesh.shape[name]}" for name in dict(self.rules)[axis])
-                raise BadInput(f"{names}: cannot split the {axis} axis of size {size} into {self.ways(axis)} equal parts")
+                raise BadInput(
+                    f"{names}: cannot split the {axis} axis of size {size} into {self.ways(axis)} equal parts"
+                )
         return NamedSharding(self.mesh, self.spec(axes))
 
     def ways(self, axis: str) -> int:

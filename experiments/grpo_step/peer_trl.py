@@ -5,7 +5,8 @@ make one AdamW update. A sample runs from the end of one optimizer step to the e
 trainer's own book-keeping are inside it.
 
 Model: random-weight Qwen3, float32, 4 layers, width 256, MLP 768, 8 query heads, 4 key-value heads, head size 32,
-4096 tokens, tied embeddings, two threads. Temperature 1, no top-k, no top-p, no KL term; the reward is the mean token id.
+4096 tokens, tied embeddings. Two threads. Temperature 1, no top-k, no top-p, no KL term; the reward is the mean token
+id.
 
 Settings that matter:
 - sdpa attention, growing cache; eager attention and the static cache measured the same, and `torch_compile=True` was
@@ -116,9 +117,20 @@ def make_tokenizer():
 
 def make_model():
     config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=128,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, dtype="float32", attn_implementation="sdpa")
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+        attn_implementation="sdpa",
+    )
     torch.manual_seed(0)
     return transformers.Qwen3ForCausalLM(config)
 
@@ -136,11 +148,29 @@ def mean_token_id(completion_ids, **kwargs):
 
 def make_arguments(steps, folder):
     return trl.GRPOConfig(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=PROMPTS * ANSWERS, num_generations=ANSWERS,
-        max_completion_length=NEW_TOKENS, temperature=1.0, top_k=0, top_p=1.0, beta=0.0, loss_type="grpo",
-        learning_rate=1e-6, lr_scheduler_type="constant", max_grad_norm=0.0, bf16=False, gradient_checkpointing=False,
-        use_cpu=True, dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", report_to="none",
-        disable_tqdm=True, seed=0)
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * ANSWERS,
+        num_generations=ANSWERS,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
 
 
 def measure(warmup, steps):
@@ -148,8 +178,13 @@ def measure(warmup, steps):
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         TimedGRPOTrainer(
-            clock, model=make_model(), reward_funcs=mean_token_id, args=make_arguments(warmup + steps, folder),
-            train_dataset=make_prompts(PROMPTS * (warmup + steps)), processing_class=make_tokenizer()).train()
+            clock,
+            model=make_model(),
+            reward_funcs=mean_token_id,
+            args=make_arguments(warmup + steps, folder),
+            train_dataset=make_prompts(PROMPTS * (warmup + steps)),
+            processing_class=make_tokenizer(),
+        ).train()
     seconds = [end - start for start, end in itertools.pairwise(clock.boundaries)][warmup:]
     phases = {name: [clock.phases[name][step] for step in range(warmup, warmup + steps)] for name in PHASES}
     return seconds, phases

@@ -126,7 +126,14 @@ class Engine:
 
     def _collect(self, slots: Slots, rows: np.ndarray, samples: int) -> Rollouts:
         n = len(rows)
-        wanted = (slots.rollout_id, slots.tokens, slots.logprobs, slots.prompt_length, slots.length, slots.verifications)
+        wanted = (
+            slots.rollout_id,
+            slots.tokens,
+            slots.logprobs,
+            slots.prompt_length,
+            slots.length,
+            slots.verifications,
+        )
         ids, tokens, logprobs, prompt_length, length, verifications = (x[:n] for x in jax.device_get(wanted))
         last = tokens[np.arange(n), length - 1]
         ended = np.isin(last, self.eos_ids) & (length > prompt_length)

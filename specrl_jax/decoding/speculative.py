@@ -56,7 +56,7 @@ def speculative_step(
     draft = draft_fn(slots)
     last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     inputs = jnp.concatenate([last, draft.tokens], axis=1)
-    positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])
+    positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
     logits, cache = target_fn(inputs, positions, slots.cache)
     noise = Noise(seed, slots.rollout_id, slots.length)
     verified = verify(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
@@ -68,7 +68,7 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
 
     Index arithmetic only: nothing of the cache is copied or rolled back.
     """
-    offsets = jnp.arange(tokens.shape[1])
+    offsets = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)) & (offsets < count[:, None])
     ended = is_eos.any(axis=1)
     count = jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, count)

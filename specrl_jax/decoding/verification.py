@@ -62,7 +62,7 @@ def verify(
     uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, num_accepted, counter.RESIDUAL)
     final = draw(jnp.maximum(p_last - q_last, 0.0), uniforms)
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(k + 1) == num_accepted[:, None], final[:, None], tokens)
+    tokens = jnp.where(jnp.arange(k + 1)[None] == num_accepted[:, None], final[:, None], tokens)
     return Verified(tokens, num_accepted, logprobs_and_entropy(target_logits, tokens, sampling.temperature)[0])
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step in metrics.jsonl, the same scalars in TensorBoard, sample rollouts beside."""
+"""Metrics of a run: a JSON object a step in metrics.jsonl, the same scalars in TensorBoard, sample rollouts beside."""
 
 import json
 import math

@@ -6,9 +6,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first: no display is needed)
+import matplotlib.pyplot as plt
 
-from specrl_jax.core import PHASES  # noqa: E402
+from specrl_jax.core import PHASES
 
 
 def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:

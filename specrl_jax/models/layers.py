@@ -1,4 +1,4 @@
-"""The pieces every network here is made of: parameter declarations, RMSNorm, rotary positions, mixed-precision einsum."""
+"""What every network here is made of: parameter declarations, RMSNorm, rotary positions, mixed-precision einsum."""
 
 import dataclasses
 import math
@@ -67,6 +67,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm over the last axis: statistics in float32, scaled after rounding back, the order Qwen3 uses."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    scale = jnp.expand_dims(scale, range(x.ndim - 1))
     return scale.astype(x.dtype) * normed.astype(x.dtype)
 
 
@@ -76,7 +77,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
     float32 whatever the model's dtype: position 257 is not a bfloat16 number.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency[None, None, None]
     return jnp.sin(angle), jnp.cos(angle)
 
 

@@ -45,7 +45,7 @@ class Qwen3Config:
         return self.heads // self.kv_heads
 
 
-_PUBLISHED = dict(vocab=151_936, head_dim=128, max_positions=40_960)
+_PUBLISHED = {"vocab": 151_936, "head_dim": 128, "max_positions": 40_960}
 PRESETS = {
     # For tests: compiles in seconds.
     "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
@@ -61,7 +61,15 @@ PRESETS = {
         embed=2048, layers=48, heads=32, kv_heads=4, mlp=768, tied=False, experts=128, experts_per_token=8, **_PUBLISHED
     ),
     "qwen3_235b_a22b": Qwen3Config(
-        embed=4096, layers=94, heads=64, kv_heads=4, mlp=1536, tied=False, experts=128, experts_per_token=8, **_PUBLISHED
+        embed=4096,
+        layers=94,
+        heads=64,
+        kv_heads=4,
+        mlp=1536,
+        tied=False,
+        **_PUBLISHED,
+        experts=128,
+        experts_per_token=8,
     ),
 }
 
@@ -118,9 +126,11 @@ def _mlp_specs(c: Qwen3Config, layer: str) -> Params:
     name = layer + ("mlp.experts.{expert}." if c.experts else "mlp.")
 
     def inward(part: str) -> ParamSpec:
-        return ParamSpec(lead + (c.embed, c.mlp), axes + ("embed", "mlp"), c.embed, f"{name}{part}.weight", "f d -> d f")
+        return ParamSpec(
+            (*lead, c.embed, c.mlp), (*axes, "embed", "mlp"), c.embed, f"{name}{part}.weight", "f d -> d f"
+        )
 
-    down = ParamSpec(lead + (c.mlp, c.embed), axes + ("mlp", "embed"), c.mlp, name + "down_proj.weight", "d f -> f d")
+    down = ParamSpec((*lead, c.mlp, c.embed), (*axes, "mlp", "embed"), c.mlp, name + "down_proj.weight", "d f -> f d")
     specs = {"gate": inward("gate_proj"), "up": inward("up_proj"), "down": down}
     if c.experts:
         shape, router_axes = (c.layers, c.embed, c.experts), ("layers", "embed", None)
@@ -215,7 +225,8 @@ def forward(
     x = params["embed"][tokens].astype(dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
-        x, aux = _scanned(params["layers"], config, x, angles, _learner_mask(positions, segment_ids), aux_layers, remat, partition)
+        mask = _learner_mask(positions, segment_ids)
+        x, aux = _scanned(params["layers"], config, x, angles, mask, aux_layers, remat, partition)
     else:
         x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
@@ -234,7 +245,7 @@ def _require_dense(config: Qwen3Config) -> None:
 
 
 def _learner_mask(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """[B, 1, T, T] bool: query t may read key s. Order is the row's order, not `positions` (they restart per segment)."""
+    """[B, 1, T, T] bool: query t may read key s. By order in the row: `positions` restart with each segment."""
     length = positions.shape[1]
     causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
     if segment_ids is None:
@@ -263,11 +274,13 @@ def _scanned(
         block = jax.checkpoint(block)
     wanted = jnp.array(aux_layers, jnp.int32)
 
-    def body(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, jax.Array], None]:
+    Carry = tuple[jax.Array, jax.Array]
+
+    def body(carry: Carry, inputs: tuple[jax.Array, Params]) -> tuple[Carry, None]:
         x, aux = carry
         index, w = inputs
         # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
-        aux = jnp.where((wanted == index)[:, None], jax.lax.stop_gradient(x)[:, :, None], aux)
+        aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
         return (block(x, w), aux), None
 
     empty = jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype)
@@ -305,7 +318,9 @@ def _unrolled(
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
-def layer(x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array], attend: Attend) -> tuple[jax.Array, Any]:
+def layer(
+    x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array], attend: Attend
+) -> tuple[jax.Array, Any]:
     """One pre-norm block: x [B, T, D] -> x [B, T, D], and whatever `attend` returns beside its output."""
     q, k, v = _qkv(rms_norm(x, w["attention_norm"], config.norm_epsilon), w, config)
     q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
@@ -318,7 +333,8 @@ def layer(x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array,
 def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [B, T, N, H], k and v [B, T, K, H] from either form of the weights."""
     if "qkv" not in w:
-        return einsum("BTD,DNH->BTNH", x, w["q"]), einsum("BTD,DKH->BTKH", x, w["k"]), einsum("BTD,DKH->BTKH", x, w["v"])
+        q = einsum("BTD,DNH->BTNH", x, w["q"])
+        return q, einsum("BTD,DKH->BTKH", x, w["k"]), einsum("BTD,DKH->BTKH", x, w["v"])
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
     R = config.queries_per_kv
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)

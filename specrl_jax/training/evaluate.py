@@ -42,7 +42,7 @@ def evaluate(
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """`samples` answers per problem, scored. The same seed gives the same noise, so two policies are compared paired."""
+    """`samples` answers per problem, scored. Equal seeds give equal noise, so two policies are compared paired."""
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     rollouts = engine.generate(params, prompts, samples, seed + EVAL_SEED_OFFSET, on_progress=on_progress)
     return Evaluation(score(rollouts, problems, tokenizer, reward).reshape(len(problems), samples), rollouts)

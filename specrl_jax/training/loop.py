@@ -141,8 +141,7 @@ def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
     S = rollouts.tokens.shape[1]
     prompts = [tokens[:n].tolist() for tokens, n in zip(rollouts.tokens, rollouts.prompt_length)]
     responses = [
-        tokens[n:end].tolist()
-        for tokens, n, end in zip(rollouts.tokens, rollouts.prompt_length, rollouts.length)
+        tokens[n:end].tolist() for tokens, n, end in zip(rollouts.tokens, rollouts.prompt_length, rollouts.length)
     ]
     rows = make_rows(prompts, responses, S, setup.tokenizer.pad_id)
     return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))

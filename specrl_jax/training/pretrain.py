@@ -14,12 +14,12 @@ from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.io import hf
+from specrl_jax.sharding import Partitioner
 from specrl_jax.training.loop import Stopped, evaluation_row
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.steps import Learner
-from specrl_jax.sharding import Partitioner
 
 LOG_EVERY = 50  # steps
 
@@ -32,7 +32,9 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
     """
     s = setup.settings
     if s.policy.path or s.data.path:
-        raise BadInput("task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''")
+        raise BadInput(
+            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
+        )
     source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
     stream = ProblemStream(source, s.pretrain.batch_size, s.seed)
     state = setup.initial_state()
@@ -74,7 +76,7 @@ def solution_rows(problems: list[Problem], setup: Setup) -> Rows:
     """Prompt and worked solution, ended; only the solution is learnt."""
     encode, eos = setup.tokenizer.encode, setup.tokenizer.eos_ids[0]
     prompts = [encode(problem.prompt) for problem in problems]
-    solutions = [encode(problem.solution) + [eos] for problem in problems]
+    solutions = [[*encode(problem.solution), eos] for problem in problems]
     length = setup.rollout.limits.cache_length
     longest = max(len(p) + len(r) for p, r in zip(prompts, solutions))
     if longest > length:

@@ -39,9 +39,7 @@ class Weights:
 def make_prepare(model: qwen3.Qwen3Config, config: RolloutConfig, partition: Partitioner) -> Any:
     """The jitted map from learner parameters to rollout parameters: cast, fused, unstacked and resharded."""
     shardings = partition.tree(qwen3.rollout_specs(model))
-    return jax.jit(
-        functools.partial(qwen3.rollout_params, config=model, dtype=config.dtype), out_shardings=shardings
-    )
+    return jax.jit(functools.partial(qwen3.rollout_params, config=model, dtype=config.dtype), out_shardings=shardings)
 
 
 def make_rollout_engine(
@@ -66,9 +64,7 @@ def make_rollout_engine(
 
     def prefill(params: Any, tokens: jax.Array, positions: jax.Array) -> kv.KVCache:
         cache = empty_cache(tokens.shape[0])
-        out = qwen3.forward(
-            params, model, tokens, positions, partition, cache=cache, dtype=config.dtype, unembed=False
-        )
+        out = qwen3.forward(params, model, tokens, positions, partition, cache=cache, dtype=config.dtype, unembed=False)
         return out.cache
 
     def decode(params: Any, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache) -> tuple[jax.Array, kv.KVCache]:
@@ -76,9 +72,7 @@ def make_rollout_engine(
         return out.logits, out.cache
 
     shardings = slots_shardings(model, limits, partition)
-    return make_engine(
-        prefill, decode, kv.take_rows, limits, sampling, tokenizer.eos_ids, tokenizer.pad_id, shardings
-    )
+    return make_engine(prefill, decode, kv.take_rows, limits, sampling, tokenizer.eos_ids, tokenizer.pad_id, shardings)
 
 
 def slots_shardings(model: qwen3.Qwen3Config, limits: Limits, partition: Partitioner) -> Slots:

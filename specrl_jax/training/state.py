@@ -55,7 +55,9 @@ def param_shardings(config: qwen3.Qwen3Config, partition: Partitioner) -> Any:
     return partition.tree(qwen3.param_specs(config))
 
 
-def state_shardings(config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+def state_shardings(
+    config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner
+) -> TrainState:
     """Shardings of a TrainState: moments lie where their parameter lies, counters everywhere."""
     params = param_shardings(config, partition)
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
@@ -69,7 +71,9 @@ def state_shardings(config: qwen3.Qwen3Config, optimizer: optax.GradientTransfor
     return TrainState(step=partition.replicated, params=params, opt_state=opt_state)
 
 
-def abstract_state(config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+def abstract_state(
+    config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner
+) -> TrainState:
     """ShapeDtypeStructs of the state: what a checkpoint is restored into and a step is lowered with."""
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
     shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
