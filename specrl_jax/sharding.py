@@ -21,6 +21,8 @@ MESH_AXES = ("data", "fsdp", "expert", "tensor")
 LEARNER = {
     "batch": ("data", "fsdp", "expert"),
     "sequence": (),
+    # Rows whose whole vocabulary one device reads, to sample from it: one all-to-all instead of gathering the logits.
+    "sampled_rows": ("data", "fsdp", "expert", "tensor"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

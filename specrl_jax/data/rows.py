@@ -11,11 +11,10 @@ Array = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Rows:
-    """Token rows, aligned on what is predicted: entry t of `targets` and `mask` belongs to token t + 1."""
+    """Token rows, one sequence each, padded right; entry t of `targets` and `mask` belongs to token t + 1."""
 
     tokens: Array  # [B, T] int32
     positions: Array  # [B, T] int32
-    segment_ids: Array  # [B, T] int32; 0 = padding
     targets: Array  # [B, T] int32, the next token
     mask: Array  # [B, T] bool, true where the next token is a response token
 
@@ -24,13 +23,11 @@ def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
     """One row per (prompt, response), padded right to `length` tokens. A pair that is longer is a caller's bug."""
     count = len(prompts)
     tokens = np.full((count, length + 1), pad_id, np.int32)
-    segment_ids = np.zeros((count, length), np.int32)
     mask = np.zeros((count, length), bool)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         total = len(prompt) + len(response)
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total] = response
-        segment_ids[row, :total] = 1
         mask[row, len(prompt) - 1 : total - 1] = True
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (count, length))
-    return Rows(tokens[:, :-1], positions, segment_ids, tokens[:, 1:], mask)
+    return Rows(tokens[:, :-1], positions, tokens[:, 1:], mask)

@@ -209,7 +209,8 @@ def forward(
 
     Args:
       params: learner form (no cache) or rollout form (with a cache).
-      segment_ids: [B, T] int32; attention stays inside a segment; 0 marks padding. None: one segment per row.
+      segment_ids: [B, T] int32, learner form only; attention stays inside a segment. None: one segment per row, which
+        may be padded on the right, since no token reads what follows it.
       cache: read up to each query's own position and written at `positions`; returned updated.
       targets: [B, T] int32: return their log-probs and the entropy at `temperature` instead of logits.
       aux_layers: return the residual stream *entering* these layers (EAGLE-3's convention), in this order.
@@ -225,7 +226,7 @@ def forward(
     x = params["embed"][tokens].astype(dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
-        mask = _learner_mask(positions, segment_ids)
+        mask = _segment_mask(segment_ids)
         x, aux = _scanned(params["layers"], config, x, angles, mask, aux_layers, remat, partition)
     else:
         x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
@@ -244,13 +245,11 @@ def _require_dense(config: Qwen3Config) -> None:
         raise BadInput("policy.preset: the mixture-of-experts forward is not implemented yet; use a dense preset")
 
 
-def _learner_mask(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """[B, 1, T, T] bool: query t may read key s. By order in the row: `positions` restart with each segment."""
-    length = positions.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+def _segment_mask(segment_ids: jax.Array | None) -> jax.Array | None:
+    """[B, 1, T, T] bool: query t may read key s of its own segment. None: one segment, causality alone decides."""
     if segment_ids is None:
-        return causal
-    return causal & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+        return None
+    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
 
 
 def _scanned(
@@ -258,13 +257,13 @@ def _scanned(
     config: Qwen3Config,
     x: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    mask: jax.Array,
+    mask: jax.Array | None,
     aux_layers: tuple[int, ...],
     remat: bool,
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask), None
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
 
     def block(x: jax.Array, w: Params) -> jax.Array:
         x, _ = layer(x, w, config, angles, attend)

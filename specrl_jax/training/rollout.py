@@ -69,7 +69,7 @@ def make_rollout_engine(
 
     def decode(params: Any, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache) -> tuple[jax.Array, kv.KVCache]:
         out = qwen3.forward(params, model, tokens, positions, partition, cache=cache, dtype=config.dtype)
-        return out.logits, out.cache
+        return partition.constrain(out.logits, "sampled_rows", None, None), out.cache
 
     shardings = slots_shardings(model, limits, partition)
     return make_engine(prefill, decode, kv.take_rows, limits, sampling, tokenizer.eos_ids, tokenizer.pad_id, shardings)

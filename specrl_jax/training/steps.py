@@ -36,7 +36,6 @@ class Learner:
             rows.tokens,
             rows.positions,
             partition,
-            segment_ids=rows.segment_ids,
             targets=rows.targets,
             temperature=self.temperature,
             dtype=self.dtype,
