@@ -18,7 +18,8 @@ import numpy as np
 
 from specrl_jax.core import BadInput
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import DraftFn, Slots, TargetFn, no_draft, speculative_step
+from specrl_jax.decoding.speculative import DraftFn, Slots, TargetFn, VerifyFn, no_draft, speculative_step
+from specrl_jax.decoding.verification import verify
 
 # (params, tokens [P, T], positions [P, T]) -> cache of P rows with those positions filled
 PrefillFn = Callable[[Any, jax.Array, jax.Array], Any]
@@ -170,19 +171,28 @@ def make_engine(
     pad_id: int,
     shardings: Slots,
     draft_fn: DraftFn = no_draft,
+    verify_fn: VerifyFn = verify,
 ) -> Engine:
     """Compiles (on first use) the two functions of an engine.
 
     Args:
       take_rows: (cache, rows [B]) -> cache of B rows; shares a prefill among its group.
       shardings: of the slots; the cache is donated from chunk to chunk and stays where it is.
+      verify_fn: `verification.verify`, or the same laid out over a mesh.
     """
     start = jax.jit(
         functools.partial(start_slots, prefill_fn=prefill_fn, take_rows=take_rows, limits=limits, pad_id=pad_id),
         out_shardings=shardings,
     )
     run = functools.partial(
-        run_iterations, decode_fn=decode_fn, draft_fn=draft_fn, sampling=sampling, eos_ids=eos_ids, chunk=limits.chunk
+        run_iterations,
+        decode_fn=decode_fn,
+        draft_fn=draft_fn,
+        verify_fn=verify_fn,
+        sampling=sampling,
+        eos_ids=eos_ids,
+        chunk=limits.chunk,
+        shardings=shardings,
     )
     run_chunk = jax.jit(run, donate_argnums=1, out_shardings=shardings)
     return Engine(limits, eos_ids, pad_id, start, run_chunk)
@@ -231,16 +241,20 @@ def run_iterations(
     *,
     decode_fn: DecodeFn,
     draft_fn: DraftFn,
+    verify_fn: VerifyFn,
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     chunk: int,
+    shardings: Slots,
 ) -> Slots:
     """Up to `chunk` fused iterations; fewer when every row is done."""
     target_fn: TargetFn = functools.partial(decode_fn, params)
 
     def body(carry: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
         i, slots = carry
-        return i + 1, speculative_step(slots, seed, draft_fn, target_fn, sampling, eos_ids)
+        # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
+        slots = jax.lax.with_sharding_constraint(slots, shardings)
+        return i + 1, speculative_step(slots, seed, draft_fn, target_fn, sampling, eos_ids, verify_fn)
 
     def unfinished(carry: tuple[jax.Array, Slots]) -> jax.Array:
         i, slots = carry

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.verification import Noise, verify
+from specrl_jax.decoding.verification import Noise, Verified, verify
 
 
 @flax.struct.dataclass
@@ -41,6 +41,8 @@ class Draft(NamedTuple):
 # (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 DraftFn = Callable[[Slots], Draft]
+# The signature of `verification.verify`
+VerifyFn = Callable[..., Verified]
 
 
 def no_draft(slots: Slots) -> Draft:
@@ -50,7 +52,13 @@ def no_draft(slots: Slots) -> Draft:
 
 
 def speculative_step(
-    slots: Slots, seed: jax.Array, draft_fn: DraftFn, target_fn: TargetFn, sampling: Sampling, eos_ids: tuple[int, ...]
+    slots: Slots,
+    seed: jax.Array,
+    draft_fn: DraftFn,
+    target_fn: TargetFn,
+    sampling: Sampling,
+    eos_ids: tuple[int, ...],
+    verify_fn: VerifyFn = verify,
 ) -> Slots:
     """Extends every row that is not done by 1 to k + 1 tokens."""
     draft = draft_fn(slots)
@@ -59,7 +67,7 @@ def speculative_step(
     positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
     logits, cache = target_fn(inputs, positions, slots.cache)
     noise = Noise(seed, slots.rollout_id, slots.length)
-    verified = verify(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
+    verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
     return commit(slots.replace(cache=cache), verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
 
 

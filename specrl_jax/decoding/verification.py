@@ -52,15 +52,16 @@ def verify(
         best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
         num_accepted = _leading(draft_tokens == best[:, :-1])
         return Verified(best, num_accepted, logprobs_and_entropy(target_logits, best, 0)[0])
-    k = draft_tokens.shape[1]
+    B, k = draft_tokens.shape
     p = jax.nn.softmax(final_logits(target_logits, sampling), axis=-1)
-    q = _draft_probs(draft_tokens, draft_logits, one_hot, vocab_map, target_logits.shape[-1], sampling)
-    num_accepted = _leading(_accepts(noise, draft_tokens, p[:, :-1], q))
-    # q of the bonus position is zero, so one expression serves a rejected position and the bonus.
-    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-    p_last, q_last = (jnp.take_along_axis(x, num_accepted[:, None, None], axis=1)[:, 0] for x in (p, q))
+    if k:
+        q = _draft_probs(draft_tokens, draft_logits, one_hot, vocab_map, target_logits.shape[-1], sampling)
+        num_accepted = _leading(_accepts(noise, draft_tokens, p[:, :-1], q))
+        weights = _residual(p, q, num_accepted)
+    else:
+        num_accepted, weights = jnp.zeros((B,), jnp.int32), p[:, 0]
     uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, num_accepted, counter.RESIDUAL)
-    final = draw(jnp.maximum(p_last - q_last, 0.0), uniforms)
+    final = draw(weights, uniforms)
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(jnp.arange(k + 1)[None] == num_accepted[:, None], final[:, None], tokens)
     return Verified(tokens, num_accepted, logprobs_and_entropy(target_logits, tokens, sampling.temperature)[0])
@@ -87,6 +88,14 @@ def _draft_probs(
     if vocab_map is not None:
         q = jnp.zeros((*q.shape[:2], V), jnp.float32).at[:, :, vocab_map].set(q)
     return jnp.where(one_hot[:, None, None], certain, q)
+
+
+def _residual(p: jax.Array, q: jax.Array, num_accepted: jax.Array) -> jax.Array:
+    """[B, V] weights of the last emitted token: max(p - q, 0) where a draft was rejected, p where none was."""
+    # q of the bonus position is zero, so one expression serves both.
+    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    p_last, q_last = (jnp.take_along_axis(x, num_accepted[:, None, None], axis=1)[:, 0] for x in (p, q))
+    return jnp.maximum(p_last - q_last, 0.0)
 
 
 def _accepts(noise: Noise, draft_tokens: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Limits, make_engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
+from specrl_jax.decoding.verification import Noise, Verified, verify
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import Partitioner
@@ -69,10 +70,43 @@ def make_rollout_engine(
 
     def decode(params: Any, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache) -> tuple[jax.Array, kv.KVCache]:
         out = qwen3.forward(params, model, tokens, positions, partition, cache=cache, dtype=config.dtype)
-        return partition.constrain(out.logits, "sampled_rows", None, None), out.cache
+        return out.logits, out.cache
 
     shardings = slots_shardings(model, limits, partition)
-    return make_engine(prefill, decode, kv.take_rows, limits, sampling, tokenizer.eos_ids, tokenizer.pad_id, shardings)
+    return make_engine(
+        prefill,
+        decode,
+        kv.take_rows,
+        limits,
+        sampling,
+        tokenizer.eos_ids,
+        tokenizer.pad_id,
+        shardings,
+        verify_fn=functools.partial(sharded_verify, partition),
+    )
+
+
+def sharded_verify(
+    partition: Partitioner,
+    noise: Noise,
+    draft_tokens: jax.Array,
+    draft_logits: jax.Array | None,
+    one_hot: jax.Array,
+    vocab_map: jax.Array | None,
+    target_logits: jax.Array,
+    sampling: Sampling,
+) -> Verified:
+    """`verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
+
+    The results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.
+    """
+    target_logits = partition.constrain(target_logits, "sampled_rows", None, None)
+    verified = verify(noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits, sampling)
+    return Verified(
+        tokens=partition.constrain(verified.tokens, "batch", None),
+        num_accepted=partition.constrain(verified.num_accepted, "batch"),
+        logprobs=partition.constrain(verified.logprobs, "batch", None),
+    )
 
 
 def slots_shardings(model: qwen3.Qwen3Config, limits: Limits, partition: Partitioner) -> Slots:

@@ -1,0 +1,64 @@
+"""Float64 definitions that the decoding tests compare with; written from the papers, plain and slow."""
+
+import itertools
+
+import numpy as np
+
+
+def softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    top = logits.max(axis=-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+
+
+def kept(logits, temperature, top_k, top_p):
+    """[V] bool: which tokens top-k, then top-p, leave in play; tokens that tie with the last one kept stay."""
+    # The division is float32 in the code under test and may create or undo ties, so it is float32 here.
+    scaled = (np.asarray(logits, np.float32) / np.float32(temperature)).astype(np.float64)
+    keep = np.ones(len(scaled), bool)
+    if top_k and top_k < len(scaled):
+        keep = scaled >= sorted(scaled, reverse=True)[top_k - 1]
+    if top_p < 1:
+        probs = softmax(np.where(keep, scaled, -np.inf))
+        order = np.argsort(-scaled, kind="stable")
+        mass_before = 0.0
+        for token in order:
+            if mass_before >= top_p:
+                break
+            last, mass_before = token, mass_before + probs[token]
+        keep &= scaled >= scaled[last]
+    return keep
+
+
+def final_probs(logits, sampling):
+    """[..., V] -> [..., V]: the distribution that a token is sampled from."""
+    logits = np.asarray(logits, np.float64)
+    rows = logits.reshape(-1, logits.shape[-1])
+    keep = np.stack([kept(row, sampling.temperature, sampling.top_k, sampling.top_p) for row in rows])
+    return softmax(np.where(keep, rows / sampling.temperature, -np.inf)).reshape(logits.shape)
+
+
+def joint(conditionals):
+    """Conditionals of shapes [V], [V, V], ... (prefix first) -> the joint [V, ..., V]."""
+    probs = np.ones(())
+    for conditional in conditionals:
+        probs = probs[..., None] * conditional
+    return probs
+
+
+def sequences(V, length):
+    """[V ** length, length] int32: every sequence, in the order of `joint(...).ravel()`."""
+    rows = list(itertools.product(range(V), repeat=length))
+    return np.array(rows, np.int32).reshape(len(rows), length)
+
+
+def flat_index(tokens, V):
+    """[..., length] -> [...]: place of each sequence in `joint(...).ravel()`."""
+    tokens = np.asarray(tokens, np.int64)
+    return tokens @ (V ** np.arange(tokens.shape[-1])[::-1])

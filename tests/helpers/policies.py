@@ -1,0 +1,100 @@
+"""Small random policies, and Qwen3 in float64 numpy: written from the report, one head and one token row at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.models import qwen3
+
+# Every size differs from every other, and N * H from D, so that no transposed or mistaken axis fits.
+SMALL = qwen3.Qwen3Config(
+    vocab=40,
+    embed=24,
+    layers=3,
+    heads=8,
+    kv_heads=2,
+    head_dim=10,
+    mlp=36,
+    tied=False,
+    max_positions=64,
+    rope_theta=1e4,
+)
+
+
+def random_params(config, seed=0, dtype=np.float32):
+    """A learner tree in which every weight matters: norm scales differ from one, logits spread over several nats."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        if spec.fan_in == 0:
+            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), dtype)
+        return jnp.asarray(rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed)), dtype)
+
+    params = jax.tree.map(draw, qwen3.param_specs(config))
+    # The residual stream starts at a size like that of what the layers add to it.
+    return params | {"embed": params["embed"] * np.array(2, dtype)}
+
+
+@functools.cache
+def compiled(config, partition, **static):
+    """`qwen3.forward`, jitted once for each set of static arguments."""
+
+    def run(params, tokens, positions, **arrays):
+        return qwen3.forward(params, config, tokens, positions, partition, **arrays, **static)
+
+    return jax.jit(run)
+
+
+def row_positions(tokens):
+    """[B, T]: 0, 1, 2, ... in every row."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+
+
+def numpy_forward(params, config, tokens):
+    """One row of tokens [T] -> logits [T, V] and the residual stream [L + 1, T, D] entering each layer and the end."""
+    w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x = w["embed"][np.asarray(tokens)]
+    stream = [x]
+    for i in range(config.layers):
+        x = _numpy_layer(x, {name: leaf[i] for name, leaf in w["layers"].items()}, config)
+        stream.append(x)
+    table = w["embed"] if config.tied else w["unembed"]
+    return _rms(x, w["final_norm"], config) @ table.T, np.stack(stream)
+
+
+def numpy_logprobs(logits, tokens, temperature):
+    """Log-probs [T] of tokens [T] and entropy [T] of softmax(logits / temperature), nats, float64."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    p = np.exp(scaled - scaled.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return np.log(p[np.arange(len(p)), np.asarray(tokens)]), -(p * np.log(p)).sum(-1)
+
+
+def _numpy_layer(x, w, config):
+    normed = _rms(x, w["attention_norm"], config)
+    length = len(x)
+    for head in range(config.heads):
+        shared = head * config.kv_heads // config.heads
+        q = _turn(_rms(normed @ w["q"][:, head], w["q_norm"], config), config)
+        k = _turn(_rms(normed @ w["k"][:, shared], w["k_norm"], config), config)
+        scores = q @ k.T / np.sqrt(config.head_dim)
+        scores[np.triu_indices(length, 1)] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        x = x + p / p.sum(-1, keepdims=True) @ (normed @ w["v"][:, shared]) @ w["o"][head]
+    normed = _rms(x, w["mlp_norm"], config)
+    gate = normed @ w["gate"]
+    return x + (gate / (1 + np.exp(-gate)) * (normed @ w["up"])) @ w["down"]
+
+
+def _rms(x, scale, config):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_epsilon) * scale
+
+
+def _turn(x, config):
+    """Rotary positions 0, 1, ... of x [T, H]: entries j and j + H/2 are one complex number, turned by its angle."""
+    half = config.head_dim // 2
+    angle = np.outer(np.arange(len(x)), config.rope_theta ** (-np.arange(half) / half))
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=1)

@@ -1,0 +1,33 @@
+"""One statistical test for all: the distance between what was drawn and what should have been."""
+
+import math
+
+import numpy as np
+
+
+def miss_distance(outcomes, draws, error=1e-6):
+    """The total variation e at which `draws` independent draws decide between 0 and 2e.
+
+    A correct sampler reaches e with chance at most `error`; one whose true distance is 2e stays below e with chance at
+    most `error` (the expected distance is at most the union over 2**outcomes events of a Hoeffding bound, and the
+    event that realises the true distance concentrates by the same bound).
+    """
+    return math.sqrt((outcomes * math.log(2) + math.log(1 / error)) / (2 * draws))
+
+
+def assert_drawn_from(indices, probs, at_most, error=1e-6):
+    """`indices` [N] of outcomes follow `probs` [V] float64.
+
+    Fails on a correct sampler with chance at most `error`, and passes one that is 2 * at_most off in total variation
+    with chance at most `error`. The caller states `at_most`; too few draws for it is an error of the test.
+    """
+    probs = np.asarray(probs, np.float64).ravel()
+    indices = np.asarray(indices).ravel()
+    assert abs(probs.sum() - 1) < 1e-9, "the expected probabilities do not sum to one"
+    decisive = miss_distance(len(probs), len(indices), error)
+    assert decisive <= at_most, f"{len(indices)} draws decide {decisive:.4f}, not {at_most}"
+    counts = np.bincount(indices, minlength=len(probs))
+    assert len(counts) == len(probs), "an outcome that does not exist was drawn"
+    assert counts[probs == 0].sum() == 0, "an outcome of probability zero was drawn"
+    distance = 0.5 * np.abs(counts / len(indices) - probs).sum()
+    assert distance < at_most, f"total variation {distance:.4f}"

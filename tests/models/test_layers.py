@@ -1,0 +1,153 @@
+"""Parameter declarations, norms, rotary positions and the mixed-precision product, each against numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import layers
+from specrl_jax.models.layers import ParamSpec
+
+BF16 = jnp.bfloat16
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def toy_specs():
+    return {
+        "matrix": ParamSpec((300, 200), ("embed", "mlp"), 300, "a", "i o -> i o"),
+        "other": ParamSpec((300, 200), ("embed", "mlp"), 300, "b", "i o -> i o"),
+        "norm": ParamSpec((300,), ("embed",), 0, "c", "a -> a"),
+    }
+
+
+def test_initial_weights_have_variance_one_over_fan_in():
+    """60,000 normal draws: the sample deviation strays by 0.3 % (one sigma), so 1.5 % false-alarms once in 2 million.
+
+    A deviation that is wrong by 3 % escapes just as rarely.
+    """
+    params = layers.init_params(jax.random.key(1), toy_specs())
+    assert abs(float(params["matrix"].std()) * np.sqrt(300) - 1) < 0.015
+    assert abs(float(params["matrix"].mean())) * np.sqrt(300) < 5 / np.sqrt(60_000)
+
+
+def test_two_weights_of_one_shape_are_drawn_independently():
+    params = layers.init_params(jax.random.key(1), toy_specs())
+    # Correlation of 60,000 independent pairs: one sigma is 1 / sqrt(60,000).
+    assert abs(np.corrcoef(params["matrix"].ravel(), params["other"].ravel())[0, 1]) < 5 / np.sqrt(60_000)
+
+
+def test_norm_scales_start_at_one():
+    params = layers.init_params(jax.random.key(1), toy_specs())
+    np.testing.assert_array_equal(params["norm"], np.ones(300))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16])
+def test_abstract_params_describe_what_init_makes(dtype, partition):
+    specs = toy_specs()
+    shapes = layers.abstract_params(specs, dtype, partition.tree(specs))
+    made = layers.init_params(jax.random.key(0), specs, dtype)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes) == jax.tree.map(lambda p: (p.shape, p.dtype), made)
+    assert jax.tree.map(lambda s: s.sharding, shapes) == partition.tree(specs)
+
+
+def test_count_is_the_number_of_initialised_values():
+    made = layers.init_params(jax.random.key(0), toy_specs())
+    assert layers.count_params(toy_specs()) == sum(leaf.size for leaf in jax.tree.leaves(made))
+
+
+def test_bfloat16_product_accumulates_in_float32():
+    """1 + 512 * 2^-9 = 2: a bfloat16 accumulator would stay at 1, whose next number is 1 + 2^-7."""
+    x = jnp.array([[1.0] + [2.0**-9] * 512], BF16)
+    out = layers.einsum("BD,DF->BF", x, jnp.ones((513, 1), BF16))
+    assert out.dtype == BF16
+    np.testing.assert_array_equal(out.astype(jnp.float32), [[2.0]])
+
+
+def test_product_is_in_the_dtype_of_the_activations():
+    """Float32 learner weights under bfloat16 activations: rounded to bfloat16 before the product, as on a GPU."""
+    x, w = draw(3, 8), draw(8, 5, seed=1)
+    out = layers.einsum("BD,DF->BF", jnp.asarray(x, BF16), jnp.asarray(w))
+    rounded = np.asarray(jnp.asarray(x, BF16), np.float64) @ np.asarray(jnp.asarray(w, BF16), np.float64)
+    assert out.dtype == BF16
+    # One rounding to 8 bits of the result: half an ulp, 2^-8 relative; 1e-6 for entries near zero by cancellation.
+    np.testing.assert_allclose(np.asarray(out, np.float64), rounded, rtol=2**-8, atol=1e-6)
+
+
+def test_rms_norm_matches_the_float64_formula():
+    x, scale = 7 * draw(4, 3, 50), draw(50, seed=1)
+    out = layers.rms_norm(jnp.asarray(x), jnp.asarray(scale), 0.1)
+    x64 = x.astype(np.float64)
+    exact = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 0.1) * scale
+    # A mean over 50 and four roundings: a few ulp of 2^-23.
+    np.testing.assert_allclose(out, exact, rtol=1e-6)
+
+
+def test_rms_norm_epsilon_keeps_a_zero_row_finite():
+    np.testing.assert_array_equal(layers.rms_norm(jnp.zeros((1, 8)), jnp.ones(8), 1e-6), np.zeros((1, 8)))
+
+
+def test_rms_norm_of_bfloat16_takes_statistics_in_float32_and_rounds_before_the_scale():
+    x, scale = jnp.asarray(draw(6, 512), BF16), jnp.asarray(draw(512, seed=1), BF16)
+    x64 = np.asarray(x, np.float64)
+    normed = jnp.asarray(x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-6), jnp.float32).astype(BF16)
+    out = layers.rms_norm(x, scale, 1e-6)
+    expected = jnp.asarray(np.asarray(normed, np.float32) * np.asarray(scale, np.float32), BF16)
+    assert out.dtype == BF16
+    # The order of roundings decides about one last bit in three; a tie in the float32 statistics may still flip one
+    # in 2^16 values here and there.
+    assert np.mean(np.asarray(out) != np.asarray(expected)) < 0.002
+
+
+def test_rotary_angles_stay_float32_at_long_positions():
+    """257 is not a bfloat16 number, and the last position of Qwen3 is 40,959."""
+    positions = np.array([[0, 1, 257, 4095, 40_959]], np.int32)
+    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6)
+    assert sin.shape == cos.shape == (1, 5, 1, 64)
+    assert sin.dtype == cos.dtype == jnp.float32
+    angle = positions[0, :, None] * 1e6 ** (-np.arange(64) / 64.0)
+    # float32 angle: the frequency carries up to 6 ulp (power, quotient, product), times an angle of up to 40,959.
+    for row, bound in zip(range(5), 6 * 2.0**-24 * positions[0] + 1e-6):
+        np.testing.assert_allclose(sin[0, row, 0], np.sin(angle[row]), atol=bound)
+        np.testing.assert_allclose(cos[0, row, 0], np.cos(angle[row]), atol=bound)
+
+
+def test_position_zero_is_not_rotated():
+    x = jnp.asarray(draw(2, 3, 4, 10))
+    angles = layers.rotary_angles(jnp.zeros((2, 3), jnp.int32), 10, 1e4)
+    np.testing.assert_array_equal(layers.rotate(x, angles), x)
+
+
+def test_rotation_turns_entry_j_against_entry_j_plus_half():
+    x = draw(1, 5, 3, 10)
+    positions = np.array([[0, 3, 1, 40, 7]], np.int32)
+    out = layers.rotate(jnp.asarray(x), layers.rotary_angles(jnp.asarray(positions), 10, 1e4))
+    for t, position in enumerate(positions[0]):
+        turn = np.exp(1j * position * 1e4 ** (-np.arange(5) / 5.0))
+        turned = (x[0, t, :, :5] + 1j * x[0, t, :, 5:]) * turn
+        # The angle of position 40 is off by a few ulp of 2^-23, twice 40.
+        np.testing.assert_allclose(out[0, t], np.concatenate([turned.real, turned.imag], -1), atol=2e-5)
+
+
+def test_rotated_products_depend_on_the_distance_only():
+    q, k = jnp.asarray(draw(1, 1, 1, 10)), jnp.asarray(draw(1, 1, 1, 10, seed=1))
+
+    def product(query_position, key_position):
+        def at(x, position):
+            return layers.rotate(x, layers.rotary_angles(jnp.full((1, 1), position, jnp.int32), 10, 1e4))
+
+        return float((at(q, query_position) * at(k, key_position)).sum())
+
+    # Angles up to 60 in float32: a few ulp of 60, on values of order 3.
+    assert abs(product(9, 4) - product(60, 55)) < 1e-4
+    assert abs(product(9, 4) - product(9, 5)) > 1e-2
+
+
+def test_bfloat16_rotation_rounds_once():
+    x = jnp.asarray(draw(1, 6, 2, 10), BF16)
+    angles = layers.rotary_angles(jnp.arange(6, dtype=jnp.int32)[None] + 250, 10, 1e4)
+    out = layers.rotate(x, angles)
+    assert out.dtype == BF16
+    np.testing.assert_array_equal(out, layers.rotate(x.astype(jnp.float32), angles).astype(BF16))

@@ -1,0 +1,524 @@
+"""The policy: published sizes, the float64 formula, the two forms of the weights, and what may not change a row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.core import BadInput
+from specrl_jax.models import cache as kv
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import count_params
+from tests.helpers.policies import SMALL, compiled, numpy_forward, numpy_logprobs, random_params, row_positions
+
+TIED = dataclasses.replace(SMALL, tied=True)
+B, T = 5, 12  # rows and tokens of most tests
+LOW_CACHE = 20  # entries, more than T
+
+# float32 against float64, or two orders of summation in float32: three layers of sums over at most 80 products, on
+# logits that reach 10. Each sum errs by about sqrt(80) * 2^-24 of its size; the errors of some twenty of them add up.
+ROUNDING = {"atol": 5e-5, "rtol": 0}
+
+# Parameters of the released checkpoints, every tensor counted once (tied unembeddings are not stored).
+PUBLISHED = {
+    "qwen3_0p6b": 596_049_920,
+    "qwen3_1p7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+}
+
+
+@pytest.fixture(scope="module", params=[SMALL, TIED], ids=["untied", "tied"])
+def config(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def params(config):
+    return random_params(config)
+
+
+@pytest.fixture(scope="module")
+def rollout(params, config):
+    return qwen3.rollout_params(params, config, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return draw_tokens(0)
+
+
+def draw_tokens(seed, shape=(B, T)):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SMALL.vocab, shape), jnp.int32)
+
+
+def learner_logits(params, config, tokens, partition, **arrays):
+    positions = arrays.pop("positions", row_positions(tokens))
+    return compiled(config, partition)(params, tokens, positions, **arrays).logits
+
+
+def empty_cache(config, rows=B, length=LOW_CACHE, dtype=jnp.float32):
+    return kv.init_cache(config.layers, rows, length, config.kv_heads, config.head_dim, dtype)
+
+
+def decode(rollout, config, tokens, blocks, partition, cache=None, **static):
+    """Logits [B, sum(blocks), V] and the cache, from feeding `tokens` in blocks of these lengths."""
+    cache = empty_cache(config, tokens.shape[0]) if cache is None else cache
+    logits, start = [], 0
+    for size in blocks:
+        part = slice(start, start + size)
+        out = compiled(config, partition, **static)(
+            rollout, tokens[:, part], row_positions(tokens)[:, part], cache=cache
+        )
+        logits.append(out.logits)
+        cache, start = out.cache, start + size
+    return jnp.concatenate(logits, axis=1), cache
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_has_the_published_number_of_parameters(name):
+    assert count_params(qwen3.param_specs(qwen3.preset(name))) == PUBLISHED[name]
+
+
+def test_every_large_preset_has_a_published_number():
+    assert set(PUBLISHED) == {name for name in qwen3.PRESETS if name.startswith("qwen3")}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_preset_ties_the_unembedding_below_eight_billion_only(name):
+    assert ("unembed" in qwen3.param_specs(qwen3.preset(name))) == (PUBLISHED[name] > 5e9)
+
+
+def test_every_hugging_face_name_belongs_to_one_weight():
+    for name in qwen3.PRESETS:
+        names = [spec.hf_name for spec in jax.tree.leaves(qwen3.param_specs(qwen3.preset(name)))]
+        assert len(set(names)) == len(names)
+
+
+def test_misspelt_preset_lists_those_there_are():
+    with pytest.raises(BadInput, match=r"policy\.preset: no preset 'qwen3_0\.6b'; .*qwen3_0p6b") as error:
+        qwen3.preset("qwen3_0.6b")
+    assert "\n" not in str(error.value)
+
+
+# The formula
+
+
+def test_forward_matches_the_float64_formula(params, config, tokens, partition):
+    logits = learner_logits(params, config, tokens, partition)
+    assert logits.dtype == jnp.float32
+    for row in range(B):
+        np.testing.assert_allclose(logits[row], numpy_forward(params, config, tokens[row])[0], **ROUNDING)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_logprobs_and_entropy_match_the_float64_formula(temperature, params, config, tokens, partition):
+    targets = draw_tokens(1)
+    out = compiled(config, partition, temperature=temperature)(params, tokens, row_positions(tokens), targets=targets)
+    assert out.logits is None
+    for row in range(B):
+        logits, _ = numpy_forward(params, config, tokens[row])
+        logprobs, entropy = numpy_logprobs(logits, targets[row], temperature)
+        # The logits' rounding, divided by the temperature, once in the chosen logit and once in the normaliser; the
+        # entropy weighs differences of logits by p.
+        np.testing.assert_allclose(out.logprobs[row], logprobs, atol=2e-4, rtol=0)
+        np.testing.assert_allclose(out.entropy[row], entropy, atol=2e-4, rtol=0)
+
+
+def test_greedy_rollouts_are_scored_at_temperature_one(tokens, partition):
+    params, targets = random_params(SMALL), draw_tokens(1)
+    zero, one = (
+        compiled(SMALL, partition, temperature=temperature)(params, tokens, row_positions(tokens), targets=targets)
+        for temperature in (0.0, 1.0)
+    )
+    np.testing.assert_array_equal(zero.logprobs, one.logprobs)
+    np.testing.assert_array_equal(zero.entropy, one.entropy)
+
+
+def score(params, config, tokens, partition, **static):
+    """Sum over the targets of a fixed weighting of log-probs: something to differentiate."""
+    targets, weights = draw_tokens(1), jnp.asarray(np.random.default_rng(2).normal(size=(B, T)), jnp.float32)
+    out = qwen3.forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
+    return (out.logprobs * weights).sum()
+
+
+def test_gradient_is_the_derivative_of_the_float64_formula(params, config, tokens, partition):
+    """Along one random direction through every weight: a stop_gradient in the wrong place shows here."""
+    gradient = jax.jit(jax.grad(lambda p: score(p, config, tokens, partition)))(params)
+    targets, weights = draw_tokens(1), np.random.default_rng(2).normal(size=(B, T))
+    direction = jax.tree.map(lambda g: np.random.default_rng(g.size).normal(size=g.shape), gradient)
+
+    def exact(step):
+        moved = jax.tree.map(lambda w, d: np.asarray(w, np.float64) + step * d, params, direction)
+        logits = [numpy_forward(moved, config, row)[0] for row in tokens]
+        return sum((numpy_logprobs(x, y, 1.0)[0] * w).sum() for x, y, w in zip(logits, targets, weights))
+
+    slope = (exact(1e-6) - exact(-1e-6)) / 2e-6
+    ours = sum((np.asarray(g, np.float64) * d).sum() for g, d in zip(*map(jax.tree.leaves, (gradient, direction))))
+    size = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
+    # Gradient entries err by some 1e-6 of their size, and so does their product with a random direction; central
+    # differences in float64 err less.
+    assert abs(ours - slope) < 2e-5 * size
+
+
+# The learner's options change the schedule, not the numbers
+
+
+@pytest.mark.parametrize(
+    "static",
+    [{"logits_chunk": 4}, {"remat": True}, {"logits_chunk": 1, "remat": True}, {"aux_layers": (0, 2)}],
+    ids=["chunked", "remat", "chunked-remat", "features"],
+)
+def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config, tokens, partition):
+    def value_and_grad(**static):
+        return jax.jit(jax.value_and_grad(lambda p: score(p, config, tokens, partition, **static)))(params)
+
+    (plain, plain_grad), (other, other_grad) = value_and_grad(), value_and_grad(**static)
+    # A sum of 60 log-probs of a few nats.
+    np.testing.assert_allclose(other, plain, atol=1e-4, rtol=0)
+    for a, b in zip(jax.tree.leaves(other_grad), jax.tree.leaves(plain_grad), strict=True):
+        # Sums over 60 tokens in another order: a few ulp of the leaf's largest entry.
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()), rtol=0)
+
+
+def test_logprobs_in_chunks_keep_their_places(params, config, tokens, partition):
+    targets, at = draw_tokens(1), row_positions(tokens)
+    whole = compiled(config, partition)(params, tokens, at, targets=targets)
+    parts = compiled(config, partition, logits_chunk=3)(params, tokens, at, targets=targets)
+    np.testing.assert_allclose(parts.logprobs, whole.logprobs, **ROUNDING)
+    np.testing.assert_allclose(parts.entropy, whole.entropy, **ROUNDING)
+
+
+@pytest.mark.parametrize("option", [{"logits_chunk": 4}, {"remat": True}], ids=["chunked", "remat"])
+def test_memory_options_lower_the_peak_of_the_backward_pass(option, partition):
+    """Read from the compiler, without running: what the two options are for."""
+    config = dataclasses.replace(TIED, vocab=2000, layers=8)
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    rows = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+
+    def loss(params, tokens, **static):
+        return qwen3.forward(
+            params, config, tokens, row_positions(tokens), partition, targets=tokens, **static
+        ).logprobs.sum()
+
+    def temporaries(**static):
+        step = jax.jit(jax.grad(lambda p, t: loss(p, t, **static)))
+        return step.lower(shapes, rows).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(**option) < 0.8 * temporaries()
+
+
+def test_chunk_that_does_not_divide_the_row_is_one_clear_line(tokens, partition):
+    with pytest.raises(BadInput, match=r"policy\.logits_chunk=5 must divide the row length of 12 tokens") as error:
+        score(random_params(SMALL), SMALL, tokens, partition, logits_chunk=5)
+    assert "\n" not in str(error.value)
+
+
+# Auxiliary features
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (2, 0), (1,)], ids=str)
+def test_features_are_the_residual_stream_entering_the_named_layers(layers, params, config, tokens, partition):
+    out = compiled(config, partition, aux_layers=layers)(params, tokens, row_positions(tokens))
+    assert out.aux.shape == (B, T, len(layers), config.embed)
+    for row in range(B):
+        _, stream = numpy_forward(params, config, tokens[row])
+        for place, index in enumerate(layers):
+            np.testing.assert_allclose(out.aux[row, :, place], stream[index], **ROUNDING)
+
+
+def test_both_forms_give_the_same_features(params, rollout, config, tokens, partition):
+    run = compiled(config, partition, aux_layers=(2, 0))
+    learner = run(params, tokens, row_positions(tokens))
+    cached = run(rollout, tokens, row_positions(tokens), cache=empty_cache(config))
+    np.testing.assert_allclose(cached.aux, learner.aux, **ROUNDING)
+
+
+def test_features_are_absent_unless_asked_for(params, config, tokens, partition):
+    assert compiled(config, partition)(params, tokens, row_positions(tokens)).aux is None
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_features_carry_no_gradient(remat, params, config, tokens, partition):
+    def size_of_features(params):
+        out = qwen3.forward(
+            params, config, tokens, row_positions(tokens), partition, aux_layers=(0, 1, 2), remat=remat, unembed=False
+        )
+        return (out.aux**2).sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(size_of_features))(params)
+    assert value > 1
+    for leaf in jax.tree.leaves(gradient):
+        np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+# The rollout form
+
+
+def test_rollout_params_keep_every_weight_bit_for_bit(params, rollout, config):
+    group = config.heads // config.kv_heads
+    for i, ours in enumerate(rollout["layers"]):
+        w = {name: np.asarray(leaf[i]) for name, leaf in params["layers"].items()}
+        for head in range(config.heads):
+            np.testing.assert_array_equal(ours["qkv"][:, head // group, head % group], w["q"][:, head])
+        for head in range(config.kv_heads):
+            np.testing.assert_array_equal(ours["qkv"][:, head, group], w["k"][:, head])
+            np.testing.assert_array_equal(ours["qkv"][:, head, group + 1], w["v"][:, head])
+        np.testing.assert_array_equal(ours["gate_up"][:, 0], w["gate"])
+        np.testing.assert_array_equal(ours["gate_up"][:, 1], w["up"])
+        for name in ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "down"):
+            np.testing.assert_array_equal(ours[name], w[name])
+    for name in params.keys() - {"layers"}:
+        np.testing.assert_array_equal(rollout[name], params[name])
+
+
+def test_rollout_params_hold_no_more_and_no_less(params, rollout):
+    assert sum(w.size for w in jax.tree.leaves(rollout)) == sum(w.size for w in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rollout_params_have_the_declared_shapes_and_dtype(dtype, params, config):
+    made = jax.eval_shape(lambda p: qwen3.rollout_params(p, config, dtype), params)
+    specs = qwen3.rollout_specs(config)
+    assert jax.tree.map(lambda w: w.shape, made) == jax.tree.map(lambda s: s.shape, specs)
+    assert {w.dtype for w in jax.tree.leaves(made)} == {jnp.dtype(dtype)}
+    assert all(len(s.axes) == len(s.shape) for s in jax.tree.leaves(specs))
+
+
+# Cached decode = full forward
+
+BLOCKS = {
+    "token-by-token": (1,) * 12,
+    "blocks": (4, 4, 4),
+    "one-prefill": (12,),
+    "prefill-then-decode": (5, *(1,) * 7),
+    "uneven": (5, 1, 4, 1, 1),
+}
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_cached_decode_is_the_full_forward(blocks, params, rollout, config, tokens, partition):
+    logits, _ = decode(rollout, config, tokens, blocks, partition)
+    np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
+
+
+def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens, partition):
+    _, whole = decode(rollout, config, tokens, (12,), partition)
+    _, parts = decode(rollout, config, tokens, (4, 4, 4), partition)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, **ROUNDING)
+
+
+def test_prefill_without_unembedding_fills_the_same_cache(rollout, config, tokens, partition):
+    at = row_positions(tokens)
+    plain = compiled(config, partition)(rollout, tokens, at, cache=empty_cache(config))
+    bare = compiled(config, partition, unembed=False)(rollout, tokens, at, cache=empty_cache(config))
+    assert bare.logits is None
+    for a, b in zip(jax.tree.leaves(bare.cache), jax.tree.leaves(plain.cache), strict=True):
+        np.testing.assert_allclose(a, b, **ROUNDING)
+
+
+def test_rows_decode_at_their_own_positions(params, rollout, config, tokens, partition):
+    """Right-padded prompts of different lengths, prefilled together, continue each from its own end."""
+    lengths = np.array([1, 5, 2, 4, 3])
+    run = compiled(config, partition)
+    full = learner_logits(params, config, tokens, partition)
+    garbage = jnp.where(jnp.arange(5)[None] < lengths[:, None], tokens[:, :5], 7)
+    cache = run(rollout, garbage, row_positions(garbage), cache=empty_cache(config)).cache
+    for step in range(T - 5):
+        at = jnp.asarray(lengths + step)[:, None]
+        out = run(rollout, jnp.take_along_axis(tokens, at, axis=1), at, cache=cache)
+        cache = out.cache
+        for row in range(B):
+            np.testing.assert_allclose(out.logits[row, 0], full[row, lengths[row] + step], **ROUNDING)
+
+
+def test_rejected_block_leaves_no_trace(rollout, config, tokens, partition):
+    """Rollback is index arithmetic: the same positions computed again with other tokens, bit for bit."""
+    run, at = compiled(config, partition), row_positions(tokens)
+    _, cache = decode(rollout, config, tokens, (4,), partition)
+    wrong = run(rollout, draw_tokens(3, (B, 4)), at[:, 4:8], cache=cache).cache
+    direct, again = (run(rollout, tokens[:, 4:8], at[:, 4:8], cache=c) for c in (cache, wrong))
+    np.testing.assert_array_equal(again.logits, direct.logits)
+    for a, b in zip(jax.tree.leaves(again.cache), jax.tree.leaves(direct.cache), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_entries_beyond_a_row_are_never_read(rollout, config, tokens, partition):
+    clean = empty_cache(config)
+    stale = jax.tree.map(lambda buffer: buffer + 100.0, clean)
+    expected, _ = decode(rollout, config, tokens, (4, 4, 4), partition, clean)
+    logits, _ = decode(rollout, config, tokens, (4, 4, 4), partition, stale)
+    np.testing.assert_array_equal(logits, expected)
+
+
+def test_cache_length_changes_nothing(rollout, config, tokens, partition):
+    exact_fit, _ = decode(rollout, config, tokens, (4, 4, 4), partition, empty_cache(config, length=T))
+    roomy, _ = decode(rollout, config, tokens, (4, 4, 4), partition)
+    np.testing.assert_allclose(roomy, exact_fit, **ROUNDING)
+
+
+def test_writes_beyond_the_cache_are_dropped(rollout, config, tokens, partition):
+    """A block that sticks out at the end of the cache must not wrap around or pile up on the last entry."""
+    _, cache = decode(rollout, config, tokens, (4, 4), partition, empty_cache(config, length=10))
+    out = compiled(config, partition)(rollout, tokens[:, 8:], row_positions(tokens)[:, 8:], cache=cache)
+    _, longer = decode(rollout, config, tokens, (4, 4, 4), partition)
+    for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(longer), strict=True):
+        np.testing.assert_allclose(a, b[:, :10], **ROUNDING)
+
+
+def test_shared_prefill_serves_every_answer_of_its_group(rollout, config, tokens, partition):
+    _, cache = decode(rollout, config, tokens, (4,), partition)
+    rows = jnp.array([2, 2, 0, 4, 2])
+    shared = kv.take_rows(cache, rows)
+    out = compiled(config, partition)(rollout, tokens[:, 4:8], row_positions(tokens)[:, 4:8], cache=shared)
+    prompts = jnp.concatenate([tokens[rows, :4], tokens[:, 4:]], axis=1)
+    alone, _ = decode(rollout, config, prompts, (4, 4), partition)
+    np.testing.assert_array_equal(out.logits, alone[:, 4:])
+
+
+# One row never affects another; padding changes nothing; packing changes nothing
+
+
+def test_rows_of_the_learner_are_independent(params, config, tokens, partition):
+    others = draw_tokens(4).at[2].set(tokens[2])
+    before, after = (learner_logits(params, config, t, partition)[2] for t in (tokens, others))
+    np.testing.assert_array_equal(after, before)
+
+
+def test_rows_of_the_cache_are_independent(rollout, config, tokens, partition):
+    """Neighbours with other tokens at other positions, over a cache with other content: row 2 keeps its bits."""
+    run = compiled(config, partition)
+    _, cache = decode(rollout, config, tokens, (4,), partition)
+    at = row_positions(tokens)[:, 4:8]
+    before = run(rollout, tokens[:, 4:8], at, cache=cache)
+    row = jnp.arange(B)[:, None] == 2
+    moved = jnp.where(row, at, at + 5)
+    others = jnp.where(row, tokens[:, 4:8], draw_tokens(4, (B, 4)))
+    stirred = jax.tree.map(lambda b: jnp.where(row[:, :, None, None], b, b + 1.0), cache)
+    after = run(rollout, others, moved, cache=stirred)
+    np.testing.assert_array_equal(after.logits[2], before.logits[2])
+    for a, b in zip(jax.tree.leaves(after.cache), jax.tree.leaves(before.cache), strict=True):
+        np.testing.assert_array_equal(a[2], b[2])
+
+
+def test_later_tokens_never_affect_earlier_ones(params, config, tokens, partition):
+    later = jnp.where(jnp.arange(T)[None] < 6, tokens, draw_tokens(5))
+    before, after = (learner_logits(params, config, t, partition)[:, :6] for t in (tokens, later))
+    np.testing.assert_array_equal(after, before)
+
+
+def padded(tokens, lengths, seed):
+    """Rows cut to these lengths and filled with random tokens; segment 1 then 0."""
+    real = jnp.arange(tokens.shape[1])[None] < jnp.asarray(lengths)[:, None]
+    return jnp.where(real, tokens, draw_tokens(seed, tokens.shape)), real.astype(jnp.int32)
+
+
+def test_tokens_in_the_padding_change_nothing(params, config, tokens, partition):
+    lengths = [1, 12, 7, 3, 6]
+    outputs = []
+    for seed in (6, 7):
+        rows, segments = padded(tokens, lengths, seed)
+        outputs.append(learner_logits(params, config, rows, partition, segment_ids=segments))
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(outputs[0][row, :length], outputs[1][row, :length])
+
+
+def test_more_padding_changes_nothing(params, config, tokens, partition):
+    segments = jnp.ones((B, T), jnp.int32)
+    longer = jnp.pad(tokens, ((0, 0), (0, 4)), constant_values=9)
+    logits = learner_logits(params, config, longer, partition, segment_ids=jnp.pad(segments, ((0, 0), (0, 4))))
+    np.testing.assert_allclose(logits[:, :T], learner_logits(params, config, tokens, partition), **ROUNDING)
+
+
+def test_padding_reaches_no_gradient(params, config, tokens, partition):
+    """Of a loss over the real tokens: the same bits whatever the padding holds, and finite."""
+
+    def loss(params, rows, segments):
+        out = qwen3.forward(params, config, rows, row_positions(rows), partition, segment_ids=segments, targets=tokens)
+        return jnp.where(segments > 0, out.logprobs, 0.0).sum()
+
+    lengths = [1, 12, 7, 3, 6]
+    gradients = [jax.jit(jax.grad(loss))(params, *padded(tokens, lengths, seed)) for seed in (6, 7)]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert np.isfinite(a).all()
+        # Zeros are added in other places of the embedding's scatter; nothing else differs.
+        np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()), rtol=0)
+
+
+def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
+    """Rows of 12 = 5 + 3 + 4 tokens of three texts, positions restarting, against the texts alone."""
+    lengths, ids = (5, 3, 4), (1, 2, 3)
+    positions = jnp.broadcast_to(jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lengths]), (B, T))
+    segments = jnp.broadcast_to(jnp.repeat(jnp.array(ids), jnp.array(lengths), total_repeat_length=T), (B, T))
+    packed = learner_logits(params, config, tokens, partition, positions=positions, segment_ids=segments)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = learner_logits(params, config, tokens[:, part], partition)
+        np.testing.assert_allclose(packed[:, part], alone, **ROUNDING)
+        start += length
+
+
+# Precision
+
+
+@pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.bfloat16])
+def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
+    rollout = qwen3.rollout_params(params, config, jnp.bfloat16)
+    cache = empty_cache(config, dtype=cache_dtype)
+    logits, cache = decode(rollout, config, tokens, (4, 4, 4), partition, cache, dtype=jnp.bfloat16)
+    exact = learner_logits(params, config, tokens, partition)
+    assert logits.dtype == jnp.float32
+    assert {buffer.dtype for buffer in jax.tree.leaves(cache)} == {jnp.dtype(cache_dtype)}
+    # Weights and some eight activations a layer are rounded to 2^-9 of their size, 30 independent roundings in three
+    # layers: sqrt(30) * 2^-9 = 1.1 % of the logits' spread; three times that on average, as attention amplifies.
+    error = np.asarray(logits - exact)
+    assert np.sqrt((error**2).mean()) < 0.03 * float(exact.std())
+    assert np.abs(error).max() > 0
+
+
+def test_bfloat16_activations_still_give_float32_scores(params, config, tokens, partition):
+    out = compiled(config, partition, dtype=jnp.bfloat16)(params, tokens, row_positions(tokens), targets=tokens)
+    assert out.logprobs.dtype == out.entropy.dtype == jnp.float32
+
+
+# Mixture of experts: declared, not yet run
+
+MOE = dataclasses.replace(SMALL, experts=4, experts_per_token=2)
+
+
+@pytest.mark.parametrize("call", ["forward", "rollout_params"])
+def test_mixture_of_experts_is_refused_in_one_line(call, tokens, partition):
+    with pytest.raises(BadInput, match=r"policy\.preset: .*mixture-of-experts.*dense preset") as error:
+        if call == "forward":
+            qwen3.forward({}, MOE, tokens, row_positions(tokens), partition)
+        else:
+            qwen3.rollout_params({}, MOE, jnp.float32)
+    assert "\n" not in str(error.value)
+
+
+# Sharded = unsharded
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2), (8, 1, 1)], ids=str)
+def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
+    from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+
+    data, fsdp, tensor = sizes
+    mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})
+    spread = partitioner(mesh, LEARNER)
+    params, tokens = random_params(SMALL), draw_tokens(0, (8, T))
+    placed = jax.device_put(params, spread.tree(qwen3.param_specs(SMALL)))
+    logits = compiled(SMALL, spread)(placed, tokens, row_positions(tokens)).logits
+    assert logits.sharding.is_equivalent_to(spread.sharding(("batch", "sequence", "vocab")), 3)
+    np.testing.assert_allclose(logits, learner_logits(params, SMALL, tokens, partition), **ROUNDING)

@@ -1,0 +1,144 @@
+"""The table from logical axes to mesh axes: what it gives, and what it refuses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from specrl_jax.core import BadInput
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
+
+ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+
+
+def learner(**sizes):
+    return partitioner(make_mesh(ONE | sizes), LEARNER)
+
+
+def test_specs_of_the_learner():
+    partition = learner(data=2, fsdp=2, tensor=2)
+    batch = ("data", "fsdp", "expert")
+    assert partition.spec(("batch", "sequence")) == PartitionSpec(batch, None)
+    assert partition.spec(("vocab", "embed")) == PartitionSpec(("tensor",), ("fsdp",))
+    assert partition.spec(("layers", "embed", "heads", "head_dim")) == PartitionSpec(None, ("fsdp",), ("tensor",), None)
+    assert partition.spec(("batch", None)) == PartitionSpec(batch, None)
+    assert partition.spec(()) == PartitionSpec()
+
+
+def test_rollout_keeps_embed_whole_and_nothing_else_differs():
+    assert {axis for axis in LEARNER if LEARNER[axis] != ROLLOUT[axis]} == {"embed"}
+    assert LEARNER.keys() == ROLLOUT.keys()
+    partition = partitioner(make_mesh(ONE | {"fsdp": 4, "tensor": 2}), ROLLOUT)
+    assert partition.spec(("vocab", "embed")) == PartitionSpec(("tensor",), None)
+
+
+def test_the_tables_spell_mesh_axes_only():
+    for table in (LEARNER, ROLLOUT):
+        assert {name for entry in table.values() for name in entry} <= set(MESH_AXES)
+
+
+def test_an_unknown_logical_axis_is_a_callers_bug():
+    with pytest.raises(KeyError):
+        learner(fsdp=8).spec(("embedding",))
+
+
+def test_two_dimensions_over_one_mesh_axis_are_refused():
+    with pytest.raises(BadInput, match=r"mesh\.tensor: .*'heads', 'mlp'.* twice"):
+        learner(data=4, tensor=2).spec(("heads", "mlp"))
+
+
+def test_a_mesh_axis_of_size_one_collides_with_nothing():
+    assert learner(data=8).spec(("heads", "mlp")) == PartitionSpec(("tensor",), ("tensor",))
+
+
+def test_uneven_split_names_the_axis_and_the_sizes():
+    partition = learner(data=2, fsdp=4)
+    with pytest.raises(BadInput) as error:
+        partition.sharding(("batch", "sequence"), (12, 7))
+    for part in ("mesh.data=2", "mesh.fsdp=4", "batch", "12", "8 equal parts"):
+        assert part in str(error.value)
+    assert partition.sharding(("batch", "sequence"), (16, 7)).spec == partition.spec(("batch", "sequence"))
+
+
+def test_uneven_split_of_a_parameter_names_the_axis():
+    # nano has 2 key/value heads: tensor=4 cannot split them.
+    with pytest.raises(BadInput, match=r"mesh\.tensor=4: cannot split the kv_heads axis of size 2 into 4"):
+        learner(data=2, tensor=4).tree(qwen3.param_specs(qwen3.preset("nano")))
+
+
+@pytest.mark.parametrize("name", qwen3.PRESETS)
+def test_every_preset_splits_over_a_small_mesh(name):
+    config = qwen3.preset(name)
+    mesh = make_mesh(ONE | {"data": 2, "fsdp": 2, "tensor": 2})
+    shardings = partitioner(mesh, LEARNER).tree(qwen3.param_specs(config))
+    assert shardings["embed"].spec == PartitionSpec(("tensor",), ("fsdp",))
+    rollout = partitioner(mesh, ROLLOUT).tree(qwen3.rollout_specs(config))
+    assert len(rollout["layers"]) == config.layers
+
+
+def test_ways_counts_the_parts():
+    partition = learner(data=2, fsdp=2, tensor=2)
+    assert {axis: partition.ways(axis) for axis in ("batch", "embed", "heads", "sequence", "experts")} == {
+        "batch": 4,
+        "embed": 2,
+        "heads": 2,
+        "sequence": 1,
+        "experts": 1,
+    }
+
+
+def test_constrain_places_an_activation_inside_jit():
+    partition = learner(data=4, tensor=2)
+    x = jax.jit(lambda x: partition.constrain(x + 1, "batch", "heads"))(jnp.zeros((8, 6)))
+    assert x.sharding.shard_shape(x.shape) == (2, 3)
+
+
+def test_replicated_puts_everything_everywhere():
+    assert learner(fsdp=8).replicated.shard_shape((8, 8)) == (8, 8)
+
+
+def test_partitioners_of_one_table_are_equal_and_hashable():
+    mesh = make_mesh(ONE | {"fsdp": 8})
+    assert partitioner(mesh, LEARNER) == partitioner(mesh, dict(reversed(LEARNER.items())))
+    assert hash(partitioner(mesh, LEARNER)) == hash(partitioner(mesh, dict(reversed(LEARNER.items()))))
+    assert partitioner(mesh, LEARNER) != partitioner(mesh, ROLLOUT)
+
+
+@given(st.permutations(MESH_AXES), st.lists(st.sampled_from([1, 2]), min_size=3, max_size=3))
+def test_minus_one_is_the_rest(axes, known):
+    sizes = dict(zip(axes, [-1, *known]))
+    mesh = make_mesh(sizes)
+    assert mesh.shape[axes[0]] == 8 // math.prod(known)
+    assert all(mesh.shape[axis] == size for axis, size in zip(axes[1:], known))
+    assert mesh.axis_names == MESH_AXES
+
+
+def test_a_mesh_over_some_devices():
+    assert make_mesh(ONE | {"fsdp": -1}, jax.devices()[:3]).shape["fsdp"] == 3
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 3},
+        {"data": 3, "fsdp": -1},
+        {"data": 16, "fsdp": -1},
+        {"data": 2, "fsdp": 2},
+        {"fsdp": 16},
+        {"fsdp": 0},
+        {"data": 0, "fsdp": -1},
+        {"fsdp": -2},
+        {"data": -1, "fsdp": -1},
+        {"data": -2, "fsdp": -4},
+    ],
+)
+def test_an_impossible_mesh_names_its_axes_and_sizes(sizes):
+    with pytest.raises(BadInput) as error:
+        make_mesh(ONE | sizes)
+    for axis, size in (ONE | sizes).items():
+        assert f"mesh.{axis}={size}" in str(error.value)
