@@ -1,0 +1,70 @@
+"""One GRPO step of this project beside TRL and google-tunix: the three in turn, several rounds, one CSV.
+
+    python -m experiments.grpo_step.compare --trl VENV_TRL/bin/python --tunix VENV_TUNIX/bin/python --rounds 3
+
+The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say. Each round starts each
+program afresh; every measured step is a row of results.csv. Machines differ and are shared: read the ratios.
+"""
+
+import argparse
+import csv
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).parent
+# glibc gives large buffers back to the system after each use and pays page faults for them again; all three keep them.
+KEEP_MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"}
+
+
+def run_once(command: list[str], steps: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        output = os.path.join(folder, "result.json")
+        arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]
+        # Passive waiting: torch's two threads otherwise spin for each other whenever a core is briefly taken.
+        environment = os.environ | KEEP_MEMORY | {"OMP_WAIT_POLICY": "passive"}
+        subprocess.run(arguments, check=True, cwd=HERE.parents[1], env=environment, stdout=subprocess.DEVNULL)
+        return json.loads(pathlib.Path(output).read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", required=True)
+    parser.add_argument("--tunix", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    arguments = parser.parse_args()
+    commands = {
+        "ours": [sys.executable, "-m", "experiments.grpo_step.ours"],
+        "trl": [arguments.trl, str(HERE / "peer_trl.py")],
+        "tunix": [arguments.tunix, str(HERE / "peer_tunix.py")],
+    }
+    rows = []
+    for round_number in range(arguments.rounds):
+        for name, command in commands.items():
+            result = run_once(command, arguments.steps)
+            for step, seconds in enumerate(result["seconds_per_step"]):
+                phases = {phase: values[step] for phase, values in result["phases"].items()}
+                rows.append({"round": round_number, "system": name, "step": step, "seconds": seconds} | phases)
+            print(f"round {round_number} {name}: {statistics.median(result['seconds_per_step']):.3f} s", flush=True)
+    write(rows)
+    for name in commands:
+        seconds = [row["seconds"] for row in rows if row["system"] == name]
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        print(f"{name:6} median {middle:.3f} s per step, quartiles {low:.3f} to {high:.3f}, {len(seconds)} steps")
+
+
+def write(rows: list[dict]) -> None:
+    fields = ["round", "system", "step", "seconds", "data", "prepare", "generate", "logprob", "train"]
+    with open(HERE / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

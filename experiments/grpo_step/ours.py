@@ -1,0 +1,107 @@
+"""Wall time of one GRPO step of this project, on the workload of the two peers beside this file.
+
+    python -m experiments.grpo_step.ours --steps 8 --warmup 2 --output ours.json
+
+Model: random-weight Qwen3, float32, 4 layers, hidden 256, ffn 768, 8 query and 4 key/value heads of 32, vocabulary
+4,096, tied. Batch: 8 prompts of 32 random tokens x 4 answers of exactly 64 tokens (end-of-text lies outside the
+vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's own
+`run_step`, all five phases: unlike both peers it scores the rollouts a second time (logprob) before it learns.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import threading
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from configs import common
+from main import to_settings
+from specrl_jax.data.tasks import Problem
+from specrl_jax.io.workdir import versions
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.loop import run_step
+from specrl_jax.training.progress import Display
+from specrl_jax.training.setup import Setup, build
+
+MODEL = Qwen3Config(
+    vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
+)
+PROMPTS, ANSWERS, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 32, 64
+
+
+class IdTokenizer:
+    """Token ids written as numbers; no id ends a response."""
+
+    vocab_size = MODEL.vocab
+    pad_id = 0
+    eos_ids = (MODEL.vocab,)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def make_setup() -> Setup:
+    config = common.base()
+    config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS)
+    config.rollout.update(
+        max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
+    )
+    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    return dataclasses.replace(
+        setup,
+        model=MODEL,
+        learner=dataclasses.replace(setup.learner, model=MODEL),
+        tokenizer=IdTokenizer(),
+        reward=lambda response, _: statistics.fmean(int(word) for word in response.split()),
+    )
+
+
+def random_prompts(seed: int) -> Iterator[list[Problem]]:
+    rng = np.random.default_rng(seed)
+    while True:
+        ids = rng.integers(0, MODEL.vocab, size=(PROMPTS, PROMPT_TOKENS))
+        yield [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
+
+
+def measure(steps: int, warmup: int) -> dict:
+    setup = make_setup()
+    state, stream, stop = setup.initial_state(), random_prompts(0), threading.Event()
+    rows = []
+    with Display(warmup + steps, 0) as display:
+        for step in itertools.islice(itertools.count(1), warmup + steps):
+            state, row, _ = run_step(setup, state, None, stream, step, display, stop)
+            assert row["rollout/response_length_mean"] == NEW_TOKENS
+            rows.append(row)
+    timed = rows[warmup:]
+    phases = ("data", "prepare", "generate", "logprob", "train")
+    return {
+        "peer": "specrl_jax",
+        "versions": versions() | {"devices": jax.devices()[0].platform},
+        "seconds_per_step": [row["time/total"] for row in timed],
+        "phases": {phase: [row[f"time/{phase}"] for row in timed] for phase in phases},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    result = measure(arguments.steps, arguments.warmup)
+    with open(arguments.output, "w") as file:
+        json.dump(result, file, indent=2)
+    print(f"specrl_jax: median {statistics.median(result['seconds_per_step']):.3f} s per step")
+
+
+if __name__ == "__main__":
+    main()
