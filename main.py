@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     # After the flags: a typo answers at once, without JAX's seconds.
     import jax
 
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import BadInput, Stopped
     from specrl_jax.sharding import make_mesh
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
@@ -36,6 +36,9 @@ def main(argv: list[str]) -> int:
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
     except BadInput as error:
         return fail(str(error))
+    except Stopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     return 0
 
 
@@ -97,7 +100,7 @@ def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) ->
 
     setup = build(settings, mesh)
     open_workdir(workdir, config)
-    rows = train(setup, workdir, stop_on_sigterm())
+    rows = train(setup, workdir, stop_on_signal())
     print_report(rows, plot_run(rows, workdir))
 
 
@@ -118,13 +121,20 @@ def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
     setup = build(settings, mesh)
     open_workdir(workdir, config)
-    pretrain(setup, workdir, stop_on_sigterm())
+    pretrain(setup, workdir, stop_on_signal())
 
 
-def stop_on_sigterm() -> threading.Event:
-    """An event that SIGTERM sets; the loops save and leave when they see it."""
+def stop_on_signal() -> threading.Event:
+    """An event that SIGTERM or Ctrl-C sets; the loops save and leave when they see it. A second Ctrl-C interrupts."""
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def handle(number: int, _: Any) -> None:
+        stop.set()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
     return stop
 
 

@@ -24,6 +24,10 @@ class BadInput(ValueError):
     """
 
 
+class Stopped(Exception):
+    """A signal asked the run to end, and it did so in good order; the message says what was kept."""
+
+
 class Mean(NamedTuple):
     """An average on its way: (sum, count), so that microbatches and shards add up exactly."""
 

@@ -148,6 +148,7 @@ def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
     tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
     if tokenizer.vocab_size > policy_vocab:
         raise BadInput(
-            f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, the policy's vocabulary is {policy_vocab}"
+            f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, "
+            f"the policy's vocabulary is {policy_vocab}"
         )
     return tokenizer

@@ -22,7 +22,7 @@ class MetricsWriter:
         with open(path + ".tmp", "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
         os.replace(path + ".tmp", path)
-        self._file = open(path, "a", buffering=1)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:

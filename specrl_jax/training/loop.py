@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specrl_jax.core import PHASES, BadInput, masked_max, masked_mean
+from specrl_jax.core import PHASES, BadInput, Stopped, masked_max, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
@@ -25,10 +25,6 @@ from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import TrainState, abstract_state
 from specrl_jax.training.steps import Signal, UpdateMetrics
-
-
-class Stopped(Exception):
-    """SIGTERM arrived; the run was saved and may be started again with the same command."""
 
 
 def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
@@ -68,7 +64,7 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
         except Stopped:
             if step:
                 checkpoints.save(step, state, position)
-            raise
+            raise Stopped(f"step {step} is saved; the same command resumes from there") from None
         finally:
             writer.close()
             checkpoints.close()

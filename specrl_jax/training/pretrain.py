@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import BadInput, Mean, masked_mean
+from specrl_jax.core import BadInput, Mean, Stopped, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.io import hf
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.loop import Stopped, evaluation_row
+from specrl_jax.training.loop import evaluation_row
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import TrainState
@@ -43,7 +43,7 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
     with Display(s.steps, 0) as display:
         for step in range(1, s.steps + 1):
             if stop.is_set():
-                raise Stopped
+                raise Stopped(f"pretraining keeps no checkpoints; step {step} is lost")
             state, loss = step_fn(state, solution_rows(next(stream), setup))
             if step % LOG_EVERY == 0 or step == s.steps:
                 log.append({"step": step, "loss": float(loss.value())})
