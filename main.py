@@ -51,33 +51,42 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
         config = _CONFIG.value
         if config is None:
             sys.exit(fail("--config is needed: python main.py --config configs/rlzero_tiny.py"))
-    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, FileNotFoundError) as error:
-        sys.exit(fail(" ".join(str(error).split())))
+        # A file that is missing shows at the first access only.
+        _ = config.task
+    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
+        sys.exit(fail(one_line(error)))
     path = config_flags.get_config_filename(flags.FLAGS["config"])
     name = os.path.splitext(os.path.basename(path))[0]
     return config, _WORKDIR.value or os.path.join("runs", name)
 
 
+def one_line(error: Exception) -> str:
+    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    if "Traceback" in text:  # config_flags wraps what get_config raises
+        text = text.strip().splitlines()[-1].partition(": ")[2]
+    return " ".join(text.replace("\\n", " ").replace("\\'", "'").split())  # ConfigDict nests reprs
+
+
 def to_settings(config: ConfigDict) -> Any:
     """ConfigDict stops here: below main there are frozen dataclasses only."""
     from specrl_jax.core import BadInput
-    from specrl_jax.training import setup
+    from specrl_jax.training import settings
     from specrl_jax.training.state import OptimizerConfig
 
     if config.draft.kind != "none":
         raise BadInput(f"draft.kind: '{config.draft.kind}' is not implemented yet; there is none (plain decoding)")
-    return setup.Settings(
+    return settings.Settings(
         seed=config.seed,
         steps=config.steps,
-        policy=setup.PolicySettings(**config.policy),
-        rollout=setup.RolloutSettings(**config.rollout),
-        grpo=setup.GRPOSettings(**config.grpo),
+        policy=settings.PolicySettings(**config.policy),
+        rollout=settings.RolloutSettings(**config.rollout),
+        grpo=settings.GRPOSettings(**config.grpo),
         optimizer=OptimizerConfig(**config.optimizer),
         reward=config.reward.name,
-        data=setup.DataSettings(**config.data),
-        eval=setup.EvalSettings(**config.eval),
-        checkpoint=setup.CheckpointSettings(**config.checkpoint),
-        pretrain=setup.PretrainSettings(**config.pretrain),
+        data=settings.DataSettings(**config.data),
+        eval=settings.EvalSettings(**config.eval),
+        checkpoint=settings.CheckpointSettings(**config.checkpoint),
+        pretrain=settings.PretrainSettings(**config.pretrain),
         sample_rollouts=config.logging.rollouts,
     )
 
@@ -99,6 +108,7 @@ def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) ->
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
+    setup.check_problems()
     open_workdir(workdir, config)
     rows = train(setup, workdir, stop_on_signal())
     print_report(rows, plot_run(rows, workdir))
@@ -110,16 +120,19 @@ def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
+    setup.check_problems(train=False)
     open_workdir(workdir, config)
     run_evaluation(setup, workdir)
 
 
 def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.training.pretrain import pretrain
+    from specrl_jax.training.pretrain import check_pretrain, pretrain
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
+    check_pretrain(settings)
+    setup.check_problems()
     open_workdir(workdir, config)
     pretrain(setup, workdir, stop_on_signal())
 

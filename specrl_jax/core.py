@@ -67,6 +67,7 @@ def logprobs_and_entropy(logits: jax.Array, tokens: jax.Array, temperature: floa
     logits = logits.astype(jnp.float32) / (temperature or 1.0)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    probs = jnp.exp(logits - normaliser[..., None])
-    entropy = normaliser - jnp.sum(probs * logits, axis=-1)
+    # From log-probs, not as normaliser - sum(p * logits): logits far from zero would multiply the rounding of sum(p).
+    logprobs = logits - normaliser[..., None]
+    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
     return chosen - normaliser, entropy

@@ -24,18 +24,23 @@ class JsonlSource:
     """
 
     def __init__(
-        self, path: str, prompt_key: str, answer_key: str, tokenizer: Tokenizer, max_prompt_tokens: int
+        self,
+        path: str,
+        prompt_key: str,
+        answer_key: str,
+        tokenizer: Tokenizer,
+        max_prompt_tokens: int,
+        config_key: str = "data.path",
     ) -> None:
         if not os.path.isfile(path):
-            raise BadInput(f"data.path: no file '{path}'")
-        with open(path) as file:
+            raise BadInput(f"{config_key}: no file '{path}'")
+        with open(path, "rb") as file:
             lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
         if not lines:
-            raise BadInput(f"data.path: '{path}' is empty")
+            raise BadInput(f"{config_key}: '{path}' is empty")
         self._problems = []
         for number, line in lines:
-            problem = _parse(f"{path}:{number}", line, prompt_key, answer_key, tokenizer)
-            length = len(tokenizer.encode(problem.prompt))
+            problem, length = _parse(f"{path}:{number}", line, prompt_key, answer_key, tokenizer)
             if length > max_prompt_tokens:
                 limit = f"rollout.max_prompt_tokens={max_prompt_tokens}"
                 raise BadInput(f"{path}:{number}: the prompt has {length} tokens, {limit}")
@@ -48,21 +53,30 @@ class JsonlSource:
         return self._problems[index]
 
 
-def _parse(where: str, line: str, prompt_key: str, answer_key: str, tokenizer: Tokenizer) -> Problem:
+def _parse(where: str, line: bytes, prompt_key: str, answer_key: str, tokenizer: Tokenizer) -> tuple[Problem, int]:
+    """The problem of one line, and its prompt's length in tokens."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{where}: not JSON: {error.msg}") from None
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, thousands of digits, thousands of brackets
+        raise BadInput(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(row, dict) or prompt_key not in row or answer_key not in row:
         raise BadInput(f"{where}: needs an object with '{prompt_key}' and '{answer_key}'")
     prompt, answer = row[prompt_key], row[answer_key]
-    if isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         prompt = tokenizer.apply_chat_template(prompt)
     if not isinstance(prompt, str) or not prompt:
         raise BadInput(f"{where}: '{prompt_key}' must be text or a list of messages with role and content")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise BadInput(f"{where}: '{answer_key}' must be text or a number")
-    return Problem(prompt, str(answer), "")
+    try:
+        length = len(tokenizer.encode(prompt))
+    except (BadInput, UnicodeError, TypeError) as error:  # a lone surrogate is a TypeError in `tokenizers`
+        raise BadInput(f"{where}: {error}") from None
+    return Problem(prompt, str(answer), ""), length
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 class ProblemStream:

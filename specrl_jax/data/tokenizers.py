@@ -79,6 +79,7 @@ class HFTokenizer:
         pad = self._token_id(settings.get("pad_token"))
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._template = _chat_template(folder, settings)
+        self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -91,13 +92,13 @@ class HFTokenizer:
         if self._template is None:
             raise BadInput("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise BadInput(f"data.tokenizer: the chat template fails: {error}") from None
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        except Exception as error:  # downloaded code: a TypeError in it is its own fault, not ours
+            reason = " ".join(str(error).split())
+            raise BadInput(f"data.tokenizer: the chat template fails: {reason}") from None
 
     def _token_id(self, token: str | dict | None) -> int | None:
-        content = token["content"] if isinstance(token, dict) else token
-        return None if content is None else self._tokenizer.token_to_id(content)
+        return None if token is None else self._tokenizer.token_to_id(_content(token))
 
     def _find_eos(self, folder: str, settings: dict) -> tuple[int, ...]:
         ids: list[int] = []
@@ -109,6 +110,14 @@ class HFTokenizer:
         if not unique:
             raise BadInput(f"data.tokenizer: no eos_token_id in the json files of {folder}")
         return unique
+
+
+# Tokens that transformers gives every template.
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _content(token: str | dict) -> str:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _read_json(folder: str, name: str) -> dict:
@@ -130,7 +139,9 @@ def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:
             source = file.read()
     if source is None:
         return None
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _raise_template_error
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     try:

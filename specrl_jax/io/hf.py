@@ -33,9 +33,12 @@ def load_config(folder: str) -> qwen3.Qwen3Config:
     raw = _read_json(_require_file(folder, "config.json"))
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
         raise BadInput(f"policy.path: {folder} holds a '{raw.get('model_type')}' model, expected qwen3")
-    if raw.get("rope_scaling"):
-        raise BadInput(f"policy.path: {folder} asks for rope_scaling, which is not supported")
     rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 kept at the top
+    if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
+        raise BadInput(f"policy.path: {folder} asks for rope_scaling, which is not supported")
+    for key in ("attention_bias", "use_sliding_window"):
+        if raw.get(key):
+            raise BadInput(f"policy.path: {folder} asks for {key}, which is not supported")
     try:
         experts = raw.get("num_experts", 0) if raw["model_type"] == "qwen3_moe" else 0
         return qwen3.Qwen3Config(
@@ -57,6 +60,11 @@ def load_config(folder: str) -> qwen3.Qwen3Config:
         raise BadInput(f"policy.path: {folder}/config.json lacks {error}") from None
 
 
+def check_params(folder: str, config: qwen3.Qwen3Config) -> None:
+    """Raises BadInput as `load_params` would, reading headers only."""
+    _check_shapes(folder, _tensor_files(folder), jax.tree.leaves(qwen3.param_specs(config)))
+
+
 def load_params(folder: str, config: qwen3.Qwen3Config, partition: Partitioner, dtype: jnp.dtype | None = None) -> Any:
     """The learner's parameter tree from a local folder of safetensors.
 
@@ -73,7 +81,9 @@ def load_params(folder: str, config: qwen3.Qwen3Config, partition: Partitioner, 
     loaded: list[Any] = [None] * len(leaves)
     for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
         read = _leaf_reader(folder, files, leaves[i], dtype)
-        loaded[i] = jax.make_array_from_callback(leaves[i].shape, shardings[i], read)
+        # Waiting keeps one leaf on its way at a time; the host would otherwise read ahead of the copies to the device
+        # (measured: peak 1.36 times the checkpoint instead of 1.07).
+        loaded[i] = jax.block_until_ready(jax.make_array_from_callback(leaves[i].shape, shardings[i], read))
     return treedef.unflatten(loaded)
 
 
@@ -127,17 +137,24 @@ def _require_file(folder: str, name: str) -> str:
 
 
 def _read_json(path: str) -> dict:
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         try:
-            return json.load(file)
+            content = json.load(file)
         except json.JSONDecodeError as error:
             raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def _tensor_files(folder: str) -> dict[str, str]:
     """Tensor name -> path of the file that holds it."""
     if os.path.exists(os.path.join(folder, INDEX)):
-        index = _read_json(os.path.join(folder, INDEX))["weight_map"]
+        index = _read_json(os.path.join(folder, INDEX)).get("weight_map")
+        if not isinstance(index, dict):
+            raise BadInput(f"policy.path: {os.path.join(folder, INDEX)} has no weight_map")
         return {name: _require_file(folder, file) for name, file in index.items()}
     path = _require_file(folder, SINGLE)
     with _open(path) as file:
@@ -225,6 +242,10 @@ def _hf_tensors(spec: ParamSpec, leaf: np.ndarray) -> list[tuple[str, np.ndarray
 
 
 def _write_shards(folder: str, shards: list[dict[str, np.ndarray]]) -> None:
+    # Weights of an earlier save under other file names would be read instead of these, or with them.
+    for name in os.listdir(folder):
+        if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
+            os.remove(os.path.join(folder, name))
     metadata = {"format": "pt"}  # transformers refuses a file without it
     if len(shards) == 1:
         safetensors.numpy.save_file(shards[0], os.path.join(folder, SINGLE), metadata)

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorboardX
 
+from specrl_jax.core import BadInput
+
 
 class MetricsWriter:
     """Appends rows to a workdir. Rows after `last_step` (of a run that is resumed from there) are dropped first.
@@ -49,4 +51,10 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
         return []
     with open(path) as file:
         lines = file.read().split("\n")[:-1]  # what follows the last newline is incomplete
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}:{number}: not JSON: {error.msg}") from None
+    return rows

@@ -24,12 +24,13 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
         if os.path.exists(file):
             with open(file) as f:
                 _check_same(path, json.load(f)["config"], config)
+            _check_steps(path, config)
         with open(file + ".tmp", "w") as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
         os.replace(file + ".tmp", file)
     except OSError as error:
         raise BadInput(f"--workdir {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
 
@@ -45,6 +46,13 @@ def _check_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
                 f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
                 "choose another --workdir"
             )
+
+
+def _check_steps(path: str, config: dict[str, Any]) -> None:
+    folder = os.path.join(path, "checkpoints")
+    done = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0) if os.path.isdir(folder) else 0
+    if done > config["steps"]:
+        raise BadInput(f"steps={config['steps']}, but the run in --workdir {path} has already done {done}")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

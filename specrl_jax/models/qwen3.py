@@ -165,7 +165,7 @@ def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Par
 
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
-    _require_dense(config)
+    require_dense(config)
     stacked = params["layers"]
     q = stacked["q"].reshape(config.layers, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
     fused = {
@@ -221,7 +221,7 @@ def forward(
     Raises:
       BadInput: for a mixture-of-experts config.
     """
-    _require_dense(config)
+    require_dense(config)
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
     x = params["embed"][tokens].astype(dtype)
     x = partition.constrain(x, "batch", "sequence", None)
@@ -240,7 +240,7 @@ def forward(
     return Output(logits, logprobs, entropy, aux, cache)
 
 
-def _require_dense(config: Qwen3Config) -> None:
+def require_dense(config: Qwen3Config) -> None:
     if config.experts:
         raise BadInput("policy.preset: the mixture-of-experts forward is not implemented yet; use a dense preset")
 

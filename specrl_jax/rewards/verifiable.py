@@ -23,12 +23,13 @@ def countdown(response: str, answer: str) -> float:
 
     `answer` is "target:numbers", for example "22:3 5 7".
     """
-    target, numbers = answer.split(":")
     try:
+        target, numbers = answer.split(":")
+        wanted = int(target), sorted(int(n) for n in numbers.split())
         value, used = evaluate_expression(stated_answer(response) or "")
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0  # a model writes anything; text that is no expression is a wrong answer, not an error
-    return float(value == int(target) and sorted(used) == sorted(int(n) for n in numbers.split()))
+    return float((value, sorted(used)) == wanted)
 
 
 def answer_line(response: str, answer: str) -> float:
@@ -71,8 +72,8 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
 
     Raises ValueError or SyntaxError for anything else: no names, calls or powers reach an evaluator.
     """
-    if len(text) > 200:
-        raise ValueError("an expression of more than 200 characters")
+    if len(text) > 200 or not set(text) <= set("0123456789+-*/() "):
+        raise ValueError("an expression of more than 200 characters, or of others than digits, + - * / and brackets")
     numbers: list[int] = []
 
     def walk(node: ast.expr) -> Fraction:

@@ -13,7 +13,9 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
     Returns:
       [P, G] float32; zero for a group whose rewards are equal, and for groups of one.
     """
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
     if rewards.shape[1] == 1:
         return np.zeros(rewards.shape, np.float32)
+    # Relative to the group's first: the mean of equal numbers is rounded, and its error over epsilon is not zero.
+    rewards = rewards.astype(np.float64) - rewards[:, :1]
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
     return (centred / (rewards.std(axis=1, ddof=1, keepdims=True) + EPSILON)).astype(np.float32)

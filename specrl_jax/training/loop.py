@@ -64,7 +64,8 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
         except Stopped:
             if step:
                 checkpoints.save(step, state, position)
-            raise Stopped(f"step {step} is saved; the same command resumes from there") from None
+                raise Stopped(f"step {step} is saved; the same command resumes from there") from None
+            raise Stopped("no step was done yet; the same command starts anew") from None
         finally:
             writer.close()
             checkpoints.close()

@@ -17,6 +17,7 @@ from specrl_jax.io import hf
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.loop import evaluation_row
 from specrl_jax.training.progress import Display
+from specrl_jax.training.settings import Settings, parse_dtype
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.steps import Learner
@@ -31,10 +32,6 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
     of the weights as stored. It is written to log.jsonl in the workdir and beside the weights.
     """
     s = setup.settings
-    if s.policy.path or s.data.path:
-        raise BadInput(
-            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
-        )
     source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
     stream = ProblemStream(source, s.pretrain.batch_size, s.seed)
     state = setup.initial_state()
@@ -55,6 +52,22 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in log)
     return log
+
+
+def check_pretrain(settings: Settings) -> None:
+    """Raises BadInput for what would fail at the end of a run; makes `pretrain.output`."""
+    p = settings.pretrain
+    if settings.policy.path or settings.data.path:
+        raise BadInput(
+            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
+        )
+    if not 0 <= p.error_rate <= 1:
+        raise BadInput(f"pretrain.error_rate={p.error_rate}: 0 to 1 is needed")
+    parse_dtype("pretrain.dtype", p.dtype)
+    try:
+        os.makedirs(p.output, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"pretrain.output={p.output}: {error.strerror}") from None
 
 
 def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:

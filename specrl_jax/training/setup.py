@@ -14,7 +14,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.data.sources import JsonlSource
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
-from specrl_jax.decoding.engine import Engine, Limits
+from specrl_jax.decoding.engine import Engine, Limits, check_prompts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
@@ -22,92 +22,9 @@ from specrl_jax.rewards.verifiable import Reward, find_reward
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
-from specrl_jax.training.state import OptimizerConfig, TrainState, init_random_params, init_state, make_optimizer
+from specrl_jax.training.settings import PolicySettings, Settings, check_values, parse_dtype
+from specrl_jax.training.state import TrainState, init_random_params, init_state, make_optimizer
 from specrl_jax.training.steps import Learner, make_logprob_step, make_policy_step
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicySettings:
-    preset: str
-    path: str  # Hugging Face folder, '' = random weights
-    dtype: str  # storage of the rollout weights
-    compute_dtype: str  # activations of the learner
-    remat: bool
-    logits_chunk: int  # positions, 0 = all at once
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-    temperature: float
-    top_k: int
-    top_p: float
-    max_prompt_tokens: int
-    max_response_tokens: int
-    num_slots: int
-    chunk: int  # iterations between two looks of the host
-    cache_dtype: str
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GRPOSettings:
-    prompts_per_step: int
-    group_size: int
-    clip_low: float
-    clip_high: float
-    kl_coef: float
-    minibatches: int  # optimizer updates per step
-    microbatch: int  # rows per forward and backward pass, 0 = the minibatch
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSettings:
-    task: str  # built-in task, where path is ''
-    path: str  # JSONL
-    prompt_key: str
-    answer_key: str
-    tokenizer: str  # 'char', a folder, or '' = policy.path
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSettings:
-    every: int  # steps; 0 = only before and after
-    path: str  # JSONL; '' = the built-in task's validation split
-    problems: int  # at most
-    samples: int
-    temperature: float
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSettings:
-    every: int  # steps
-    keep: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PretrainSettings:
-    batch_size: int  # solutions per step
-    error_rate: float  # of the worked solutions, per carry
-    output: str  # folder for the finished policy
-    dtype: str  # storage there
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The final config, frozen: what main.py hands down."""
-
-    seed: int
-    steps: int
-    policy: PolicySettings
-    rollout: RolloutSettings
-    grpo: GRPOSettings
-    optimizer: OptimizerConfig
-    reward: str
-    data: DataSettings
-    eval: EvalSettings
-    checkpoint: CheckpointSettings
-    pretrain: PretrainSettings
-    sample_rollouts: int  # rows of rollouts/step_N.jsonl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,34 +82,44 @@ class Setup:
 
     def train_source(self) -> JsonlSource | TaskSource:
         data = self.settings.data
-        return self._jsonl(data.path) if data.path else TaskSource(data.task, "train", self.settings.seed)
+        return self._jsonl("data.path", data.path) if data.path else TaskSource(data.task, "train", self.settings.seed)
+
+    def check_problems(self, train: bool = True) -> None:
+        """Raises BadInput for data that cannot be used, before anything long or lasting."""
+        problems = list(self.eval_problems())
+        if train:
+            source = self.train_source()
+            problems += [source[i] for i in range(min(256, len(source)))]
+        check_prompts([self.tokenizer.encode(p.prompt) for p in problems], self.rollout.limits.max_prompt_tokens)
 
     def eval_problems(self) -> Sequence[Problem]:
         """The fixed validation set."""
         s = self.settings
         if s.data.path and not s.eval.path:
             raise BadInput("eval.path: prompts come from data.path, so a JSONL file to validate on is needed here")
-        source = self._jsonl(s.eval.path) if s.eval.path else TaskSource(s.data.task, "validation", s.seed)
+        source = self._jsonl("eval.path", s.eval.path) if s.eval.path else TaskSource(s.data.task, "validation", s.seed)
         return [source[i] for i in range(min(s.eval.problems, len(source)))]
 
-    def _jsonl(self, path: str) -> JsonlSource:
+    def _jsonl(self, key: str, path: str) -> JsonlSource:
         data = self.settings.data
         limit = self.settings.rollout.max_prompt_tokens
-        return JsonlSource(path, data.prompt_key, data.answer_key, self.tokenizer, limit)
+        return JsonlSource(path, data.prompt_key, data.answer_key, self.tokenizer, limit, key)
 
 
 def build(settings: Settings, mesh: Mesh) -> Setup:
     """Checks the settings against each other and builds. Raises BadInput before any long work."""
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
+    check_values(settings)
     model = _model(policy)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
         raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
+    _check_rows(settings, model, mesh)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     learner = Learner(
         model=model,
-        dtype=_dtype("policy.compute_dtype", policy.compute_dtype),
+        dtype=parse_dtype("policy.compute_dtype", policy.compute_dtype),
         remat=policy.remat,
         logits_chunk=policy.logits_chunk,
         microbatch=grpo.microbatch,
@@ -210,8 +137,8 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
             sampling=sampling,
             limits=limits,
             seed=rollout.seed,
-            dtype=_dtype("policy.dtype", policy.dtype),
-            cache_dtype=_dtype("rollout.cache_dtype", rollout.cache_dtype),
+            dtype=parse_dtype("policy.dtype", policy.dtype),
+            cache_dtype=parse_dtype("rollout.cache_dtype", rollout.cache_dtype),
         ),
         learner=learner,
         objective=Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef),
@@ -231,10 +158,31 @@ def _model(policy: PolicySettings) -> qwen3.Qwen3Config:
             raise BadInput(
                 f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
             )
+    hf.check_params(policy.path, found)
     return found
 
 
-def _dtype(key: str, name: str) -> jnp.dtype:
-    if name not in ("float32", "bfloat16"):
-        raise BadInput(f"{key}: '{name}' is not float32 or bfloat16")
-    return jnp.dtype(name)
+def _check_rows(settings: Settings, model: qwen3.Qwen3Config, mesh: Mesh) -> None:
+    """Shapes against the mesh, the model and each other."""
+    grpo, rollout = settings.grpo, settings.rollout
+    qwen3.require_dense(model)
+    for table, specs in ((LEARNER, qwen3.param_specs(model)), (ROLLOUT, qwen3.rollout_specs(model))):
+        partitioner(mesh, table).tree(specs)
+    ways = partitioner(mesh, LEARNER).ways("batch")
+    shown = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in LEARNER["batch"])
+    rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
+    if rollout.num_slots % ways:
+        raise BadInput(f"rollout.num_slots={rollout.num_slots} must divide by {shown}")
+    if rows % ways:
+        raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
+    if grpo.microbatch and rows % grpo.microbatch:
+        raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if length > model.max_positions:
+        raise BadInput(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} tokens, "
+            f"the policy was made for {model.max_positions}"
+        )
+    chunk = settings.policy.logits_chunk
+    if chunk and chunk < length and length % chunk:
+        raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")

@@ -17,7 +17,11 @@ from specrl_jax.sharding import Partitioner
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """`learning_rate` after `warmup` steps; then constant, or a cosine to a tenth of it over `decay_steps`."""
+    """`learning_rate` after `warmup` steps; then constant, or a cosine to a tenth of it over `decay_steps`.
+
+    A warm-up before a constant rate starts above zero, since a short run must not waste its first step; before a cosine
+    it starts from zero.
+    """
 
     name: str
     learning_rate: float
@@ -38,7 +42,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.decay_steps:
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.decay_steps, end_value=peak / 10)
     else:
-        # Step 0 already moves: its rate is peak / (warmup + 1), not zero.
         schedule = optax.linear_schedule(peak / (config.warmup + 1), peak, config.warmup)
     optimizer = OPTIMIZERS[config.name](schedule, b2=config.b2, weight_decay=config.weight_decay)
     return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)

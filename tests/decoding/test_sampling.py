@@ -15,7 +15,7 @@ ENDS = np.array([0.0, 2**-24, 0.5, 1 - 2**-23, 1 - 2**-24], np.float32)
 
 # Few distinct values, so that ties are common, with far outliers; some rows are all equal or have impossible tokens.
 LOGITS = st.lists(st.sampled_from([-1e9, -60.0, -2.0, -0.5, 0.0, 0.25, 0.5, 3.0, 40.0]), min_size=1, max_size=9)
-FINE_LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=9)
+FINE_LOGITS = st.lists(st.integers(-8000, 8000).map(lambda n: n / 1000), min_size=1, max_size=9)
 
 
 def draws(weights, uniform, second=None):
@@ -44,7 +44,7 @@ def grid(points):
 def test_final_logits_equal_the_definition(logits, temperature, top_k, top_p):
     out = np.asarray(final_logits(jnp.array(logits, jnp.float32), Sampling(temperature, top_k, top_p)))
     keep = out > -np.inf
-    # A sum of 9 float32 probabilities is off by at most 9 * 2**-24 < 1e-6: mass that close to top_p may fall either way.
+    # Nine float32 probabilities sum to within 9 * 2**-24 < 1e-6: mass that close to top_p may fall either way.
     slack = 0.0 if top_p == 1 else 1e-6
     fewest = kept(logits, temperature, top_k, max(top_p - slack, 1e-9))
     most = kept(logits, temperature, top_k, min(top_p + slack, 1.0))
@@ -138,7 +138,7 @@ def test_the_ends_of_the_allowed_range_are_allowed(good):
 
 @given(
     weights=st.lists(
-        st.sampled_from([0.0, 1e-6, 0.1, 0.3, 1.0, 7.0]) | st.floats(1e-3, 5, width=32), min_size=1, max_size=12
+        st.sampled_from([0.0, 1e-6, 0.1, 0.3, 1.0, 7.0]) | st.floats(2**-10, 5, width=32), min_size=1, max_size=12
     ).filter(any)
 )
 @settings(max_examples=100)
@@ -165,6 +165,7 @@ def test_beyond_one_tile_the_first_uniform_picks_the_tile_and_the_second_the_ent
     """Each by its own inverse CDF; the last tile of V = 513 has one entry, of 1529 all but seven."""
     rng = np.random.default_rng(V)
     weights = rng.random(V) * (rng.random(V) < 0.7)
+    weights[-1] = 0.5
     N = 128
     first, second = (u.ravel() for u in np.meshgrid(grid(N), grid(4 * N), indexing="ij"))
     indices = draws(weights, first, second)
@@ -252,7 +253,7 @@ def test_a_draw_does_not_depend_on_its_batch(V):
     order = rng.permutation(24)
     np.testing.assert_array_equal(draw(weights[order], tuple(x[order] for x in u)), together[order])
     for row in range(24):
-        np.testing.assert_array_equal(draw(weights[row : row + 1], tuple(x[row : row + 1] for x in u)), together[[row]])
+        assert draw(weights[row], tuple(x[row] for x in u)) == together[row]
 
 
 def test_the_whole_path_from_logits_follows_the_definition():

@@ -5,12 +5,12 @@ import math
 import numpy as np
 
 
-def miss_distance(outcomes, draws, error=1e-6):
+def decisive_distance(outcomes, draws, error=1e-6):
     """The total variation e at which `draws` independent draws decide between 0 and 2e.
 
-    A correct sampler reaches e with chance at most `error`; one whose true distance is 2e stays below e with chance at
-    most `error` (the expected distance is at most the union over 2**outcomes events of a Hoeffding bound, and the
-    event that realises the true distance concentrates by the same bound).
+    A correct sampler reaches e with chance at most `error`: total variation is the largest excess over the 2**outcomes
+    events, and each has Hoeffding's bound exp(-2 draws e**2). One that is 2e off stays below e with chance at most
+    `error`: the event that is 2e off would have to come out e below its mean.
     """
     return math.sqrt((outcomes * math.log(2) + math.log(1 / error)) / (2 * draws))
 
@@ -24,7 +24,7 @@ def assert_drawn_from(indices, probs, at_most, error=1e-6):
     probs = np.asarray(probs, np.float64).ravel()
     indices = np.asarray(indices).ravel()
     assert abs(probs.sum() - 1) < 1e-9, "the expected probabilities do not sum to one"
-    decisive = miss_distance(len(probs), len(indices), error)
+    decisive = decisive_distance(len(probs), len(indices), error)
     assert decisive <= at_most, f"{len(indices)} draws decide {decisive:.4f}, not {at_most}"
     counts = np.bincount(indices, minlength=len(probs))
     assert len(counts) == len(probs), "an outcome that does not exist was drawn"

@@ -59,7 +59,7 @@ def test_a_draw_is_the_threefry_block_of_its_arguments():
 def test_uniforms_are_multiples_of_2_to_minus_24_below_one():
     for u in uniforms(rollout_id=np.arange(2**18)):
         assert u.dtype == np.float32
-        assert 0 <= u.min() and u.max() <= LARGEST
+        assert u.min() >= 0 and u.max() <= LARGEST
         steps = u.astype(np.float64) * 2**24
         np.testing.assert_array_equal(steps, np.round(steps))
 

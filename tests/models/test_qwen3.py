@@ -1,6 +1,7 @@
 """The policy: published sizes, the float64 formula, the two forms of the weights, and what may not change a row."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import SMALL, compiled, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
@@ -18,8 +20,8 @@ B, T = 5, 12  # rows and tokens of most tests
 LOW_CACHE = 20  # entries, more than T
 
 # float32 against float64, or two orders of summation in float32: three layers of sums over at most 80 products, on
-# logits that reach 10. Each sum errs by about sqrt(80) * 2^-24 of its size; the errors of some twenty of them add up.
-ROUNDING = {"atol": 5e-5, "rtol": 0}
+# logits that reach 7. A sum errs by up to sqrt(80) * 2^-24 = 5e-7 of its size; errors of some twenty of them add up.
+ROUNDING = {"atol": 2e-5, "rtol": 0}
 
 # Parameters of the released checkpoints, every tensor counted once (tied unembeddings are not stored).
 PUBLISHED = {
@@ -34,9 +36,13 @@ PUBLISHED = {
 }
 
 
-@pytest.fixture(scope="module", params=[SMALL, TIED], ids=["untied", "tied"])
+@pytest.fixture(scope="module")
 def config(request):
-    return request.param
+    return getattr(request, "param", SMALL)
+
+
+# For the tests where the unembedding matters; the others run untied.
+both_tables = pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +119,7 @@ def test_misspelt_preset_lists_those_there_are():
 # The formula
 
 
+@both_tables
 def test_forward_matches_the_float64_formula(params, config, tokens, partition):
     logits = learner_logits(params, config, tokens, partition)
     assert logits.dtype == jnp.float32
@@ -120,7 +127,7 @@ def test_forward_matches_the_float64_formula(params, config, tokens, partition):
         np.testing.assert_allclose(logits[row], numpy_forward(params, config, tokens[row])[0], **ROUNDING)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
 def test_logprobs_and_entropy_match_the_float64_formula(temperature, params, config, tokens, partition):
     targets = draw_tokens(1)
     out = compiled(config, partition, temperature=temperature)(params, tokens, row_positions(tokens), targets=targets)
@@ -128,10 +135,8 @@ def test_logprobs_and_entropy_match_the_float64_formula(temperature, params, con
     for row in range(B):
         logits, _ = numpy_forward(params, config, tokens[row])
         logprobs, entropy = numpy_logprobs(logits, targets[row], temperature)
-        # The logits' rounding, divided by the temperature, once in the chosen logit and once in the normaliser; the
-        # entropy weighs differences of logits by p.
-        np.testing.assert_allclose(out.logprobs[row], logprobs, atol=2e-4, rtol=0)
-        np.testing.assert_allclose(out.entropy[row], entropy, atol=2e-4, rtol=0)
+        np.testing.assert_allclose(out.logprobs[row], logprobs, **ROUNDING)
+        np.testing.assert_allclose(out.entropy[row], entropy, **ROUNDING)
 
 
 def test_greedy_rollouts_are_scored_at_temperature_one(tokens, partition):
@@ -145,15 +150,22 @@ def test_greedy_rollouts_are_scored_at_temperature_one(tokens, partition):
 
 
 def score(params, config, tokens, partition, **static):
-    """Sum over the targets of a fixed weighting of log-probs: something to differentiate."""
+    """A fixed weighting of the targets' log-probs, summed: something to differentiate."""
     targets, weights = draw_tokens(1), jnp.asarray(np.random.default_rng(2).normal(size=(B, T)), jnp.float32)
     out = qwen3.forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
     return (out.logprobs * weights).sum()
 
 
+@functools.cache
+def graded_score(config, partition, **static):
+    """Jitted value and gradient of `score`."""
+    return jax.jit(jax.value_and_grad(lambda params, tokens: score(params, config, tokens, partition, **static)))
+
+
+@both_tables
 def test_gradient_is_the_derivative_of_the_float64_formula(params, config, tokens, partition):
     """Along one random direction through every weight: a stop_gradient in the wrong place shows here."""
-    gradient = jax.jit(jax.grad(lambda p: score(p, config, tokens, partition)))(params)
+    _, gradient = graded_score(config, partition)(params, tokens)
     targets, weights = draw_tokens(1), np.random.default_rng(2).normal(size=(B, T))
     direction = jax.tree.map(lambda g: np.random.default_rng(g.size).normal(size=g.shape), gradient)
 
@@ -175,14 +187,12 @@ def test_gradient_is_the_derivative_of_the_float64_formula(params, config, token
 
 @pytest.mark.parametrize(
     "static",
-    [{"logits_chunk": 4}, {"remat": True}, {"logits_chunk": 1, "remat": True}, {"aux_layers": (0, 2)}],
-    ids=["chunked", "remat", "chunked-remat", "features"],
+    [{"logits_chunk": 4}, {"remat": True}, {"logits_chunk": 1, "remat": True, "aux_layers": (0, 2)}],
+    ids=["chunked", "remat", "all-with-features"],
 )
 def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config, tokens, partition):
-    def value_and_grad(**static):
-        return jax.jit(jax.value_and_grad(lambda p: score(p, config, tokens, partition, **static)))(params)
-
-    (plain, plain_grad), (other, other_grad) = value_and_grad(), value_and_grad(**static)
+    plain, plain_grad = graded_score(config, partition)(params, tokens)
+    other, other_grad = graded_score(config, partition, **static)(params, tokens)
     # A sum of 60 log-probs of a few nats.
     np.testing.assert_allclose(other, plain, atol=1e-4, rtol=0)
     for a, b in zip(jax.tree.leaves(other_grad), jax.tree.leaves(plain_grad), strict=True):
@@ -198,23 +208,25 @@ def test_logprobs_in_chunks_keep_their_places(params, config, tokens, partition)
     np.testing.assert_allclose(parts.entropy, whole.entropy, **ROUNDING)
 
 
-@pytest.mark.parametrize("option", [{"logits_chunk": 4}, {"remat": True}], ids=["chunked", "remat"])
-def test_memory_options_lower_the_peak_of_the_backward_pass(option, partition):
-    """Read from the compiler, without running: what the two options are for."""
-    config = dataclasses.replace(TIED, vocab=2000, layers=8)
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+@pytest.mark.parametrize(
+    "sizes, option",
+    [({"vocab": 4000, "layers": 1}, {"logits_chunk": 4}), ({"vocab": 40, "layers": 8}, {"remat": True})],
+    ids=["chunked", "remat"],
+)
+def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, partition):
+    """What the two options are for, read from the compiler without running."""
+    config = dataclasses.replace(TIED, **sizes)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
     rows = jax.ShapeDtypeStruct((4, 64), jnp.int32)
 
-    def loss(params, tokens, **static):
-        return qwen3.forward(
-            params, config, tokens, row_positions(tokens), partition, targets=tokens, **static
-        ).logprobs.sum()
+    def peak(**static):
+        def loss(params, tokens):
+            at = row_positions(tokens)
+            return qwen3.forward(params, config, tokens, at, partition, targets=tokens, **static).logprobs.sum()
 
-    def temporaries(**static):
-        step = jax.jit(jax.grad(lambda p, t: loss(p, t, **static)))
-        return step.lower(shapes, rows).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(jax.grad(loss)).lower(params, rows).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(**option) < 0.8 * temporaries()
+    assert peak(**option) < 0.5 * peak()
 
 
 def test_chunk_that_does_not_divide_the_row_is_one_clear_line(tokens, partition):
@@ -264,6 +276,7 @@ def test_features_carry_no_gradient(remat, params, config, tokens, partition):
 # The rollout form
 
 
+@both_tables
 def test_rollout_params_keep_every_weight_bit_for_bit(params, rollout, config):
     group = config.heads // config.kv_heads
     for i, ours in enumerate(rollout["layers"]):
@@ -281,10 +294,12 @@ def test_rollout_params_keep_every_weight_bit_for_bit(params, rollout, config):
         np.testing.assert_array_equal(rollout[name], params[name])
 
 
+@both_tables
 def test_rollout_params_hold_no_more_and_no_less(params, rollout):
     assert sum(w.size for w in jax.tree.leaves(rollout)) == sum(w.size for w in jax.tree.leaves(params))
 
 
+@both_tables
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rollout_params_have_the_declared_shapes_and_dtype(dtype, params, config):
     made = jax.eval_shape(lambda p: qwen3.rollout_params(p, config, dtype), params)
@@ -316,6 +331,12 @@ def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens
     _, parts = decode(rollout, config, tokens, (4, 4, 4), partition)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, **ROUNDING)
+
+
+@both_tables
+def test_cached_decode_uses_the_right_table(params, rollout, config, tokens, partition):
+    logits, _ = decode(rollout, config, tokens, (12,), partition)
+    np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
 
 
 def test_prefill_without_unembedding_fills_the_same_cache(rollout, config, tokens, partition):
@@ -417,20 +438,24 @@ def test_later_tokens_never_affect_earlier_ones(params, config, tokens, partitio
     np.testing.assert_array_equal(after, before)
 
 
-def padded(tokens, lengths, seed):
-    """Rows cut to these lengths and filled with random tokens; segment 1 then 0."""
-    real = jnp.arange(tokens.shape[1])[None] < jnp.asarray(lengths)[:, None]
+PLACES = [(3, 4), (0, 12), (2, 9), (9, 12), (0, 6)]  # where the text of each row begins and ends
+
+
+def padded(tokens, seed):
+    """Rows with their text at PLACES, segment 1, and random tokens before and after it, segment 0."""
+    column = jnp.arange(T)[None]
+    begin, end = jnp.array(PLACES).T[:, :, None]
+    real = (begin <= column) & (column < end)
     return jnp.where(real, tokens, draw_tokens(seed, tokens.shape)), real.astype(jnp.int32)
 
 
 def test_tokens_in_the_padding_change_nothing(params, config, tokens, partition):
-    lengths = [1, 12, 7, 3, 6]
     outputs = []
     for seed in (6, 7):
-        rows, segments = padded(tokens, lengths, seed)
+        rows, segments = padded(tokens, seed)
         outputs.append(learner_logits(params, config, rows, partition, segment_ids=segments))
-    for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(outputs[0][row, :length], outputs[1][row, :length])
+    for row, (begin, end) in enumerate(PLACES):
+        np.testing.assert_array_equal(outputs[0][row, begin:end], outputs[1][row, begin:end])
 
 
 def test_more_padding_changes_nothing(params, config, tokens, partition):
@@ -441,14 +466,14 @@ def test_more_padding_changes_nothing(params, config, tokens, partition):
 
 
 def test_padding_reaches_no_gradient(params, config, tokens, partition):
-    """Of a loss over the real tokens: the same bits whatever the padding holds, and finite."""
+    """Of a loss over the real tokens: the same whatever the padding holds, and finite."""
 
     def loss(params, rows, segments):
         out = qwen3.forward(params, config, rows, row_positions(rows), partition, segment_ids=segments, targets=tokens)
         return jnp.where(segments > 0, out.logprobs, 0.0).sum()
 
-    lengths = [1, 12, 7, 3, 6]
-    gradients = [jax.jit(jax.grad(loss))(params, *padded(tokens, lengths, seed)) for seed in (6, 7)]
+    gradient = jax.jit(jax.grad(loss))
+    gradients = [gradient(params, *padded(tokens, seed)) for seed in (6, 7)]
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert np.isfinite(a).all()
         # Zeros are added in other places of the embedding's scatter; nothing else differs.
@@ -510,10 +535,8 @@ def test_mixture_of_experts_is_refused_in_one_line(call, tokens, partition):
 # Sharded = unsharded
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2), (8, 1, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 2, 2)], ids=str)
 def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
-    from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-
     data, fsdp, tensor = sizes
     mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})
     spread = partitioner(mesh, LEARNER)

@@ -1,4 +1,4 @@
-"""The guard that this architecture carries 8B: its policy step and generation loop compile, sharded, without weights."""
+"""The guard that this architecture carries 8B: policy step and generation loop compile, sharded, without weights."""
 
 import re
 

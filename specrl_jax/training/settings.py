@@ -1,0 +1,126 @@
+"""The final config, frozen: what main.py hands down, checked value by value."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from specrl_jax.core import BadInput
+from specrl_jax.training.state import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySettings:
+    preset: str
+    path: str  # Hugging Face folder, '' = random weights
+    dtype: str  # storage of the rollout weights
+    compute_dtype: str  # activations of the learner
+    remat: bool
+    logits_chunk: int  # positions, 0 = all at once
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+    temperature: float
+    top_k: int
+    top_p: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    num_slots: int
+    chunk: int  # iterations between two looks of the host
+    cache_dtype: str
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOSettings:
+    prompts_per_step: int
+    group_size: int
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    minibatches: int  # optimizer updates per step
+    microbatch: int  # rows per forward and backward pass, 0 = the minibatch
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    task: str  # built-in task, where path is ''
+    path: str  # JSONL
+    prompt_key: str
+    answer_key: str
+    tokenizer: str  # 'char', a folder, or '' = policy.path
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    every: int  # steps; 0 = only before and after
+    path: str  # JSONL; '' = the built-in task's validation split
+    problems: int  # at most
+    samples: int
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    every: int  # steps
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainSettings:
+    batch_size: int  # solutions per step
+    error_rate: float  # of the worked solutions, per carry
+    output: str  # folder for the finished policy
+    dtype: str  # storage there
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The final config, frozen: what main.py hands down."""
+
+    seed: int
+    steps: int
+    policy: PolicySettings
+    rollout: RolloutSettings
+    grpo: GRPOSettings
+    optimizer: OptimizerConfig
+    reward: str
+    data: DataSettings
+    eval: EvalSettings
+    checkpoint: CheckpointSettings
+    pretrain: PretrainSettings
+    sample_rollouts: int  # rows of rollouts/step_N.jsonl
+
+
+# Smallest value of every number that counts something or must not be negative.
+_SMALLEST = {
+    "": {"steps": 0, "seed": 0, "sample_rollouts": 0},
+    "policy": {"logits_chunk": 0},
+    "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},
+    "grpo": {"prompts_per_step": 1, "group_size": 1, "minibatches": 1, "microbatch": 0},
+    "optimizer": {"learning_rate": 0, "warmup": 0, "clip": 1e-12, "weight_decay": 0, "decay_steps": 0},
+    "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0},
+    "checkpoint": {"every": 1, "keep": 1},
+    "pretrain": {"batch_size": 1},
+}
+
+
+def check_values(settings: Settings) -> None:
+    """Raises BadInput naming the first key whose value no run could have."""
+    for section, keys in _SMALLEST.items():
+        values = getattr(settings, section) if section else settings
+        for key, smallest in keys.items():
+            value = getattr(values, key)
+            if not smallest <= value < math.inf:
+                name = "logging.rollouts" if key == "sample_rollouts" else f"{section}.{key}".lstrip(".")
+                raise BadInput(f"{name}={value}: at least {smallest} is needed")
+    if not 0 <= settings.optimizer.b2 < 1:
+        raise BadInput(f"optimizer.b2={settings.optimizer.b2}: 0 <= b2 < 1 is needed")
+
+
+def parse_dtype(key: str, name: str) -> jnp.dtype:
+    """The dtype called `name`; raises BadInput naming the config's `key`."""
+    if name not in ("float32", "bfloat16"):
+        raise BadInput(f"{key}: '{name}' is not float32 or bfloat16")
+    return jnp.dtype(name)

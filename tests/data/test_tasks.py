@@ -1,0 +1,165 @@
+"""Built-in tasks: every worked step is recomputed here, from the prompt alone."""
+
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from specrl_jax.core import BadInput
+from specrl_jax.data.tasks import TASKS, TaskSource
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.rewards.verifiable import countdown, exact
+
+REWARD = {"arithmetic": exact, "countdown": countdown}
+SOME = range(1500)
+
+
+def digits_from_the_right(number):
+    return [int(digit) for digit in str(number)[::-1]]
+
+
+def parse_arithmetic(problem):
+    a, operation, b = re.fullmatch(r"(\d+)([-+*])(\d+)\n", problem.prompt).groups()
+    *steps, stated = problem.solution.split(" ")
+    assert stated[0] == "#"
+    return int(a), operation, int(b), steps, int(stated[1:])
+
+
+def right_addition(a, b):
+    carry = 0
+    for x, y in zip(digits_from_the_right(a), digits_from_the_right(b), strict=True):
+        yield f"{x}+{y}{'+1' if carry else ''}={x + y + carry}"
+        carry = (x + y + carry) // 10
+
+
+def right_subtraction(a, b):
+    borrow = 0
+    for x, y in zip(digits_from_the_right(a), digits_from_the_right(b), strict=True):
+        lent = 10 if x - borrow - y < 0 else 0
+        yield f"{x + lent}-{y}{'-1' if borrow else ''}={x + lent - borrow - y}"
+        borrow = lent // 10
+
+
+def right_multiplication(a, b):
+    carry = 0
+    for x in digits_from_the_right(a):
+        yield f"{x}*{b}{f'+{carry}' if carry else ''}={x * b + carry}"
+        carry = (x * b + carry) // 10
+
+
+RIGHT = {"+": right_addition, "-": right_subtraction, "*": right_multiplication}
+TRUTH = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+def test_arithmetic_is_worked_rightly_without_errors():
+    source, seen = TaskSource("arithmetic", "train", 0), set()
+    for i in SOME:
+        a, operation, b, steps, stated = parse_arithmetic(source[i])
+        assert steps == list(RIGHT[operation](a, b)), source[i]
+        assert stated == TRUTH[operation](a, b) == int(source[i].answer)
+        assert stated >= 0
+        seen.add((operation, len(str(a))))
+    assert seen == {(operation, n) for operation in "+-*" for n in (3, 4)}
+
+
+def parse_countdown(problem):
+    numbers, target = re.fullmatch(r"((?:\d+ )+)-> (\d+)\n", problem.prompt).groups()
+    *steps, expression = problem.solution.split(" ")
+    assert expression[0] == "#"
+    return [int(n) for n in numbers.split()], int(target), steps, expression[1:]
+
+
+def worked_value(steps, numbers):
+    """Value after the last step; each step must be right, start at the last value, and use one of the numbers left."""
+    left, value = sorted(numbers), None
+    for step in steps:
+        x, operation, y, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+        if value is None:
+            left.remove(int(x))
+        else:
+            assert int(x) == value, steps
+        left.remove(int(y))
+        exact_value = {"+": Fraction.__add__, "-": Fraction.__sub__, "*": Fraction.__mul__, "/": Fraction.__truediv__}
+        value = exact_value[operation](Fraction(int(x)), Fraction(int(y)))
+        assert value == int(result) > 0, steps
+    assert not left
+    return value
+
+
+def test_countdown_is_worked_rightly_without_errors():
+    source, seen = TaskSource("countdown", "train", 0), set()
+    for i in SOME:
+        numbers, target, steps, expression = parse_countdown(source[i])
+        assert worked_value(steps, numbers) == target, source[i]
+        assert source[i].answer == f"{target}:{' '.join(map(str, numbers))}"
+        seen |= set(re.findall(r"[-+*/]", expression))
+    assert seen == set("+-*/")
+
+
+def test_countdown_steps_are_right_even_where_the_target_is_missed():
+    source = TaskSource("countdown", "train", 0, error_rate=1.0)
+    for i in range(200):
+        numbers, target, steps, _ = parse_countdown(source[i])
+        assert worked_value(steps, numbers) != target
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_right_solution_is_rewarded(task):
+    source = TaskSource(task, "train", 3)
+    assert {REWARD[task](source[i].solution, source[i].answer) for i in SOME} == {1.0}
+
+
+def test_missed_targets_are_never_rewarded():
+    source = TaskSource("countdown", "train", 0, error_rate=1.0)
+    assert {countdown(source[i].solution, source[i].answer) for i in SOME} == {0.0}
+
+
+def test_dropping_every_carry_leaves_only_problems_without_one_right():
+    source, rewards = TaskSource("arithmetic", "train", 0, error_rate=1.0), []
+    for i in SOME:
+        a, operation, b, _, stated = parse_arithmetic(source[i])
+        right = list(RIGHT[operation](a, b))
+        # A carry or borrow shows in the step that receives it.
+        carries = any(len(re.findall(r"[-+*]", step.split("=")[0])) > 1 for step in right)
+        rewards.append(exact(source[i].solution, source[i].answer))
+        assert rewards[-1] == float(not carries), source[i]
+        assert int(source[i].answer) == TRUTH[operation](a, b)
+        assert (stated == TRUTH[operation](a, b)) == (not carries)
+    # 0.55**2 of the three-digit sums, fewer of the rest: the task is not solved by never carrying.
+    assert 0.0 < np.mean(rewards) < 0.25
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_train_and_validation_share_no_prompt_whatever_the_seeds(task):
+    train = {TaskSource(task, "train", seed)[i].prompt for seed in (0, 1) for i in range(2000)}
+    validation = {TaskSource(task, "validation", seed)[i].prompt for seed in (0, 7) for i in range(1000)}
+    assert not train & validation
+    assert len(train) > 3000 and len(validation) > 1000
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_item_is_a_function_of_seed_split_and_index(task):
+    def items(seed, split, indices):
+        source = TaskSource(task, split, seed)
+        return [source[i] for i in indices]
+
+    forward = items(5, "train", range(40))
+    assert items(5, "train", reversed(range(40))) == forward[::-1]
+    assert items(5, "train", np.arange(40)) == forward
+    assert items(6, "train", range(40)) != forward
+    assert items(5, "validation", range(40)) != forward
+    assert TaskSource(task, "train", 5)[2**39] == TaskSource(task, "train", 5)[2**39]
+
+
+def test_an_unknown_task_names_the_known_ones():
+    with pytest.raises(BadInput, match=r"data\.task: .*'arithmetics'.*arithmetic, countdown"):
+        TaskSource("arithmetics", "train", 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_character_tokenizer_spells_the_tasks(task):
+    tokenizer, source = CharTokenizer(), TaskSource(task, "train", 0, error_rate=0.5)
+    for i in range(300):
+        text = source[i].prompt + source[i].solution
+        assert tokenizer.decode(tokenizer.encode(text)) == text

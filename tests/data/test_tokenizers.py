@@ -1,0 +1,421 @@
+"""The character tokenizer, and tokenizer.json with its ids of the end and its chat template."""
+
+import json
+import string
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from specrl_jax.core import BadInput
+from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
+
+NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
+PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
+
+
+def refusal(call):
+    with pytest.raises(BadInput) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# Characters
+
+
+@given(st.text(PRINTABLE))
+def test_characters_come_back(text):
+    tokenizer = CharTokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text(PRINTABLE, min_size=1))
+def test_ids_of_characters_lie_between_eos_and_the_end_of_the_vocabulary(text):
+    tokenizer = CharTokenizer()
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert all(2 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_every_character_has_an_id_of_its_own():
+    ids = CharTokenizer().encode("".join(PRINTABLE))
+    assert sorted(ids) == list(range(2, 2 + len(PRINTABLE)))
+    assert CharTokenizer.vocab_size == 2 + len(PRINTABLE) == 98
+
+
+def test_ids_of_characters_stay_those_of_stored_checkpoints():
+    """A policy trained with the table keeps it: newline, space, then ASCII order."""
+    assert CharTokenizer().encode("\n !09AZaz~") == [2, 3, 4, 19, 28, 36, 61, 68, 93, 97]
+
+
+@pytest.mark.parametrize("character", ["é", "\t", "\r", "→", "\x00", "\u00a0"])
+def test_unknown_character_is_named_in_one_line(character):
+    message = refusal(lambda: CharTokenizer().encode(f"1+{character}"))
+    assert repr(character) in message and "printable ASCII" in message
+
+
+def test_pad_and_eos_decode_to_nothing_and_differ():
+    tokenizer = CharTokenizer()
+    assert tokenizer.pad_id not in tokenizer.eos_ids
+    assert tokenizer.decode([tokenizer.pad_id, *tokenizer.encode("a"), *tokenizer.eos_ids]) == "a"
+
+
+@given(st.lists(st.integers(0, 127)))
+def test_any_id_of_a_larger_vocabulary_decodes(ids):
+    """A random policy of vocabulary 128 samples ids that no character has."""
+    text = CharTokenizer().decode(ids)
+    assert len(text) == sum(i >= 2 for i in ids)
+    assert text.count("?") >= sum(i >= CharTokenizer.vocab_size for i in ids)
+
+
+def test_characters_have_no_roles():
+    messages = [{"role": "user", "content": "1+1"}, {"role": "user", "content": "="}]
+    assert CharTokenizer().apply_chat_template(messages) == "1+1="
+
+
+# tokenizer.json
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CORPUS = ["What is 12 + 30?", "The answer is 42.", "naïve café → ünïcode", "system user assistant"] * 4
+
+# The shape of Qwen's: namespace, slices, tests, filters, raise_exception, whitespace control on both sides.
+QWEN_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.last < 0 and message.role == "user" and not message.content.startswith('<tool>') %}
+        {%- set ns.last = (messages|length - 1) - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {{- raise_exception('content must be text') }}
+    {%- endif %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- if '</think>' in content and loop.index0 < ns.last %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+CONVERSATION = [
+    {"role": "system", "content": "Answer briefly."},
+    {"role": "user", "content": "What is 12 + 30?"},
+    {"role": "assistant", "content": "<think>\nsum\n</think>\n\n42"},
+    {"role": "system", "content": 'Now in words: "quoted" & <tags> é'},
+    {"role": "user", "content": "And 6 * 7?\n"},
+]
+RENDERED = (
+    "<|im_start|>system\nAnswer briefly.<|im_end|>\n"
+    "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n"
+    "<|im_start|>assistant\n42<|im_end|>\n"
+    '<|im_start|>system\nNow in words: "quoted" & <tags> é<|im_end|>\n'
+    "<|im_start|>user\nAnd 6 * 7?\n<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """A byte-level BPE, as Qwen's, trained on four lines."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+@pytest.fixture
+def folder(bpe, tmp_path):
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    write(tmp_path, "generation_config.json", {"eos_token_id": [302, 300]})
+    return tmp_path
+
+
+def write(folder, name, content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def load(folder):
+    return HFTokenizer(str(folder))
+
+
+@given(text=st.text())
+def test_any_text_comes_back_from_bytes(bpe, text, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "round_trip"
+    if not folder.exists():
+        folder.mkdir()
+        bpe.save(str(folder / "tokenizer.json"))
+        write(folder, "config.json", {"eos_token_id": 300})
+    tokenizer = load(folder)
+    if not any(special in text for special in SPECIAL):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ids_are_those_of_the_library(folder, bpe):
+    text = "What is 42?<|im_end|>\n"
+    assert load(folder).encode(text) == bpe.encode(text).ids
+
+
+def test_special_tokens_in_the_prompt_are_one_id_each(folder):
+    assert load(folder).encode("<|im_start|>a<|im_end|>")[::2] == [301, 302]
+
+
+def test_nothing_is_added_around_the_text(folder, bpe):
+    """A post-processor that adds a first token belongs to models that were trained with it; the template writes it."""
+    added = tokenizers.Tokenizer.from_str(bpe.to_str())
+    added.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 300)]
+    )
+    added.save(str(folder / "tokenizer.json"))
+    assert added.encode("a").ids[0] == 300
+    assert load(folder).encode("a") == bpe.encode("a").ids
+
+
+def test_special_tokens_are_not_shown(folder):
+    tokenizer = load(folder)
+    assert tokenizer.decode([*tokenizer.encode("The answer is 42."), 302, 300]) == "The answer is 42."
+
+
+def test_added_tokens_count_for_the_vocabulary(folder):
+    assert load(folder).vocab_size == 303
+
+
+def test_holes_in_the_vocabulary_count_too(folder):
+    """Ids need not be dense: the largest one decides."""
+    sparse = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, "<unk>": 3}, unk_token="<unk>"))
+    sparse.save(str(folder / "tokenizer.json"))
+    assert load(folder).vocab_size == 8
+
+
+# The end
+
+
+def test_every_end_of_the_generation_config_ends_a_response(folder):
+    assert load(folder).eos_ids == (302, 300)
+
+
+def test_end_of_the_tokenizer_joins_those_of_the_generation_config(folder):
+    write(folder, "generation_config.json", {"eos_token_id": 300})
+    assert load(folder).eos_ids == (300, 302)
+
+
+def test_end_of_the_model_config_is_found(folder):
+    (folder / "generation_config.json").unlink()
+    write(folder, "tokenizer_config.json", {})
+    write(folder, "config.json", {"eos_token_id": 301})
+    assert load(folder).eos_ids == (301,)
+
+
+def test_token_zero_can_be_the_end(folder):
+    write(folder, "generation_config.json", {"eos_token_id": 0})
+    assert load(folder).eos_ids == (0, 302)
+
+
+def test_end_written_as_an_added_token_is_found(folder):
+    (folder / "generation_config.json").unlink()
+    write(folder, "tokenizer_config.json", {"eos_token": {"content": "<|im_end|>", "special": True}})
+    assert load(folder).eos_ids == (302,)
+
+
+def test_no_end_anywhere_is_refused(folder):
+    (folder / "generation_config.json").unlink()
+    write(folder, "tokenizer_config.json", {"eos_token": None})
+    message = refusal(lambda: load(folder))
+    assert "eos_token_id" in message and str(folder) in message
+
+
+def test_pad_is_the_named_token(folder):
+    assert load(folder).pad_id == 300
+
+
+@pytest.mark.parametrize("settings", [{}, {"pad_token": None}, {"pad_token": "<|not there|>"}], ids=str)
+def test_pad_falls_back_to_the_first_end(settings, folder):
+    write(folder, "tokenizer_config.json", settings)
+    assert load(folder).pad_id == 302
+
+
+# The chat template
+
+
+def test_template_of_its_own_file(folder):
+    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    assert load(folder).apply_chat_template(CONVERSATION) == RENDERED
+
+
+def test_template_inside_the_tokenizer_config(folder):
+    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": QWEN_TEMPLATE})
+    assert load(folder).apply_chat_template(CONVERSATION) == RENDERED
+
+
+def test_template_of_its_own_file_wins(folder):
+    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": "old"})
+    (folder / "chat_template.jinja").write_text("new")
+    assert load(folder).apply_chat_template(CONVERSATION) == "new"
+
+
+def test_rendered_prompt_becomes_special_ids(folder):
+    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    tokenizer = load(folder)
+    ids = tokenizer.encode(tokenizer.apply_chat_template(CONVERSATION))
+    assert (ids.count(301), ids.count(302)) == (6, 5)
+
+
+def test_no_template_and_chat_messages_is_one_clear_line(folder):
+    assert "no chat template" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+
+
+def test_template_that_does_not_parse_names_the_folder(folder):
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }}")
+    message = refusal(lambda: load(folder))
+    assert "does not parse" in message and str(folder) in message
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        ("{{ bos_token }}{{ messages[1].content }}{{ eos_token }}", "<|im_start|>What is 12 + 30?<|im_end|>"),
+        ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
+        ("{{ {'role': '<é>'} | tojson }}", '{"role": "<é>"}'),
+        ("a\n  {% if true %}\n  b\n  {% endif %}\n", "a\n  b\n"),
+    ],
+    ids=["special-tokens", "loop-controls", "tojson", "whitespace"],
+)
+def test_template_finds_what_the_format_promises(template, text, folder):
+    """What transformers gives a template: the tokenizer's special tokens, break, plain JSON, trimmed blocks."""
+    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "chat_template": template}
+    write(folder, "tokenizer_config.json", settings)
+    assert load(folder).apply_chat_template(CONVERSATION) == text
+
+
+def test_exception_raised_by_the_template_is_shown(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only one user turn') }}")
+    assert "only one user turn" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages.nothing.here }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{{ messages[0].content.index('zzz') }}"],
+)
+def test_template_that_fails_is_one_clear_line(template, folder):
+    (folder / "chat_template.jinja").write_text(template)
+    assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{{ raise_exception.__globals__['os'].getcwd() }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{% set _ = messages.append({}) %}",
+        "{% set _ = messages[0].update(role='x') %}",
+    ],
+)
+def test_sandbox_refuses_what_leads_out_of_the_template(template, folder):
+    """The template is code that came with a download: no dunder access, and it changes nothing it is given."""
+    (folder / "chat_template.jinja").write_text(template)
+    before = json.dumps(CONVERSATION)
+    assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+    assert json.dumps(CONVERSATION) == before
+
+
+def test_sandbox_gives_no_module_and_no_file(folder):
+    (folder / "secret.txt").write_text("secret")
+    (folder / "chat_template.jinja").write_text("{% include 'secret.txt' %}")
+    assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+
+
+# Refusals
+
+
+def test_missing_tokenizer_names_the_file(tmp_path):
+    assert str(tmp_path / "tokenizer.json") in refusal(lambda: load(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
+def test_malformed_tokenizer_names_the_file(content, folder):
+    (folder / "tokenizer.json").write_text(content)
+    assert str(folder / "tokenizer.json") in refusal(lambda: load(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_settings_that_are_not_json_name_file_and_line(name, folder):
+    (folder / name).write_text("{\n\n,")
+    assert f"{folder / name}:3: not JSON" in refusal(lambda: load(folder))
+
+
+@pytest.mark.parametrize("vocab", [303, 512])
+def test_tokenizer_that_fits_the_policy(vocab, folder):
+    assert load_tokenizer(str(folder), vocab).vocab_size == 303
+
+
+def test_tokenizer_larger_than_the_policy_names_both_sizes(folder):
+    message = refusal(lambda: load_tokenizer(str(folder), 302))
+    assert str(folder) in message and "ids up to 302" in message and "vocabulary is 302" in message
+
+
+def test_character_tokenizer_by_name():
+    assert isinstance(load_tokenizer("char", 128), CharTokenizer)
+    assert "ids up to 97" in refusal(lambda: load_tokenizer("char", 97))
+
+
+# Parity with transformers
+
+TEMPLATES = {
+    "qwen": QWEN_TEMPLATE,
+    # Blocks on their own lines: trim_blocks and lstrip_blocks decide about every newline and indent.
+    "whitespace": "{% for m in messages %}\n  {% if m %}\n    {{ m.role }}\n  {% endif %}\n{% endfor %}\n",
+    "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é&>' | tojson }}",
+    "loop": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "special-tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_chat_template_renders_as_in_transformers(template, folder):
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
+    (folder / "chat_template.jinja").write_text(template)
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    write(folder, "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    expected = theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    assert load(folder).apply_chat_template(CONVERSATION) == expected
+
+
+def test_prompt_ids_are_those_of_transformers(folder):
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
+    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    expected = theirs.apply_chat_template(CONVERSATION, tokenize=True, add_generation_prompt=True, return_dict=False)
+    ours = load(folder)
+    assert ours.encode(ours.apply_chat_template(CONVERSATION)) == list(expected)

@@ -1,0 +1,442 @@
+import dataclasses
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from specrl_jax.core import BadInput
+from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.speculative import Slots, commit
+from tests.helpers import toys
+from tests.helpers.exact import final_probs, flat_index, log_softmax, sequences
+from tests.helpers.statistics import assert_drawn_from
+
+PAD, EOS, V = 0, 3, 4
+TABLE = toys.make_table(seed=0, V=V)
+DRAFT_TABLE = 1.5 * np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)
+PROMPTS = [[1, 2], [2], [1, 1, 2, 0], [0, 1, 1], [2, 2, 2, 2]]
+
+
+def limits(num_slots=10, max_prompt_tokens=4, max_response_tokens=8, chunk=3):
+    return Limits(num_slots, max_prompt_tokens, max_response_tokens, chunk)
+
+
+def engine(sampling=Sampling(), draft_fn=toys.no_draft, **sizes):  # noqa: B008 (frozen)
+    return toys.toy_engine(limits(**sizes), sampling, (EOS,), PAD, draft_fn)
+
+
+def responses(rollouts):
+    """Rollout id -> the response's tokens, end-of-text included."""
+    rows = zip(rollouts.rollout_id, rollouts.tokens, rollouts.prompt_length, rollouts.length, strict=True)
+    return {int(i): tokens[first:last].tolist() for i, tokens, first, last in rows}
+
+
+def response_logprobs(rollouts):
+    rows = zip(rollouts.rollout_id, rollouts.logprobs, rollouts.prompt_length, rollouts.length, strict=True)
+    return {int(i): row[first:last] for i, row, first, last in rows}
+
+
+def greedy_by_hand(table, prompt, longest):
+    """(response, log-probs) of the toy, token by token in plain Python."""
+    tokens, logprobs = list(prompt), []
+    while len(logprobs) < longest:
+        row = log_softmax(toys.logits_after(table, tokens))
+        tokens.append(int(row.argmax()))
+        logprobs.append(row.max())
+        if tokens[-1] == EOS:
+            break
+    return tokens[len(prompt) :], logprobs
+
+
+# --- plain decoding
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    """Every prompt of 1 to 3 tokens over several waves, with the expected responses; and the engine's answer."""
+    prompts = [row.tolist() for n in (1, 2, 3) for row in sequences(V, n)]
+    rollouts = engine(Sampling(0.0), num_slots=32).generate(TABLE, prompts, samples=1, seed=0)
+    return prompts, [greedy_by_hand(TABLE, prompt, longest=8) for prompt in prompts], rollouts
+
+
+def test_the_greedy_cases_hold_every_kind_of_ending(greedy):
+    _, expected, _ = greedy
+    lengths = {(len(tokens), tokens[-1] == EOS) for tokens, _ in expected}
+    assert (1, True) in lengths, "end-of-text as the first token"
+    assert (8, False) in lengths, "cut at the limit"
+    assert any(1 < length < 8 for length, _ in lengths), "end-of-text in between"
+
+
+def test_greedy_decoding_equals_a_plain_loop(greedy):
+    prompts, expected, rollouts = greedy
+    assert list(responses(rollouts).values()) == [tokens for tokens, _ in expected]
+    np.testing.assert_array_equal(rollouts.prompt_length, [len(prompt) for prompt in prompts])
+    np.testing.assert_array_equal(rollouts.response_length, [len(tokens) for tokens, _ in expected])
+
+
+def test_ended_says_whether_end_of_text_was_reached(greedy):
+    _, expected, rollouts = greedy
+    np.testing.assert_array_equal(rollouts.ended, [tokens[-1] == EOS for tokens, _ in expected])
+
+
+def test_response_leaves_the_end_of_text_out(greedy):
+    _, expected, rollouts = greedy
+    for row, (tokens, _) in enumerate(expected):
+        assert rollouts.response(row) == [token for token in tokens if token != EOS]
+
+
+def test_logprobs_stand_at_the_positions_of_their_tokens(greedy):
+    prompts, expected, rollouts = greedy
+    whole = np.zeros_like(rollouts.logprobs)
+    for row, (prompt, (_, logprobs)) in enumerate(zip(prompts, expected, strict=True)):
+        whole[row, len(prompt) : len(prompt) + len(logprobs)] = logprobs
+    # Logits below 8 and a sum of 4: a few float32 roundings, each below 2**-21. Elsewhere exactly 0.
+    np.testing.assert_allclose(rollouts.logprobs, whole, rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(rollouts.logprobs[whole == 0], 0)
+
+
+def test_the_prompt_comes_first_and_pad_after_the_response(greedy):
+    prompts, expected, rollouts = greedy
+    for row, (prompt, (tokens, _)) in enumerate(zip(prompts, expected, strict=True)):
+        filled = prompt + tokens
+        assert rollouts.tokens[row].tolist() == filled + [PAD] * (12 - len(filled))
+
+
+def test_plain_decoding_verifies_once_per_token(greedy):
+    *_, rollouts = greedy
+    np.testing.assert_array_equal(rollouts.verifications, rollouts.response_length)
+
+
+def test_an_end_of_text_in_the_prompt_ends_nothing():
+    """`ended` looks at the last token: a prompt's own end-of-text is not it, not even where nothing was generated."""
+    out = engine(max_response_tokens=3).generate(TABLE, [[1, EOS]], samples=10, seed=0)
+    assert (out.response_length > 0).all() and out.response_length.max() == 3
+    none = engine(max_response_tokens=0).generate(TABLE, [[1, EOS]], samples=1, seed=0)
+    assert none.response_length.tolist() == [0] and none.ended.tolist() == [False]
+
+
+def test_any_of_several_end_of_text_ids_ends_a_rollout():
+    both = toys.toy_engine(limits(), Sampling(), (EOS, 2), PAD).generate(TABLE, PROMPTS[:1], samples=200, seed=0)
+    last = [tokens[-1] for tokens in responses(both).values()]
+    assert {2, EOS} <= set(last)
+    for tokens in responses(both).values():
+        assert not {2, EOS} & set(tokens[:-1])
+
+
+# --- joint laws
+
+
+def response_law(table, prompt, longest, eos, sampling):
+    """Float64 law of responses padded with end-of-text to `longest`, in the order of flat_index."""
+    vocabulary = table.shape[-1]
+    law = np.zeros(vocabulary**longest)
+    open_prefixes = {(): 1.0}
+    for step in range(longest):
+        grown = {}
+        for prefix, mass in open_prefixes.items():
+            probs = final_probs(toys.logits_after(table, [*prompt, *prefix]), sampling)
+            for token in range(vocabulary):
+                if token == eos or step == longest - 1:
+                    padded = [*prefix, token] + [eos] * (longest - step - 1)
+                    law[flat_index(padded, vocabulary)] += mass * probs[token]
+                else:
+                    grown[*prefix, token] = mass * probs[token]
+        open_prefixes = grown
+    return law
+
+
+def observed(rollouts, longest, eos, vocabulary):
+    tokens = np.full((len(rollouts.length), longest), 0 if eos is None else eos)
+    for offset in range(longest):
+        there = rollouts.response_length > offset
+        tokens[there, offset] = rollouts.tokens[there, rollouts.prompt_length[there] + offset]
+    return flat_index(tokens, vocabulary)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 2, 0.9)], ids=["plain", "all three"])
+def test_the_joint_law_of_plain_rollouts_is_the_targets(sampling):
+    """Three tokens of three, the third ends: 27 outcomes, 41,000 rollouts, error rates 1e-6 at 0.02 against 0.04."""
+    table, N = toys.make_table(seed=3, V=3), 41_000
+    sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=3)
+    rollouts = toys.toy_engine(sizes, sampling, (2,)).generate(table, [[1, 0]], samples=N, seed=5)
+    law = response_law(table, [1, 0], 3, eos=2, sampling=sampling)
+    assert_drawn_from(observed(rollouts, 3, 2, 3), law, at_most=0.02)
+
+
+@pytest.mark.parametrize("eos", [None, 2], ids=["no end", "may end"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
+    """Four tokens by blocks of one to three: noise of one block used again by the next would couple them.
+
+    81 outcomes, 2**17 rollouts, error rates 1e-6 at 0.0165 against 0.033.
+    """
+    table, N, sampling = toys.make_table(seed=4, V=3), 2**17, Sampling(temperature)
+    draft_fn = toys.toy_draft(DRAFT_TABLE[:3, :3], k=2, seed=6, temperature=temperature)
+    sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=4)
+    eos_ids = (99,) if eos is None else (eos,)
+    rollouts = toys.toy_engine(sizes, sampling, eos_ids, draft_fn=draft_fn).generate(table, [[1, 0]], N, seed=6)
+    # Blocks of several sizes were committed.
+    assert {2, 3} <= set(rollouts.verifications[rollouts.response_length == 4].tolist())
+    law = response_law(table, [1, 0], 4, eos, sampling)
+    assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
+
+
+# --- what results may not depend on
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return engine(Sampling(0.8, 0, 0.95)).generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70)
+
+
+def assert_same_rollouts(got, wanted):
+    """The rollouts that both hold are the same, bit for bit in tokens."""
+    got_tokens, wanted_tokens = responses(got), responses(wanted)
+    common = got_tokens.keys() & wanted_tokens.keys()
+    assert common
+    assert {i: got_tokens[i] for i in common} == {i: wanted_tokens[i] for i in common}
+    got_logprobs, wanted_logprobs = response_logprobs(got), response_logprobs(wanted)
+    for i in common:
+        # Another batch is another compiled shape: float32 sums of 4 may be ordered otherwise.
+        np.testing.assert_allclose(got_logprobs[i], wanted_logprobs[i], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_slots": 1},
+        {"num_slots": 3},  # groups of two straddle waves
+        {"num_slots": 4},
+        {"num_slots": 64},
+        {"chunk": 1},
+        {"chunk": 100},
+        {"max_prompt_tokens": 9},
+    ],
+    ids=str,
+)
+def test_rollouts_do_not_depend_on_slots_waves_chunks_or_padding(expected, sizes):
+    out = engine(Sampling(0.8, 0, 0.95), **sizes).generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70)
+    np.testing.assert_array_equal(out.rollout_id, 70 + np.arange(10))
+    np.testing.assert_array_equal(out.prompt_index, np.arange(10) // 2)
+    assert_same_rollouts(out, expected)
+    for name in ("prompt_length", "length", "ended", "verifications"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_rollouts_do_not_depend_on_the_number_of_devices(k):
+    sampling = Sampling(0.8, 0, 0.95)
+    draft_fn = toys.toy_draft(DRAFT_TABLE, k, seed=3, temperature=0.8) if k else toys.no_draft
+    one, eight = (
+        toys.toy_engine(limits(num_slots=16), sampling, (EOS,), PAD, draft_fn, devices=devices) for devices in (1, 8)
+    )
+    wanted = one.generate(TABLE, PROMPTS, samples=4, seed=3)
+    out = eight.generate(TABLE, PROMPTS, samples=4, seed=3)
+    assert_same_rollouts(out, wanted)
+    np.testing.assert_array_equal(out.verifications, wanted.verifications)
+
+
+def test_rollouts_do_not_depend_on_the_other_prompts(expected):
+    run = engine(Sampling(0.8, 0, 0.95))
+    alone = run.generate(TABLE, PROMPTS[2:3], samples=2, seed=3, first_id=74)
+    assert_same_rollouts(alone, expected)
+    changed = [[2, 0, 2, 1] if i != 2 else prompt for i, prompt in enumerate(PROMPTS)]
+    among_others = responses(run.generate(TABLE, changed, samples=2, seed=3, first_id=70))
+    assert {i: among_others[i] for i in (74, 75)} == responses(alone)
+
+
+def test_rollouts_do_not_depend_on_how_samples_are_grouped(expected):
+    repeated = [prompt for prompt in PROMPTS for _ in range(2)]
+    assert_same_rollouts(engine(Sampling(0.8, 0, 0.95)).generate(TABLE, repeated, 1, seed=3, first_id=70), expected)
+
+
+def test_the_same_seed_and_ids_repeat_and_others_do_not():
+    run = engine()
+    first = run.generate(TABLE, PROMPTS[:1], samples=50, seed=3)
+    assert responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=3)) == responses(first)
+    other_seed = responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=4))
+    other_ids = responses(run.generate(TABLE, PROMPTS[:1], samples=50, seed=3, first_id=50))
+    for other in (other_seed.values(), other_ids.values()):
+        # Fifty pairs of independent responses: few agree, and here fewer than half do.
+        assert np.mean([a == b for a, b in zip(other, responses(first).values(), strict=True)]) < 0.5
+
+
+def test_the_samples_of_a_group_differ():
+    out = engine().generate(TABLE, PROMPTS[:1], samples=30, seed=0)
+    assert len({tuple(tokens) for tokens in responses(out).values()}) > 10
+
+
+def test_rollout_ids_use_all_32_bits():
+    run = engine()
+    high = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, first_id=2**32 - 10)
+    assert high.rollout_id.tolist() == list(range(2**32 - 10, 2**32))
+    low = run.generate(TABLE, PROMPTS[:1], samples=10, seed=0, first_id=2**31 - 10)
+    assert list(responses(high).values()) != list(responses(low).values())
+
+
+# --- the host's side
+
+
+@pytest.mark.parametrize("length, word", [(5, "5 tokens"), (0, "0 tokens")])
+def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
+    def started(*_):
+        pytest.fail("work was begun")
+
+    run = dataclasses.replace(engine(max_prompt_tokens=4), start=started)
+    with pytest.raises(BadInput, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
+        run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
+
+
+def test_a_prompt_of_exactly_the_longest_length_fits():
+    out = engine(max_prompt_tokens=4).generate(TABLE, [[1, 2, 0, 1]], samples=1, seed=0)
+    assert out.prompt_length.tolist() == [4]
+
+
+def test_no_prompts_at_all_are_refused():
+    with pytest.raises(BadInput, match="no prompts"):
+        engine().generate(TABLE, [], samples=2, seed=0)
+
+
+@pytest.mark.parametrize("num_slots", [4, 7, 10])
+def test_progress_never_goes_back_and_reaches_the_total(num_slots):
+    calls = []
+    engine(num_slots=num_slots, chunk=1).generate(
+        TABLE, PROMPTS, samples=2, seed=0, on_progress=lambda *call: calls.append(call)
+    )
+    done = [done for done, _ in calls]
+    assert {total for _, total in calls} == {10}
+    assert done == sorted(done) and done[-1] == 10
+    assert len(set(done)) > 3, "the bar moves on the way"
+
+
+def test_a_group_shares_one_prefill_of_its_prompt():
+    """Rows through the model in prefill: the prompts of a wave, not its slots."""
+    rows = []
+    inner = toys.prefill(12)
+
+    def counting(table, tokens, positions):
+        jax.debug.callback(lambda tokens: rows.extend(tokens.tolist()), tokens)
+        return inner(table, tokens, positions)
+
+    run = toys.toy_engine(limits(num_slots=12), Sampling(), (EOS,), PAD, prefill_fn=counting)
+    prompts = [[1, 2], [2], [0, 1, 1], [2, 2, 2, 2]]
+    out = run.generate(TABLE, prompts, samples=6, seed=0)
+    jax.effects_barrier()
+    assert len(out.length) == 24
+    assert rows == [prompt + [PAD] * (4 - len(prompt)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_every_slot_is_dealt_its_own_prompt(num_slots, samples):
+    """Waves that begin inside a group: each start call must hold every prompt that its rows name."""
+    run = engine(num_slots=num_slots)
+    dealt = []
+
+    def start(_, tokens, lengths, which, ids, active):
+        for slot in np.flatnonzero(active):
+            prompt = tokens[which[slot]][: lengths[which[slot]]]
+            dealt.append((int(ids[slot]), prompt.tolist()))
+        raise StopIteration
+
+    for first in range(0, len(PROMPTS) * samples, num_slots):
+        rows = np.arange(first, min(first + num_slots, len(PROMPTS) * samples))
+        with pytest.raises(StopIteration):
+            dataclasses.replace(run, start=start)._start_wave(TABLE, PROMPTS, samples, rows, 100)
+    assert dealt == [(100 + i, PROMPTS[i // samples]) for i in range(len(PROMPTS) * samples)]
+
+
+# --- commit
+
+
+def commit_by_hand(tokens, logprobs, row, length, limit, done, count, new, new_logprobs, eos_ids):
+    """One row, one token at a time."""
+    tokens, logprobs = tokens[row].tolist(), logprobs[row].tolist()
+    if done:
+        return tokens, logprobs, length, True
+    ended = False
+    for token, logprob in zip(new[:count], new_logprobs[:count], strict=True):
+        if length == limit or ended:
+            break
+        tokens[length], logprobs[length] = token, logprob
+        length += 1
+        ended = token in eos_ids
+    return tokens, logprobs, length, ended or length == limit
+
+
+@given(data=st.data(), Q=st.integers(1, 4), eos_ids=st.sampled_from([(3,), (2, 3), (9,)]))
+@settings(max_examples=80)
+def test_commit_equals_a_plain_loop(data, Q, eos_ids):
+    """Blocks with an end-of-text anywhere, also past `count`; limits inside and at the end of a block; done rows."""
+    B, S = 6, 9
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(4, 8, (B, S)).astype(np.int32)
+    logprobs = rng.normal(size=(B, S)).astype(np.float32)
+    new_logprobs = rng.normal(size=(B, Q)).astype(np.float32)
+
+    def column(values):
+        return np.array(data.draw(st.lists(values, min_size=B, max_size=B)))
+
+    length = column(st.integers(1, S - 1))
+    limit = np.minimum(length + column(st.integers(1, 5)), S)
+    done, count = column(st.booleans()), column(st.integers(1, Q))
+    new = np.stack([column(st.integers(0, 3)) for _ in range(Q)], axis=1)
+    slots = Slots(
+        tokens=jnp.array(tokens),
+        logprobs=jnp.array(logprobs),
+        prompt_length=jnp.ones(B, jnp.int32),
+        length=jnp.array(length, jnp.int32),
+        limit=jnp.array(limit, jnp.int32),
+        done=jnp.array(done),
+        rollout_id=jnp.arange(B, dtype=jnp.uint32),
+        verifications=jnp.full(B, 5, jnp.int32),
+        cache=(),
+    )
+    out = commit(slots, jnp.array(new, jnp.int32), jnp.array(new_logprobs), jnp.array(count, jnp.int32), eos_ids)
+    for b in range(B):
+        by_hand = commit_by_hand(
+            tokens, logprobs, b, length[b], limit[b], done[b], count[b], new[b], new_logprobs[b], eos_ids
+        )
+        assert (out.tokens[b].tolist(), out.logprobs[b].tolist(), int(out.length[b]), bool(out.done[b])) == by_hand
+    np.testing.assert_array_equal(out.verifications, np.where(done, 5, 6))
+
+
+# --- speculation
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_greedy_speculation_equals_greedy_plain_decoding(greedy, k):
+    """Token for token, also where a block runs over an end-of-text, the limit, or the end of the cache."""
+    prompts, _, plain = greedy
+    draft_fn = toys.toy_draft(DRAFT_TABLE, k, seed=0, temperature=0)
+    out = engine(Sampling(0.0), draft_fn, num_slots=32).generate(TABLE, prompts, samples=1, seed=0)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_array_equal(out.length, plain.length)
+    np.testing.assert_array_equal(out.ended, plain.ended)
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, rtol=0, atol=2e-6)
+    # Some drafts were right: fewer forwards than tokens, and no row with fewer than it could have.
+    assert out.verifications.sum() < plain.verifications.sum()
+    assert (out.verifications * (k + 1) >= out.response_length).all()
+
+
+def test_a_perfect_draft_is_always_accepted():
+    """Drafts of the target itself: blocks of k + 1 tokens until the end, one forward each."""
+    table = toys.make_table(seed=0, V=V)
+    table[:] = table[0]  # the last token alone decides, so the toy drafter can know it all
+    table[:, :, EOS] = -50
+    draft_fn = toys.toy_draft(table[0], k=2, seed=0, temperature=1.0)
+    out = engine(Sampling(), draft_fn, max_response_tokens=9).generate(table, PROMPTS, samples=2, seed=0)
+    assert out.response_length.tolist() == [9] * 10
+    assert out.verifications.tolist() == [3] * 10
+
+
+def test_speculative_rollouts_do_not_depend_on_slots_or_chunks():
+    draft_fn = toys.toy_draft(DRAFT_TABLE, k=2, seed=3, temperature=0.8)
+    wanted = engine(Sampling(0.8), draft_fn).generate(TABLE, PROMPTS, samples=2, seed=3)
+    out = engine(Sampling(0.8), draft_fn, num_slots=3, chunk=1).generate(TABLE, PROMPTS, samples=2, seed=3)
+    assert_same_rollouts(out, wanted)
+    np.testing.assert_array_equal(out.verifications, wanted.verifications)

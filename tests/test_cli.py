@@ -1,0 +1,419 @@
+"""Bad input: exit status 1, one line that names the key or the file, before any work, and nothing half-written."""
+
+import importlib
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from ml_collections import ConfigDict
+
+import main as command_line
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
+from specrl_jax.training import evaluate, loop, pretrain, setup
+from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "common"))
+
+
+@pytest.fixture
+def call(monkeypatch, capfd, tmp_path_factory):
+    """call(argv) -> (exit status, stdout, stderr) of the command in this process."""
+    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+        yield call
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Whatever takes long ends the test: a mistake must be found before it."""
+
+    def began(*_, **__):
+        raise AssertionError("work began before the mistake was found")
+
+    monkeypatch.setattr(setup, "init_random_params", began)
+    monkeypatch.setattr(loop, "run_step", began)
+    monkeypatch.setattr(loop, "evaluation_row", began)
+    monkeypatch.setattr(evaluate, "evaluate", began)
+    monkeypatch.setattr(pretrain, "make_pretrain_step", began)
+
+
+def error_line(result):
+    """The one line of a run that was refused."""
+    status, out, err = result
+    assert (status, out) == (1, ""), err
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    # A message that was built from a repr shows its line breaks as two characters.
+    assert "Traceback" not in err and "\\n" not in err
+    return err
+
+
+def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
+    workdir = tmp_path / "run"
+    line = error_line(call(arguments(*overrides, workdir=workdir, config=config)))
+    for word in words:
+        assert word in line, line
+    assert not workdir.exists(), sorted(workdir.rglob("*"))
+
+
+# ---- the command line itself
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--config.grpo.minibatch=2"], ["minibatch", "minibatches"]),
+        (["--config.rolout.top_k=2"], ["rolout", "rollout"]),
+        (["--config.steps=many"], ["config.steps", "many"]),
+        (["--config.steps=1.5"], ["config.steps", "1.5"]),
+        (["--config.optimizer.learning_rate=fast"], ["config.optimizer.learning_rate", "fast"]),
+        (["--config.policy.remat=maybe"], ["config.policy.remat", "maybe"]),
+        (["--config.grpo=3"], ["grpo"]),
+        (["--workdri=x"], ["workdri", "workdir"]),
+        (["steps=3"], ["steps=3", "--config.key=value"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_override_is_named(call, tmp_path, no_work, overrides, words):
+    assert_refused(call, tmp_path, overrides, words)
+
+
+def test_a_missing_config_file_is_named(call, tmp_path, no_work):
+    assert_refused(call, tmp_path, [], ["configs/nothing.py"], config=ROOT / "configs/nothing.py")
+
+
+def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work):
+    line_words = ["smok'", "there is smoke"]
+    assert_refused(call, tmp_path, [], line_words, config=SMOKE.replace(":smoke", ":smok"))
+
+
+def test_a_config_is_needed(call):
+    assert "--config" in error_line(call(["main.py"]))
+
+
+# ---- names and values
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("policy.preset=qwen3_9b", ["policy.preset", "qwen3_9b", "qwen3_8b"]),
+        ("task=trian", ["task", "trian", "train"]),
+        ("draft.kind=eagle33", ["draft.kind", "eagle33", "none"]),
+        ("reward.name=exakt", ["reward.name", "exakt", "exact"]),
+        ("data.task=arithmetics", ["data.task", "arithmetics", "arithmetic"]),
+        ("data.tokenizer=nowhere", ["data.tokenizer", "nowhere"]),
+        ("policy.path=checkpoints/nowhere", ["policy.path", "checkpoints/nowhere"]),
+        ("policy.dtype=float16", ["policy.dtype", "float16", "bfloat16"]),
+        ("policy.compute_dtype=fp32", ["policy.compute_dtype", "fp32", "float32"]),
+        ("rollout.cache_dtype=int8", ["rollout.cache_dtype", "int8", "bfloat16"]),
+        ("optimizer.name=adam", ["optimizer.name", "adam", "adamw"]),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(call, tmp_path, no_work, override, words):
+    assert_refused(call, tmp_path, [f"--config.{override}"], words)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.temperature=-0.5",
+        "rollout.temperature=nan",
+        "rollout.temperature=inf",
+        "rollout.top_k=-1",
+        "rollout.top_p=0.0",
+        "rollout.top_p=1.5",
+        "rollout.top_p=nan",
+        "eval.temperature=-1.0",
+        "eval.temperature=nan",
+        "grpo.clip_low=-0.1",
+        "grpo.clip_low=1.0",
+        "grpo.clip_high=-0.1",
+        "grpo.kl_coef=-1.0",
+        # What is counted must be there ...
+        "grpo.prompts_per_step=0",
+        "grpo.group_size=0",
+        "grpo.minibatches=0",
+        "grpo.minibatches=-1",
+        "rollout.num_slots=0",
+        "rollout.chunk=0",
+        "rollout.max_prompt_tokens=0",
+        "rollout.max_response_tokens=0",
+        "eval.problems=0",
+        "eval.samples=0",
+        "checkpoint.every=0",
+        "checkpoint.keep=0",
+        # ... or not be negative.
+        "steps=-1",
+        "seed=-1",
+        "rollout.seed=-1",
+        "grpo.microbatch=-2",
+        "policy.logits_chunk=-1",
+        "eval.every=-1",
+        "logging.rollouts=-1",
+        "optimizer.learning_rate=-1.0",
+        "optimizer.learning_rate=nan",
+        "optimizer.warmup=-1",
+        "optimizer.clip=-1.0",
+        "optimizer.clip=0.0",
+        "optimizer.weight_decay=-1.0",
+        "optimizer.b2=1.5",
+        "optimizer.decay_steps=-1",
+    ],
+)
+def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
+    key, value = override.split("=")
+    assert_refused(call, tmp_path, [f"--config.{override}"], [key.split(".")[0], key.split(".")[-1], value])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["grpo.minibatches=3"], ["grpo.minibatches=3", "16"]),
+        (["grpo.microbatch=5"], ["grpo.microbatch=5", "16"]),
+        (["grpo.minibatches=2", "grpo.microbatch=16"], ["grpo.microbatch=16", "8"]),
+        (["policy.logits_chunk=5"], ["policy.logits_chunk=5", "22"]),
+        (["mesh.fsdp=3"], ["mesh.fsdp=3", "8 devices"]),
+        (["mesh.data=16"], ["mesh.data=16", "8 devices"]),
+        (["mesh.data=-1"], ["mesh.data=-1", "mesh.fsdp=-1"]),
+        (["mesh.tensor=0"], ["mesh.tensor=0"]),
+        (["mesh.tensor=4"], ["mesh.tensor=4", "kv_heads", "2"]),
+        (["rollout.num_slots=12"], ["rollout.num_slots", "12", "mesh.fsdp=8"]),
+        # The learner's rows are split over the mesh too.
+        (["grpo.prompts_per_step=3"], ["grpo", "12", "mesh.fsdp=8"]),
+        (["grpo.minibatches=4"], ["grpo", "4", "mesh.fsdp=8"]),
+        (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
+        # The built-in prompts have up to 10 tokens.
+        (["rollout.max_prompt_tokens=5"], ["rollout.max_prompt_tokens=5"]),
+        (["policy.preset=qwen3_30b_a3b"], ["policy.preset", "mixture"]),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_each_other(call, tmp_path, no_work, overrides, words):
+    assert_refused(call, tmp_path, [f"--config.{override}" for override in overrides], words)
+
+
+# ---- files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with good and bad data, checkpoints and a tokenizer, by name."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "good.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1"}\n')
+    (folder / "long.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "12345678901", "answer": "2"}\n')
+    (folder / "empty.jsonl").write_text("")
+    save_checkpoints(folder)
+    words = {f"word{i}": i for i in range(200)} | {"<eos>": 200}
+    (folder / "tokenizer").mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words)).save(str(folder / "tokenizer/tokenizer.json"))
+    (folder / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (folder / "a_file").write_text("")
+    return folder
+
+
+def save_checkpoints(folder):
+    model = qwen3.preset("nano")
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), qwen3.param_specs(model))
+    hf.save_params(str(folder / "checkpoint"), params, model, "float32")
+    for name in ("shape", "missing", "corrupt", "no_config", "llama"):
+        shutil.copytree(folder / "checkpoint", folder / name)
+    tensors = safetensors.numpy.load_file(folder / "checkpoint/model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    safetensors.numpy.save_file(tensors | {norm: np.ones(63, np.float32)}, folder / "shape/model.safetensors")
+    safetensors.numpy.save_file({k: v for k, v in tensors.items() if k != norm}, folder / "missing/model.safetensors")
+    (folder / "corrupt/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
+    (folder / "no_config/config.json").unlink()
+    (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
+        (["policy.path={}/missing"], ["policy.path", "model.layers.1.input_layernorm.weight"]),
+        (["policy.path={}/corrupt"], ["policy.path", "corrupt/model.safetensors"]),
+        (["policy.path={}/no_config"], ["policy.path", "config.json"]),
+        (["policy.path={}/llama"], ["policy.path", "llama", "qwen3"]),
+        (["policy.path={}/a_file"], ["policy.path", "a_file"]),
+        (["policy.path={}/checkpoint", "policy.preset=tiny"], ["policy.preset=tiny", "192", "64"]),
+        (["policy.path={}/checkpoint", "data.tokenizer="], ["data.tokenizer", "tokenizer.json"]),
+        (["data.tokenizer={}/tokenizer"], ["data.tokenizer", "200", "128"]),
+        (["data.path={}/nothing.jsonl", "eval.path={}/good.jsonl"], ["data.path", "nothing.jsonl"]),
+        (["data.path={}/good.jsonl", "eval.path={}/nothing.jsonl"], ["eval.path", "nothing.jsonl"]),
+        (["data.path={}/empty.jsonl", "eval.path={}/good.jsonl"], ["data.path", "empty.jsonl"]),
+        (["data.path={}/good.jsonl"], ["eval.path"]),
+        (["data.path={}/bad.jsonl", "eval.path={}/good.jsonl"], ["bad.jsonl:2", "answer"]),
+        (["data.path={}/good.jsonl", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
+        (["data.path={}/long.jsonl", "eval.path={}/good.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
+        (["data.path={}/good.jsonl", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
+        (["task=pretrain", "policy.path={}/checkpoint"], ["task=pretrain", "policy.path"]),
+        (["task=pretrain", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
+        (["task=pretrain", "pretrain.output={}/base", "pretrain.dtype=half"], ["pretrain.dtype", "half"]),
+        (["task=pretrain", "pretrain.output={}/base", "pretrain.error_rate=2"], ["pretrain.error_rate"]),
+        (["task=pretrain", "pretrain.output={}/base", "pretrain.batch_size=0"], ["pretrain.batch_size"]),
+        (["task=evaluate", "policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
+        (["task=evaluate", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
+    ],
+    ids=str,
+)
+def test_a_bad_file_is_named(call, tmp_path, no_work, files, overrides, words):
+    assert_refused(call, tmp_path, [f"--config.{override.format(files)}" for override in overrides], words)
+    assert not (files / "base").exists()
+
+
+def test_the_checkpoint_that_the_bad_ones_were_made_from_is_good(files):
+    assert hf.load_config(str(files / "checkpoint")) == qwen3.preset("nano")
+
+
+# ---- the workdir
+
+
+def test_an_unwritable_workdir_is_named(call, files, no_work):
+    assert "a_file/run" in error_line(call(arguments(workdir=files / "a_file/run")))
+    assert (files / "a_file").read_text() == ""
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"config": 3}'])
+def test_a_workdir_with_a_foreign_config_is_refused(call, tmp_path, no_work, content):
+    (tmp_path / "config.json").write_text(content)
+    assert "config.json" in error_line(call(arguments(workdir=tmp_path)))
+    assert snapshot(tmp_path) == {(tmp_path / "config.json").relative_to(tmp_path): content.encode()}
+
+
+@pytest.fixture
+def run_of_three_steps(tmp_path, tmp_path_factory):
+    workdir, _, _ = finished_run(tmp_path_factory)
+    shutil.copytree(workdir, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "before", "now"),
+    [
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate", "0.0001", "0.5"),
+        ("seed=7", "seed", "0", "7"),
+        ("rollout.temperature=0.7", "rollout.temperature", "1.0", "0.7"),
+        ("policy.dtype=bfloat16", "policy.dtype", "float32", "bfloat16"),
+        ("rollout.chunk=8", "rollout.chunk", "16", "8"),
+        ("task=evaluate", "task", "train", "evaluate"),
+    ],
+)
+def test_a_workdir_of_another_config_is_left_alone(
+    call,
+    run_of_three_steps,
+    no_work,
+    override,
+    key,
+    before,
+    now,
+):
+    files = snapshot(run_of_three_steps)
+    line = error_line(call(arguments(f"--config.{override}", workdir=run_of_three_steps)))
+    assert str(run_of_three_steps) in line and f"{key}=" in line and before in line and now in line
+    assert snapshot(run_of_three_steps) == files
+
+
+def test_fewer_steps_than_the_run_has_done_are_refused(call, run_of_three_steps, no_work):
+    files = snapshot(run_of_three_steps)
+    line = error_line(call(arguments("--config.steps=2", workdir=run_of_three_steps)))
+    assert "steps=2" in line and "3" in line
+    assert snapshot(run_of_three_steps) == files
+
+
+def test_a_damaged_checkpoint_is_named(call, run_of_three_steps, no_work):
+    for path in (run_of_three_steps / "checkpoints/3/state").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    files = snapshot(run_of_three_steps)
+    assert "checkpoints/3" in error_line(call(arguments(workdir=run_of_three_steps)))
+    assert snapshot(run_of_three_steps) == files
+
+
+def test_a_damaged_metrics_file_is_named(call, run_of_three_steps, no_work):
+    (run_of_three_steps / "metrics.jsonl").write_text('{"step": 0}\nnot json\n{"step": 2}\n')
+    files = snapshot(run_of_three_steps)
+    assert "metrics.jsonl:2" in error_line(call(arguments(workdir=run_of_three_steps)))
+    assert snapshot(run_of_three_steps) == files
+
+
+def test_a_finished_run_prints_its_table_and_does_nothing(call, run_of_three_steps, no_work):
+    """On eight devices here, one when it was made: the checkpoint does not belong to a mesh, only mesh.fsdp=-1 does."""
+    files = snapshot(run_of_three_steps)
+    overrides = ["eval.every=1", "checkpoint.every=2", "checkpoint.keep=3", "logging.rollouts=2"]
+    argv = arguments(*[f"--config.{override}" for override in overrides], workdir=run_of_three_steps)
+    status, out, err = call(argv)
+    assert (status, err) == (0, "")
+    assert "3 RL steps" in out and "run.png" in out
+    after = snapshot(run_of_three_steps)
+    kept = [path for path in files if path.parts[0] in ("checkpoints", "rollouts", "metrics.jsonl")]
+    assert {path: after[path] for path in kept} == {path: files[path] for path in kept}
+    written = json.loads((run_of_three_steps / "config.json").read_text())["config"]
+    assert (written["eval"]["every"], written["checkpoint"]["keep"]) == (1, 3)
+
+
+# ---- the real process
+
+
+def test_a_refused_run_as_a_process(tmp_path, tmp_path_factory):
+    argv = arguments("--config.policy.preset=huge", workdir=tmp_path / "run")
+    assert "policy.preset" in error_line(run_process(argv, tmp_path_factory))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_good_run_as_a_process_prints_nothing_on_stderr(tmp_path_factory):
+    _, out, err = finished_run(tmp_path_factory)
+    assert err == ""
+    assert "step 3" in out and "generated tokens per second" in out and "run.png" in out
+
+
+# ---- the configs
+
+
+def variants():
+    """(config, variant) of all of them; a config without variants says so when it is asked for one."""
+    for name in CONFIGS:
+        yield name, ""
+        try:
+            importlib.import_module(f"configs.{name}").get_config("smoke")
+        except ValueError:
+            continue
+        yield name, "smoke"
+
+
+@pytest.mark.parametrize(("name", "variant"), list(variants()))
+def test_every_config_becomes_settings(name, variant):
+    module = importlib.import_module(f"configs.{name}")
+    config = module.get_config(variant)
+    assert isinstance(config, ConfigDict)
+    settings = command_line.to_settings(config)
+    assert isinstance(settings, setup.Settings)
+    assert command_line.find_task(config.task)
+    qwen3.preset(settings.policy.preset)
+    if settings.optimizer.decay_steps:
+        config.steps = 17
+        assert command_line.to_settings(config).optimizer.decay_steps == 17
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_unknown_variant_is_refused(name):
+    with pytest.raises(ValueError, match=f"configs/{name}.py: no variant 'smokes'"):
+        importlib.import_module(f"configs.{name}").get_config("smokes")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_adds_no_key_to_the_base(name):
+    """Every key is in configs/common.py, with its unit."""
+    common = importlib.import_module("configs.common")
+
+    def keys(config, prefix=""):
+        for key, value in config.items():
+            yield from keys(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else [prefix + key]
+
+    config = importlib.import_module(f"configs.{name}").get_config()
+    assert sorted(keys(config)) == sorted(keys(common.base()))

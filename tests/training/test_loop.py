@@ -1,0 +1,407 @@
+"""Whole runs of a two-layer policy: what they write, that they learn, and that an interruption leaves no trace."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import threading
+import time
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+
+import main as command_line
+from configs import pretrain_tiny, rlzero_tiny
+from specrl_jax.core import BadInput, Stopped
+from specrl_jax.data.rows import make_rows
+from specrl_jax.data.tasks import in_validation
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training import evaluate, loop, pretrain
+from specrl_jax.training.setup import build
+from specrl_jax.training.state import abstract_state
+from tests.helpers.runs import arguments, finished_run, run_process, start_process
+
+ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
+STEPS = 6
+NEVER = threading.Event()
+
+
+def lower_case(response, answer):
+    """The toy reward: share of lower-case letters, a quarter at random."""
+    return sum(c.islower() for c in response) / max(len(response), 1)
+
+
+def make_setup(config, **changes):
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            config[section][key] = value
+        else:
+            config[section] = value
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    return build(command_line.to_settings(config), mesh)
+
+
+COMPILED = ("prepare", "logprob_step", "policy_step", "engine", "eval_engine", "greedy_engine")
+
+
+def with_settings(setup, **changes):
+    """The same compiled functions under settings that they do not depend on: steps, checkpoint, eval.every."""
+    changed = dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, **changes))
+    changed.__dict__.update({name: getattr(setup, name) for name in COMPILED})
+    return changed
+
+
+@pytest.fixture(scope="module")
+def toy():
+    setup = make_setup(
+        rlzero_tiny.get_config("smoke"),
+        steps=STEPS,
+        optimizer__learning_rate=3e-3,
+        optimizer__warmup=0,
+        checkpoint__every=2,
+        checkpoint__keep=9,
+        eval__every=3,
+    )
+    return dataclasses.replace(setup, reward=lower_case)
+
+
+@pytest.fixture(scope="module")
+def whole(toy, tmp_path_factory):
+    """(workdir, rows) of a run that nothing interrupted. Copy it before touching it."""
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, loop.train(toy, str(workdir), NEVER)
+
+
+class StopAfter:
+    """Stands in for the event of the signal handler: set from the n-th look at it on. A step looks four times."""
+
+    def __init__(self, looks):
+        self.left = looks
+
+    def is_set(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def saved(setup, workdir, step):
+    """(state, data position) of a checkpoint, on the host."""
+    checkpoints = Checkpoints(str(workdir), 9)
+    try:
+        state, position = checkpoints.restore(
+            step, abstract_state(setup.model, setup.optimizer, setup.learner_partition)
+        )
+    finally:
+        checkpoints.close()
+    return jax.device_get(state), position
+
+
+def untimed(rows):
+    """Rows without what depends on the clock."""
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
+
+
+def samples(workdir, step):
+    return [json.loads(line) for line in (workdir / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(setup, workdir, whole):
+    """Bit-equal parameters, moments and data position; equal metrics and rollouts."""
+    other, rows = whole
+    assert untimed(read_metrics(str(workdir))) == untimed(rows)
+    state, position = saved(setup, workdir, STEPS)
+    expected, expected_position = saved(setup, other, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert position == expected_position
+    for step in range(1, STEPS + 1):
+        assert samples(workdir, step) == samples(other, step)
+
+
+# ---- what a run writes
+
+EVERY_STEP = (
+    {"step", "reward/mean", "reward/std"}
+    | {f"time/{name}" for name in ("data", "prepare", "generate", "logprob", "train", "total")}
+    | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
+    | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction")}
+    | {f"mismatch/{name}" for name in ("kl", "logprob_abs_max")}
+)
+
+
+def test_one_row_a_step_with_the_agreed_names(whole):
+    workdir, rows = whole
+    assert rows == [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row in rows[1:]:
+        assert row.keys() >= EVERY_STEP
+        assert all(np.isfinite(value) for value in row.values())
+    # Before training, every third step, and at the end.
+    assert [row["step"] for row in rows if {"eval/accuracy", "eval/pass_at_k"} <= row.keys()] == [0, 3, 6]
+
+
+def test_values_that_must_hold_in_every_row(whole):
+    for row in whole[1][1:]:
+        assert 0 <= row["reward/mean"] <= 1 and row["reward/std"] > 0
+        phases = [row[f"time/{name}"] for name in ("data", "prepare", "generate", "logprob", "train")]
+        assert min(phases) >= 0 and sum(phases) <= row["time/total"]
+        assert row["rollout/tokens"] == pytest.approx(ROLLOUTS * row["rollout/response_length_mean"])
+        assert 0 < row["rollout/response_length_mean"] <= 12
+        # One update a step at ratio 1: nothing is clipped, and there is no reference.
+        assert row["policy/clip_fraction"] == 0.0 and row["policy/kl"] == 0.0
+        assert 0 < row["policy/entropy"] <= np.log(128) and row["policy/grad_norm"] > 0
+
+
+def test_reward_mean_is_that_of_the_rollouts(whole):
+    workdir, rows = whole
+    for step in range(1, STEPS + 1):
+        rewards = [sample["reward"] for sample in samples(workdir, step)]
+        np.testing.assert_allclose(rows[step]["reward/mean"], np.mean(rewards), rtol=1e-6)
+
+
+def test_sampled_rollouts(whole, toy):
+    workdir, _ = whole
+    for step in range(1, STEPS + 1):
+        found = samples(workdir, step)
+        assert len(found) == ROLLOUTS
+        for sample in found:
+            assert sample.keys() >= {"id", "prompt", "response", "tokens", "logprobs", "reward", "weights_version"}
+            assert toy.tokenizer.decode(sample["tokens"]) == sample["response"]
+            assert sample["reward"] == pytest.approx(lower_case(sample["response"], ""))
+            assert len(sample["tokens"]) == len(sample["logprobs"]) <= 12
+            assert max(sample["logprobs"]) <= 0
+            assert sample["weights_version"] == step - 1
+            assert not in_validation(sample["prompt"])
+        # Four answers to each of four prompts.
+        assert len({sample["prompt"] for sample in found}) == 4
+
+
+def test_rollout_ids_are_unique_in_a_run(whole):
+    ids = [sample["id"] for step in range(1, STEPS + 1) for sample in samples(whole[0], step)]
+    assert len(set(ids)) == len(ids) == STEPS * ROLLOUTS
+
+
+def test_checkpoints_are_kept_as_asked(whole):
+    assert sorted(int(path.name) for path in (whole[0] / "checkpoints").iterdir()) == [2, 4, 6]
+
+
+def test_tensorboard_holds_the_same_scalars(whole):
+    (events,) = (whole[0] / "tensorboard").iterdir()
+    content = events.read_bytes()
+    # Tags stand in the file as they are; every row writes each of its scalars.
+    for name in EVERY_STEP - {"step"}:
+        assert content.count(name.encode()) >= STEPS, name
+    assert content.count(b"eval/pass_at_k") == 3
+
+
+def test_files_of_the_command(tmp_path_factory):
+    workdir, _, _ = finished_run(tmp_path_factory)
+    names = {path.name for path in workdir.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "plots"}
+    written = json.loads((workdir / "config.json").read_text())
+    assert written["config"]["policy"]["preset"] == "nano" and written["config"]["steps"] == 3
+    assert set(written["versions"]) == {"specrl_jax", "jax"}
+    assert sorted(path.name for path in (workdir / "rollouts").iterdir()) == [f"step_{i}.jsonl" for i in (1, 2, 3)]
+
+
+def test_the_figure_shows_something(tmp_path_factory):
+    workdir, _, _ = finished_run(tmp_path_factory)
+    image = matplotlib.image.imread(workdir / "plots/run.png")
+    assert image.shape[0] > 400 and image.shape[1] > 600
+    # Lines, legends and stacked areas have far more colours than empty axes.
+    assert len(np.unique((image[..., :3] * 255).astype(np.uint8).reshape(-1, 3), axis=0)) > 100
+    ink = (image[..., :3].min(axis=-1) < 0.9).mean(axis=1)
+    assert (ink > 0).mean() > 0.5
+
+
+# ---- what a run computes
+
+
+def test_behaviour_logprobs_are_the_learners(whole, toy):
+    """Recorded by the engine, token by token with a cache; recomputed here from the initial policy in one pass."""
+    workdir, rows = whole
+    found = samples(workdir, 1)
+    prompts = [toy.tokenizer.encode(sample["prompt"]) for sample in found]
+    batch = make_rows(prompts, [sample["tokens"] for sample in found], toy.rollout.limits.cache_length, 0)
+    learner = np.asarray(toy.logprob_step(toy.initial_params(), batch)[0])[batch.mask]
+    behaviour = np.concatenate([sample["logprobs"] for sample in found])
+    # Float32 sums in another order, over 64 and 128 terms in two layers.
+    np.testing.assert_allclose(behaviour, learner, atol=1e-4)
+    assert rows[1]["mismatch/logprob_abs_max"] == pytest.approx(np.abs(behaviour - learner).max(), abs=2e-6)
+    for row in rows[1:]:
+        assert 0 <= row["mismatch/logprob_abs_max"] < 1e-4
+        assert 0 <= row["mismatch/kl"] < 1e-9
+
+
+def test_a_tiny_policy_learns(toy, tmp_path):
+    """Deterministic on one machine; elsewhere rounding sends it down another path, to 0.7 as well."""
+    setup = with_settings(
+        toy,
+        steps=30,
+        eval=dataclasses.replace(toy.settings.eval, every=0),
+        checkpoint=dataclasses.replace(toy.settings.checkpoint, every=30),
+    )
+    rewards = [row["reward/mean"] for row in loop.train(setup, str(tmp_path), NEVER)[1:]]
+    # 26 of 128 ids at first; the mean of 16 x 12 draws has a standard error of 0.03, so neither bound is near chance.
+    assert np.mean(rewards[:2]) < 0.35
+    assert np.mean(rewards[-5:]) > 0.5
+
+
+def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeypatch):
+    """A reference, two minibatches of two microbatches, a cut and sharpened distribution."""
+    setup = make_setup(
+        rlzero_tiny.get_config("smoke"),
+        steps=2,
+        grpo__kl_coef=0.1,
+        grpo__minibatches=2,
+        grpo__microbatch=4,
+        rollout__temperature=0.7,
+        rollout__top_k=40,
+        rollout__top_p=0.9,
+        optimizer__learning_rate=3e-3,
+    )
+    # Engines of other temperatures would be compiled for it.
+    monkeypatch.setattr(loop, "evaluation_row", lambda *_, **__: {})
+    rows = loop.train(dataclasses.replace(setup, reward=lower_case), str(tmp_path), NEVER)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        # The learner scores at the same temperature, before top-k and top-p.
+        assert 0 <= row["mismatch/logprob_abs_max"] < 1e-4
+        assert all(np.isfinite(value) for value in row.values())
+    # The second minibatch of step 1 has already left the reference; step 2 is further away.
+    assert 0 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
+
+
+def test_evaluation_of_a_policy(toy, tmp_path):
+    evaluate.run_evaluation(toy, str(tmp_path))
+    summary = json.loads((tmp_path / "evaluation.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    assert summary["problems"] == len(rows) == 16
+    assert summary["eval/accuracy"] == np.mean([row["reward"] > 0 for row in rows])
+    assert all(in_validation(row["prompt"]) for row in rows)
+    assert all(row["reward"] == pytest.approx(lower_case(row["response"], row["answer"])) for row in rows)
+
+
+def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
+    # Its engines would be compiled for it.
+    monkeypatch.setattr(pretrain, "evaluation_row", lambda *_, **__: {"eval/accuracy": 0.0})
+    config = pretrain_tiny.get_config("smoke")
+    setup = make_setup(config, steps=12, pretrain__batch_size=16, pretrain__output=str(tmp_path / "base"))
+    log = pretrain.pretrain(setup, str(tmp_path), NEVER)
+    # Uniform over 128 ids is 4.85 nats; a dozen steps learn at least which characters occur.
+    assert log[-1]["loss"] < 4.0
+    loaded = make_setup(rlzero_tiny.get_config("smoke"), policy__path=str(tmp_path / "base"))
+    initial, trained = setup.initial_params()["embed"], loaded.initial_params()["embed"]
+    assert trained.shape == initial.shape and not np.array_equal(trained, initial)
+    assert (tmp_path / "base/log.jsonl").read_text() == (tmp_path / "log.jsonl").read_text()
+
+
+# ---- interruptions
+
+
+def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_path):
+    """Stops in each phase: before any step is done, in the middle of steps, and right after a restart."""
+    setup = with_settings(toy, checkpoint=dataclasses.replace(toy.settings.checkpoint, every=100))
+    done = []
+    for looks in (1, 6, 0, 3, 8, 5):
+        with pytest.raises(Stopped) as stopped:
+            loop.train(setup, str(tmp_path), StopAfter(looks))
+        rows = read_metrics(str(tmp_path))
+        assert [row["step"] for row in rows] == list(range(len(rows)))
+        done.append(rows[-1]["step"])
+        # The message says what was kept; before the first step that is nothing.
+        assert (f"step {done[-1]} is saved" in str(stopped.value)) == (done[-1] > 0)
+    # Four looks a step: what was finished is kept, what was begun is done again.
+    assert done == [0, 1, 1, 1, 3, 4]
+    loop.train(setup, str(tmp_path), NEVER)
+    assert_same_run(toy, tmp_path, whole)
+
+
+@pytest.fixture
+def killed_after_two(whole, tmp_path):
+    """A run killed while writing the row of step 4, whose last complete checkpoint is that of step 2."""
+    workdir = tmp_path / "killed"
+    shutil.copytree(whole[0], workdir)
+    for step in (4, 6):
+        shutil.rmtree(workdir / f"checkpoints/{step}")
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (workdir / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][: len(lines[4]) // 2])
+    return workdir
+
+
+def test_rows_after_the_restored_step_go_first(toy, killed_after_two):
+    with pytest.raises(Stopped):
+        loop.train(toy, str(killed_after_two), StopAfter(0))
+    text = (killed_after_two / "metrics.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [0, 1, 2]
+    assert text.endswith("}\n")
+
+
+def test_a_killed_run_ends_like_the_whole_one(toy, whole, killed_after_two):
+    loop.train(toy, str(killed_after_two), NEVER)
+    assert_same_run(toy, killed_after_two, whole)
+
+
+def test_a_checkpoint_half_written_does_not_count(toy, whole, killed_after_two):
+    """Orbax renames a finished save into place; what a kill leaves has another name or lacks its mark."""
+    half = killed_after_two / "checkpoints/4.orbax-checkpoint-tmp"
+    shutil.copytree(whole[0] / "checkpoints/4", half)
+    loop.train(toy, str(killed_after_two), NEVER)
+    assert_same_run(toy, killed_after_two, whole)
+
+
+def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
+    workdir = tmp_path / "copy"
+    shutil.copytree(whole[0], workdir)
+    before = {path: path.stat().st_mtime_ns for path in (workdir / "checkpoints").rglob("*")}
+
+    def began(*_, **__):
+        raise AssertionError("a finished run worked")
+
+    monkeypatch.setattr(loop, "run_step", began)
+    monkeypatch.setattr(loop, "evaluation_row", began)
+    assert loop.train(toy, str(workdir), NEVER) == whole[1]
+    assert {path: path.stat().st_mtime_ns for path in (workdir / "checkpoints").rglob("*")} == before
+
+
+def test_more_steps_extend_a_finished_run(toy, whole, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(whole[0], workdir)
+    rows = loop.train(with_settings(toy, steps=STEPS + 2), str(workdir), NEVER)
+    assert rows[: STEPS + 1] == whole[1]
+    assert [row["step"] for row in rows[STEPS + 1 :]] == [STEPS + 1, STEPS + 2]
+    first = {sample["prompt"] for step in range(1, STEPS + 1) for sample in samples(workdir, step)}
+    assert not first & {sample["prompt"] for sample in samples(workdir, STEPS + 1)}
+
+
+def test_fewer_steps_than_done_are_refused(toy, whole, tmp_path):
+    workdir = tmp_path / "copy"
+    shutil.copytree(whole[0], workdir)
+    with pytest.raises(BadInput, match=r"steps=4.* 6"):
+        loop.train(with_settings(toy, steps=4), str(workdir), NEVER)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory, toy):
+    """The real command: stopped by a signal, resumed, and compared with a run that was never stopped."""
+    common = ["--config.eval.problems=1", "--config.checkpoint.every=1000", "--config.eval.every=0"]
+    stopped, unbroken = tmp_path / "stopped", tmp_path / "unbroken"
+    process = start_process(arguments(*common, "--config.steps=100000", workdir=stopped), tmp_path_factory)
+    while process.poll() is None and len(read_metrics(str(stopped))) < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode not in (0, -signal.SIGTERM)
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    done = int(max(path.name for path in (stopped / "checkpoints").iterdir()))
+    assert [row["step"] for row in read_metrics(str(stopped))] == list(range(done + 1))
+    assert str(done) in err
+
+    steps = done + 2
+    for workdir in (stopped, unbroken):
+        status, _, err = run_process(arguments(*common, f"--config.steps={steps}", workdir=workdir), tmp_path_factory)
+        assert (status, err) == (0, "")
+    assert untimed(read_metrics(str(stopped))) == untimed(read_metrics(str(unbroken)))
+    jax.tree.map(np.testing.assert_array_equal, saved(toy, stopped, steps), saved(toy, unbroken, steps))
