@@ -295,7 +295,8 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     assert log[-1]["loss"] < 4.0
     loaded = make_setup(rlzero_tiny.get_config("smoke"), policy__path=str(tmp_path / "base"))
     initial, trained = setup.initial_params()["embed"], loaded.initial_params()["embed"]
-    assert trained.shape == initial.shape and not np.array_equal(trained, initial)
+    # Further from the start than bfloat16 storage moves a weight of 0.02.
+    assert trained.shape == initial.shape and np.abs(trained - initial).max() > 1e-3
     assert (tmp_path / "base/log.jsonl").read_text() == (tmp_path / "log.jsonl").read_text()
 
 
