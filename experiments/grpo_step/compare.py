@@ -17,16 +17,15 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).parent
-# glibc gives large buffers back to the system after each use and pays page faults for them again; all three keep them.
-KEEP_MEMORY = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"}
 
 
 def run_once(command: list[str], steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]
-        # Passive waiting: torch's two threads otherwise spin for each other whenever a core is briefly taken.
-        environment = os.environ | KEEP_MEMORY | {"OMP_WAIT_POLICY": "passive"}
+        # Passive waiting: torch's two threads otherwise spin for each other whenever a core is briefly taken. On an idle
+        # machine the two policies take the same time (README).
+        environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
         subprocess.run(arguments, check=True, cwd=HERE.parents[1], env=environment, stdout=subprocess.DEVNULL)
         return json.loads(pathlib.Path(output).read_text())
 

@@ -90,6 +90,8 @@ class Engine:
         """
         check_prompts(prompts, self.limits.max_prompt_tokens)
         total = len(prompts) * samples
+        if total < 1:
+            raise BadInput(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         waves = []
         for rows in _waves(total, self.limits.num_slots):
             slots = self._start_wave(params, prompts, samples, rows, first_id)

@@ -81,8 +81,6 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
     ended = is_eos.any(axis=1)
     count = jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, count)
     count = jnp.where(slots.done, 0, jnp.minimum(count, slots.limit - slots.length)).astype(jnp.int32)
-    # An end-of-text beyond the limit was not committed.
-    ended = (is_eos & (offsets < count[:, None])).any(axis=1)
     S = slots.tokens.shape[1]
     where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
     length = slots.length + count

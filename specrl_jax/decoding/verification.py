@@ -95,7 +95,9 @@ def _residual(p: jax.Array, q: jax.Array, num_accepted: jax.Array) -> jax.Array:
     # q of the bonus position is zero, so one expression serves both.
     q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
     p_last, q_last = (jnp.take_along_axis(x, num_accepted[:, None, None], axis=1)[:, 0] for x in (p, q))
-    return jnp.maximum(p_last - q_last, 0.0)
+    residual = jnp.maximum(p_last - q_last, 0.0)
+    # p and q may differ by rounding only, with p <= q everywhere: then nothing is left, and p itself is the limit.
+    return jnp.where((residual > 0).any(axis=-1, keepdims=True), residual, p_last)
 
 
 def _accepts(noise: Noise, draft_tokens: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:

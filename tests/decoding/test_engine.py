@@ -194,13 +194,12 @@ def expected():
 
 
 def assert_same_rollouts(got, wanted):
-    """The rollouts that both hold are the same, bit for bit in tokens."""
+    """Each rollout of `got`, by its id, is in `wanted`: bit for bit in tokens."""
     got_tokens, wanted_tokens = responses(got), responses(wanted)
-    common = got_tokens.keys() & wanted_tokens.keys()
-    assert common
-    assert {i: got_tokens[i] for i in common} == {i: wanted_tokens[i] for i in common}
+    assert len(got_tokens) == len(got.rollout_id), "an id was used twice"
+    assert got_tokens == {i: wanted_tokens[i] for i in got_tokens}
     got_logprobs, wanted_logprobs = response_logprobs(got), response_logprobs(wanted)
-    for i in common:
+    for i in got_tokens:
         # Another batch is another compiled shape: float32 sums of 4 may be ordered otherwise.
         np.testing.assert_allclose(got_logprobs[i], wanted_logprobs[i], rtol=0, atol=2e-6)
 

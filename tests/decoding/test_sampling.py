@@ -114,6 +114,7 @@ def test_half_precision_logits_are_cut_in_float32():
     [
         {"temperature": -0.1},
         {"temperature": float("nan")},
+        {"temperature": float("inf")},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.5},

@@ -436,7 +436,7 @@ def test_greedy_with_nothing_drafted_is_the_argmax():
 @pytest.mark.parametrize("sampling", [Sampling(0.8, 5, 0.9), Sampling(0.0)], ids=["sampled", "greedy"])
 def test_a_row_depends_on_nothing_but_itself(sampling):
     """Bit-equal under another order, under other neighbours, and alone; a vocabulary of more than one tile."""
-    B, k, V = 12, 3, 700
+    B, k, V = 48, 3, 700
     rng = np.random.default_rng(4)
     target = rng.normal(size=(B, k + 1, V)).astype(np.float32) * 3
     # Close to the target, so that all counts of accepted drafts occur.
