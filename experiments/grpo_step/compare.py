@@ -3,7 +3,8 @@
     python -m experiments.grpo_step.compare --trl VENV_TRL/bin/python --tunix VENV_TUNIX/bin/python --rounds 3
 
 The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say. Each round starts each
-program afresh; every measured step is a row of results.csv. Machines differ and are shared: read the ratios.
+program afresh; every measured step is a row of results.csv. Machines differ and are shared: read the ratios, and run it
+on an idle one (torch's threads spin for each other: a busy neighbour makes TRL many times slower, which says nothing).
 """
 
 import argparse
@@ -23,10 +24,7 @@ def run_once(command: list[str], steps: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]
-        # Passive waiting: torch's two threads otherwise spin for each other whenever a core is briefly taken. On an idle
-        # machine the two policies take the same time (README).
-        environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-        subprocess.run(arguments, check=True, cwd=HERE.parents[1], env=environment, stdout=subprocess.DEVNULL)
+        subprocess.run(arguments, check=True, cwd=HERE.parents[1], stdout=subprocess.DEVNULL)
         return json.loads(pathlib.Path(output).read_text())
 
 

@@ -1,6 +1,7 @@
 """What every network here is made of: parameter declarations, RMSNorm, rotary positions, mixed-precision einsum."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -55,12 +56,41 @@ def count_params(specs: Any) -> int:
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Product in the dtype of `x` with float32 accumulation and results, rounded once at the end.
+    """Product of activations and a weight in the dtype of `x`, accumulated in float32 and rounded once at the end."""
+    return product(equation, x, w).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product of activations and a weight: operands in the dtype of `x`, result float32.
 
     bfloat16 results straight from the dot run at 1.5 GB/s of weights on a CPU; asking for float32 keeps it on the fast
     path, and is what GPU and TPU matrix units do inside anyway.
+
+    The derivative is the usual one, both of its products in the dtype of `x` too and with their operands in place:
+    jnp.einsum's own transposes the larger one of a weight's gradient on the way, which costs a CPU a fifth of a
+    training step (4 layers, d 256: 0.43 against 0.34 s).
     """
-    return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _product_forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product(equation, x, w), (x, w)
+
+
+def _product_backward(
+    equation: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    gradient = gradient.astype(x.dtype)
+    dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput, logprobs_and_entropy
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import ParamSpec, einsum, rms_norm, rotary_angles, rotate
+from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate
 from specrl_jax.sharding import Partitioner
 
 Params = dict[str, Any]
@@ -351,8 +351,7 @@ def _mlp(x: jax.Array, w: Params) -> jax.Array:
 
 
 def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array:
-    logits = jnp.einsum("BTD,VD->BTV", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
-    return partition.constrain(logits, "batch", "sequence", "vocab")
+    return partition.constrain(product("BTD,VD->BTV", x, table), "batch", "sequence", "vocab")
 
 
 def _score(
