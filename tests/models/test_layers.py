@@ -151,3 +151,27 @@ def test_bfloat16_rotation_rounds_once():
     out = layers.rotate(x, angles)
     assert out.dtype == BF16
     np.testing.assert_array_equal(out, layers.rotate(x.astype(jnp.float32), angles).astype(BF16))
+
+
+@pytest.mark.parametrize("equation", ["BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,VD->BTV", "BTD,DCF->BTCF"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_products_own_derivative_is_the_usual_one(equation, dtype):
+    sizes = dict(zip("BTDNHVCF", (2, 3, 8, 2, 4, 5, 2, 6)))
+    inputs, out = equation.split("->")
+    rng = np.random.default_rng(0)
+    x, w, ct = (rng.normal(size=[sizes[letter] for letter in names]) for names in (*inputs.split(","), out))
+    x, ct = jnp.asarray(x, dtype), jnp.asarray(ct, dtype).astype(jnp.float32)
+    w = jnp.asarray(w, jnp.float32)
+    got, back = jax.vjp(lambda x, w: layers.product(equation, x, w), x, w)
+    dx, dw = back(ct)
+    left, right = inputs.split(",")
+    # The operands as the product sees them, in the dtype of x; float64 from there on.
+    x64, w64, ct64 = (np.asarray(a.astype(dtype), np.float64) for a in (x, w, ct))
+    assert (got.dtype, dx.dtype, dw.dtype) == (jnp.float32, dtype, jnp.float32)
+    # Sums of at most 24 terms of order one in float32; dx is rounded once more to the dtype of x.
+    np.testing.assert_allclose(got, np.einsum(equation, x64, w64), atol=2e-5)
+    np.testing.assert_allclose(dw, np.einsum(f"{left},{out}->{right}", x64, ct64), atol=2e-5)
+    rounding = 2e-5 if dtype == jnp.float32 else 2**-8 * 16
+    np.testing.assert_allclose(
+        np.asarray(dx, np.float64), np.einsum(f"{out},{right}->{left}", ct64, w64), atol=rounding
+    )
