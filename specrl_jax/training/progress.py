@@ -33,7 +33,9 @@ class Display:
         self._bars.stop()
 
     def start_phase(self, name: str) -> None:
-        self._bars.reset(self._phase, description=name, total=None, note="")
+        # A new bar: rich's reset keeps the total of the phase before.
+        self._bars.remove_task(self._phase)
+        self._phase = self._bars.add_task(name, total=None, note="")
 
     def update_phase(self, done: int, total: int) -> None:
         self._bars.update(self._phase, completed=done, total=total)
