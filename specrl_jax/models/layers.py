@@ -93,6 +93,16 @@ def _product_backward(
 product.defvjp(_product_forward, _product_backward)
 
 
+def swiglu(x: jax.Array, w: Any) -> jax.Array:
+    """down(silu(gate x) * up x); `w` holds gate and up apart (learner form) or fused (rollout form)."""
+    if "gate_up" in w:
+        both = einsum("BTD,DCF->BTCF", x, w["gate_up"])
+        gate, up = both[:, :, 0], both[:, :, 1]
+    else:
+        gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
+    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm over the last axis: statistics in float32, scaled after rounding back, the order Qwen3 uses."""
     x32 = x.astype(jnp.float32)

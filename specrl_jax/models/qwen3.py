@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput, logprobs_and_entropy
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate
+from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.sharding import Partitioner
 
 Params = dict[str, Any]
@@ -326,7 +326,7 @@ def layer(
     k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
     attended, extra = attend(q, k, v)
     x = x + einsum("BTNH,NHD->BTD", attended, w["o"])
-    return x + _mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w), extra
+    return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w), extra
 
 
 def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -338,16 +338,6 @@ def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.A
     R = config.queries_per_kv
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
     return q, fused[..., R, :], fused[..., R + 1, :]
-
-
-def _mlp(x: jax.Array, w: Params) -> jax.Array:
-    """SwiGLU: down(silu(gate x) * up x)."""
-    if "gate_up" in w:
-        both = einsum("BTD,DCF->BTCF", x, w["gate_up"])
-        gate, up = both[:, :, 0], both[:, :, 1]
-    else:
-        gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
-    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
 
 
 def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array:

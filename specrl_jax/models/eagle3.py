@@ -1,0 +1,233 @@
+"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one layer over [embedding; hidden] that drafts for a target.
+
+Pair t = (feature of position t, token t + 1) predicts token t + 2. The feature is the target's residual stream entering
+three layers (low, middle, high), joined and projected by `fc`; where the target has not been yet, the head's own
+pre-norm output stands in for it (the recurrence). Attention is over pairs, rotary position t for pair t.
+
+    h   = fc(concat(low, mid, high))                    # or the head's previous output
+    z   = concat(norm(embed(x_{t+1})), norm(h))         # embedding first
+    a   = h + o(attention(q(z), k(z), v(z)))            # the residual is h itself, not its norm
+    a   = a + mlp(norm(a))                              # what the recurrence feeds back
+    out = unembed(norm(a))                              # on the reduced draft vocabulary
+
+Llama-type: no q/k norm. Two forms of the weights as for the policy: learner (named matrices) and rollout (fused).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import BadInput
+from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.qwen3 import Qwen3Config
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes of the head, in the letters of specrl_jax.core; A = 3 auxiliary layers."""
+
+    embed: int  # D, the target's
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    draft_vocab: int  # Vd
+    aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
+    rope_theta: float
+    norm_epsilon: float
+    max_positions: int
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
+    """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation."""
+    if not 0 < draft_vocab <= target.vocab:
+        raise BadInput(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
+    if target.layers < 6:
+        raise BadInput(f"draft.kind=eagle3 needs a policy of at least 6 layers, this one has {target.layers}")
+    return Eagle3Config(
+        embed=target.embed,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        mlp=target.mlp,
+        draft_vocab=draft_vocab,
+        aux_layers=(2, target.layers // 2, target.layers - 3),
+        rope_theta=target.rope_theta,
+        norm_epsilon=target.norm_epsilon,
+        max_positions=target.max_positions,
+    )
+
+
+def param_specs(config: Eagle3Config) -> Params:
+    """The learner's tree of ParamSpec; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
+    c = config
+    D, H = c.embed, c.head_dim
+
+    def norm(name: str) -> ParamSpec:
+        return ParamSpec((D,), ("embed",), 0, f"{name}.weight", "a -> a")
+
+    def heads(count: int, axis: str, name: str) -> ParamSpec:
+        # The leading 2 is [embedding; hidden].
+        shape, axes = (2, D, count, H), (None, "embed", axis, "head_dim")
+        return ParamSpec(shape, axes, 2 * D, f"midlayer.self_attn.{name}.weight", "(n h) (c d) -> c d n h")
+
+    def inward(name: str) -> ParamSpec:
+        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"midlayer.mlp.{name}.weight", "f d -> d f")
+
+    return {
+        "fc": ParamSpec((3, D, D), (None, None, "embed"), 3 * D, "fc.weight", "d (a e) -> a e d"),
+        "input_norm": norm("midlayer.input_layernorm"),
+        "hidden_norm": norm("midlayer.hidden_norm"),
+        "q": heads(c.heads, "heads", "q_proj"),
+        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
+        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
+        "o": ParamSpec(
+            (c.heads, H, D),
+            ("heads", "head_dim", "embed"),
+            c.heads * H,
+            "midlayer.self_attn.o_proj.weight",
+            "d (n h) -> n h d",
+        ),
+        "mlp_norm": norm("midlayer.post_attention_layernorm"),
+        "gate": inward("gate_proj"),
+        "up": inward("up_proj"),
+        "down": ParamSpec((c.mlp, D), ("mlp", "embed"), c.mlp, "midlayer.mlp.down_proj.weight", "d f -> f d"),
+        "final_norm": norm("norm"),
+        "unembed": ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d"),
+    }
+
+
+def rollout_specs(config: Eagle3Config) -> Params:
+    """Logical axes and shapes of `rollout_params`' result."""
+    c = config
+    kept = ("fc", "input_norm", "hidden_norm", "o", "mlp_norm", "down", "final_norm", "unembed")
+    specs = param_specs(c)
+    qkv = (2, c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim)
+    return {name: specs[name] for name in kept} | {
+        "qkv": ParamSpec(qkv, (None, "embed", "kv_heads", None, "head_dim"), 0, "", ""),
+        "gate_up": ParamSpec((c.embed, 2, c.mlp), ("embed", None, "mlp"), 0, "", ""),
+    }
+
+
+def rollout_params(params: Params, config: Eagle3Config, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form: q/k/v and gate/up fused, cast."""
+    q = params["q"].reshape(2, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
+    fused = {
+        "qkv": jnp.concatenate([q, params["k"][:, :, :, None], params["v"][:, :, :, None]], axis=3),
+        "gate_up": jnp.stack([params["gate"], params["up"]], axis=1),
+    }
+    kept = {name: w for name, w in params.items() if name not in ("q", "k", "v", "gate", "up")}
+    return jax.tree.map(lambda w: w.astype(dtype), kept | fused)
+
+
+def project_features(params: Params, features: jax.Array) -> jax.Array:
+    """h [B, T, D] from the target's features [B, T, 3, D]."""
+    return einsum("BTAE,AED->BTD", features, params["fc"])
+
+
+# (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def layer(
+    params: Params,
+    config: Eagle3Config,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    attend: Attend,
+) -> jax.Array:
+    """One application of the head: hidden and embedded [B, T, D] -> pre-norm output a [B, T, D]."""
+    first = rms_norm(embedded, params["input_norm"], config.norm_epsilon)
+    second = rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)
+    q, k, v = _qkv(jnp.stack([first, second], axis=2), params, config)
+    attended = attend(rotate(q, angles), rotate(k, angles), v)
+    a = hidden + einsum("BTNH,NHD->BTD", attended, params["o"])
+    return a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
+
+
+def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    """[B, T, Vd] float32."""
+    normed = rms_norm(a, params["final_norm"], config.norm_epsilon)
+    return product("BTD,VD->BTV", normed, params["unembed"])
+
+
+def _qkv(z: jax.Array, params: Params, config: Eagle3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From z [B, T, 2, D]."""
+    if "qkv" not in params:
+        return tuple(einsum("BTCD,CDNH->BTNH", z, params[name]) for name in ("q", "k", "v"))
+    fused = einsum("BTCD,CDKRH->BTKRH", z, params["qkv"])
+    R = config.queries_per_kv
+    q = fused[..., :R, :].reshape(*z.shape[:2], config.heads, config.head_dim)
+    return q, fused[..., R, :], fused[..., R + 1, :]
+
+
+def unrolled_logits(
+    params: Params, config: Eagle3Config, features: jax.Array, embedded: jax.Array, steps: int
+) -> jax.Array:
+    """Training-time test (EAGLE-3, section 3.2): the head unrolled over its own outputs, with ground-truth tokens.
+
+    Row t of step i is draft step i of a speculation that starts at pair t: it reads the step-0 keys of pairs <= t, made
+    from true features, and of every later step only its own row, the provisional entries it would itself have written.
+
+              keys:  step 0       step 1    step 2
+        step 0       causal
+        step 1       causal       diagonal
+        step 2       causal       diagonal  diagonal
+
+    Args:
+      features: [B, T, 3, D] of the target at each position.
+      embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
+    Returns:
+      [steps, B, T, Vd] float32; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are meaningless.
+    """
+    hidden = project_features(params, features)
+    positions = jnp.broadcast_to(jnp.arange(hidden.shape[1])[None], hidden.shape[:2])
+    causal = jnp.tril(jnp.ones((hidden.shape[1],) * 2, bool))[None, None, None]
+    keys: list[jax.Array] = []
+    values: list[jax.Array] = []
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        keys.append(k)
+        values.append(v)
+        return _ttt_attention(q, keys, values, causal)
+
+    logits = []
+    for i in range(steps):
+        shifted = shift_left(embedded, 1 + i)
+        angles = rotary_angles(positions + i, config.head_dim, config.rope_theta)
+        hidden = layer(params, config, hidden, shifted, angles, attend)
+        logits.append(draft_logits(params, config, hidden))
+    return jnp.stack(logits)
+
+
+def shift_left(x: jax.Array, by: int) -> jax.Array:
+    """x [B, T, ...] with entry t + by at t, zeros at the end."""
+    padding = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding)[:, by:]
+
+
+def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], causal: jax.Array) -> jax.Array:
+    """q [B, T, N, H] over keys[0] causally and over every later step's own row; softmax in float32."""
+    B, T, N, H = q.shape
+    K = keys[0].shape[2]
+    q = q.reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, keys[0], preferred_element_type=jnp.float32)
+    scores = [jnp.where(causal, scores, -jnp.inf)]
+    for k in keys[1:]:
+        own = jnp.einsum("BTKRH,BTKH->BKRT", q, k, preferred_element_type=jnp.float32)
+        scores.append(own[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
+    out = jnp.einsum("BKRTS,BSKH->BTKRH", weights[..., :T], values[0])
+    for j, v in enumerate(values[1:]):
+        out = out + jnp.einsum("BKRT,BTKH->BTKRH", weights[..., T + j], v)
+    return out.reshape(B, T, N, H)

@@ -1,0 +1,135 @@
+"""The EAGLE-3 head: sizes, the two forms of its weights, and the unrolled training pass against drafting itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.core import BadInput
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models.layers import count_params, init_params, rotary_angles
+
+# Six layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
+TARGET = qwen3.Qwen3Config(40, 24, 6, 4, 2, 8, 32, tied=True, max_positions=64)
+CONFIG = eagle3.eagle3_config(TARGET, draft_vocab=16)
+B, T = 2, 9
+# float32 through one layer a step: sums of at most 100 terms of order one.
+ATOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = init_params(jax.random.key(0), eagle3.param_specs(CONFIG))
+    # Norm scales away from one, so that a norm that is left out or swapped shows.
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return treedef.unflatten([w + 0.3 * jax.random.normal(k, w.shape) for w, k in zip(leaves, keys)])
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    rng = np.random.default_rng(0)
+    features = jnp.asarray(rng.normal(size=(B, T, 3, TARGET.embed)), jnp.float32)
+    embedded = jnp.asarray(rng.normal(size=(B, T, TARGET.embed)), jnp.float32)
+    return features, embedded
+
+
+def test_the_head_of_qwen3_8b_has_the_published_size():
+    config = eagle3.eagle3_config(qwen3.preset("qwen3_8b"), draft_vocab=32_000)
+    D, F, Q, KV = 4096, 12288, 32 * 128, 8 * 128
+    assert config.aux_layers == (2, 18, 33)
+    expected = 3 * D * D + 2 * D * (Q + 2 * KV) + Q * D + 3 * D * F + 32_000 * D + 4 * D
+    assert count_params(eagle3.param_specs(config)) == expected
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 41])
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(draft_vocab):
+    with pytest.raises(BadInput, match=r"draft\.vocab_size"):
+        eagle3.eagle3_config(TARGET, draft_vocab)
+
+
+def test_a_policy_too_shallow_for_three_features_is_refused():
+    with pytest.raises(BadInput, match="at least 6 layers"):
+        eagle3.eagle3_config(dataclasses.replace(TARGET, layers=5), 16)
+
+
+def draft_by_hand(params, features, embedded, start, steps):
+    """[steps, B, Vd] logits of drafting at pair `start` as serving does it: true features up to it, then own outputs.
+
+    One pair at a time over a growing list of keys, no mask anywhere.
+    """
+    keys, values, logits = [], [], []
+
+    def attend(q, k, v):
+        keys.append(k[:, 0])
+        values.append(v[:, 0])
+        K, R = CONFIG.kv_heads, CONFIG.queries_per_kv
+        q = q[:, 0].reshape(B, K, R, CONFIG.head_dim)
+        scores = jnp.einsum("BKRH,SBKH->BKRS", q, jnp.stack(keys)) / CONFIG.head_dim**0.5
+        out = jnp.einsum("BKRS,SBKH->BKRH", jax.nn.softmax(scores, axis=-1), jnp.stack(values))
+        return out.reshape(B, 1, CONFIG.heads, CONFIG.head_dim)
+
+    a = None
+    for pair in range(start + steps):
+        hidden = eagle3.project_features(params, features[:, pair : pair + 1]) if pair <= start else a
+        angles = rotary_angles(jnp.full((B, 1), pair), CONFIG.head_dim, CONFIG.rope_theta)
+        a = eagle3.layer(params, CONFIG, hidden, embedded[:, pair + 1 : pair + 2], angles, attend)
+        if pair >= start:
+            logits.append(eagle3.draft_logits(params, CONFIG, a)[:, 0])
+    return jnp.stack(logits)
+
+
+@pytest.mark.parametrize("start", [0, 1, 4])
+def test_the_unrolled_pass_is_drafting_from_every_pair_at_once(params, inputs, start):
+    features, embedded = inputs
+    unrolled = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps=4)
+    by_hand = draft_by_hand(params, features, embedded, start, steps=4)
+    np.testing.assert_allclose(unrolled[:, :, start], by_hand, atol=ATOL)
+
+
+def test_a_pair_reads_nothing_that_serving_would_not_have_yet(params, inputs):
+    features, embedded = inputs
+    t, steps = 3, 3
+    before = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps)[:, :, t]
+    features = features.at[:, t + 1 :].add(1.0)
+    # Step i takes the token at t + 1 + i; those after the last step's are unknown.
+    embedded = embedded.at[:, t + 1 + steps :].add(1.0)
+    after = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps)[:, :, t]
+    np.testing.assert_array_equal(before, after)
+
+
+def test_both_forms_of_the_weights_give_the_same_logits(params, inputs):
+    features, embedded = inputs
+    fused = eagle3.rollout_params(params, CONFIG, jnp.float32)
+    expected = eagle3.unrolled_logits(params, CONFIG, features, embedded, 2)
+    np.testing.assert_allclose(eagle3.unrolled_logits(fused, CONFIG, features, embedded, 2), expected, atol=ATOL)
+    specs = eagle3.rollout_specs(CONFIG)
+    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, specs)
+
+
+def test_the_first_output_matches_the_published_formula_in_float64(params, inputs):
+    """Pair 0 attends to itself alone, so its attention is its value: the rest of the layer by hand."""
+    features, embedded = (np.asarray(x, np.float64) for x in inputs)
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.norm_epsilon) * scale
+
+    h = np.einsum("BAE,AED->BD", features[:, 0], w["fc"])
+    z = np.stack([norm(embedded[:, 1], w["input_norm"]), norm(h, w["hidden_norm"])], axis=1)
+    value = np.einsum("BCD,CDKH->BKH", z, w["v"]).repeat(CONFIG.queries_per_kv, axis=1)
+    a = h + np.einsum("BNH,NHD->BD", value, w["o"])
+    x = norm(a, w["mlp_norm"])
+    gate = x @ w["gate"]
+    a = a + (gate / (1 + np.exp(-gate)) * (x @ w["up"])) @ w["down"]
+    expected = norm(a, w["final_norm"]) @ w["unembed"].T
+    got = eagle3.unrolled_logits(params, CONFIG, *inputs, steps=1)[0, :, 0]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=ATOL)
+
+
+def test_shift_left_moves_and_fills_with_zeros():
+    x = jnp.arange(6.0).reshape(1, 3, 2)
+    np.testing.assert_array_equal(eagle3.shift_left(x, 1)[0], [[2, 3], [4, 5], [0, 0]])
+    np.testing.assert_array_equal(eagle3.shift_left(x, 3)[0], np.zeros((3, 2)))
