@@ -2,10 +2,11 @@
 
     python main.py --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...]
 
-The workdir defaults to runs/NAME, so the same command resumes its run.
+The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resumes its run.
 """
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME by default")
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> int:
 
     from specrl_jax.core import BadInput, Stopped
     from specrl_jax.sharding import make_mesh
+    from specrl_jax.training.setup import policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -33,6 +35,8 @@ def main(argv: list[str]) -> int:
     try:
         settings = to_settings(config)
         run = find_task(config.task)
+        # Before the mesh: on a machine without the weights, they are what is missing.
+        policy_sizes(settings.policy)
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
     except BadInput as error:
         return fail(str(error))
@@ -55,16 +59,22 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
         _ = config.task
     except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
         sys.exit(fail(one_line(error)))
-    path = config_flags.get_config_filename(flags.FLAGS["config"])
-    name = os.path.splitext(os.path.basename(path))[0]
-    return config, _WORKDIR.value or os.path.join("runs", name)
+    # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
+    name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
+    return config, _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
 
 
 def one_line(error: Exception) -> str:
-    text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
+    """What the flag libraries meant, without their nested reprs and tracebacks."""
+    text = str(error)
+    if guess := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
+        return f"--config: there is no key '{guess[2]}'; did you mean '{guess[1]}'?"
+    if isinstance(error, OSError):
+        missing = re.search(r"No such file or directory: '(.*?)'", text)
+        return f"--config: no file '{missing[1]}'" if missing else " ".join(text.split())
     if "Traceback" in text:  # config_flags wraps what get_config raises
         text = text.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(text.replace("\\n", " ").replace("\\'", "'").split())  # ConfigDict nests reprs
+    return " ".join(text.split())
 
 
 def to_settings(config: ConfigDict) -> Any:

@@ -3,12 +3,14 @@
 import importlib
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from absl.testing import flagsaver
 from ml_collections import ConfigDict
 
 import main as command_line
@@ -83,6 +85,24 @@ def test_a_wrong_override_is_named(call, tmp_path, no_work, overrides, words):
 
 def test_a_missing_config_file_is_named(call, tmp_path, no_work):
     assert_refused(call, tmp_path, [], ["configs/nothing.py"], config=ROOT / "configs/nothing.py")
+
+
+def test_the_8b_config_without_weights_says_how_to_get_them(call, tmp_path, no_work):
+    words = ["checkpoints/Qwen3-8B-Base", "hf download Qwen/Qwen3-8B-Base"]
+    assert_refused(call, tmp_path, [], words, config=ROOT / "configs/rlzero_8b.py")
+
+
+def test_a_cosine_that_ends_within_its_warm_up_is_refused(call, tmp_path, no_work):
+    overrides = ["--config.optimizer.decay_steps=3", "--config.optimizer.warmup=3"]
+    assert_refused(call, tmp_path, overrides, ["optimizer.decay_steps=3", "optimizer.warmup=3"])
+
+
+@pytest.mark.parametrize(("variant", "folder"), [("", "rlzero_tiny"), (":smoke", "rlzero_tiny_smoke")])
+def test_a_variant_is_another_run_by_default(monkeypatch, variant, folder):
+    argv = ["main.py", "--config", f"{ROOT / 'configs/rlzero_tiny.py'}{variant}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with flagsaver.flagsaver():
+        assert command_line.parse(argv)[1] == f"runs/{folder}"
 
 
 def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work):

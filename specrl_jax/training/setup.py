@@ -110,7 +110,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     """Checks the settings against each other and builds. Raises BadInput before any long work."""
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
-    model = _model(policy)
+    model = policy_sizes(policy)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
@@ -146,8 +146,11 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     )
 
 
-def _model(policy: PolicySettings) -> qwen3.Qwen3Config:
-    """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for."""
+def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
+    """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
+
+    Raises BadInput for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
+    """
     model = qwen3.preset(policy.preset)
     if not policy.path:
         return model

@@ -40,6 +40,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         raise BadInput(f"optimizer.name: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
     peak = config.learning_rate
     if config.decay_steps:
+        if config.decay_steps <= config.warmup:
+            raise BadInput(f"optimizer.decay_steps={config.decay_steps} must be above optimizer.warmup={config.warmup}")
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.decay_steps, end_value=peak / 10)
     else:
         schedule = optax.linear_schedule(peak / (config.warmup + 1), peak, config.warmup)
