@@ -1,4 +1,4 @@
-"""Masked sums, token log-probs and the types that several rooms share.
+"""Masked sums, token log-probs, errors and the few other things that several rooms share.
 
 Letters used in shapes everywhere in this project:
 
@@ -8,7 +8,8 @@ Letters used in shapes everywhere in this project:
     P prompts           G answers per prompt                    E experts
 """
 
-from typing import NamedTuple
+import json
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,20 @@ class BadInput(ValueError):
 
 class Stopped(Exception):
     """A signal asked the run to end, and it did so in good order; the message says what was kept."""
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises BadInput naming `file:line` for anything else."""
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise BadInput(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 class Mean(NamedTuple):

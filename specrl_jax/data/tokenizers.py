@@ -11,7 +11,7 @@ from typing import Protocol
 import jinja2.sandbox
 import tokenizers
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import BadInput, read_json
 
 Messages = list[dict[str, str]]
 
@@ -73,7 +73,7 @@ class HFTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception for a missing and for a malformed file
             raise BadInput(f"data.tokenizer: cannot read {path}: {error}") from None
-        settings = _read_json(folder, "tokenizer_config.json")
+        settings = _read_optional(folder, "tokenizer_config.json")
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = self._find_eos(folder, settings)
         pad = self._token_id(settings.get("pad_token"))
@@ -102,7 +102,7 @@ class HFTokenizer:
 
     def _find_eos(self, folder: str, settings: dict) -> tuple[int, ...]:
         ids: list[int] = []
-        for source in (_read_json(folder, "generation_config.json"), _read_json(folder, "config.json")):
+        for source in (_read_optional(folder, "generation_config.json"), _read_optional(folder, "config.json")):
             found = source.get("eos_token_id")
             ids += found if isinstance(found, list) else [found]
         ids.append(self._token_id(settings.get("eos_token")))
@@ -120,15 +120,9 @@ def _content(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _read_json(folder: str, name: str) -> dict:
+def _read_optional(folder: str, name: str) -> dict:
     path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        return {}
-    with open(path) as file:
-        try:
-            return json.load(file)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    return read_json(path) if os.path.exists(path) else {}
 
 
 def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:

@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import BadInput, read_json
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import ParamSpec
 from specrl_jax.sharding import Partitioner
@@ -30,7 +30,7 @@ MAX_FILE_BYTES = 5 * 2**30
 
 def load_config(folder: str) -> qwen3.Qwen3Config:
     """Sizes from a checkpoint's config.json. Raises BadInput for a missing folder or another architecture."""
-    raw = _read_json(_require_file(folder, "config.json"))
+    raw = read_json(_require_file(folder, "config.json"))
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
         raise BadInput(f"policy.path: {folder} holds a '{raw.get('model_type')}' model, expected qwen3")
     rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 kept at the top
@@ -136,23 +136,10 @@ def _require_file(folder: str, name: str) -> str:
     return path
 
 
-def _read_json(path: str) -> dict:
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except UnicodeDecodeError as error:
-            raise BadInput(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
 def _tensor_files(folder: str) -> dict[str, str]:
     """Tensor name -> path of the file that holds it."""
     if os.path.exists(os.path.join(folder, INDEX)):
-        index = _read_json(os.path.join(folder, INDEX)).get("weight_map")
+        index = read_json(os.path.join(folder, INDEX)).get("weight_map")
         if not isinstance(index, dict):
             raise BadInput(f"policy.path: {os.path.join(folder, INDEX)} has no weight_map")
         return {name: _require_file(folder, file) for name, file in index.items()}
