@@ -90,26 +90,33 @@ def load_params(folder: str, config: qwen3.Qwen3Config, partition: Partitioner, 
 def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str, tokenizer_from: str = "") -> None:
     """Writes a folder that `load_params` and transformers read: config.json, safetensors, and the tokenizer's files.
 
+    Everything is written beside the folder first, so a save that fails leaves an earlier one as it was.
+
     Args:
       dtype: storage dtype of the tensors, "float32" or "bfloat16".
       tokenizer_from: a folder whose tokenizer files are copied; '' for none.
     """
-    os.makedirs(folder, exist_ok=True)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    size = 0
-    for spec, leaf in zip(jax.tree.leaves(qwen3.param_specs(config)), jax.tree.leaves(params), strict=True):
-        for name, tensor in _hf_tensors(spec, np.asarray(leaf).astype(jnp.dtype(dtype))):
-            if size + tensor.nbytes > MAX_FILE_BYTES and shards[-1]:
-                shards.append({})
-                size = 0
-            shards[-1][name] = tensor
-            size += tensor.nbytes
-    _write_shards(folder, shards)
-    with open(os.path.join(folder, "config.json"), "w") as file:
+    partial = os.path.normpath(folder) + ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    os.makedirs(partial)
+    _write_shards(partial, _shards(params, config, dtype))
+    with open(os.path.join(partial, "config.json"), "w") as file:
         json.dump(_hf_config(config, dtype), file, indent=2)
     for name in _TOKENIZER_FILES:
         if tokenizer_from and os.path.exists(os.path.join(tokenizer_from, name)):
-            shutil.copy(os.path.join(tokenizer_from, name), folder)
+            shutil.copy(os.path.join(tokenizer_from, name), partial)
+    _move_into(partial, folder)
+
+
+def _move_into(partial: str, folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    # Weights of an earlier save under other file names would be read instead of these, or with them.
+    for name in os.listdir(folder):
+        if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
+            os.remove(os.path.join(folder, name))
+    for name in os.listdir(partial):
+        os.replace(os.path.join(partial, name), os.path.join(folder, name))
+    os.rmdir(partial)
 
 
 _TOKENIZER_FILES = (
@@ -228,11 +235,21 @@ def _hf_tensors(spec: ParamSpec, leaf: np.ndarray) -> list[tuple[str, np.ndarray
     return [(_slice_name(spec, i), _to_hf(spec, leaf[i])) for i in np.ndindex(*_leading(spec))]
 
 
+def _shards(params: Any, config: qwen3.Qwen3Config, dtype: str) -> list[dict[str, np.ndarray]]:
+    """Tensors by Hugging Face name, dealt over files of at most MAX_FILE_BYTES."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for spec, leaf in zip(jax.tree.leaves(qwen3.param_specs(config)), jax.tree.leaves(params), strict=True):
+        for name, tensor in _hf_tensors(spec, np.asarray(leaf).astype(jnp.dtype(dtype))):
+            if size + tensor.nbytes > MAX_FILE_BYTES and shards[-1]:
+                shards.append({})
+                size = 0
+            shards[-1][name] = tensor
+            size += tensor.nbytes
+    return shards
+
+
 def _write_shards(folder: str, shards: list[dict[str, np.ndarray]]) -> None:
-    # Weights of an earlier save under other file names would be read instead of these, or with them.
-    for name in os.listdir(folder):
-        if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
-            os.remove(os.path.join(folder, name))
     metadata = {"format": "pt"}  # transformers refuses a file without it
     if len(shards) == 1:
         safetensors.numpy.save_file(shards[0], os.path.join(folder, SINGLE), metadata)

@@ -201,6 +201,19 @@ def test_saving_over_an_older_checkpoint_leaves_the_newer_one(before, after, tmp
     assert_same_trees(hf.load_params(str(tmp_path), SMALL, partition), params)
 
 
+def test_a_save_that_fails_leaves_the_earlier_one_as_it_was(tmp_path, monkeypatch):
+    save(tmp_path / "policy", seed=1)
+    before = tensors_of(tmp_path / "policy")
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path / "policy", seed=2)
+    assert_same_trees(tensors_of(tmp_path / "policy"), before)
+
+
 def test_tokenizer_files_travel_along(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
