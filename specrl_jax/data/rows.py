@@ -21,13 +21,15 @@ class Rows:
 
 def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:
     """One row per (prompt, response), padded right to `length` tokens. A pair that is longer is a caller's bug."""
-    count = len(prompts)
-    tokens = np.full((count, length + 1), pad_id, np.int32)
-    mask = np.zeros((count, length), bool)
+    tokens = np.full((len(prompts), length), pad_id, np.int32)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        total = len(prompt) + len(response)
-        tokens[row, : len(prompt)] = prompt
-        tokens[row, len(prompt) : total] = response
-        mask[row, len(prompt) - 1 : total - 1] = True
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (count, length))
-    return Rows(tokens[:, :-1], positions, tokens[:, 1:], mask)
+        tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
+    prompt_length = np.array([len(prompt) for prompt in prompts])
+    return rows_of(tokens, prompt_length, prompt_length + [len(response) for response in responses], pad_id)
+
+
+def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, pad_id: int) -> Rows:
+    """Rows from padded `tokens` [B, T] int32, whose row b is a prompt, then its response, of `length` [B] together."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
+    return Rows(tokens, positions, np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id), mask)

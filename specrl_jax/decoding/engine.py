@@ -95,19 +95,14 @@ class Engine:
         waves = []
         for rows in _waves(total, self.limits.num_slots):
             slots = self._start_wave(params, prompts, samples, rows, first_id)
-            for done in self._chunks(params, slots, seed):
-                slots = done
-                on_progress(int(rows[0] + np.asarray(slots.done)[: len(rows)].sum()), total)
+            done = np.zeros(len(rows), bool)
+            while not done.all():
+                slots = self.run_chunk(params, slots, jnp.uint32(seed))
+                done = np.asarray(slots.done)[: len(rows)]
+                on_progress(int(rows[0] + done.sum()), total)
             waves.append(self._collect(slots, rows, samples))
         merged = {f.name: np.concatenate([getattr(w, f.name) for w in waves]) for f in dataclasses.fields(Rollouts)}
         return Rollouts(**merged)
-
-    def _chunks(self, params: Any, slots: Slots, seed: int) -> Iterator[Slots]:
-        while True:
-            slots = self.run_chunk(params, slots, jnp.uint32(seed))
-            yield slots
-            if bool(slots.done.all()):
-                return
 
     def _start_wave(
         self, params: Any, prompts: Sequence[Sequence[int]], samples: int, rows: np.ndarray, first_id: int

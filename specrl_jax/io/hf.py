@@ -173,12 +173,17 @@ def _leading(spec: ParamSpec) -> tuple[int, ...]:
 
 def _hf_shape(spec: ParamSpec) -> tuple[int, ...]:
     """Shape of one Hugging Face tensor of this leaf."""
-    return _to_hf(spec, np.empty(spec.shape[len(_leading(spec)) :], np.bool_)).shape
+    # Every stride is zero, so merging axes copies nothing.
+    return _rearrange_to_hf(spec, np.broadcast_to(np.False_, spec.shape[len(_leading(spec)) :])).shape
 
 
 def _to_hf(spec: ParamSpec, ours: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(_rearrange_to_hf(spec, ours))
+
+
+def _rearrange_to_hf(spec: ParamSpec, ours: np.ndarray) -> np.ndarray:
     left, right = spec.hf_layout.split(" -> ")
-    return np.ascontiguousarray(einops.rearrange(ours, f"{right} -> {left}"))
+    return einops.rearrange(ours, f"{right} -> {left}")
 
 
 def _from_hf(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
@@ -189,7 +194,8 @@ def _from_hf(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
 
 def _check_shapes(folder: str, files: dict[str, str], leaves: list[ParamSpec]) -> None:
     """Every tensor is present and of the right shape, before anything large is read."""
-    wanted = {_slice_name(spec, i): _hf_shape(spec) for spec in leaves for i in np.ndindex(*_leading(spec))}
+    shapes = [(spec, _hf_shape(spec)) for spec in leaves]
+    wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
     missing = sorted(wanted.keys() - files.keys())
     if missing:
         raise BadInput(f"policy.path: '{folder}' lacks {len(missing)} tensors, the first is {missing[0]}")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from specrl_jax.core import PHASES, BadInput, Stopped, masked_max, masked_mean
-from specrl_jax.data.rows import Rows, make_rows
+from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine, Rollouts
@@ -39,8 +39,8 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
       BadInput: a checkpoint or data position that does not fit.
     """
     s = setup.settings
-    problems = setup.eval_problems()
-    stream = ProblemStream(setup.train_source(), s.grpo.prompts_per_step, s.seed)
+    problems = setup.eval_problems
+    stream = ProblemStream(setup.train_source, s.grpo.prompts_per_step, s.seed)
     checkpoints = Checkpoints(workdir, s.checkpoint.keep)
     state, first = _restore(setup, checkpoints, stream)
     reference = setup.initial_params() if s.grpo.kl_coef else None
@@ -135,12 +135,7 @@ def policy_updates(
 
 def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
     """The rollouts as rows of one fixed shape, and their behaviour log-probs [B, T] aligned with the rows' targets."""
-    S = rollouts.tokens.shape[1]
-    prompts = [tokens[:n].tolist() for tokens, n in zip(rollouts.tokens, rollouts.prompt_length)]
-    responses = [
-        tokens[n:end].tolist() for tokens, n, end in zip(rollouts.tokens, rollouts.prompt_length, rollouts.length)
-    ]
-    rows = make_rows(prompts, responses, S, setup.tokenizer.pad_id)
+    rows = rows_of(rollouts.tokens, rollouts.prompt_length, rollouts.length, setup.tokenizer.pad_id)
     return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
 
 

@@ -19,7 +19,7 @@ from specrl_jax.training.loop import evaluation_row
 from specrl_jax.training.progress import Display
 from specrl_jax.training.settings import Settings, parse_dtype
 from specrl_jax.training.setup import Setup
-from specrl_jax.training.state import TrainState
+from specrl_jax.training.state import TrainState, apply_gradient
 from specrl_jax.training.steps import Learner
 
 LOG_EVERY = 50  # steps
@@ -46,7 +46,7 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), state.params)
-        log[-1] |= evaluation_row(setup, state.replace(params=stored), setup.eval_problems(), display, greedy=True)
+        log[-1] |= evaluation_row(setup, state.replace(params=stored), setup.eval_problems, display, greedy=True)
     hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
     for folder in (workdir, s.pretrain.output):
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
@@ -79,8 +79,7 @@ def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
         gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), mean
+        return apply_gradient(state, gradient, optimizer).replace(step=state.step + 1), mean
 
     return jax.jit(update, donate_argnums=0)
 

@@ -29,14 +29,6 @@ class RolloutConfig:
     cache_dtype: jnp.dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Rollout weights and the learner step that they come from."""
-
-    params: Any
-    version: int
-
-
 def make_prepare(model: qwen3.Qwen3Config, config: RolloutConfig, partition: Partitioner) -> Any:
     """The jitted map from learner parameters to rollout parameters: cast, fused, unstacked and resharded."""
     shardings = partition.tree(qwen3.rollout_specs(model))
@@ -52,11 +44,7 @@ def make_rollout_engine(
 ) -> Engine:
     """The engine of this policy for one sampling setting. Raises BadInput where the model has too few positions."""
     limits = config.limits
-    if limits.cache_length > model.max_positions:
-        raise BadInput(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {limits.cache_length} tokens, "
-            f"the policy was made for {model.max_positions}"
-        )
+    check_cache_length(limits, model)
 
     def empty_cache(batch: int) -> kv.KVCache:
         return kv.init_cache(
@@ -84,6 +72,15 @@ def make_rollout_engine(
         shardings,
         verify_fn=functools.partial(sharded_verify, partition),
     )
+
+
+def check_cache_length(limits: Limits, model: qwen3.Qwen3Config) -> None:
+    """Raises BadInput where a sequence could outgrow the positions that the policy was made for."""
+    if limits.cache_length > model.max_positions:
+        raise BadInput(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {limits.cache_length} tokens, "
+            f"the policy was made for {model.max_positions}"
+        )
 
 
 def sharded_verify(

@@ -21,7 +21,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.rewards.verifiable import Reward, find_reward
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollout import RolloutConfig, check_cache_length, make_prepare, make_rollout_engine
 from specrl_jax.training.settings import PolicySettings, Settings, check_values, parse_dtype
 from specrl_jax.training.state import TrainState, init_random_params, init_state, make_optimizer
 from specrl_jax.training.steps import Learner, make_logprob_step, make_policy_step
@@ -80,18 +80,19 @@ class Setup:
     def initial_state(self) -> TrainState:
         return init_state(self.initial_params(), self.model, self.optimizer, self.learner_partition)
 
+    @functools.cached_property
     def train_source(self) -> JsonlSource | TaskSource:
         data = self.settings.data
         return self._jsonl("data.path", data.path) if data.path else TaskSource(data.task, "train", self.settings.seed)
 
     def check_problems(self, train: bool = True) -> None:
         """Raises BadInput for data that cannot be used, before anything long or lasting."""
-        problems = list(self.eval_problems())
+        problems = list(self.eval_problems)
         if train:
-            source = self.train_source()
-            problems += [source[i] for i in range(min(256, len(source)))]
+            problems += [self.train_source[i] for i in range(min(256, len(self.train_source)))]
         check_prompts([self.tokenizer.encode(p.prompt) for p in problems], self.rollout.limits.max_prompt_tokens)
 
+    @functools.cached_property
     def eval_problems(self) -> Sequence[Problem]:
         """The fixed validation set."""
         s = self.settings
@@ -115,7 +116,8 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
         raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
-    _check_rows(settings, model, mesh)
+    limits = Limits(rollout.num_slots, rollout.max_prompt_tokens, rollout.max_response_tokens, rollout.chunk)
+    _check_rows(settings, model, limits, mesh)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     learner = Learner(
         model=model,
@@ -125,7 +127,6 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         microbatch=grpo.microbatch,
         temperature=rollout.temperature,
     )
-    limits = Limits(rollout.num_slots, rollout.max_prompt_tokens, rollout.max_response_tokens, rollout.chunk)
     return Setup(
         settings=settings,
         model=model,
@@ -165,27 +166,23 @@ def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     return found
 
 
-def _check_rows(settings: Settings, model: qwen3.Qwen3Config, mesh: Mesh) -> None:
+def _check_rows(settings: Settings, model: qwen3.Qwen3Config, limits: Limits, mesh: Mesh) -> None:
     """Shapes against the mesh, the model and each other."""
-    grpo, rollout = settings.grpo, settings.rollout
+    grpo = settings.grpo
     qwen3.require_dense(model)
     for table, specs in ((LEARNER, qwen3.param_specs(model)), (ROLLOUT, qwen3.rollout_specs(model))):
         partitioner(mesh, table).tree(specs)
     ways = partitioner(mesh, LEARNER).ways("batch")
     shown = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in LEARNER["batch"])
     rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    if rollout.num_slots % ways:
-        raise BadInput(f"rollout.num_slots={rollout.num_slots} must divide by {shown}")
+    if limits.num_slots % ways:
+        raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown}")
     if rows % ways:
         raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
     if grpo.microbatch and rows % grpo.microbatch:
         raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
-    length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if length > model.max_positions:
-        raise BadInput(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length} tokens, "
-            f"the policy was made for {model.max_positions}"
-        )
+    check_cache_length(limits, model)
+    length = limits.cache_length
     chunk = settings.policy.logits_chunk
     if chunk and chunk < length and length % chunk:
         raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")

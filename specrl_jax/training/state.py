@@ -56,6 +56,12 @@ class TrainState:
     opt_state: Any
 
 
+def apply_gradient(state: TrainState, gradient: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state after one optimizer update; `step` is the caller's to count."""
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+
 def param_shardings(config: qwen3.Qwen3Config, partition: Partitioner) -> Any:
     return partition.tree(qwen3.param_specs(config))
 
@@ -65,11 +71,10 @@ def state_shardings(
 ) -> TrainState:
     """Shardings of a TrainState: moments lie where their parameter lies, counters everywhere."""
     params = param_shardings(config, partition)
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, shapes),
+        _state_shapes(config, optimizer).opt_state,
         params,
         transform_non_params=lambda _: partition.replicated,
     )
@@ -80,10 +85,13 @@ def abstract_state(
     config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation, partition: Partitioner
 ) -> TrainState:
     """ShapeDtypeStructs of the state: what a checkpoint is restored into and a step is lowered with."""
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
-    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
-    shardings = state_shardings(config, optimizer, partition)
+    shapes, shardings = _state_shapes(config, optimizer), state_shardings(config, optimizer, partition)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _state_shapes(config: qwen3.Qwen3Config, optimizer: optax.GradientTransformation) -> TrainState:
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
 
 
 def init_random_params(key: jax.Array, config: qwen3.Qwen3Config, partition: Partitioner) -> Any:

@@ -14,7 +14,7 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
 from specrl_jax.rl.grpo import Objective, Terms, objective_terms
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.state import TrainState, param_shardings, state_shardings
+from specrl_jax.training.state import TrainState, apply_gradient, param_shardings, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +96,8 @@ def make_policy_step(
             jax.grad(loss_sum, has_aux=True), state.params, (rows, signal), learner.microbatch
         )
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         metrics = UpdateMetrics(terms, entropy, optax.tree.norm(gradient))
-        return state.replace(params=params, opt_state=opt_state), metrics
+        return apply_gradient(state, gradient, optimizer), metrics
 
     shardings = state_shardings(learner.model, optimizer, partition)
     rows_sharding = partition.sharding(("batch", "sequence"))

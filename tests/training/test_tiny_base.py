@@ -25,7 +25,7 @@ def setup():
 
 
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):
-    problems = setup.eval_problems()
+    problems = setup.eval_problems
     weights = setup.prepare(setup.initial_params())
 
     def accuracy(engine):
