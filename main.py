@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 
     from specrl_jax.core import BadInput, Stopped
     from specrl_jax.sharding import make_mesh
-    from specrl_jax.training.setup import policy_sizes
+    from specrl_jax.training.setup import head_sizes, policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         settings = to_settings(config)
         run = find_task(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
-        policy_sizes(settings.policy)
+        head_sizes(settings.draft, policy_sizes(settings.policy))
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
     except BadInput as error:
         return fail(str(error))
@@ -79,16 +79,15 @@ def one_line(error: Exception) -> str:
 
 def to_settings(config: ConfigDict) -> Any:
     """ConfigDict stops here: below main there are frozen dataclasses only."""
-    from specrl_jax.core import BadInput
     from specrl_jax.training import settings
     from specrl_jax.training.state import OptimizerConfig
 
-    if config.draft.kind != "none":
-        raise BadInput(f"draft.kind: '{config.draft.kind}' is not implemented yet; there is none (plain decoding)")
     return settings.Settings(
+        task=config.task,
         seed=config.seed,
         steps=config.steps,
         policy=settings.PolicySettings(**config.policy),
+        draft=settings.DraftSettings(**config.draft),
         rollout=settings.RolloutSettings(**config.rollout),
         grpo=settings.GRPOSettings(**config.grpo),
         optimizer=OptimizerConfig(**config.optimizer),
@@ -104,7 +103,12 @@ def to_settings(config: ConfigDict) -> Any:
 def find_task(name: str) -> Callable[..., None]:
     from specrl_jax.core import BadInput
 
-    tasks = {"train": run_train, "evaluate": run_evaluate, "pretrain": run_pretrain}
+    tasks = {
+        "train": run_train,
+        "evaluate": run_evaluate,
+        "pretrain": run_pretrain,
+        "draft_pretrain": run_draft_pretrain,
+    }
     if name not in tasks:
         raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
     return tasks[name]
@@ -145,6 +149,18 @@ def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
     setup.check_problems()
     open_workdir(workdir, config)
     pretrain(setup, workdir, stop_on_signal())
+
+
+def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.draft_pretrain import check_draft_pretrain, draft_pretrain
+    from specrl_jax.training.setup import build
+
+    check_draft_pretrain(settings)
+    setup = build(settings, mesh)
+    setup.check_problems()
+    open_workdir(workdir, config)
+    draft_pretrain(setup, workdir, stop_on_signal())
 
 
 def stop_on_signal() -> threading.Event:

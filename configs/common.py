@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 
 def base() -> ConfigDict:
     c = ConfigDict()
-    c.task = "train"  # train, evaluate, pretrain
+    c.task = "train"  # train, evaluate, pretrain, draft_pretrain
     c.seed = 0  # weights, data order
     c.steps = 100  # RL steps, or pretraining steps
 
@@ -18,7 +18,17 @@ def base() -> ConfigDict:
     c.policy.logits_chunk = 0  # positions unembedded at once in the learner; 0 = all
 
     c.draft = ConfigDict()
-    c.draft.kind = "none"  # none: plain decoding
+    c.draft.kind = "none"  # none: plain decoding, eagle3
+    c.draft.path = ""  # local folder of a head; '' = random weights over the policy's vocabulary
+    c.draft.length = 3  # k, tokens drafted per verification; 0 keeps the head ready and drafts nothing
+    c.draft.online = True  # learns in the train phase
+    c.draft.learning_rate = 1e-4
+    c.draft.warmup = 0  # updates
+    c.draft.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
+    c.draft.clip = 0.5  # global gradient norm
+    c.draft.ttt_steps = 3  # draft steps unrolled in training
+    c.draft.vocab_size = 0  # ids that task=draft_pretrain gives a new head: the most frequent; 0 = the policy's
+    c.draft.compare_rounds = 5  # of the closing comparison with plain decoding; 0 = none
 
     c.rollout = ConfigDict()
     c.rollout.temperature = 1.0  # 0 = greedy
@@ -73,7 +83,7 @@ def base() -> ConfigDict:
     c.pretrain = ConfigDict()
     c.pretrain.batch_size = 64  # worked solutions per step
     c.pretrain.error_rate = 0.6  # of the worked solutions: chance that a carry is dropped, a target missed
-    c.pretrain.output = "runs/base"  # folder for the finished policy
+    c.pretrain.output = "runs/base"  # folder for the finished policy or head
     c.pretrain.dtype = "bfloat16"  # storage there
 
     c.mesh = ConfigDict()  # axis sizes; -1 = the rest of the devices

@@ -17,11 +17,15 @@ def get_config(arg: str = ""):
     c.policy.path = "experiments/tiny_base/checkpoint"
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 46
+    c.draft.kind = "eagle3"
+    c.draft.path = "experiments/tiny_head/checkpoint"
+    c.draft.learning_rate = 5e-4
     c.optimizer.learning_rate = 1e-4
     c.optimizer.warmup = 3
     if arg == "smoke":
-        c.policy.preset = "nano"
+        c.policy.preset = "nano_deep"
         c.policy.path = ""
+        c.draft.path = ""
         c.steps = 3
         c.grpo.prompts_per_step = 4
         c.grpo.group_size = 4

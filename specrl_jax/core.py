@@ -6,6 +6,7 @@ Letters used in shapes everywhere in this project:
     D model width       N query heads       K key/value heads   R query heads per key/value head (N / K)
     H head width        F mlp width         V vocabulary        L layers
     P prompts           G answers per prompt                    E experts
+    k drafted tokens    Vd draft vocabulary
 """
 
 import json
@@ -67,6 +68,12 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
 def masked_max(values: jax.Array, mask: jax.Array) -> jax.Array:
     """Largest of non-negative `values` where `mask` keeps them, 0 where it keeps nothing."""
     return jnp.max(jnp.where(mask, values, 0.0), initial=0.0)
+
+
+def shift_left(x: jax.Array, by: int) -> jax.Array:
+    """x [B, T, ...] with entry t + by at t, zeros (False) at the end."""
+    padding = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding)[:, by:]
 
 
 def logprobs_and_entropy(logits: jax.Array, tokens: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:

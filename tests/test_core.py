@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl_jax.core import Mean, logprobs_and_entropy, masked_max, masked_mean
+from specrl_jax.core import Mean, logprobs_and_entropy, masked_max, masked_mean, shift_left
 
 
 @pytest.mark.parametrize("outside", [np.nan, np.inf, -np.inf])
@@ -106,3 +106,9 @@ def test_entropy_runs_from_zero_to_log_v():
     _, entropy = logprobs_and_entropy(jnp.stack([uniform, certain]), jnp.array([0, 3]), 1.0)
     # One ulp at 200 for the certain row: its entropy is a difference of two numbers near 200.
     np.testing.assert_allclose(entropy, [np.log(8), 0.0], atol=2e-5)
+
+
+def test_shift_left_moves_and_fills_with_zeros():
+    x = jnp.arange(6.0).reshape(1, 3, 2)
+    np.testing.assert_array_equal(shift_left(x, 1)[0], [[2, 3], [4, 5], [0, 0]])
+    np.testing.assert_array_equal(shift_left(x, 3)[0], np.zeros((3, 2)))

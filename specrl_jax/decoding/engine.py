@@ -1,8 +1,9 @@
 """Generates rollouts for many prompts over a fixed number of slots.
 
-Everything on the device happens in two jitted functions: `start` prefills each prompt once and shares it among the
-rollouts of its group, `run_chunk` is a `lax.while_loop` of fused iterations with no host round trip. The host looks in
-between chunks only, to stop early and to move a progress bar.
+Everything on the device happens in jitted functions: `start` prefills each prompt once and shares it among the rollouts
+of its group, `run_chunk` is a `lax.while_loop` of fused iterations with no host round trip, `catch_up` brings a drafter
+level after iterations that did not draft. The host looks in between chunks only: to stop early, to choose the next
+draft length, to move a progress bar.
 
 Rollouts beyond `num_slots` run in waves: the next wave starts when the whole current one is done.
 """
@@ -10,15 +11,16 @@ Rollouts beyond `num_slots` run in waves: the next wave starts when the whole cu
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import DraftFn, Slots, TargetFn, VerifyFn, no_draft, speculative_step
+from specrl_jax.decoding.speculative import Draft, Slots, TargetFn, VerifyFn, no_draft, speculative_step
 from specrl_jax.decoding.verification import verify
 
 # (params, tokens [P, T], positions [P, T]) -> cache of P rows with those positions filled
@@ -40,6 +42,14 @@ class Limits:
         return self.max_prompt_tokens + self.max_response_tokens
 
 
+class Stamp(NamedTuple):
+    """Which weights a rollout came from."""
+
+    weights_version: int = 0  # RL steps that the policy had done
+    draft_version: int = 0  # updates that the draft had done
+    checksum: int = 0  # of every bit of both
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Finished rollouts on the host, in the order of their requests. R = prompts x samples."""
@@ -51,7 +61,12 @@ class Rollouts:
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
     ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
-    verifications: np.ndarray  # [R] int32
+    verifications: np.ndarray  # [R] int32, target forwards after the prefill
+    drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
+    accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
+    weights_version: np.ndarray  # [R] int64
+    draft_version: np.ndarray  # [R] int64
+    checksum: np.ndarray  # [R] int64
 
     @property
     def response_length(self) -> np.ndarray:
@@ -64,13 +79,18 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The two compiled functions of one (model, sampling, limits); `params` and `seed` are arguments of each call."""
+    """The compiled functions of one (model, drafter, sampling, limits); `params` and `seed` are arguments of each call.
+
+    `run_chunk` is one program per draft length, compiled when it is first used.
+    """
 
     limits: Limits
     eos_ids: tuple[int, ...]
     pad_id: int
-    start: Callable[..., Slots]
-    run_chunk: Callable[[Any, Slots, jax.Array], Slots]
+    draft_length: int
+    start: Callable[..., Slots]  # (params, prompts, their lengths, prompt of each slot, ids, active, drafting: bool)
+    run_chunk: Callable[[Any, Slots, jax.Array, int], Slots]  # (params, slots, seed, k)
+    catch_up: Callable[[Any, Slots], Slots]
 
     def generate(
         self,
@@ -80,32 +100,47 @@ class Engine:
         seed: int,
         first_id: int = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        stamp: Stamp = Stamp(),  # noqa: B008 (a tuple of numbers)
+        choose_length: Callable[[int], int] | None = None,
     ) -> Rollouts:
         """`samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
         Args:
           on_progress: called between chunks with (rollouts finished, rollouts in all).
+          stamp: recorded in every rollout.
+          choose_length: rows still running -> draft length k of the next chunk, 0 to the drafter's; None: always that.
         Raises:
           BadInput: a prompt is empty or longer than max_prompt_tokens.
         """
+        choose_length = choose_length or (lambda running: self.draft_length)
         check_prompts(prompts, self.limits.max_prompt_tokens)
         total = len(prompts) * samples
         if total < 1:
             raise BadInput(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         waves = []
         for rows in _waves(total, self.limits.num_slots):
-            slots = self._start_wave(params, prompts, samples, rows, first_id)
-            done = np.zeros(len(rows), bool)
-            while not done.all():
-                slots = self.run_chunk(params, slots, jnp.uint32(seed))
-                done = np.asarray(slots.done)[: len(rows)]
-                on_progress(int(rows[0] + done.sum()), total)
-            waves.append(self._collect(slots, rows, samples))
+            running = len(rows)
+            k = choose_length(running)
+            slots = self._start_wave(params, prompts, samples, rows, first_id, drafting=k > 0)
+            while running:
+                slots = self.run_chunk(params, slots, jnp.uint32(seed), k)
+                running = len(rows) - int(np.asarray(slots.done)[: len(rows)].sum())
+                on_progress(int(rows[0]) + len(rows) - running, total)
+                before, k = k, choose_length(running) if running else 0
+                if k not in (0, before):
+                    slots = self.catch_up(params, slots)
+            waves.append(self._collect(slots, rows, samples, stamp))
         merged = {f.name: np.concatenate([getattr(w, f.name) for w in waves]) for f in dataclasses.fields(Rollouts)}
         return Rollouts(**merged)
 
     def _start_wave(
-        self, params: Any, prompts: Sequence[Sequence[int]], samples: int, rows: np.ndarray, first_id: int
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        rows: np.ndarray,
+        first_id: int,
+        drafting: bool,
     ) -> Slots:
         prompt_of_row = rows // samples
         first_prompt = prompt_of_row[0]
@@ -120,22 +155,31 @@ class Engine:
         which = np.zeros(B, np.int32)
         which[: len(rows)] = prompt_of_row - first_prompt
         ids = (first_id + rows[0] + np.arange(B)).astype(np.uint32)
-        return self.start(params, tokens, lengths, which, ids, active)
+        return self.start(params, tokens, lengths, which, ids, active, drafting)
 
-    def _collect(self, slots: Slots, rows: np.ndarray, samples: int) -> Rollouts:
+    def _collect(self, slots: Slots, rows: np.ndarray, samples: int, stamp: Stamp) -> Rollouts:
         n = len(rows)
-        wanted = (
-            slots.rollout_id,
-            slots.tokens,
-            slots.logprobs,
-            slots.prompt_length,
-            slots.length,
-            slots.verifications,
+        found = {name: x[:n] for name, x in jax.device_get({name: getattr(slots, name) for name in _KEPT}).items()}
+        last = found["tokens"][np.arange(n), found["length"] - 1]
+        return Rollouts(
+            prompt_index=rows // samples,
+            ended=np.isin(last, self.eos_ids) & (found["length"] > found["prompt_length"]),
+            **found,
+            **{name: np.full(n, value) for name, value in stamp._asdict().items()},
         )
-        ids, tokens, logprobs, prompt_length, length, verifications = (x[:n] for x in jax.device_get(wanted))
-        last = tokens[np.arange(n), length - 1]
-        ended = np.isin(last, self.eos_ids) & (length > prompt_length)
-        return Rollouts(ids, rows // samples, tokens, logprobs, prompt_length, length, ended, verifications)
+
+
+# What a finished slot hands to its rollout.
+_KEPT = (
+    "rollout_id",
+    "tokens",
+    "logprobs",
+    "prompt_length",
+    "length",
+    "verifications",
+    "drafted",
+    "accepted",
+)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
@@ -167,32 +211,37 @@ def make_engine(
     eos_ids: tuple[int, ...],
     pad_id: int,
     shardings: Slots,
-    draft_fn: DraftFn = no_draft,
+    drafter: Drafter = NO_DRAFTER,
     verify_fn: VerifyFn = verify,
 ) -> Engine:
-    """Compiles (on first use) the two functions of an engine.
+    """Compiles (on first use) the functions of an engine.
 
     Args:
       take_rows: (cache, rows [B]) -> cache of B rows; shares a prefill among its group.
       shardings: of the slots; the cache is donated from chunk to chunk and stays where it is.
       verify_fn: `verification.verify`, or the same laid out over a mesh.
     """
-    start = jax.jit(
-        functools.partial(start_slots, prefill_fn=prefill_fn, take_rows=take_rows, limits=limits, pad_id=pad_id),
-        out_shardings=shardings,
+    begin = functools.partial(
+        start_slots, prefill_fn=prefill_fn, take_rows=take_rows, drafter=drafter, limits=limits, pad_id=pad_id
     )
+    start = jax.jit(begin, static_argnums=6, out_shardings=shardings)
     run = functools.partial(
         run_iterations,
         decode_fn=decode_fn,
-        draft_fn=draft_fn,
+        drafter=drafter,
         verify_fn=verify_fn,
         sampling=sampling,
         eos_ids=eos_ids,
         chunk=limits.chunk,
         shardings=shardings,
     )
-    run_chunk = jax.jit(run, donate_argnums=1, out_shardings=shardings)
-    return Engine(limits, eos_ids, pad_id, start, run_chunk)
+    run_chunk = jax.jit(run, static_argnums=3, donate_argnums=1, out_shardings=shardings)
+
+    def level(params: Any, slots: Slots) -> Slots:
+        return slots.replace(cache=drafter.catch_up(params, slots.tokens, slots.length, slots.cache))
+
+    catch_up = jax.jit(level, donate_argnums=1, out_shardings=shardings)
+    return Engine(limits, eos_ids, pad_id, drafter.length, start, run_chunk, catch_up)
 
 
 def start_slots(
@@ -202,20 +251,27 @@ def start_slots(
     which: jax.Array,
     rollout_id: jax.Array,
     active: jax.Array,
+    drafting: bool,
     *,
     prefill_fn: PrefillFn,
     take_rows: Callable[[Any, jax.Array], Any],
+    drafter: Drafter,
     limits: Limits,
     pad_id: int,
 ) -> Slots:
     """Prefills prompts [P, T] once and deals them to B slots; `which` [B] names each slot's prompt.
+
+    `drafting`: the drafter goes over the prompts too; False where the first chunk drafts nothing.
 
     The prompt's last token is pending, so its cache entry is written again, with equal values, by the first iteration.
     Entries of padding lie at or beyond the pending position and are overwritten before anything reads them.
     """
     B, S = which.shape[0], limits.cache_length
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    cache = take_rows(prefill_fn(params, prompts, positions), which)
+    cache = prefill_fn(params, prompts, positions)
+    if drafting:
+        cache = drafter.catch_up(params, prompts, prompt_length, cache)
+    cache = take_rows(cache, which)
     tokens = jnp.full((B, S), pad_id, jnp.int32).at[:, : prompts.shape[1]].set(prompts[which])
     lengths = prompt_length[which]
     return Slots(
@@ -227,6 +283,8 @@ def start_slots(
         done=~active,
         rollout_id=rollout_id,
         verifications=jnp.zeros((B,), jnp.int32),
+        drafted=jnp.zeros((B, drafter.length), jnp.int32),
+        accepted=jnp.zeros((B, drafter.length), jnp.int32),
         cache=cache,
     )
 
@@ -235,17 +293,21 @@ def run_iterations(
     params: Any,
     slots: Slots,
     seed: jax.Array,
+    k: int,
     *,
     decode_fn: DecodeFn,
-    draft_fn: DraftFn,
+    drafter: Drafter,
     verify_fn: VerifyFn,
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     chunk: int,
     shardings: Slots,
 ) -> Slots:
-    """Up to `chunk` fused iterations; fewer when every row is done."""
+    """Up to `chunk` fused iterations of k drafted tokens; fewer when every row is done."""
     target_fn: TargetFn = functools.partial(decode_fn, params)
+
+    def draft_fn(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:
+        return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
 
     def body(carry: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
         i, slots = carry

@@ -28,7 +28,9 @@ class Slots:
     done: jax.Array  # [B] bool
     rollout_id: jax.Array  # [B] uint32
     verifications: jax.Array  # [B] int32, target forwards this row took part in
-    cache: Any  # the target's, opaque here
+    drafted: jax.Array  # [B, longest draft] int32, verifications that drafted at least i + 1 tokens
+    accepted: jax.Array  # [B, longest draft] int32, those of them that kept draft i and all before it
+    cache: Any  # the target's and the drafter's, opaque here
 
 
 class Draft(NamedTuple):
@@ -40,15 +42,16 @@ class Draft(NamedTuple):
 
 # (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-DraftFn = Callable[[Slots], Draft]
+# (slots, seed) -> (draft, cache)
+DraftFn = Callable[[Slots, jax.Array], tuple[Draft, Any]]
 # The signature of `verification.verify`
 VerifyFn = Callable[..., Verified]
 
 
-def no_draft(slots: Slots) -> Draft:
+def no_draft(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:
     """Plain decoding: k = 0."""
     B = slots.length.shape[0]
-    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool), None)
+    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool), None), slots.cache
 
 
 def speculative_step(
@@ -61,14 +64,25 @@ def speculative_step(
     verify_fn: VerifyFn = verify,
 ) -> Slots:
     """Extends every row that is not done by 1 to k + 1 tokens."""
-    draft = draft_fn(slots)
+    draft, cache = draft_fn(slots, seed)
     last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     inputs = jnp.concatenate([last, draft.tokens], axis=1)
     positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-    logits, cache = target_fn(inputs, positions, slots.cache)
+    logits, cache = target_fn(inputs, positions, cache)
     noise = Noise(seed, slots.rollout_id, slots.length)
     verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
-    return commit(slots.replace(cache=cache), verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
+    slots = _count(slots.replace(cache=cache), draft.tokens.shape[1], verified.num_accepted)
+    return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
+
+
+def _count(slots: Slots, k: int, num_accepted: jax.Array) -> Slots:
+    """Counts drafts of rows that were not done, before any cut at end-of-text or limit."""
+    place = jnp.arange(slots.drafted.shape[1])[None]
+    active = ~slots.done[:, None]
+    return slots.replace(
+        drafted=slots.drafted + (active & (place < k)),
+        accepted=slots.accepted + (active & (place < num_accepted[:, None])),
+    )
 
 
 def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Array, eos_ids: tuple[int, ...]) -> Slots:

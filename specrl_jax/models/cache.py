@@ -31,7 +31,7 @@ def init_cache(layers: int, batch: int, length: int, kv_heads: int, head_dim: in
 
 
 def write(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes new [B, Q, K, H] at positions [B, Q] of buffer [B, S, K, H]; positions beyond S are dropped.
+    """Writes new [B, Q, ...] at positions [B, Q] of buffer [B, S, ...]; positions beyond S are dropped.
 
     Mapped over rows, so the scatter carries a batch dimension and stays local when rows are sharded.
     """

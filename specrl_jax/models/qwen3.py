@@ -49,6 +49,8 @@ _PUBLISHED = {"vocab": 151_936, "head_dim": 128, "max_positions": 40_960}
 PRESETS = {
     # For tests: compiles in seconds.
     "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
+    # The least depth that has an EAGLE-3 head.
+    "nano_deep": Qwen3Config(128, 64, 7, 4, 2, 16, 128, tied=True, max_positions=4096),
     # The street's model: 3.5 M parameters, deep for its width so that a one-layer draft head stays cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
     "qwen3_0p6b": Qwen3Config(embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072, tied=True, **_PUBLISHED),
@@ -185,6 +187,7 @@ class Output(NamedTuple):
     logprobs: jax.Array | None  # [B, T] float32, of `targets`
     entropy: jax.Array | None  # [B, T] float32, nats
     aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
+    hidden: jax.Array  # [B, T, D], what the unembedding reads, behind stop_gradient
     cache: kv.KVCache | None
 
 
@@ -237,7 +240,7 @@ def forward(
         logprobs, entropy = _score(x, table, targets, temperature, logits_chunk, partition)
     elif unembed:
         logits = _logits(x, table, partition)
-    return Output(logits, logprobs, entropy, aux, cache)
+    return Output(logits, logprobs, entropy, aux, jax.lax.stop_gradient(x), cache)
 
 
 def require_dense(config: Qwen3Config) -> None:

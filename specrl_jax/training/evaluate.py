@@ -63,7 +63,7 @@ def run_evaluation(setup: Setup, workdir: str) -> None:
     """task=evaluate: scores the policy on the validation set, into evaluation.json and generations.jsonl."""
     s = setup.settings
     problems = setup.eval_problems
-    weights = setup.prepare(setup.initial_params())
+    weights = setup.initial_weights()
     result = evaluate(
         setup.eval_engine, weights, problems, s.eval.samples, setup.tokenizer, setup.reward, s.rollout.seed
     )

@@ -1,12 +1,14 @@
 """The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
 
 Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1 with one inner iteration per minibatch) on rollouts of the
-current policy. Log-probs, ratio, KL and loss come from the policy's own forward.
+current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a head drafts, it learns in the
+train phase from the features of that forward, and nothing of it reaches the policy.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,10 +22,12 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.rl.advantages import group_normalised
 from specrl_jax.rl.grpo import k3
+from specrl_jax.training.compare import compare_with_plain
+from specrl_jax.training.draft_learning import DraftMetrics
 from specrl_jax.training.evaluate import evaluate, score
 from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.setup import Setup
-from specrl_jax.training.state import TrainState, abstract_state
+from specrl_jax.training.state import RunState
 from specrl_jax.training.steps import Signal, UpdateMetrics
 
 
@@ -56,6 +60,8 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
                 step, position = step + 1, stream.position
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
                     row |= evaluation_row(setup, state, problems, display, greedy=step == s.steps)
+                if step == s.steps and setup.head and s.draft.compare_rounds:
+                    row |= comparison_row(setup, state, problems, display)
                 writer.write(row)
                 writer.write_rollouts(step, samples)
                 if step == s.steps or step % s.checkpoint.every == 0:
@@ -74,13 +80,13 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
 
 def run_step(
     setup: Setup,
-    state: TrainState,
+    state: RunState,
     reference: Any,
     stream: ProblemStream,
     step: int,
     display: Display,
     stop: threading.Event,
-) -> tuple[TrainState, dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[RunState, dict[str, Any], list[dict[str, Any]]]:
     """One RL step: (new state, metrics row, sample of rollouts). Raises Stopped only while `state` is still whole."""
     s, tokenizer = setup.settings, setup.tokenizer
     clock = PhaseClock(display)
@@ -91,20 +97,20 @@ def run_step(
     _leave_if(stop)
 
     with clock("prepare"):
-        weights = jax.block_until_ready(setup.prepare(state.params))
+        weights, stamp = setup.prepare(state)
     _leave_if(stop)
 
     with clock("generate"):
         first_id = step * s.grpo.prompts_per_step * s.grpo.group_size
         rollouts = setup.engine.generate(
-            weights, prompts, s.grpo.group_size, s.rollout.seed, first_id, display.update_phase
+            weights, prompts, s.grpo.group_size, s.rollout.seed, first_id, display.update_phase, stamp
         )
         rewards = score(rollouts, problems, tokenizer, setup.reward)
     _leave_if(stop)
 
     with clock("logprob"):
         rows, behaviour = learner_rows(rollouts, setup)
-        old_logprobs, _ = setup.logprob_step(state.params, rows)
+        old_logprobs, _ = setup.logprob_step(state.policy.params, rows)
         ref_logprobs = setup.logprob_step(reference, rows)[0] if reference is not None else None
         jax.block_until_ready((old_logprobs, ref_logprobs))
     _leave_if(stop)
@@ -112,25 +118,50 @@ def run_step(
     with clock("train"):
         advantages = group_normalised(rewards.reshape(-1, s.grpo.group_size)).reshape(-1)
         signal = Signal(old_logprobs, ref_logprobs, advantages)
-        state, updates = policy_updates(setup.policy_step, state, rows, signal, s.grpo.minibatches)
-        state = jax.block_until_ready(state.replace(step=state.step + 1))
+        state, updates = learn(setup, state, rows, signal)
+        state = jax.block_until_ready(state)
 
     row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
     row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
-    row |= policy_metrics(updates) | mismatch_metrics(behaviour, old_logprobs, rows.mask)
-    return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts, version=step - 1)
+    row |= updates.metrics() | mismatch_metrics(behaviour, old_logprobs, rows.mask)
+    if setup.head:
+        row |= speculation_metrics(rollouts) | {"draft/version": int(state.draft.step)}
+    return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts)
 
 
-def policy_updates(
-    policy_step: Callable[..., Any], state: TrainState, rows: Rows, signal: Signal, minibatches: int
-) -> tuple[TrainState, list[UpdateMetrics]]:
-    """One update per minibatch; minibatch i takes rows i, i + n, ...: some of every group."""
-    metrics = []
+class Updates(NamedTuple):
+    """What the updates of one step reported, minibatch by minibatch."""
+
+    policy: list[UpdateMetrics]
+    draft: list[DraftMetrics]  # empty where no head learns
+    draft_seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        return policy_metrics(self.policy) | (draft_metrics(self.draft, self.draft_seconds) if self.draft else {})
+
+
+def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal) -> tuple[RunState, Updates]:
+    """One policy update per minibatch, each followed by one of the head from the features of that update's forward.
+
+    Minibatch i takes rows i, i + n, ...: some of every group.
+    """
+    minibatches = setup.settings.grpo.minibatches
+    policy, draft, updates = state.policy, state.draft, Updates([], [], 0.0)
     for i in range(minibatches):
         part, part_signal = jax.tree.map(lambda x, i=i: x[i::minibatches], (rows, signal))
-        state, update = policy_step(state, part, part_signal)
-        metrics.append(update)
-    return state, metrics
+        online = draft is not None and setup.settings.draft.online
+        # Before the update, which donates the tables and changes them.
+        tables = setup.read_tables(policy.params, state.vocab_map) if online else None
+        policy, metrics, features = setup.policy_step(policy, part, part_signal)
+        updates.policy.append(metrics)
+        if online:
+            jax.block_until_ready(features)
+            start = time.perf_counter()
+            draft, draft_update = jax.block_until_ready(setup.draft_step(draft, tables, features, part))
+            updates.draft.append(draft_update)
+            updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
+    policy = policy.replace(step=policy.step + 1)
+    return state.replace(policy=policy, draft=draft), updates
 
 
 def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
@@ -140,11 +171,11 @@ def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
 
 
 def evaluation_row(
-    setup: Setup, state: TrainState, problems: Sequence[Problem], display: Display, greedy: bool
+    setup: Setup, state: RunState, problems: Sequence[Problem], display: Display, greedy: bool
 ) -> dict[str, Any]:
     """eval/* metrics of the current policy."""
     s = setup.settings
-    weights = setup.prepare(state.params)
+    weights, _ = setup.prepare(state)
 
     def run(engine: Engine, samples: int) -> Any:
         return evaluate(
@@ -158,6 +189,50 @@ def evaluation_row(
         if greedy:
             row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
     return row | {"time/evaluate": clock.seconds["evaluate"]}
+
+
+def comparison_row(setup: Setup, state: RunState, problems: Sequence[Problem], display: Display) -> dict[str, float]:
+    """spec/speedup*: this run's own engine against draft.kind=none, on as many validation rollouts as a step has."""
+    s = setup.settings
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems][: s.grpo.prompts_per_step]
+    weights, _ = setup.prepare(state)
+    clock = PhaseClock(display)
+    with clock("compare"):
+        ratios = compare_with_plain(
+            setup.engine,
+            setup.plain_engine,
+            weights,
+            prompts,
+            s.grpo.group_size,
+            s.rollout.seed,
+            s.draft.compare_rounds,
+        )
+    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}
+
+
+def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """spec/*, with the definitions of the field: rates are unconditional, the length is after truncation."""
+    drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
+    verifications = int(rollouts.verifications.sum())
+    row = {
+        "spec/acceptance_length": int(rollouts.response_length.sum()) / verifications,
+        "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
+        "spec/drafted": int(drafted.sum()),
+        "spec/accepted": int(accepted.sum()),
+        "spec/length_chosen": float(drafted.sum() / verifications),
+    }
+    # A length that nothing reached has no rate.
+    rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
+    return row | rates
+
+
+def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
+    return {
+        "draft/loss": float(np.mean([update.loss for update in updates])),
+        "draft/grad_norm": max(float(update.grad_norm) for update in updates),
+        "draft/seconds": seconds,
+    }
 
 
 def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray, seconds: float) -> dict[str, float]:
@@ -196,7 +271,7 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
 
 
 def rollout_samples(
-    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int, version: int
+    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int
 ) -> list[dict[str, Any]]:
     """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
     return [
@@ -207,21 +282,22 @@ def rollout_samples(
             "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
             "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
             "reward": float(rewards[row]),
-            "weights_version": version,
+            "weights_version": int(rollouts.weights_version[row]),
+            "draft_version": int(rollouts.draft_version[row]),
+            "weights_checksum": int(rollouts.checksum[row]),
         }
         for row in range(min(count, len(rewards)))
     ]
 
 
-def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[TrainState, int | None]:
+def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[RunState, int | None]:
     """(state, its step), or (fresh state, None); the stream is moved to the saved position."""
     latest = checkpoints.latest()
     if latest is None:
         return setup.initial_state(), None
     if latest > setup.settings.steps:
         raise BadInput(f"steps={setup.settings.steps}, but the run in this workdir has already done {latest}")
-    abstract = abstract_state(setup.model, setup.optimizer, setup.learner_partition)
-    state, stream.position = checkpoints.restore(latest, abstract)
+    state, stream.position = checkpoints.restore(latest, setup.abstract_state())
     return state, latest
 
 
@@ -232,6 +308,8 @@ def _leave_if(stop: threading.Event) -> None:
 
 def _note(row: dict[str, Any]) -> str:
     note = f"reward {row['reward/mean']:.3f}  {row['time/total']:.1f} s  {row['rollout/tokens_per_second']:.0f} tok/s"
+    if "spec/acceptance_length" in row:
+        note += f"  acceptance {row['spec/acceptance_length']:.2f}"
     if "eval/accuracy" in row:
         note += f"  accuracy {row['eval/accuracy']:.3f}"
     return note

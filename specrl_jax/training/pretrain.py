@@ -17,9 +17,9 @@ from specrl_jax.io import hf
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.loop import evaluation_row
 from specrl_jax.training.progress import Display
-from specrl_jax.training.settings import Settings, parse_dtype
+from specrl_jax.training.settings import PretrainSettings, Settings, parse_dtype
 from specrl_jax.training.setup import Setup
-from specrl_jax.training.state import TrainState, apply_gradient
+from specrl_jax.training.state import RunState, TrainState, apply_gradient
 from specrl_jax.training.steps import Learner
 
 LOG_EVERY = 50  # steps
@@ -34,7 +34,7 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
     stream = ProblemStream(source, s.pretrain.batch_size, s.seed)
-    state = setup.initial_state()
+    state = setup.initial_state().policy
     step_fn = make_pretrain_step(setup.learner, setup.optimizer, setup.learner_partition)
     log: list[dict[str, Any]] = []
     with Display(s.steps, 0) as display:
@@ -46,7 +46,9 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), state.params)
-        log[-1] |= evaluation_row(setup, state.replace(params=stored), setup.eval_problems, display, greedy=True)
+        log[-1] |= evaluation_row(
+            setup, RunState(state.replace(params=stored), None, None), setup.eval_problems, display, greedy=True
+        )
     hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
     for folder in (workdir, s.pretrain.output):
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
@@ -57,12 +59,19 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
 def check_pretrain(settings: Settings) -> None:
     """Raises BadInput for what would fail at the end of a run; makes `pretrain.output`."""
     p = settings.pretrain
+    if settings.draft.kind != "none":
+        raise BadInput("task=pretrain makes a policy: leave draft.kind none (task=draft_pretrain makes a head)")
     if settings.policy.path or settings.data.path:
         raise BadInput(
             "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
         )
     if not 0 <= p.error_rate <= 1:
         raise BadInput(f"pretrain.error_rate={p.error_rate}: 0 to 1 is needed")
+    check_output(p)
+
+
+def check_output(p: PretrainSettings) -> None:
+    """Raises BadInput where `pretrain.output` cannot be written; makes it."""
     parse_dtype("pretrain.dtype", p.dtype)
     try:
         os.makedirs(p.output, exist_ok=True)

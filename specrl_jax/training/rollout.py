@@ -1,7 +1,8 @@
-"""Wires the policy into the engine: the rollout form of the weights, and the engine of one sampling setting."""
+"""Wires policy and draft into the engine: the rollout form of the weights, and the engine of one sampling setting."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,13 +10,15 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput
 from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine, Limits, make_engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
 from specrl_jax.decoding.verification import Noise, Verified, verify
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
+from specrl_jax.models import eagle3, qwen3
 from specrl_jax.sharding import Partitioner
+from specrl_jax.training.drafting import Caches, Weights, checksum, eagle3_drafter, record_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,51 +30,99 @@ class RolloutConfig:
     seed: int
     dtype: jnp.dtype  # of the weights and activations of decoding
     cache_dtype: jnp.dtype
+    draft_length: int  # k
 
 
-def make_prepare(model: qwen3.Qwen3Config, config: RolloutConfig, partition: Partitioner) -> Any:
-    """The jitted map from learner parameters to rollout parameters: cast, fused, unstacked and resharded."""
-    shardings = partition.tree(qwen3.rollout_specs(model))
-    return jax.jit(functools.partial(qwen3.rollout_params, config=model, dtype=config.dtype), out_shardings=shardings)
+def make_prepare(
+    model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, config: RolloutConfig, partition: Partitioner
+) -> Callable[[Any, Any, jax.Array | None], Weights]:
+    """The jitted map (policy params, draft params, vocab_map) -> Weights: cast, fused, unstacked, resharded, summed up.
+
+    Without a head the last two are None.
+    """
+
+    def prepare(policy: Any, draft: Any, vocab_map: jax.Array | None) -> Weights:
+        policy = qwen3.rollout_params(policy, model, config.dtype)
+        draft = eagle3.rollout_params(draft, head, config.dtype) if head else None
+        return Weights(policy, draft, vocab_map, checksum((policy, draft, vocab_map)))
+
+    return jax.jit(prepare, out_shardings=weights_shardings(model, head, partition))
+
+
+def weights_shardings(model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, partition: Partitioner) -> Weights:
+    return Weights(
+        policy=partition.tree(qwen3.rollout_specs(model)),
+        draft=partition.tree(eagle3.rollout_specs(head)) if head else None,
+        vocab_map=partition.replicated if head else None,
+        checksum=partition.replicated,
+    )
 
 
 def make_rollout_engine(
     model: qwen3.Qwen3Config,
+    head: eagle3.Eagle3Config | None,
     config: RolloutConfig,
     sampling: Sampling,
     tokenizer: Tokenizer,
     partition: Partitioner,
 ) -> Engine:
-    """The engine of this policy for one sampling setting. Raises BadInput where the model has too few positions."""
+    """The engine of this policy for one sampling setting; without a head it decodes plainly.
+
+    Raises BadInput where the model has too few positions.
+    """
     limits = config.limits
     check_cache_length(limits, model)
+    forward = functools.partial(_target_forward, model, head, partition, config.dtype)
 
-    def empty_cache(batch: int) -> kv.KVCache:
-        return kv.init_cache(
-            model.layers, batch, limits.cache_length, model.kv_heads, model.head_dim, config.cache_dtype
-        )
+    def prefill(params: Weights, tokens: jax.Array, positions: jax.Array) -> Any:
+        cache = _empty_cache(model, head, config, tokens.shape[0])
+        return forward(params, tokens, positions, cache, unembed=False)[1]
 
-    def prefill(params: Any, tokens: jax.Array, positions: jax.Array) -> kv.KVCache:
-        cache = empty_cache(tokens.shape[0])
-        out = qwen3.forward(params, model, tokens, positions, partition, cache=cache, dtype=config.dtype, unembed=False)
-        return out.cache
-
-    def decode(params: Any, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache) -> tuple[jax.Array, kv.KVCache]:
-        out = qwen3.forward(params, model, tokens, positions, partition, cache=cache, dtype=config.dtype)
-        return out.logits, out.cache
-
-    shardings = slots_shardings(model, limits, partition)
+    drafter = eagle3_drafter(head, config.draft_length, sampling, config.dtype, partition) if head else NO_DRAFTER
     return make_engine(
         prefill,
-        decode,
+        forward,
         kv.take_rows,
         limits,
         sampling,
         tokenizer.eos_ids,
         tokenizer.pad_id,
-        shardings,
+        slots_shardings(model, head, limits, partition),
+        drafter,
         verify_fn=functools.partial(sharded_verify, partition),
     )
+
+
+def _empty_cache(model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, config: RolloutConfig, batch: int) -> Any:
+    S = config.limits.cache_length
+    target = kv.init_cache(model.layers, batch, S, model.kv_heads, model.head_dim, config.cache_dtype)
+    return Caches(target, eagle3.init_cache(head, batch, S, config.dtype, config.cache_dtype)) if head else target
+
+
+def _target_forward(
+    model: qwen3.Qwen3Config,
+    head: eagle3.Eagle3Config | None,
+    partition: Partitioner,
+    dtype: jnp.dtype,
+    params: Weights,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: Any,
+    unembed: bool = True,
+) -> tuple[jax.Array | None, Any]:
+    """(logits, cache); with a head the cache keeps the features too."""
+    out = qwen3.forward(
+        params.policy,
+        model,
+        tokens,
+        positions,
+        partition,
+        cache=cache.target if head else cache,
+        aux_layers=head.aux_layers if head else (),
+        dtype=dtype,
+        unembed=unembed,
+    )
+    return out.logits, Caches(out.cache, record_features(cache.draft, positions, out.aux)) if head else out.cache
 
 
 def check_cache_length(limits: Limits, model: qwen3.Qwen3Config) -> None:
@@ -106,13 +157,16 @@ def sharded_verify(
     )
 
 
-def slots_shardings(model: qwen3.Qwen3Config, limits: Limits, partition: Partitioner) -> Slots:
+def slots_shardings(
+    model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, limits: Limits, partition: Partitioner
+) -> Slots:
     """Shardings of the engine's state. Raises BadInput where num_slots does not divide over the mesh."""
     B, S = limits.num_slots, limits.cache_length
     row = partition.sharding(("batch",), (B,))
     table = partition.sharding(("batch", None), (B, S))
     buffer = partition.sharding(kv.AXES, (B, S, model.kv_heads, model.head_dim))
-    layers = (buffer,) * model.layers
+    cache = kv.KVCache((buffer,) * model.layers, (buffer,) * model.layers)
+    features = partition.sharding(("batch", None, None, None))
     return Slots(
         tokens=table,
         logprobs=table,
@@ -122,5 +176,7 @@ def slots_shardings(model: qwen3.Qwen3Config, limits: Limits, partition: Partiti
         done=row,
         rollout_id=row,
         verifications=row,
-        cache=kv.KVCache(layers, layers),
+        drafted=table,
+        accepted=table,
+        cache=Caches(cache, eagle3.DraftCache(features, buffer, buffer)) if head else cache,
     )

@@ -20,6 +20,21 @@ class PolicySettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftSettings:
+    kind: str  # none, eagle3
+    path: str  # folder of a head, '' = random weights
+    vocab_size: int  # of a head that is made here; 0 = the policy's
+    length: int  # k, tokens
+    online: bool  # learn in the train phase
+    learning_rate: float
+    warmup: int  # updates
+    decay_steps: int  # updates, 0 = constant
+    clip: float  # global gradient norm
+    ttt_steps: int  # unrolled draft steps in training
+    compare_rounds: int  # of the closing comparison with plain decoding
+
+
+@dataclasses.dataclass(frozen=True)
 class RolloutSettings:
     temperature: float
     top_k: int
@@ -79,9 +94,11 @@ class PretrainSettings:
 class Settings:
     """The final config, frozen: what main.py hands down."""
 
+    task: str
     seed: int
     steps: int
     policy: PolicySettings
+    draft: DraftSettings
     rollout: RolloutSettings
     grpo: GRPOSettings
     optimizer: OptimizerConfig
@@ -97,6 +114,16 @@ class Settings:
 _SMALLEST = {
     "": {"steps": 0, "seed": 0, "sample_rollouts": 0},
     "policy": {"logits_chunk": 0},
+    "draft": {
+        "vocab_size": 0,
+        "length": 0,
+        "learning_rate": 0,
+        "warmup": 0,
+        "decay_steps": 0,
+        "clip": 1e-12,
+        "ttt_steps": 1,
+        "compare_rounds": 0,
+    },
     "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},
     "grpo": {"prompts_per_step": 1, "group_size": 1, "minibatches": 1, "microbatch": 0},
     "optimizer": {"learning_rate": 0, "warmup": 0, "clip": 1e-12, "weight_decay": 0, "decay_steps": 0},

@@ -14,7 +14,7 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
 from specrl_jax.rl.grpo import Objective, Terms, objective_terms
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.state import TrainState, apply_gradient, param_shardings, state_shardings
+from specrl_jax.training.state import TrainState, apply_gradient, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Learner:
     logits_chunk: int  # positions unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's
+    aux_layers: tuple[int, ...] = ()  # whose inputs a draft head learns from; () = no head, no features
 
     def score(self, params: Any, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Log-probs and entropy of the rows' targets."""
@@ -38,6 +39,7 @@ class Learner:
             partition,
             targets=rows.targets,
             temperature=self.temperature,
+            aux_layers=self.aux_layers,
             dtype=self.dtype,
             remat=self.remat,
             logits_chunk=self.logits_chunk,
@@ -51,6 +53,14 @@ class Signal:
     old_logprobs: jax.Array  # [B, T] float32, nats
     ref_logprobs: jax.Array | None  # [B, T] float32, nats
     advantages: jax.Array  # [B] float32
+
+
+@flax.struct.dataclass
+class Features:
+    """What a draft head learns from, of every token of the rows. Behind stop_gradient."""
+
+    aux: jax.Array  # [B, T, A, D], the residual stream entering aux_layers
+    hidden: jax.Array  # [B, T, D], what the unembedding reads
 
 
 @flax.struct.dataclass
@@ -72,34 +82,54 @@ def make_logprob_step(learner: Learner, partition: Partitioner) -> Callable[[Any
         return jax.tree.map(_merge, parts)
 
     batch = partition.sharding(("batch", "sequence"))
-    return jax.jit(logprobs, in_shardings=(param_shardings(learner.model, partition), batch), out_shardings=batch)
+    params = partition.tree(qwen3.param_specs(learner.model))
+    return jax.jit(logprobs, in_shardings=(params, batch), out_shardings=batch)
+
+
+def make_feature_step(learner: Learner, partition: Partitioner) -> Callable[[Any, Rows], Features]:
+    """(params, rows) -> features, of a policy that does not learn."""
+
+    def features(params: Any, rows: Rows) -> Features:
+        parts = jax.lax.map(
+            lambda rows: _features(learner.score(params, rows, partition)), _split(rows, learner.microbatch)
+        )
+        return jax.tree.map(_merge, parts)
+
+    return jax.jit(features, out_shardings=partition.sharding(("batch", "sequence")))
+
+
+def _features(out: qwen3.Output) -> Features | None:
+    return Features(out.aux, out.hidden) if out.aux is not None else None
 
 
 def make_policy_step(
     learner: Learner, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
-) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics]]:
-    """One optimizer update from one minibatch; the state is donated.
+) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics, Features | None]]:
+    """One optimizer update from one minibatch; the state is donated. Where there is a draft head, always its features.
 
     Gradients are those of the loss *sum*, accumulated over microbatches and divided by the minibatch's token count
     once, so the split into microbatches changes nothing but rounding.
     """
 
-    def loss_sum(params: Any, rows: Rows, signal: Signal) -> tuple[jax.Array, tuple[Terms, Mean]]:
+    def loss_sum(params: Any, rows: Rows, signal: Signal) -> tuple[jax.Array, Any]:
         out = learner.score(params, rows, partition)
         terms = objective_terms(
             out.logprobs, signal.old_logprobs, signal.ref_logprobs, signal.advantages, rows.mask, objective
         )
-        return terms.loss.total, (terms, masked_mean(jax.lax.stop_gradient(out.entropy), rows.mask))
+        entropy = masked_mean(jax.lax.stop_gradient(out.entropy), rows.mask)
+        return terms.loss.total, (terms, entropy, _features(out))
 
-    def update(state: TrainState, rows: Rows, signal: Signal) -> tuple[TrainState, UpdateMetrics]:
-        gradient, (terms, entropy) = accumulate(
-            jax.grad(loss_sum, has_aux=True), state.params, (rows, signal), learner.microbatch
-        )
+    def gradient_fn(params: Any, rows: Rows, signal: Signal) -> Any:
+        gradient, (terms, entropy, features) = jax.grad(loss_sum, has_aux=True)(params, rows, signal)
+        return (gradient, terms, entropy), features
+
+    def update(state: TrainState, rows: Rows, signal: Signal) -> tuple[TrainState, UpdateMetrics, Features | None]:
+        (gradient, terms, entropy), features = accumulate(gradient_fn, state.params, (rows, signal), learner.microbatch)
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
         metrics = UpdateMetrics(terms, entropy, optax.tree.norm(gradient))
-        return apply_gradient(state, gradient, optimizer), metrics
+        return apply_gradient(state, gradient, optimizer), metrics, features
 
-    shardings = state_shardings(learner.model, optimizer, partition)
+    shardings = state_shardings(qwen3.param_specs(learner.model), optimizer, partition)
     rows_sharding = partition.sharding(("batch", "sequence"))
     batch = partition.sharding(("batch",))
     signal = Signal(rows_sharding, rows_sharding if objective.kl_coef else None, batch)
@@ -107,23 +137,25 @@ def make_policy_step(
         update,
         donate_argnums=0,
         in_shardings=(shardings, rows_sharding, signal),
-        out_shardings=(shardings, partition.replicated),
+        out_shardings=(shardings, partition.replicated, rows_sharding),
     )
 
 
 def accumulate(gradient_fn: Callable[..., Any], params: Any, batch: tuple[Any, ...], microbatch: int) -> Any:
-    """Sum of gradient_fn(params, *part) over the microbatches of `batch`."""
+    """gradient_fn(params, *part) -> (sums, rows) over the microbatches of `batch`: sums added up, rows put together."""
     parts = _split(batch, microbatch)
     first = jax.tree.map(lambda x: x[0], parts)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         return gradient_fn(params, *first)
 
-    def add(total: Any, part: tuple[Any, ...]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, gradient_fn(params, *part)), None
+    def add(total: Any, part: tuple[Any, ...]) -> tuple[Any, Any]:
+        sums, rows = gradient_fn(params, *part)
+        return jax.tree.map(jnp.add, total, sums), rows
 
-    shapes = jax.eval_shape(gradient_fn, params, *first)
+    shapes, _ = jax.eval_shape(gradient_fn, params, *first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
+    sums, rows = jax.lax.scan(add, zeros, parts)
+    return sums, jax.tree.map(_merge, rows)
 
 
 def _split(batch: Any, microbatch: int) -> Any:

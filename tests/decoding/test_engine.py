@@ -25,8 +25,8 @@ def limits(num_slots=10, max_prompt_tokens=4, max_response_tokens=8, chunk=3):
     return Limits(num_slots, max_prompt_tokens, max_response_tokens, chunk)
 
 
-def engine(sampling=Sampling(), draft_fn=toys.no_draft, **sizes):  # noqa: B008 (frozen)
-    return toys.toy_engine(limits(**sizes), sampling, (EOS,), PAD, draft_fn)
+def engine(sampling=Sampling(), drafter=toys.NO_DRAFTER, **sizes):  # noqa: B008 (frozen)
+    return toys.toy_engine(limits(**sizes), sampling, (EOS,), PAD, drafter)
 
 
 def responses(rollouts):
@@ -175,10 +175,10 @@ def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
     81 outcomes, 2**17 rollouts, error rates 1e-6 at 0.0165 against 0.033.
     """
     table, N, sampling = toys.make_table(seed=4, V=3), 2**17, Sampling(temperature)
-    draft_fn = toys.toy_draft(DRAFT_TABLE[:3, :3], k=2, seed=6, temperature=temperature)
+    drafter = toys.toy_drafter(DRAFT_TABLE[:3, :3], k=2, temperature=temperature)
     sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=4)
     eos_ids = (99,) if eos is None else (eos,)
-    rollouts = toys.toy_engine(sizes, sampling, eos_ids, draft_fn=draft_fn).generate(table, [[1, 0]], N, seed=6)
+    rollouts = toys.toy_engine(sizes, sampling, eos_ids, drafter=drafter).generate(table, [[1, 0]], N, seed=6)
     # Blocks of several sizes were committed.
     assert {2, 3} <= set(rollouts.verifications[rollouts.response_length == 4].tolist())
     law = response_law(table, [1, 0], 4, eos, sampling)
@@ -229,9 +229,9 @@ def test_rollouts_do_not_depend_on_slots_waves_chunks_or_padding(expected, sizes
 @pytest.mark.parametrize("k", [0, 2])
 def test_rollouts_do_not_depend_on_the_number_of_devices(k):
     sampling = Sampling(0.8, 0, 0.95)
-    draft_fn = toys.toy_draft(DRAFT_TABLE, k, seed=3, temperature=0.8) if k else toys.no_draft
+    drafter = toys.toy_drafter(DRAFT_TABLE, k, temperature=0.8) if k else toys.NO_DRAFTER
     one, eight = (
-        toys.toy_engine(limits(num_slots=16), sampling, (EOS,), PAD, draft_fn, devices=devices) for devices in (1, 8)
+        toys.toy_engine(limits(num_slots=16), sampling, (EOS,), PAD, drafter, devices=devices) for devices in (1, 8)
     )
     wanted = one.generate(TABLE, PROMPTS, samples=4, seed=3)
     out = eight.generate(TABLE, PROMPTS, samples=4, seed=3)
@@ -336,7 +336,7 @@ def test_every_slot_is_dealt_its_own_prompt(num_slots, samples):
     run = engine(num_slots=num_slots)
     dealt = []
 
-    def start(_, tokens, lengths, which, ids, active):
+    def start(_, tokens, lengths, which, ids, active, drafting):
         for slot in np.flatnonzero(active):
             prompt = tokens[which[slot]][: lengths[which[slot]]]
             dealt.append((int(ids[slot]), prompt.tolist()))
@@ -345,7 +345,7 @@ def test_every_slot_is_dealt_its_own_prompt(num_slots, samples):
     for first in range(0, len(PROMPTS) * samples, num_slots):
         rows = np.arange(first, min(first + num_slots, len(PROMPTS) * samples))
         with pytest.raises(StopIteration):
-            dataclasses.replace(run, start=start)._start_wave(TABLE, PROMPTS, samples, rows, 100)
+            dataclasses.replace(run, start=start)._start_wave(TABLE, PROMPTS, samples, rows, 100, False)
     assert dealt == [(100 + i, PROMPTS[i // samples]) for i in range(len(PROMPTS) * samples)]
 
 
@@ -393,6 +393,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         done=jnp.array(done),
         rollout_id=jnp.arange(B, dtype=jnp.uint32),
         verifications=jnp.full(B, 5, jnp.int32),
+        drafted=jnp.zeros((B, 0), jnp.int32),
+        accepted=jnp.zeros((B, 0), jnp.int32),
         cache=(),
     )
     out = commit(slots, jnp.array(new, jnp.int32), jnp.array(new_logprobs), jnp.array(count, jnp.int32), eos_ids)
@@ -411,8 +413,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
 def test_greedy_speculation_equals_greedy_plain_decoding(greedy, k):
     """Token for token, also where a block runs over an end-of-text, the limit, or the end of the cache."""
     prompts, _, plain = greedy
-    draft_fn = toys.toy_draft(DRAFT_TABLE, k, seed=0, temperature=0)
-    out = engine(Sampling(0.0), draft_fn, num_slots=32).generate(TABLE, prompts, samples=1, seed=0)
+    drafter = toys.toy_drafter(DRAFT_TABLE, k, temperature=0)
+    out = engine(Sampling(0.0), drafter, num_slots=32).generate(TABLE, prompts, samples=1, seed=0)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     np.testing.assert_array_equal(out.length, plain.length)
     np.testing.assert_array_equal(out.ended, plain.ended)
@@ -427,15 +429,15 @@ def test_a_perfect_draft_is_always_accepted():
     table = toys.make_table(seed=0, V=V)
     table[:] = table[0]  # the last token alone decides, so the toy drafter can know it all
     table[:, :, EOS] = -50
-    draft_fn = toys.toy_draft(table[0], k=2, seed=0, temperature=1.0)
-    out = engine(Sampling(), draft_fn, max_response_tokens=9).generate(table, PROMPTS, samples=2, seed=0)
+    drafter = toys.toy_drafter(table[0], k=2, temperature=1.0)
+    out = engine(Sampling(), drafter, max_response_tokens=9).generate(table, PROMPTS, samples=2, seed=0)
     assert out.response_length.tolist() == [9] * 10
     assert out.verifications.tolist() == [3] * 10
 
 
 def test_speculative_rollouts_do_not_depend_on_slots_or_chunks():
-    draft_fn = toys.toy_draft(DRAFT_TABLE, k=2, seed=3, temperature=0.8)
-    wanted = engine(Sampling(0.8), draft_fn).generate(TABLE, PROMPTS, samples=2, seed=3)
-    out = engine(Sampling(0.8), draft_fn, num_slots=3, chunk=1).generate(TABLE, PROMPTS, samples=2, seed=3)
+    drafter = toys.toy_drafter(DRAFT_TABLE, k=2, temperature=0.8)
+    wanted = engine(Sampling(0.8), drafter).generate(TABLE, PROMPTS, samples=2, seed=3)
+    out = engine(Sampling(0.8), drafter, num_slots=3, chunk=1).generate(TABLE, PROMPTS, samples=2, seed=3)
     assert_same_rollouts(out, wanted)
     np.testing.assert_array_equal(out.verifications, wanted.verifications)

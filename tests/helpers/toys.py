@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import noise
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
 from specrl_jax.decoding.engine import make_engine
-from specrl_jax.decoding.sampling import draw
-from specrl_jax.decoding.speculative import Draft, Slots, no_draft
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.speculative import Draft, Slots
+from specrl_jax.decoding.verification import Noise
 
 HASHES = 11
 UNWRITTEN = 3  # what fills a fresh cache: not 0, which would add nothing to a hash
@@ -48,7 +49,7 @@ def prefill(cache_length):
     return fill
 
 
-def toy_engine(limits, sampling, eos_ids, pad_id=0, draft_fn=no_draft, prefill_fn=None, devices=1):
+def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, prefill_fn=None, devices=1):
     """The engine over the toy, its rows dealt over so many devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
@@ -61,25 +62,22 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, draft_fn=no_draft, prefill_f
         eos_ids,
         pad_id,
         shardings=Slots(**{field.name: by_row for field in dataclasses.fields(Slots)}),
-        draft_fn=draft_fn,
+        drafter=drafter,
     )
 
 
-def toy_draft(table, k, seed, temperature):
-    """A drafter that knows the last token only: `table` [V, V]. Sampled with the DRAFT stream; greedy at T = 0."""
+def toy_drafter(table, k, temperature):
+    """A drafter that knows the last token only: `table` [V, V]. Sampled at `temperature`; greedy at 0."""
     table = jnp.array(table)
 
-    def draft_fn(slots):
+    def draft(params, slots, seed, k):
+        noise = Noise(seed, slots.rollout_id, slots.length)
         token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
         tokens, rows = [], []
         for i in range(k):
             rows.append(table[token])
-            if temperature == 0:
-                token = jnp.argmax(rows[-1], axis=-1).astype(jnp.int32)
-            else:
-                u = noise.uniforms(jnp.uint32(seed), slots.rollout_id, slots.length, i, noise.DRAFT)
-                token = draw(jax.nn.softmax(rows[-1] / temperature), u)
+            token = sample_draft(noise, rows[-1], i, None, Sampling(temperature))
             tokens.append(token)
-        return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), None)
+        return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), None), slots.cache
 
-    return draft_fn
+    return Drafter(k, draft, lambda params, tokens, length, cache: cache)

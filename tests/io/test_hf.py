@@ -18,6 +18,7 @@ import safetensors.numpy
 
 from specrl_jax.core import BadInput
 from specrl_jax.io import hf
+from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -141,9 +142,9 @@ def test_config_of_the_released_checkpoint(tmp_path):
 
 @both_tables
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("file_bytes", [hf.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
+@pytest.mark.parametrize("file_bytes", [tensor_folder.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
 def test_load_then_save_keeps_every_byte(config, dtype, file_bytes, tmp_path, partition, monkeypatch):
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", file_bytes)
     save(tmp_path / "first", config, dtype)
     hf.save_params(str(tmp_path / "second"), hf.load_params(str(tmp_path / "first"), config, partition), config, dtype)
     first, second = (sorted(p.name for p in (tmp_path / part).iterdir()) for part in ("first", "second"))
@@ -169,9 +170,9 @@ def test_loading_as_float32_widens_exactly(tmp_path, partition):
 
 
 def test_several_files_hold_every_tensor_once_and_stay_below_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", 10_000)
     params = save(tmp_path)
-    index = json.loads((tmp_path / hf.INDEX).read_text())
+    index = json.loads((tmp_path / tensor_folder.INDEX).read_text())
     held = {path.name: safetensors.numpy.load_file(path) for path in tmp_path.glob("*.safetensors")}
     assert {name: file for file, tensors in held.items() for name in tensors} == index["weight_map"]
     assert sum(map(len, held.values())) == len(index["weight_map"])
@@ -184,16 +185,18 @@ def test_several_files_hold_every_tensor_once_and_stay_below_the_limit(tmp_path,
 
 def test_files_carry_the_mark_that_transformers_4_demands(tmp_path):
     save(tmp_path)
-    with safetensors.safe_open(tmp_path / hf.SINGLE, framework="numpy") as file:
+    with safetensors.safe_open(tmp_path / tensor_folder.SINGLE, framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("before, after", [(10_000, hf.MAX_FILE_BYTES), (hf.MAX_FILE_BYTES, 10_000)])
+@pytest.mark.parametrize(
+    "before, after", [(10_000, tensor_folder.MAX_FILE_BYTES), (tensor_folder.MAX_FILE_BYTES, 10_000)]
+)
 def test_saving_over_an_older_checkpoint_leaves_the_newer_one(before, after, tmp_path, partition, monkeypatch):
     """An index left behind would make us read the older files, a single file left behind transformers."""
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", before)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", before)
     save(tmp_path, seed=0)
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", after)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", after)
     params = save(tmp_path, seed=1)
     save(tmp_path / "fresh", seed=1)
     fresh = {path.name for path in (tmp_path / "fresh").iterdir()}
@@ -221,7 +224,7 @@ def test_tokenizer_files_travel_along(tmp_path):
         (source / name).write_text(name)
     (source / "notes.txt").write_text("not a tokenizer's")
     hf.save_params(str(tmp_path / "out"), random_params(SMALL), SMALL, "float32", tokenizer_from=str(source))
-    copied = {path.name for path in (tmp_path / "out").iterdir()} - {"config.json", hf.SINGLE}
+    copied = {path.name for path in (tmp_path / "out").iterdir()} - {"config.json", tensor_folder.SINGLE}
     assert copied == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja"
 
@@ -256,7 +259,7 @@ def test_sharded_parameters_are_saved_whole(tmp_path):
     params = save(tmp_path / "plain")
     placed = jax.device_put(params, partitioner(mesh, LEARNER).tree(qwen3.param_specs(SMALL)))
     hf.save_params(str(tmp_path / "sharded"), placed, SMALL, "float32")
-    plain, sharded = (tmp_path / part / hf.SINGLE for part in ("plain", "sharded"))
+    plain, sharded = (tmp_path / part / tensor_folder.SINGLE for part in ("plain", "sharded"))
     assert plain.read_bytes() == sharded.read_bytes()
 
 
@@ -266,6 +269,7 @@ MEASURE = """
 import re, sys
 import jax, jax.numpy as jnp
 from specrl_jax.io import hf
+from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 
 def status(field):  # bytes
@@ -318,7 +322,7 @@ def edit_config(folder, **changes):
 
 
 def edit_tensors(folder, edit):
-    path = folder / hf.SINGLE
+    path = folder / tensor_folder.SINGLE
     tensors = safetensors.numpy.load_file(path)
     edit(tensors)
     safetensors.numpy.save_file(tensors, path, {"format": "pt"})
@@ -349,7 +353,7 @@ def test_missing_config(folder):
 
 
 def test_missing_safetensors(folder, partition):
-    (folder / hf.SINGLE).unlink()
+    (folder / tensor_folder.SINGLE).unlink()
     message = refusal(load(folder, partition))
     assert str(folder) in message and "has no model.safetensors" in message
 
@@ -438,15 +442,15 @@ def test_untied_preset_on_a_tied_checkpoint(tmp_path, partition):
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64])
 def test_file_that_is_not_safetensors(content, folder, partition):
-    (folder / hf.SINGLE).write_bytes(content)
+    (folder / tensor_folder.SINGLE).write_bytes(content)
     message = refusal(load(folder, partition))
-    assert str(folder / hf.SINGLE) in message and "safetensors" in message
+    assert str(folder / tensor_folder.SINGLE) in message and "safetensors" in message
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])
 def test_truncated_file(keep, folder, partition):
     """A download that broke off: the header is whole and names data that is not there."""
-    path = folder / hf.SINGLE
+    path = folder / tensor_folder.SINGLE
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
     message = refusal(load(folder, partition))
@@ -455,7 +459,7 @@ def test_truncated_file(keep, folder, partition):
 
 @pytest.fixture
 def sharded_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", 10_000)
     save(tmp_path)
     return tmp_path
 
@@ -468,23 +472,23 @@ def test_index_that_names_a_missing_file(sharded_folder, partition):
 
 
 def test_index_that_names_the_wrong_file(sharded_folder, partition):
-    index = json.loads((sharded_folder / hf.INDEX).read_text())
+    index = json.loads((sharded_folder / tensor_folder.INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
     index["weight_map"]["model.norm.weight"] = next(f for f in files if f != index["weight_map"]["model.norm.weight"])
-    (sharded_folder / hf.INDEX).write_text(json.dumps(index))
+    (sharded_folder / tensor_folder.INDEX).write_text(json.dumps(index))
     message = refusal(load(sharded_folder, partition))
     assert "model.norm.weight" in message and index["weight_map"]["model.norm.weight"] in message
 
 
 def test_index_without_a_weight_map(sharded_folder, partition):
-    (sharded_folder / hf.INDEX).write_text("{}")
+    (sharded_folder / tensor_folder.INDEX).write_text("{}")
     message = refusal(load(sharded_folder, partition))
-    assert hf.INDEX in message and "weight_map" in message
+    assert tensor_folder.INDEX in message and "weight_map" in message
 
 
 def test_index_that_is_not_json(sharded_folder, partition):
-    (sharded_folder / hf.INDEX).write_text("{\n")
-    assert f"{sharded_folder / hf.INDEX}:2: not JSON" in refusal(load(sharded_folder, partition))
+    (sharded_folder / tensor_folder.INDEX).write_text("{\n")
+    assert f"{sharded_folder / tensor_folder.INDEX}:2: not JSON" in refusal(load(sharded_folder, partition))
 
 
 # Parity with transformers
@@ -549,7 +553,7 @@ def our_logits(params, config, partition):
 def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard_size, tmp_path, partition):
     model = reference_model(config)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    assert (tmp_path / hf.INDEX).exists() == (max_shard_size == "20KB")
+    assert (tmp_path / tensor_folder.INDEX).exists() == (max_shard_size == "20KB")
     assert hf.load_config(str(tmp_path)) == config
     expected = reference_logits(model)
     assert expected.std() > 0.5
@@ -558,10 +562,10 @@ def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard
 
 
 @both_tables
-@pytest.mark.parametrize("file_bytes", [hf.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
+@pytest.mark.parametrize("file_bytes", [tensor_folder.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
 def test_checkpoint_of_ours_gives_the_same_logits_in_transformers(config, file_bytes, tmp_path, partition, monkeypatch):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", file_bytes)
     params = save(tmp_path, config)
     model, notes = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype="float32", attn_implementation="eager", output_loading_info=True

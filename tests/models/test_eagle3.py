@@ -11,8 +11,8 @@ from specrl_jax.core import BadInput
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.models.layers import count_params, init_params, rotary_angles
 
-# Six layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
-TARGET = qwen3.Qwen3Config(40, 24, 6, 4, 2, 8, 32, tied=True, max_positions=64)
+# Seven layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
+TARGET = qwen3.Qwen3Config(40, 24, 7, 4, 2, 8, 32, tied=True, max_positions=64)
 CONFIG = eagle3.eagle3_config(TARGET, draft_vocab=16)
 B, T = 2, 9
 # float32 through one layer a step: sums of at most 100 terms of order one.
@@ -51,8 +51,8 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(draft_vocab):
 
 
 def test_a_policy_too_shallow_for_three_features_is_refused():
-    with pytest.raises(BadInput, match="at least 6 layers"):
-        eagle3.eagle3_config(dataclasses.replace(TARGET, layers=5), 16)
+    with pytest.raises(BadInput, match="at least 7"):
+        eagle3.eagle3_config(dataclasses.replace(TARGET, layers=6), 16)
 
 
 def draft_by_hand(params, features, embedded, start, steps):
@@ -127,9 +127,3 @@ def test_the_first_output_matches_the_published_formula_in_float64(params, input
     expected = norm(a, w["final_norm"]) @ w["unembed"].T
     got = eagle3.unrolled_logits(params, CONFIG, *inputs, steps=1)[0, :, 0]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=ATOL)
-
-
-def test_shift_left_moves_and_fills_with_zeros():
-    x = jnp.arange(6.0).reshape(1, 3, 2)
-    np.testing.assert_array_equal(eagle3.shift_left(x, 1)[0], [[2, 3], [4, 5], [0, 0]])
-    np.testing.assert_array_equal(eagle3.shift_left(x, 3)[0], np.zeros((3, 2)))

@@ -11,16 +11,19 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.engine import Limits
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.models import qwen3
-from specrl_jax.models.layers import abstract_params
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step
+from specrl_jax.training.drafting import Weights
 from specrl_jax.training.rollout import RolloutConfig, make_rollout_engine
 from specrl_jax.training.state import OptimizerConfig, abstract_state, make_optimizer
-from specrl_jax.training.steps import Learner, Signal, make_policy_step
+from specrl_jax.training.steps import Features, Learner, Signal, make_policy_step
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
+DRAFT_VOCAB = 32_000
 LARGEST_SHARD = 2**20  # elements: what an iteration may gather is activations, never a cache or a weight
 
 
@@ -40,38 +43,75 @@ def test_policy_step_compiles_sharded(mesh):
     ints, floats = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, T), jnp.float32)
     rows = Rows(ints, ints, ints, jax.ShapeDtypeStruct((B, T), jnp.bool_))
     signal = Signal(floats, None, jax.ShapeDtypeStruct((B,), jnp.float32))
-    state = abstract_state(MODEL, optimizer, partition)
+    state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
     compiled = step.lower(state, rows, signal).compile()
     # Parameters and two float32 moments, an eighth of each on every device (norm scales are split by fsdp alone).
     expected = 3 * 4 * 8_190_735_360 / 8
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
 
 
-def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh):
+@pytest.mark.parametrize("k", [0, 3])
+def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
+    """Plain, and drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
     limits = Limits(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
-    engine = make_rollout_engine(MODEL, config, config.sampling, CharTokenizer(), partition)
-    specs = qwen3.rollout_specs(MODEL)
-    params = abstract_params(specs, config.dtype, partition.tree(specs))
+    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype), k)
+    head = eagle3.eagle3_config(MODEL, DRAFT_VOCAB) if k else None
+    engine = make_rollout_engine(MODEL, head, config, config.sampling, CharTokenizer(), partition)
+    params = abstract_weights(head, config.dtype, partition)
     P = r.num_slots // CONFIG.grpo.group_size
-    ints = jax.ShapeDtypeStruct((P,), jnp.int32)
-    prompts = jax.ShapeDtypeStruct((P, r.max_prompt_tokens), jnp.int32)
-    slot = {d: jax.ShapeDtypeStruct((r.num_slots,), d) for d in (jnp.int32, jnp.uint32, jnp.bool_)}
-    slots = jax.eval_shape(engine.start, params, prompts, ints, slot[jnp.int32], slot[jnp.uint32], slot[jnp.bool_])
+    prompts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((P, r.max_prompt_tokens), (P,))]
+    slot = [jax.ShapeDtypeStruct((r.num_slots,), d) for d in (jnp.int32, jnp.uint32, jnp.bool_)]
+    slots = engine.start.eval_shape(params, *prompts, *slot, k > 0)
     slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), slots)
-    compiled = engine.run_chunk.lower(params, slots, jnp.uint32(0)).compile()
+    compiled = engine.run_chunk.lower(params, slots, jnp.uint32(0), k).compile()
     gathered = [
         int(size)
         for shape in re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather\(", compiled.as_text())
         for size in [_elements(shape)]
     ]
     assert max(gathered, default=0) <= LARGEST_SHARD
-    # bfloat16 weights split four ways by `tensor`, and the cache eight ways.
-    weights = 2 * 8_190_735_360 / 4
-    cache = r.num_slots * limits.cache_length * 147_456 / 8
-    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(weights + cache, rel=0.02)
+    # bfloat16 weights split four ways by `tensor`, and the cache eight ways; the head's are 0.40 G parameters, 4 KiB of
+    # keys and values a token, and the features, 24 KiB a token split two ways.
+    tokens = r.num_slots * limits.cache_length
+    expected = 2 * 8_190_735_360 / 4 + tokens * 147_456 / 8
+    if k:
+        expected += 2 * count_params(eagle3.param_specs(head)) / 4 + tokens * (4096 / 8 + 24_576 / 2)
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
+
+
+def test_draft_step_compiles_sharded(mesh):
+    partition = partitioner(mesh, LEARNER)
+    head = eagle3.eagle3_config(MODEL, DRAFT_VOCAB)
+    learner = DraftLearner(head, jnp.dtype(CONFIG.policy.compute_dtype), 3, CONFIG.grpo.microbatch, 1.0)
+    optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
+    step = make_draft_step(learner, optimizer, partition)
+    state = abstract_state(eagle3.param_specs(head), optimizer, partition)
+    B, T, D = CONFIG.grpo.microbatch, 2048, MODEL.embed
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=partition.sharding(("batch",)))
+
+    features = Features(shape(B, T, 3, D), shape(B, T, D))
+    ints = shape(B, T, dtype=jnp.int32)
+    table = partition.sharding(("vocab", "embed"))
+    tables = Tables(*(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB)))
+    compiled = step.lower(state, tables, features, Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))).compile()
+    # Float32 with two moments; `fc` is split by fsdp alone.
+    learnt = 3 * 4 * (count_params(eagle3.param_specs(head)) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
+    given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + 2 * B * T * 4 * D / 2
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(learnt + given, rel=0.02)
+
+
+def abstract_weights(head, dtype, partition):
+    def tree(specs):
+        return abstract_params(specs, dtype, partition.tree(specs))
+
+    if head is None:
+        return Weights(tree(qwen3.rollout_specs(MODEL)), None, None, None)
+    ids = jax.ShapeDtypeStruct((DRAFT_VOCAB,), jnp.int32, sharding=partition.replicated)
+    return Weights(tree(qwen3.rollout_specs(MODEL)), tree(eagle3.rollout_specs(head)), ids, None)
 
 
 def _elements(shape):

@@ -22,7 +22,6 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import evaluate, loop, pretrain
 from specrl_jax.training.setup import build
-from specrl_jax.training.state import abstract_state
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
 
 ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
@@ -46,7 +45,17 @@ def make_setup(config, **changes):
     return build(command_line.to_settings(config), mesh)
 
 
-COMPILED = ("prepare", "logprob_step", "policy_step", "engine", "eval_engine", "greedy_engine")
+COMPILED = (
+    "_prepare",
+    "logprob_step",
+    "policy_step",
+    "read_tables",
+    "draft_step",
+    "engine",
+    "plain_engine",
+    "eval_engine",
+    "greedy_engine",
+)
 
 
 def with_settings(setup, **changes):
@@ -92,9 +101,7 @@ def saved(setup, workdir, step):
     """(state, data position) of a checkpoint, on the host."""
     checkpoints = Checkpoints(str(workdir), 9)
     try:
-        state, position = checkpoints.restore(
-            step, abstract_state(setup.model, setup.optimizer, setup.learner_partition)
-        )
+        state, position = checkpoints.restore(step, setup.abstract_state())
     finally:
         checkpoints.close()
     return jax.device_get(state), position

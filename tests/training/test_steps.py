@@ -20,12 +20,12 @@ from specrl_jax.training.state import (
     init_random_params,
     init_state,
     make_optimizer,
-    param_shardings,
     state_shardings,
 )
 from specrl_jax.training.steps import Learner, Signal, make_logprob_step, make_policy_step
 
 NANO = qwen3.preset("nano")
+SPECS = qwen3.param_specs(NANO)
 B, T = 8, 16
 PLAIN = Learner(NANO, jnp.dtype("float32"), remat=False, logits_chunk=0, microbatch=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
@@ -71,7 +71,7 @@ def initial_params():
     def draw(spec):
         return (rng.normal(size=spec.shape) / np.sqrt(spec.fan_in) if spec.fan_in else np.ones(spec.shape)).astype("f4")
 
-    return jax.tree.map(draw, qwen3.param_specs(NANO))
+    return jax.tree.map(draw, SPECS)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def step_functions(mesh, learner, objective):
 
 def recording_state(mesh):
     """A state of the recorder; fresh, because a step donates it."""
-    shardings = param_shardings(NANO, partition_of(mesh))
+    shardings = partition_of(mesh).tree(SPECS)
     params = jax.device_put(initial_params(), shardings)
     return TrainState(jnp.zeros((), jnp.int32), params, jax.device_put(jax.tree.map(np.zeros_like, params), shardings))
 
@@ -95,7 +95,7 @@ def results(mesh, learner):
     logprob_step, policy_step = step_functions(mesh, learner, WITH_KL)
     state = recording_state(mesh)
     scored = logprob_step(state.params, rows)
-    state, metrics = policy_step(state, rows, signal)
+    state, metrics, _ = policy_step(state, rows, signal)
     return jax.device_get((scored, state.opt_state, metrics))
 
 
@@ -118,7 +118,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
     state = recording_state("one")
     old, _ = jax.device_get(logprob_step(state.params, rows))
-    state, metrics = policy_step(state, rows, Signal(old, None, signal.advantages))
+    state, metrics, _ = policy_step(state, rows, Signal(old, None, signal.advantages))
 
     def reinforce(params):
         logprobs = PLAIN.score(params, rows, partition_of("one")).logprobs
@@ -150,7 +150,7 @@ def test_sharded_equals_unsharded(mesh, microbatch):
 
 
 def test_random_parameters_do_not_depend_on_the_mesh():
-    one, sharded = (init_random_params(jax.random.key(0), NANO, partition_of(mesh)) for mesh in ("one", "fsdp 8"))
+    one, sharded = (init_random_params(jax.random.key(0), SPECS, partition_of(mesh)) for mesh in ("one", "fsdp 8"))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(sharded), jax.device_get(one))
 
 
@@ -166,7 +166,7 @@ def test_padding_and_prompt_positions_carry_no_gradient():
         ref_logprobs=np.where(rows.mask, signal.ref_logprobs, -np.inf).astype(np.float32),
     )
     _, policy_step = step_functions("one", PLAIN, WITH_KL)
-    state, metrics = policy_step(recording_state("one"), junk_rows, junk_signal)
+    state, metrics, _ = policy_step(recording_state("one"), junk_rows, junk_signal)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.opt_state, metrics)), results("one", PLAIN)[1:])
 
 
@@ -176,7 +176,7 @@ def test_zero_advantages_give_exactly_no_gradient():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
     state = recording_state("one")
     before = jax.device_get(state.params)
-    state, metrics = policy_step(state, rows, Signal(signal.old_logprobs, None, np.zeros(B, np.float32)))
+    state, metrics, _ = policy_step(state, rows, Signal(signal.old_logprobs, None, np.zeros(B, np.float32)))
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
     assert float(metrics.grad_norm) == 0.0
@@ -195,7 +195,7 @@ def test_kl_is_zero_at_the_reference():
     logprob_step, policy_step = step_functions("one", PLAIN, WITH_KL)
     state = recording_state("one")
     ref, _ = jax.device_get(logprob_step(state.params, rows))
-    state, metrics = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=np.zeros(B, np.float32)))
+    state, metrics, _ = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=np.zeros(B, np.float32)))
     # Two programs differ by about 1e-6 nats; k3 is half its square, its slope that difference.
     assert 0 <= float(metrics.terms.kl.value()) < 1e-10
     assert float(metrics.grad_norm) < 1e-5
@@ -213,8 +213,8 @@ def test_a_microbatch_that_does_not_divide_is_refused():
 def test_moments_lie_where_their_parameters_lie(mesh):
     partition = partition_of(mesh)
     optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
-    shardings = state_shardings(NANO, optimizer, partition)
-    assert jax.tree.leaves(shardings.params) == jax.tree.leaves(param_shardings(NANO, partition))
+    shardings = state_shardings(SPECS, optimizer, partition)
+    assert jax.tree.leaves(shardings.params) == jax.tree.leaves(partition.tree(SPECS))
     for name in ("mu", "nu"):
         moments = optax.tree.get(shardings.opt_state, name)
         assert jax.tree.leaves(moments) == jax.tree.leaves(shardings.params)
@@ -225,10 +225,10 @@ def test_moments_lie_where_their_parameters_lie(mesh):
 def test_a_fresh_state_is_born_on_its_shards():
     partition = partition_of("fsdp 8")
     optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
-    params = jax.device_put(initial_params(), param_shardings(NANO, partition))
-    state = init_state(params, NANO, optimizer, partition)
+    params = jax.device_put(initial_params(), partition.tree(SPECS))
+    state = init_state(params, SPECS, optimizer, partition)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-    assert jax.tree.leaves(placed) == jax.tree.leaves(state_shardings(NANO, optimizer, partition))
+    assert jax.tree.leaves(placed) == jax.tree.leaves(state_shardings(SPECS, optimizer, partition))
     embed = optax.tree.get(state.opt_state, "mu")["embed"]
     assert embed.addressable_shards[0].data.shape == (NANO.vocab, NANO.embed // 8)
     assert int(state.step) == 0

@@ -26,7 +26,7 @@ def setup():
 
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):
     problems = setup.eval_problems
-    weights = setup.prepare(setup.initial_params())
+    weights = setup.initial_weights()
 
     def accuracy(engine):
         return evaluate(engine, weights, problems, 1, setup.tokenizer, setup.reward, seed=0).accuracy

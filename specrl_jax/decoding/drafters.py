@@ -1,0 +1,62 @@
+"""What every drafter is to the engine, and how one drafted token is drawn."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import noise as counter
+from specrl_jax.decoding.sampling import Sampling, draw
+from specrl_jax.decoding.speculative import Draft, Slots, no_draft
+from specrl_jax.decoding.verification import Noise
+
+# (params, slots, seed, k) -> (k drafted tokens a row, cache)
+DraftFn = Callable[[Any, Slots, jax.Array, int], tuple[Draft, Any]]
+# (params, tokens [B, S], length [B], cache) -> cache
+CatchUpFn = Callable[[Any, jax.Array, jax.Array, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """How an engine drafts. A drafter's own state lives in the slots' cache, beside the target's.
+
+    Attributes:
+      length: the longest draft, and the one used unless the engine is told another; 0 drafts nothing.
+      draft: may assume that its state is that of at most k + 1 committed tokens ago.
+      catch_up: brings that state level with any number of committed tokens; called after a prefill, and before k
+        changes to anything but 0.
+    """
+
+    length: int
+    draft: DraftFn
+    catch_up: CatchUpFn
+
+
+NO_DRAFTER = Drafter(
+    length=0,
+    draft=lambda params, slots, seed, k: no_draft(slots, seed),
+    catch_up=lambda params, tokens, length, cache: cache,
+)
+
+
+def sample_draft(
+    noise: Noise, logits: jax.Array, offset: int, vocab_map: jax.Array | None, sampling: Sampling
+) -> jax.Array:
+    """Token number `offset` of a draft: sampled from softmax(logits / temperature), the best one at temperature 0.
+
+    Sampled, not the best: acceptance is then 1 - TV(p, q), and the rule needs to know the law of what it verifies.
+
+    Args:
+      logits: [B, Vd] float32.
+      vocab_map: [Vd] int32, or None where Vd = V.
+    Returns:
+      [B] int32 target-vocabulary ids.
+    """
+    if sampling.temperature == 0:
+        index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, offset, counter.DRAFT)
+        index = draw(jax.nn.softmax(logits / sampling.temperature, axis=-1), uniforms)
+    return index if vocab_map is None else vocab_map[index]
