@@ -43,10 +43,6 @@ class Eagle3Config:
     norm_epsilon: float
     max_positions: int
 
-    @property
-    def queries_per_kv(self) -> int:
-        return self.heads // self.kv_heads
-
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation."""
@@ -110,26 +106,29 @@ def param_specs(config: Eagle3Config) -> Params:
     }
 
 
+# Named matrices of the learner that the rollout form keeps fused.
+_FUSED = ("k", "v", "gate", "up")
+
+
 def rollout_specs(config: Eagle3Config) -> Params:
     """Logical axes and shapes of `rollout_params`' result."""
     c = config
-    kept = ("fc", "input_norm", "hidden_norm", "o", "mlp_norm", "down", "final_norm", "unembed")
     specs = param_specs(c)
-    qkv = (2, c.embed, c.kv_heads, c.queries_per_kv + 2, c.head_dim)
-    return {name: specs[name] for name in kept} | {
-        "qkv": ParamSpec(qkv, (None, "embed", "kv_heads", None, "head_dim"), 0, "", ""),
+    kept = {name: spec for name, spec in specs.items() if name not in _FUSED}
+    both = (2, c.embed, 2, c.kv_heads, c.head_dim)
+    return kept | {
+        "kv": ParamSpec(both, (None, "embed", None, "kv_heads", "head_dim"), 0, "", ""),
         "gate_up": ParamSpec((c.embed, 2, c.mlp), ("embed", None, "mlp"), 0, "", ""),
     }
 
 
-def rollout_params(params: Params, config: Eagle3Config, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form: q/k/v and gate/up fused, cast."""
-    q = params["q"].reshape(2, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
+def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form: k/v and gate/up fused, cast. q stays apart: most pairs need no query."""
     fused = {
-        "qkv": jnp.concatenate([q, params["k"][:, :, :, None], params["v"][:, :, :, None]], axis=3),
+        "kv": jnp.stack([params["k"], params["v"]], axis=2),
         "gate_up": jnp.stack([params["gate"], params["up"]], axis=1),
     }
-    kept = {name: w for name, w in params.items() if name not in ("q", "k", "v", "gate", "up")}
+    kept = {name: w for name, w in params.items() if name not in _FUSED}
     return jax.tree.map(lambda w: w.astype(dtype), kept | fused)
 
 
@@ -151,9 +150,9 @@ def layer(
     attend: Attend,
 ) -> jax.Array:
     """One application of the head: hidden and embedded [B, T, D] -> pre-norm output a [B, T, D]."""
-    first = rms_norm(embedded, params["input_norm"], config.norm_epsilon)
-    second = rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)
-    q, k, v = _qkv(jnp.stack([first, second], axis=2), params, config)
+    z = _inputs(params, config, hidden, embedded)
+    q = einsum("BTCD,CDNH->BTNH", z, params["q"])
+    k, v = _keys_values(z, params)
     attended = attend(rotate(q, angles), rotate(k, angles), v)
     a = hidden + einsum("BTNH,NHD->BTD", attended, params["o"])
     return a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
@@ -172,14 +171,33 @@ class DraftCache(NamedTuple):
     """
 
     features: jax.Array  # [B, S, 3, D], the target's, of every position it has been at
-    keys: jax.Array  # [B, S, K, H]
-    values: jax.Array  # [B, S, K, H]
+    keys: jax.Array  # [B, K, S, H]
+    values: jax.Array  # [B, K, S, H]
 
 
 def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
     """`dtype` is that of the target's activations, kept as they are."""
-    keys, values = (jnp.zeros((batch, length, config.kv_heads, config.head_dim), cache_dtype) for _ in range(2))
-    return DraftCache(jnp.zeros((batch, length, 3, config.embed), dtype), keys, values)
+    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, cache_dtype)
+    return DraftCache(jnp.zeros((batch, length, 3, config.embed), dtype), own.keys[0], own.values[0])
+
+
+def write_pairs(
+    params: Params,
+    config: Eagle3Config,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    positions: jax.Array,
+    cache: DraftCache,
+) -> DraftCache:
+    """The cache with keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D] in rollout form.
+
+    One layer: what a pair leaves for later ones is its keys and values, which need neither attention nor mlp.
+    """
+    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
+    return cache._replace(
+        keys=kv.write(cache.keys, positions, rotate(k, angles)), values=kv.write(cache.values, positions, v)
+    )
 
 
 def extend(
@@ -190,32 +208,34 @@ def extend(
     positions: jax.Array,
     cache: DraftCache,
 ) -> tuple[jax.Array, DraftCache]:
-    """The head over pairs `positions` [B, Q] of hidden and embedded [B, Q, D], reading pairs up to each one's own.
+    """The whole head over pairs `positions` [B, Q], each reading pairs up to its own.
 
-    Returns the pre-norm output a [B, Q, D] and the cache with these pairs' keys and values; those at or beyond its
-    length are dropped.
+    Returns the pre-norm output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
     """
-    visible = jnp.arange(cache.keys.shape[1])[None, None, None, :] <= positions[:, None, :, None]  # [B, 1, Q, S]
     written = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys, values = kv.write(cache.keys, positions, k), kv.write(cache.values, positions, v)
         written.append(cache._replace(keys=keys, values=values))
-        return jax.nn.dot_product_attention(q.astype(keys.dtype), keys, values, mask=visible).astype(q.dtype)
+        return kv.attend(q, keys, values, positions)
 
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
     a = layer(params, config, hidden, embedded, angles, attend)
     return a, written[0]
 
 
-def _qkv(z: jax.Array, params: Params, config: Eagle3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From z [B, T, 2, D]."""
-    if "qkv" not in params:
-        return tuple(einsum("BTCD,CDNH->BTNH", z, params[name]) for name in ("q", "k", "v"))
-    fused = einsum("BTCD,CDKRH->BTKRH", z, params["qkv"])
-    R = config.queries_per_kv
-    q = fused[..., :R, :].reshape(*z.shape[:2], config.heads, config.head_dim)
-    return q, fused[..., R, :], fused[..., R + 1, :]
+def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
+    """z [B, T, 2, D], the embedding first."""
+    first = rms_norm(embedded, params["input_norm"], config.norm_epsilon)
+    return jnp.stack([first, rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)], axis=2)
+
+
+def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
+    """k and v [B, T, K, H] from either form of the weights."""
+    if "kv" not in params:
+        return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
+    both = einsum("BTCD,CDPKH->BTPKH", z, params["kv"])
+    return both[:, :, 0], both[:, :, 1]
 
 
 def unrolled_logits(

@@ -299,8 +299,6 @@ def _unrolled(
     cache: kv.KVCache,
     aux_layers: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array | None, kv.KVCache]:
-    length = cache.keys[0].shape[1]
-    mask = jnp.arange(length)[None, None, None, :] <= positions[:, None, :, None]  # [B, 1, Q, S]
     keys, values, aux = [], [], {}
     for index, w in enumerate(layers):
         aux[index] = x
@@ -308,9 +306,7 @@ def _unrolled(
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> tuple[jax.Array, None]:
             keys.append(kv.write(cache.keys[index], positions, k))
             values.append(kv.write(cache.values[index], positions, v))
-            # The cache may be wider than the activations (float32 on a CPU): compare in the cache's dtype.
-            out = jax.nn.dot_product_attention(q.astype(keys[-1].dtype), keys[-1], values[-1], mask=mask)
-            return out.astype(q.dtype), None
+            return kv.attend(q, keys[-1], values[-1], positions), None
 
         x, _ = layer(x, w, config, angles, attend)
     features = jnp.stack([aux[index] for index in aux_layers], axis=2) if aux_layers else None

@@ -47,43 +47,48 @@ def eagle3_drafter(
       dtype: of the head's activations.
     """
 
-    def run(params: Weights, hidden: jax.Array, tokens: jax.Array, pairs: jax.Array, cache: eagle3.DraftCache) -> Any:
-        embedded = partition.constrain(params.policy["embed"][tokens].astype(dtype), "batch", None, None)
-        a, cache = eagle3.extend(params.draft, config, hidden, embedded, pairs, cache)
-        return partition.constrain(a, "batch", None, None), cache
+    def embed(params: Weights, tokens: jax.Array) -> jax.Array:
+        return partition.constrain(params.policy["embed"][tokens].astype(dtype), "batch", None, None)
 
-    def over_committed(params: Weights, tokens: jax.Array, pairs: jax.Array, cache: eagle3.DraftCache) -> Any:
-        """The head over pairs [B, Q] whose features and tokens are both there."""
+    def committed(
+        params: Weights, tokens: jax.Array, pairs: jax.Array, cache: eagle3.DraftCache
+    ) -> tuple[jax.Array, jax.Array]:
+        """(hidden, embedded) of pairs [B, Q] whose features and tokens are both there."""
         features = jnp.take_along_axis(cache.features, pairs[:, :, None, None], axis=1, mode="clip")
         following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
-        return run(params, eagle3.project_features(params.draft, features), following, pairs, cache)
+        return eagle3.project_features(params.draft, features), embed(params, following)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
         noise = Noise(seed, slots.rollout_id, slots.length)
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
         pairs = jnp.maximum(slots.length[:, None] - 2 - jnp.arange(k, -1, -1)[None], 0)
-        a, cache = over_committed(params, slots.tokens, pairs, slots.cache.draft)
-        a = a[:, -1:]
+        hidden, embedded = committed(params, slots.tokens, pairs, slots.cache.draft)
+        cache = eagle3.write_pairs(
+            params.draft, config, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], slots.cache.draft
+        )
+        a, last, pair = hidden[:, -1:], embedded[:, -1:], pairs[:, -1:]
         tokens, logits = [], []
         for i in range(k):
-            if i:
-                a, cache = run(params, a, tokens[-1][:, None], slots.length[:, None] - 2 + i, cache)
+            a, cache = eagle3.extend(params.draft, config, a, last, pair, cache)
+            a = partition.constrain(a, "batch", None, None)
             # A row's whole vocabulary on one device to sample from it, as in verification, and back at once.
             scores = partition.constrain(eagle3.draft_logits(params.draft, config, a), "batch", None, "vocab")
             logits.append(partition.constrain(scores, "sampled_rows", None, None)[:, 0])
             token = sample_draft(noise, logits[-1], i, params.vocab_map, sampling)
             tokens.append(partition.constrain(token, "batch"))
+            last, pair = embed(params, tokens[-1][:, None]), slots.length[:, None] - 1 + i
         certain = jnp.zeros(slots.done.shape, bool)
         drafted = Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), certain, params.vocab_map)
         return drafted, slots.cache._replace(draft=cache)
 
     def catch_up(params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches) -> Caches:
-        S = cache.draft.keys.shape[1]
+        S = cache.draft.features.shape[1]
         size = min(CATCH_UP_BLOCK, S)
 
         def block(i: jax.Array, draft_cache: eagle3.DraftCache) -> eagle3.DraftCache:
             pairs = jnp.broadcast_to(i * size + jnp.arange(size)[None], (tokens.shape[0], size))
-            return over_committed(params, tokens, pairs, draft_cache)[1]
+            hidden, embedded = committed(params, tokens, pairs, draft_cache)
+            return eagle3.write_pairs(params.draft, config, hidden, embedded, pairs, draft_cache)
 
         blocks = (jnp.max(length) - 1 + size - 1) // size
         return cache._replace(draft=jax.lax.fori_loop(0, blocks, block, cache.draft))
@@ -93,7 +98,7 @@ def eagle3_drafter(
 
 def record_features(cache: eagle3.DraftCache, positions: jax.Array, features: jax.Array) -> eagle3.DraftCache:
     """The target's features [B, Q, 3, D] of positions [B, Q], kept for the drafts and catch-ups to come."""
-    return cache._replace(features=kv.write(cache.features, positions, features))
+    return cache._replace(features=kv.write_tokens(cache.features, positions, features))
 
 
 def checksum(tree: Any) -> jax.Array:

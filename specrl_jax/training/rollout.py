@@ -43,7 +43,7 @@ def make_prepare(
 
     def prepare(policy: Any, draft: Any, vocab_map: jax.Array | None) -> Weights:
         policy = qwen3.rollout_params(policy, model, config.dtype)
-        draft = eagle3.rollout_params(draft, head, config.dtype) if head else None
+        draft = eagle3.rollout_params(draft, config.dtype) if head else None
         return Weights(policy, draft, vocab_map, checksum((policy, draft, vocab_map)))
 
     return jax.jit(prepare, out_shardings=weights_shardings(model, head, partition))
@@ -164,7 +164,7 @@ def slots_shardings(
     B, S = limits.num_slots, limits.cache_length
     row = partition.sharding(("batch",), (B,))
     table = partition.sharding(("batch", None), (B, S))
-    buffer = partition.sharding(kv.AXES, (B, S, model.kv_heads, model.head_dim))
+    buffer = partition.sharding(kv.AXES, (B, model.kv_heads, S, model.head_dim))
     cache = kv.KVCache((buffer,) * model.layers, (buffer,) * model.layers)
     features = partition.sharding(("batch", None, None, None))
     return Slots(

@@ -65,7 +65,7 @@ def draft_by_hand(params, features, embedded, start, steps):
     def attend(q, k, v):
         keys.append(k[:, 0])
         values.append(v[:, 0])
-        K, R = CONFIG.kv_heads, CONFIG.queries_per_kv
+        K, R = CONFIG.kv_heads, CONFIG.heads // CONFIG.kv_heads
         q = q[:, 0].reshape(B, K, R, CONFIG.head_dim)
         scores = jnp.einsum("BKRH,SBKH->BKRS", q, jnp.stack(keys)) / CONFIG.head_dim**0.5
         out = jnp.einsum("BKRS,SBKH->BKRH", jax.nn.softmax(scores, axis=-1), jnp.stack(values))
@@ -102,7 +102,7 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(params, inputs):
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, inputs):
     features, embedded = inputs
-    fused = eagle3.rollout_params(params, CONFIG, jnp.float32)
+    fused = eagle3.rollout_params(params, jnp.float32)
     expected = eagle3.unrolled_logits(params, CONFIG, features, embedded, 2)
     np.testing.assert_allclose(eagle3.unrolled_logits(fused, CONFIG, features, embedded, 2), expected, atol=ATOL)
     specs = eagle3.rollout_specs(CONFIG)
@@ -119,7 +119,7 @@ def test_the_first_output_matches_the_published_formula_in_float64(params, input
 
     h = np.einsum("BAE,AED->BD", features[:, 0], w["fc"])
     z = np.stack([norm(embedded[:, 1], w["input_norm"]), norm(h, w["hidden_norm"])], axis=1)
-    value = np.einsum("BCD,CDKH->BKH", z, w["v"]).repeat(CONFIG.queries_per_kv, axis=1)
+    value = np.einsum("BCD,CDKH->BKH", z, w["v"]).repeat(CONFIG.heads // CONFIG.kv_heads, axis=1)
     a = h + np.einsum("BNH,NHD->BD", value, w["o"])
     x = norm(a, w["mlp_norm"])
     gate = x @ w["gate"]

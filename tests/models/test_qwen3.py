@@ -394,7 +394,7 @@ def test_writes_beyond_the_cache_are_dropped(rollout, config, tokens, partition)
     out = compiled(config, partition)(rollout, tokens[:, 8:], row_positions(tokens)[:, 8:], cache=cache)
     _, longer = decode(rollout, config, tokens, (4, 4, 4), partition)
     for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(longer), strict=True):
-        np.testing.assert_allclose(a, b[:, :10], **ROUNDING)
+        np.testing.assert_allclose(a, b[:, :, :10], **ROUNDING)
 
 
 def test_shared_prefill_serves_every_answer_of_its_group(rollout, config, tokens, partition):
