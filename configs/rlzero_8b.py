@@ -3,7 +3,12 @@ plain sampling.
 
     python main.py --config configs/rlzero_8b.py
 
-one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper). Weights and data are read from local folders:
+one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper); with speculation, given an EAGLE-3 head for this policy
+in SafeAILab's format,
+
+    python main.py --config configs/rlzero_8b.py --config.draft.kind=eagle3 --config.draft.path=checkpoints/HEAD
+
+Weights and data are read from local folders:
 
     hf download Qwen/Qwen3-8B-Base --local-dir checkpoints/Qwen3-8B-Base
     data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)

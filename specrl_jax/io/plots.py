@@ -12,13 +12,18 @@ from specrl_jax.core import PHASES
 
 
 def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
-    """Writes plots/run.png: learning, time, lengths and mismatch over steps. Returns its path."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    """Writes plots/run.png: learning, time, lengths, mismatch and speculation over steps. Returns its path."""
+    speculates = any("spec/acceptance_length" in row for row in rows)
+    columns = 3 if speculates else 2
+    figure, axes = plt.subplots(2, columns, figsize=(5.5 * columns, 7), layout="constrained")
     _learning(axes[0, 0], rows)
     steps = [row for row in rows if "time/total" in row]
     _phases(axes[0, 1], steps)
     _pair(axes[1, 0], steps, "rollout/response_length_mean", "tokens per response", "policy/entropy", "entropy, nats")
     _pair(axes[1, 1], steps, "mismatch/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
+    if speculates:
+        _acceptance(axes[0, 2], steps)
+        _pair(axes[1, 2], steps, "draft/loss", "draft loss, nats", "draft/grad_norm", "draft gradient norm")
     for axis in axes.flat:
         axis.set_xlabel("RL step")
         axis.grid(alpha=0.3)
@@ -52,6 +57,20 @@ def _phases(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
     axis.set_ylim(0, 1.2 * max(later))
     axis.set_title("seconds per step, by phase (step 1 compiles)")
     axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
+
+
+def _acceptance(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+    rates = sorted({name for row in rows for name in row if name.startswith("spec/acceptance_rate_pos_")})
+    for name in rates:
+        axis.plot(*_series(rows, name), label=f"drafted token {name.rpartition('_')[2]} kept", alpha=0.8)
+    axis.set_ylim(0, 1.02)
+    axis.set_ylabel("share of verifications")
+    axis.legend(loc="lower left", fontsize=8)
+    other = axis.twinx()
+    other.plot(*_series(rows, "spec/acceptance_length"), color="black", label="tokens per verification")
+    other.set_ylim(0, 1.02 * (len(rates) + 1))
+    other.set_ylabel("tokens per verification (black)")
+    axis.set_title("acceptance")
 
 
 def _pair(axis: plt.Axes, rows: list[dict[str, Any]], left: str, left_label: str, right: str, right_label: str) -> None:

@@ -10,13 +10,15 @@ from specrl_jax.core import PHASES
 
 
 def print_report(rows: list[dict[str, Any]], figure: str) -> None:
-    """Accuracy before and after, reward, seconds and share of each phase, tokens per second; then where the plot is."""
+    """Accuracy before and after, reward, speculation, seconds and share of each phase; then where the plot is."""
     console = rich.console.Console()
     steps = [row for row in rows if "time/total" in row]
     if not steps:
         console.print("no steps were run")
         return
     console.print(_learning_table(rows, steps))
+    if "spec/acceptance_length" in steps[-1]:
+        console.print(_speculation_table(steps))
     console.print(_time_table(steps))
     console.print(f"plot: {figure}", soft_wrap=True)
 
@@ -31,6 +33,23 @@ def _learning_table(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> 
         table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
     before, after = steps[0]["reward/mean"], last["reward/mean"]
     table.add_row("mean reward, first and last step", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+    return table
+
+
+def _speculation_table(steps: list[dict[str, Any]]) -> rich.table.Table:
+    table = rich.table.Table(title="speculation", title_justify="left")
+    for column in ("", "first step", "last step"):
+        table.add_column(column, justify="left" if not column else "right")
+    labels = {"tokens per verification": "spec/acceptance_length"}
+    rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
+    labels |= {f"drafted token {name.rpartition('_')[2]} kept": name for name in rates}
+    labels["draft loss, nats"] = "draft/loss"
+    for label, name in labels.items():
+        if name in steps[-1]:
+            table.add_row(label, *(f"{row[name]:.3f}" if name in row else "" for row in (steps[0], steps[-1])))
+    if "spec/speedup" in steps[-1]:
+        low, median, high = (steps[-1][f"spec/speedup{end}"] for end in ("_low", "", "_high"))
+        table.add_row("generation, times as fast as draft.kind=none", "", f"{median:.2f} ({low:.2f} to {high:.2f})")
     return table
 
 

@@ -264,7 +264,12 @@ def head_sizes(draft: DraftSettings, model: qwen3.Qwen3Config) -> eagle3.Eagle3C
     if draft.kind != "eagle3":
         raise BadInput(f"draft.kind: no drafter '{draft.kind}'; there are none (plain decoding), eagle3")
     if draft.path:
-        return eagle3_formats.load_config(draft.path, model)
+        head = eagle3_formats.load_config(draft.path, model)
+        if draft.vocab_size not in (0, head.draft_vocab):
+            raise BadInput(
+                f"draft.vocab_size={draft.vocab_size}, the head {draft.path} has {head.draft_vocab}; leave 0"
+            )
+        return head
     return eagle3.eagle3_config(model, draft.vocab_size or model.vocab)
 
 

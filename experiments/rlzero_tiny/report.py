@@ -1,0 +1,112 @@
+"""Tables and figure of the six runs of sweep.py: what they learnt, and whether speculation changed it.
+
+    python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/rlzero_tiny/sweep.py
+    python -m experiments.rlzero_tiny.report --workdir runs/sweeps/rlzero_tiny_rlzero_tiny
+
+Writes results.csv (one row a step and run) and learning.png beside this file.
+"""
+
+import argparse
+import csv
+import os
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+
+from experiments.launch import make_name
+from experiments.rlzero_tiny.sweep import get_sweep
+from specrl_jax.core import PHASES
+from specrl_jax.io.metrics import read_metrics
+
+HERE = pathlib.Path(__file__).parent
+KINDS = {"eagle3": "speculation", "none": "plain"}
+FIELDS = (
+    ["draft.kind", "seed", "step", "eval/accuracy", "eval/accuracy_greedy", "reward/mean"]
+    + [f"time/{phase}" for phase in PHASES]
+    + ["time/total", "rollout/tokens_per_second", "mismatch/logprob_abs_max", "spec/acceptance_length"]
+    + [f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]
+    + ["draft/loss", "draft/seconds", "spec/speedup", "spec/speedup_low", "spec/speedup_high"]
+)
+
+
+def collect(workdir: str) -> list[dict[str, Any]]:
+    """Metrics rows of every run, with its overrides."""
+    return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
+
+
+def of(rows: list[dict[str, Any]], kind: str, seed: int) -> list[dict[str, Any]]:
+    return [row for row in rows if (row["draft.kind"], row["seed"]) == (kind, seed)]
+
+
+def seeds(rows: list[dict[str, Any]]) -> list[int]:
+    return sorted({row["seed"] for row in rows})
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    figure, (learning, acceptance) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    for seed in seeds(rows):
+        for kind, style in (("eagle3", "o-"), ("none", "x--")):
+            points = [(r["step"], r["eval/accuracy"]) for r in of(rows, kind, seed) if "eval/accuracy" in r]
+            learning.plot(*zip(*points, strict=True), style, color=f"C{seed}", label=f"seed {seed}, {KINDS[kind]}")
+        steps = of(rows, "eagle3", seed)[1:]
+        acceptance.plot([r["step"] for r in steps], [r["spec/acceptance_length"] for r in steps], label=f"seed {seed}")
+    learning.set(xlabel="RL step", ylabel="validation accuracy, sampled, 256 problems", ylim=(0, 1.02))
+    acceptance.set(xlabel="RL step", ylabel="tokens per verification, k = 3", ylim=(1, 4))
+    for axis in (learning, acceptance):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(HERE / "learning.png", dpi=110)
+    plt.close(figure)
+
+
+def interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """(mean difference, half width of its 95 % interval), Welch."""
+    result = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    return float(np.mean(a) - np.mean(b)), float(result.high - result.low) / 2
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    for name in ("eval/accuracy", "eval/accuracy_greedy"):
+        after = {}
+        for kind in KINDS:
+            ends = [(of(rows, kind, seed)[0][name], of(rows, kind, seed)[-1][name]) for seed in seeds(rows)]
+            after[kind] = np.array([last for _, last in ends])
+            shown = "  ".join(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})" for first, last in ends)
+            print(f"{name}  {KINDS[kind]:<12} {shown}")
+        difference, half = interval(after["eagle3"], after["none"])
+        print(f"{name}  speculation - plain at the end: {difference:+.4f} +- {half:.4f} (95 %)")
+    for seed in seeds(rows):
+        steps = of(rows, "eagle3", seed)[1:]
+        last = steps[-1]
+        print(
+            f"seed {seed}: acceptance length {steps[0]['spec/acceptance_length']:.3f} -> "
+            f"{np.mean([r['spec/acceptance_length'] for r in steps[-5:]]):.3f} (mean of the last five steps); "
+            f"generation {last['spec/speedup']:.2f}x plain ({last['spec/speedup_low']:.2f} to "
+            f"{last['spec/speedup_high']:.2f}), 128 sequences"
+        )
+    for kind in KINDS:
+        timed = [r for seed in seeds(rows) for r in of(rows, kind, seed)[2:]]
+        shown = "  ".join(f"{p} {np.median([r[f'time/{p}'] for r in timed]):.3f}" for p in (*PHASES, "total"))
+        print(f"median step, {KINDS[kind]:<12} {shown} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", required=True, help="of the launcher")
+    rows = collect(parser.parse_args().workdir)
+    with open(HERE / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows)
+    print_tables(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Generation with speculation against draft.kind=none, on the weights that a finished run ended with.
+
+    python -m experiments.rlzero_tiny.speedup --workdir runs/rlzero_tiny --output speedup.csv
+
+One process, same prompts and weights, rounds that alternate; temperature 1, drafts sampled. A ratio is that of
+generated tokens per second. Waves run to their longest rollout on both sides.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from main import to_settings
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.compare import compare_with_plain
+from specrl_jax.training.setup import Setup, build
+
+PROMPTS = 128
+
+
+def load(workdir: str) -> tuple[Setup, Any]:
+    """(setup, weights) of the run's last checkpoint."""
+    with open(os.path.join(workdir, "config.json")) as file:
+        config = ConfigDict(json.load(file)["config"])
+    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    checkpoints = Checkpoints(workdir, config.checkpoint.keep)
+    state, _ = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
+    checkpoints.close()
+    return setup, setup.prepare(state)[0]
+
+
+def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
+    """[rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
+    limits = dataclasses.replace(setup.rollout.limits, num_slots=slots)
+    setup = dataclasses.replace(setup, rollout=dataclasses.replace(setup.rollout, limits=limits, draft_length=k))
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][:PROMPTS]
+    return compare_with_plain(setup.engine, setup.plain_engine, weights, prompts, 1, seed=0, rounds=rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", required=True, nargs="+", help="of finished runs")
+    parser.add_argument("--slots", type=int, nargs="+", default=[8])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", required=True)
+    a = parser.parse_args()
+    rows = []
+    for workdir in a.workdir:
+        setup, weights = load(workdir)
+        for slots in a.slots:
+            for k in a.lengths:
+                ratios = measure(setup, weights, slots, k, a.rounds)
+                run = os.path.basename(os.path.normpath(workdir))
+                rows += [{"run": run, "slots": slots, "k": k, "round": i, "ratio": r} for i, r in enumerate(ratios)]
+                low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+                print(f"{run}  {slots} sequences, k = {k}: {median:.3f}x ({low:.3f} to {high:.3f})", flush=True)
+    with open(a.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "slots", "k", "round", "ratio"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
