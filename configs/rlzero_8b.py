@@ -3,8 +3,8 @@ plain sampling.
 
     python main.py --config configs/rlzero_8b.py
 
-one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper); with speculation, given an EAGLE-3 head for this policy
-in SafeAILab's format,
+one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper); with speculation, given an EAGLE-3 head for this
+policy in SafeAILab's format,
 
     python main.py --config configs/rlzero_8b.py --config.draft.kind=eagle3 --config.draft.path=checkpoints/HEAD
 
