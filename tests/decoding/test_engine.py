@@ -516,7 +516,7 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
 
 
 def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_anew():
-    """Rows that hold drafted but rejected tokens, rows k = 0 went past, waves that begin without drafting."""
+    """Blocks longer than the next draft's window, tokens that k = 0 went past, waves that begin without drafting."""
     found = []
     for make in (toys.stateful_drafter, toys.rebuilding_drafter):
         choose, _ = changing()

@@ -117,14 +117,15 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
 def stateful_drafter(table, k, temperature, vocab_map=None):
     """A drafter that knows the whole prefix, `table` [HASHES, V, Vd], and keeps it by position in a buffer of its own.
 
-    As the EAGLE-3 head does: a draft writes the last k + 1 committed tokens, and then, for the time being, its own.
-    What was committed before those it takes as it finds it.
+    As the EAGLE-3 head does: a draft writes the last k + 1 committed tokens, and what was committed before those it
+    takes as it finds it. Where it drafted it leaves what is of no use, even if its tokens are accepted.
     """
 
     def draft(params, slots, seed, k):
         window = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
         buffer = write(slots.cache.draft, window, jnp.take_along_axis(slots.tokens, window, axis=1))
-        drafted, buffer = _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map)
+        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map)
+        buffer = write(buffer, slots.length[:, None] + jnp.arange(k)[None], jnp.full_like(drafted.tokens, UNWRITTEN))
         return drafted, slots.cache._replace(draft=buffer)
 
     return Drafter(k, draft, catch_up_all)
@@ -136,8 +137,7 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
     def draft(params, slots, seed, k):
         buffer = jnp.full_like(slots.tokens, UNWRITTEN)
         buffer = catch_up_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
-        drafted, _ = _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map)
-        return drafted, slots.cache
+        return _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map), slots.cache
 
     return Drafter(k, draft, lambda params, tokens, length, cache: cache)
 
@@ -160,5 +160,4 @@ def _draft_on(table, buffer, slots, seed, k, temperature, vocab_map):
         rows.append(look_up(table, token, positions, buffer)[:, 0])
         token = sample_draft(noise, rows[-1], i, vocab_map, Sampling(temperature))[:, None]
         tokens.append(token[:, 0])
-    certain = jnp.zeros(len(token), bool)
-    return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), certain, vocab_map), buffer
+    return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)
