@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import hypothesis.strategies as st
 import jax
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from specrl_jax.core import BadInput
-from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.engine import Limits, Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots, commit
 from tests.helpers import toys
@@ -441,3 +442,191 @@ def test_speculative_rollouts_do_not_depend_on_slots_or_chunks():
     out = engine(Sampling(0.8), drafter, num_slots=3, chunk=1).generate(TABLE, PROMPTS, samples=2, seed=3)
     assert_same_rollouts(out, wanted)
     np.testing.assert_array_equal(out.verifications, wanted.verifications)
+
+
+# --- speculation with a drafter that has a state
+
+# Neither sorted nor dense; never proposed is the end-of-text, or a token that is none.
+VOCAB_MAP = jnp.array([2, 0], jnp.int32)
+WITH_EOS = jnp.array([EOS, 1, 0], jnp.int32)
+# Right often enough for blocks of every size, wrong often enough to leave wrong tokens in the drafter's buffer.
+NEARLY = TABLE + toys.make_table(seed=5, V=V, scale=0.7)
+ENDLESS = TABLE - 50 * np.eye(V, dtype=np.float32)[EOS]
+LENGTHS = (3, 0, 0, 3, 1, 0, 2, 3, 2, 2, 0, 1, 3)
+
+
+def stateful(drafter, sampling=Sampling(0.0), **sizes):  # noqa: B008 (frozen)
+    return toys.stateful_engine(limits(**sizes), sampling, (EOS,), drafter, PAD)
+
+
+def changing(lengths=LENGTHS):
+    """A `choose_length` that goes through `lengths` over and over, and the list of what it chose."""
+    chosen = []
+
+    def choose(running):
+        chosen.append(lengths[len(chosen) % len(lengths)])
+        return chosen[-1]
+
+    return choose, chosen
+
+
+@pytest.mark.parametrize("temperature, eos", [(1.0, None), (0.6, 2)], ids=["no end", "may end"])
+@pytest.mark.parametrize("lengths", [(2,), (2, 0, 1, 2)], ids=str)
+def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_is_the_targets(
+    temperature, eos, lengths
+):
+    """Two of three tokens are drafted, by what came before. 81 outcomes, 2**17 rollouts, 1e-6 at 0.0165 against 0.033.
+
+    One draft length throughout, and one that changes after every iteration.
+    """
+    table, N = toys.make_table(seed=4, V=3), 2**17
+    drafter = toys.stateful_drafter(toys.make_table(seed=6, V=3, out=2), 2, temperature, VOCAB_MAP)
+    sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=4, chunk=1)
+    eos_ids = (99,) if eos is None else (eos,)
+    run = toys.stateful_engine(sizes, Sampling(temperature), eos_ids, drafter)
+    rollouts = run.generate(table, [[1, 0]], N, seed=6, choose_length=changing(lengths)[0])
+    # Drafts were kept and drafts were not, at both places.
+    drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
+    assert (accepted > 0).all() and (accepted < drafted).all()
+    law = response_law(table, [1, 0], 4, eos, Sampling(temperature))
+    assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
+
+
+@pytest.mark.parametrize(
+    "lengths, vocab_map", [((1,), None), ((3,), None), (LENGTHS, None), (LENGTHS, WITH_EOS)], ids=str
+)
+def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, lengths, vocab_map):
+    """Token for token, with the same cut at an end-of-text inside a block and at the limit."""
+    prompts, *_ = greedy
+    seldom = -1.5 * np.eye(V, dtype=np.float32)[EOS]
+    table, draft_table = TABLE + seldom, NEARLY + seldom
+    if vocab_map is not None:
+        draft_table = draft_table[:, :, np.asarray(vocab_map)]
+    plain = engine(Sampling(0.0), num_slots=32).generate(table, prompts, samples=1, seed=0)
+    drafter = toys.stateful_drafter(draft_table, max(lengths), temperature=0, vocab_map=vocab_map)
+    run = stateful(drafter, num_slots=32, chunk=1)
+    out = run.generate(table, prompts, samples=1, seed=0, choose_length=changing(lengths)[0])
+    for name in ("tokens", "length", "ended"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(plain, name))
+    np.testing.assert_allclose(out.logprobs, plain.logprobs, rtol=0, atol=2e-6)
+    # Each verification adds a token to those it accepted: fewer in the response were cut off.
+    cut = out.accepted.sum(axis=1) + out.verifications > out.response_length
+    assert cut[out.ended].any(), "no end-of-text inside a block"
+    assert cut[~out.ended].any(), "no limit inside a block"
+
+
+def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_anew():
+    """Blocks longer than the next draft's window, tokens that k = 0 went past, waves that begin without drafting."""
+    found = []
+    for make in (toys.stateful_drafter, toys.rebuilding_drafter):
+        choose, _ = changing()
+        run = stateful(make(NEARLY, 3, 0.8), Sampling(0.8), num_slots=4, chunk=2, max_response_tokens=24)
+        found.append(run.generate(ENDLESS, PROMPTS, samples=2, seed=3, choose_length=choose))
+    state, anew = found
+    assert responses(state) == responses(anew)
+    for name in ("verifications", "drafted", "accepted"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(anew, name))
+    # Every place was drafted, kept and rejected.
+    drafted, accepted = state.drafted.sum(axis=0), state.accepted.sum(axis=0)
+    assert (accepted > 0).all() and (accepted < drafted).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(temperature):
+    """It is perfect only while its state holds every token, those of the iterations that drafted nothing too."""
+    drafter = toys.stateful_drafter(ENDLESS, 3, temperature)
+    choose, chosen = changing()
+    run = stateful(drafter, Sampling(temperature), chunk=1, max_response_tokens=30)
+    out = run.generate(ENDLESS, PROMPTS, samples=2, seed=0, choose_length=choose)
+    np.testing.assert_array_equal(out.accepted, out.drafted)
+    # Rows go in step: each iteration commits its k + 1 tokens, the last one is cut at the limit.
+    count = np.searchsorted(np.cumsum(np.array(chosen) + 1), 30) + 1
+    assert out.verifications.tolist() == [count] * 10
+    assert out.drafted.tolist() == [[sum(k > i for k in chosen[:count]) for i in range(3)]] * 10
+
+
+@pytest.mark.parametrize("lengths", [(3,), (0, 3), (3, 3, 0, 0), (3, 1), (1, 3, 0, 2)], ids=str)
+def test_a_drafter_catches_up_only_where_the_length_changes_to_one_that_drafts(lengths):
+    calls = []
+    run = stateful(toys.stateful_drafter(NEARLY, 3, 0), chunk=1, max_response_tokens=20)
+
+    def catch_up(*arguments):
+        calls.append(arguments)
+        return run.catch_up(*arguments)
+
+    choose, chosen = changing(lengths)
+    counting = dataclasses.replace(run, catch_up=catch_up)
+    counting.generate(ENDLESS, PROMPTS, samples=2, seed=0, choose_length=choose)
+    changes = [after for before, after in itertools.pairwise(chosen) if after not in (0, before)]
+    assert len(calls) == len(changes)
+    assert len(changes) > 1 or lengths == (3,)
+
+
+def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
+    def called(*_):
+        pytest.fail("the drafter was called")
+
+    prompts, _, plain = greedy
+    for drafter, choose in (
+        (toys.Drafter(0, called, called), None),
+        (toys.Drafter(3, called, called), lambda running: 0),
+    ):
+        run = stateful(drafter, num_slots=32)
+        out = run.generate(TABLE, prompts, samples=1, seed=0, choose_length=choose)
+        np.testing.assert_array_equal(out.tokens, plain.tokens)
+        assert out.drafted.shape == (len(prompts), drafter.length) and not out.drafted.any()
+
+
+def test_the_length_is_chosen_by_the_rows_still_running():
+    seen = []
+    run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=8, chunk=1)
+    out = run.generate(TABLE, PROMPTS, samples=2, seed=0, choose_length=lambda running: seen.append(running) or 1)
+    # One iteration a chunk: before iteration i of a wave, the rows that take part in more than i are running.
+    waves = out.verifications[:8], out.verifications[8:]
+    assert seen == [int((wave > i).sum()) for wave in waves for i in range(wave.max())]
+    assert len(set(seen)) > 3
+
+
+# --- counters
+
+
+def speculate_by_hand(prompt, k, longest):
+    """(response, verifications, drafted [k], accepted [k]) of greedy speculation on one prompt, in plain Python."""
+    tokens, drafted, accepted, verifications = list(prompt), [0] * k, [0] * k, 0
+    while len(tokens) < len(prompt) + longest and EOS not in tokens[len(prompt) :]:
+        verifications += 1
+        ahead, kept = list(tokens), 0
+        for i in range(k):
+            best = int(toys.logits_after(TABLE, ahead).argmax())
+            ahead.append(int(toys.logits_after(NEARLY, ahead).argmax()))
+            kept += kept == i and ahead[-1] == best
+            drafted[i] += 1
+            accepted[i] += kept > i
+        ahead = ahead[: len(tokens) + kept]
+        ahead.append(int(toys.logits_after(TABLE, ahead).argmax()))
+        new = ahead[len(tokens) : len(prompt) + longest]
+        tokens += new[: new.index(EOS) + 1] if EOS in new else new
+    return tokens[len(prompt) :], verifications, drafted, accepted
+
+
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
+    """Rows end at different times: what goes on in those that are done is counted nowhere. Drafts count uncut."""
+    prompts, _, _ = greedy
+    run = stateful(toys.stateful_drafter(NEARLY, 3, 0), num_slots=32, chunk=chunk)
+    out = run.generate(TABLE, prompts, samples=1, seed=0)
+    by_hand = [speculate_by_hand(prompt, 3, longest=8) for prompt in prompts]
+    assert list(responses(out).values()) == [tokens for tokens, *_ in by_hand]
+    assert out.verifications.tolist() == [count for _, count, _, _ in by_hand]
+    assert out.drafted.tolist() == [drafted for *_, drafted, _ in by_hand]
+    assert out.accepted.tolist() == [accepted for *_, accepted in by_hand]
+    acceptance_length = sum(len(tokens) for tokens, *_ in by_hand) / sum(count for _, count, _, _ in by_hand)
+    assert out.response_length.sum() / out.verifications.sum() == acceptance_length
+    assert 1 < acceptance_length < 4 and len(set(out.verifications.tolist())) > 2
+
+
+def test_every_rollout_carries_the_stamp_of_its_weights():
+    stamp = Stamp(weights_version=7, draft_version=5, checksum=2**32 - 1)
+    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, stamp=stamp)
+    for name, value in stamp._asdict().items():
+        assert getattr(out, name).tolist() == [value] * 10

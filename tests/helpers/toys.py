@@ -1,10 +1,12 @@
 """Toy language models with tiny vocabularies, for everything that takes a model as functions.
 
 The target's logits are a table looked up by a hash of *all* tokens so far with their positions, read back from the
-cache. A token at a wrong position, a stale entry or one that was never written changes them.
+cache. A token at a wrong position, a stale entry or one that was never written changes them. So are those of the
+drafter with a state, which reads them back from a buffer of its own.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,9 @@ HASHES = 11
 UNWRITTEN = 3  # what fills a fresh cache: not 0, which would add nothing to a hash
 
 
-def make_table(seed, V, scale=1.5):
-    """[HASHES, V, V] float32 logits by (hash of the prefix, last token)."""
-    return (scale * np.random.default_rng(seed).normal(size=(HASHES, V, V))).astype(np.float32)
+def make_table(seed, V, scale=1.5, out=None):
+    """[HASHES, V, out] float32 logits by (hash of the prefix, last token); `out` is V unless given."""
+    return (scale * np.random.default_rng(seed).normal(size=(HASHES, V, out or V))).astype(np.float32)
 
 
 def logits_after(table, prefix):
@@ -30,15 +32,23 @@ def logits_after(table, prefix):
     return table[sum((j + 1) * (token + 1) for j, token in enumerate(prefix)) % HASHES, prefix[-1]]
 
 
+def write(buffer, positions, tokens):
+    """buffer [B, S] with tokens [B, Q] at positions [B, Q]; those beyond its end are dropped."""
+    return buffer.at[jnp.arange(len(buffer))[:, None], positions].set(tokens, mode="drop")
+
+
+def look_up(table, tokens, positions, buffer):
+    """[B, Q, out]: the table's row of each token [B, Q] and of what the buffer [B, S] holds up to its position."""
+    column = jnp.arange(buffer.shape[1])
+    terms = (buffer + 1) * (column + 1)[None]
+    seen = column[None, None] <= positions[:, :, None]
+    return table[jnp.where(seen, terms[:, None], 0).sum(axis=-1) % HASHES, tokens]
+
+
 def decode(table, tokens, positions, cache):
     """The toy as the engine sees it: cache [B, S] holds the token of every position."""
-    B, S = cache.shape
-    cache = cache.at[jnp.arange(B)[:, None], positions].set(tokens, mode="drop")
-    column = jnp.arange(S)
-    terms = (cache + 1) * (column + 1)[None]
-    seen = column[None, None] <= positions[:, :, None]
-    hashed = jnp.where(seen, terms[:, None], 0).sum(axis=-1) % HASHES
-    return table[hashed, tokens], cache
+    cache = write(cache, positions, tokens)
+    return look_up(table, tokens, positions, cache), cache
 
 
 def prefill(cache_length):
@@ -49,14 +59,14 @@ def prefill(cache_length):
     return fill
 
 
-def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, prefill_fn=None, devices=1):
+def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, prefill_fn=None, devices=1, decode_fn=decode):
     """The engine over the toy, its rows dealt over so many devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     return make_engine(
         prefill_fn or prefill(limits.cache_length),
-        decode,
-        lambda cache, rows: cache[rows],
+        decode_fn,
+        lambda cache, rows: jax.tree.map(lambda buffer: buffer[rows], cache),
         limits,
         sampling,
         eos_ids,
@@ -81,3 +91,73 @@ def toy_drafter(table, k, temperature):
         return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), None), slots.cache
 
     return Drafter(k, draft, lambda params, tokens, length, cache: cache)
+
+
+class Caches(NamedTuple):
+    """Where the drafter has a state: its buffer beside the target's."""
+
+    target: jax.Array  # [B, S]
+    draft: jax.Array  # [B, S]
+
+
+def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
+    """The engine over the toy with `stateful_drafter` or `rebuilding_drafter`."""
+    fill = prefill(limits.cache_length)
+
+    def prefill_both(table, tokens, positions):
+        return Caches(fill(table, tokens, positions), jnp.full((len(tokens), limits.cache_length), UNWRITTEN))
+
+    def decode_target(table, tokens, positions, cache):
+        logits, target = decode(table, tokens, positions, cache.target)
+        return logits, cache._replace(target=target)
+
+    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, prefill_both, decode_fn=decode_target)
+
+
+def stateful_drafter(table, k, temperature, vocab_map=None):
+    """A drafter that knows the whole prefix, `table` [HASHES, V, Vd], and keeps it by position in a buffer of its own.
+
+    As the EAGLE-3 head does: a draft writes the last k + 1 committed tokens, and what was committed before those it
+    takes as it finds it. Where it drafted it leaves what is of no use, even if its tokens are accepted.
+    """
+
+    def draft(params, slots, seed, k):
+        window = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
+        buffer = write(slots.cache.draft, window, jnp.take_along_axis(slots.tokens, window, axis=1))
+        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map)
+        buffer = write(buffer, slots.length[:, None] + jnp.arange(k)[None], jnp.full_like(drafted.tokens, UNWRITTEN))
+        return drafted, slots.cache._replace(draft=buffer)
+
+    return Drafter(k, draft, catch_up_all)
+
+
+def rebuilding_drafter(table, k, temperature, vocab_map=None):
+    """The same drafts from a state made anew each time: what `stateful_drafter` has to equal."""
+
+    def draft(params, slots, seed, k):
+        buffer = jnp.full_like(slots.tokens, UNWRITTEN)
+        buffer = catch_up_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
+        return _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map), slots.cache
+
+    return Drafter(k, draft, lambda params, tokens, length, cache: cache)
+
+
+def catch_up_all(params, tokens, length, cache):
+    """Every committed token of [B, T] into the drafter's buffer [B, S]."""
+    columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    where = jnp.where(columns < length[:, None], columns, cache.draft.shape[1])
+    return cache._replace(draft=write(cache.draft, where, tokens))
+
+
+def _draft_on(table, buffer, slots, seed, k, temperature, vocab_map):
+    """k tokens after the last committed one, from a buffer that holds all up to it."""
+    noise = Noise(seed, slots.rollout_id, slots.length)
+    token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+    tokens, rows = [], []
+    for i in range(k):
+        positions = slots.length[:, None] - 1 + i
+        buffer = write(buffer, positions, token)
+        rows.append(look_up(table, token, positions, buffer)[:, 0])
+        token = sample_draft(noise, rows[-1], i, vocab_map, Sampling(temperature))[:, None]
+        tokens.append(token[:, 0])
+    return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)
