@@ -93,9 +93,11 @@ def test_cross_entropy_of_each_draft_step(batch, temperature):
 
 
 def test_temperature_0_counts_as_1(batch):
-    student, teacher, response = map(jnp.asarray, batch)
-    mask = jnp.asarray(mask_of(batch[2]))
-    greedy, sampled = (soft_cross_entropy(student, teacher, mask, temperature) for temperature in (0.0, 1.0))
+    student, teacher, response = batch
+    mask = jnp.asarray(mask_of(response))
+    greedy, sampled = (
+        soft_cross_entropy(jnp.asarray(student), jnp.asarray(teacher), mask, temperature) for temperature in (0.0, 1.0)
+    )
     jax.tree.map(np.testing.assert_array_equal, greedy, sampled)
 
 
