@@ -23,7 +23,7 @@ from specrl_jax.training import loop
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_read_tables
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.setup import build
-from specrl_jax.training.state import OptimizerConfig, RunState, init_state, make_optimizer
+from specrl_jax.training.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
 from specrl_jax.training.steps import Features, Learner, Signal, make_feature_step, make_policy_step
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
@@ -158,6 +158,38 @@ def test_each_has_its_own_clip(runs):
     draft_mu, policy_mu = (optax.tree.norm(optax.tree.get(s.opt_state, "mu")) for s in (state.draft, state.policy))
     np.testing.assert_allclose(draft_mu, 0.1 * 1e-3, rtol=1e-5)
     np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
+
+
+def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
+    """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
+    seen = []
+
+    def policy_step(policy, rows, signal):
+        return policy.replace(params=policy.params + 1), "policy", ("features", policy.params, rows.tokens.tolist())
+
+    def draft_step(draft, tables, features, rows):
+        seen.append((tables, features, rows.tokens.tolist()))
+        return draft.replace(step=draft.step + 1), "draft"
+
+    setup = types.SimpleNamespace(
+        settings=types.SimpleNamespace(
+            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(online=True)
+        ),
+        read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
+        policy_step=policy_step,
+        draft_step=draft_step,
+    )
+    rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
+    signal = Signal(np.zeros((4, 2)), None, np.zeros(4))
+    state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
+    state, updates = loop.learn(setup, state, rows, signal)
+    first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
+    assert seen == [
+        (("tables", 0, "map"), ("features", 0, first), first),
+        (("tables", 1, "map"), ("features", 1, second), second),
+    ]
+    assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
+    assert (updates.policy, updates.draft) == (["policy"] * 2, ["draft"] * 2)
 
 
 # ---- the features that pass between them
@@ -308,7 +340,8 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
     prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
     engine = make_rollout_engine(POLICY, HEAD, config, config.sampling, tokenizer, rollout_partition)
-    prompts = [np.roll(CYCLE, -i)[: 1 + i % 4].tolist() for i in range(6)]
+    # Two tokens at least: a draft starts from a pair.
+    prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]
 
     def drafted(draft):
         rollouts = engine.generate(prepare(policy, draft, jnp.asarray(IDS)), prompts, 1, 0)
@@ -328,6 +361,6 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     tables = make_read_tables(POLICY, partition)(policy, jnp.asarray(IDS))
     learner = dataclasses.replace(DRAFT_LEARN, temperature=0.0)
     step = make_draft_step(learner, optimizer, partition)
-    for _ in range(150):
+    for _ in range(100):
         state, _ = step(state, tables, features, rows)
     assert drafted(state.params) == K + 1

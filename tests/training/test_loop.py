@@ -1,4 +1,4 @@
-"""Whole runs of a small policy with a draft head: what they write and learn, and that an interruption leaves no trace."""
+"""Whole runs of a small policy and its head: what they write and learn, and that interruptions leave no trace."""
 
 import dataclasses
 import json
