@@ -14,9 +14,9 @@ from absl.testing import flagsaver
 from ml_collections import ConfigDict
 
 import main as command_line
-from specrl_jax.io import hf
-from specrl_jax.models import qwen3
-from specrl_jax.training import evaluate, loop, pretrain, setup
+from specrl_jax.io import eagle3_formats, hf
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.training import draft_pretrain, evaluate, loop, pretrain, setup
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "common"))
@@ -41,6 +41,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(loop, "evaluation_row", began)
     monkeypatch.setattr(evaluate, "evaluate", began)
     monkeypatch.setattr(pretrain, "make_pretrain_step", began)
+    monkeypatch.setattr(draft_pretrain, "generate", began)
 
 
 def error_line(result):
@@ -122,7 +123,8 @@ def test_a_config_is_needed(call):
     [
         ("policy.preset=qwen3_9b", ["policy.preset", "qwen3_9b", "qwen3_8b"]),
         ("task=trian", ["task", "trian", "train"]),
-        ("draft.kind=eagle33", ["draft.kind", "eagle33", "none"]),
+        ("draft.kind=foo", ["draft.kind", "foo", "none", "eagle3"]),
+        ("draft.path=checkpoints/nowhere", ["draft.path", "checkpoints/nowhere"]),
         ("reward.name=exakt", ["reward.name", "exakt", "exact"]),
         ("data.task=arithmetics", ["data.task", "arithmetics", "arithmetic"]),
         ("data.tokenizer=nowhere", ["data.tokenizer", "nowhere"]),
@@ -182,6 +184,16 @@ def test_an_unknown_name_is_refused_with_the_known_ones(call, tmp_path, no_work,
         "optimizer.weight_decay=-1.0",
         "optimizer.b2=1.5",
         "optimizer.decay_steps=-1",
+        "draft.vocab_size=-1",
+        "draft.length=-1",
+        "draft.learning_rate=-1.0",
+        "draft.learning_rate=nan",
+        "draft.warmup=-1",
+        "draft.decay_steps=-1",
+        "draft.clip=0.0",
+        "draft.clip=-0.5",
+        "draft.ttt_steps=0",
+        "draft.compare_rounds=-1",
     ],
 )
 def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
@@ -209,6 +221,15 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
         # The built-in prompts have up to 10 tokens.
         (["rollout.max_prompt_tokens=5"], ["rollout.max_prompt_tokens=5"]),
         (["policy.preset=qwen3_30b_a3b"], ["policy.preset", "mixture"]),
+        # The draft head: of this policy, over ids that somebody has chosen.
+        (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
+        (["draft.vocab_size=32"], ["draft.vocab_size=32", "task=draft_pretrain", "draft.path"]),
+        (["task=evaluate", "draft.vocab_size=32"], ["draft.vocab_size=32", "task=draft_pretrain", "draft.path"]),
+        (["policy.preset=nano"], ["draft.kind=eagle3", "at least 7", "2"]),
+        (["draft.decay_steps=3", "draft.warmup=3"], ["draft.decay_steps=3", "draft.warmup=3"]),
+        (["task=draft_pretrain", "draft.kind=none"], ["task=draft_pretrain", "draft.kind=eagle3"]),
+        (["task=draft_pretrain", "draft.length=0"], ["task=draft_pretrain", "draft.length"]),
+        (["task=pretrain"], ["task=pretrain", "draft.kind"]),
     ],
     ids=str,
 )
@@ -237,7 +258,7 @@ def files(tmp_path_factory):
 
 
 def save_checkpoints(folder):
-    model = qwen3.preset("nano")
+    model = qwen3.preset("nano_deep")
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), qwen3.param_specs(model))
     hf.save_params(str(folder / "checkpoint"), params, model, "float32")
@@ -250,6 +271,14 @@ def save_checkpoints(folder):
     (folder / "corrupt/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
     (folder / "no_config/config.json").unlink()
     (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+    head = eagle3.eagle3_config(model, 16)
+    params = jax.tree.map(lambda spec: np.zeros(spec.shape, np.float32), eagle3.param_specs(head))
+    for name, ids in (("head", np.arange(16)), ("head_of_strangers", np.arange(120, 136))):
+        eagle3_formats.save(str(folder / name), params, ids, head, model, "float32")
+    shutil.copytree(folder / "head", folder / "head_without_d2t")
+    tensors = safetensors.numpy.load_file(folder / "head/model.safetensors")
+    tensors.pop("d2t")
+    safetensors.numpy.save_file(tensors, folder / "head_without_d2t/model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -272,11 +301,25 @@ def save_checkpoints(folder):
         (["data.path={}/good.jsonl", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
         (["data.path={}/long.jsonl", "eval.path={}/good.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
         (["data.path={}/good.jsonl", "eval.path={}/long.jsonl"], ["long.jsonl:2", "11", "max_prompt_tokens=10"]),
-        (["task=pretrain", "policy.path={}/checkpoint"], ["task=pretrain", "policy.path"]),
-        (["task=pretrain", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
-        (["task=pretrain", "pretrain.output={}/base", "pretrain.dtype=half"], ["pretrain.dtype", "half"]),
-        (["task=pretrain", "pretrain.output={}/base", "pretrain.error_rate=2"], ["pretrain.error_rate"]),
-        (["task=pretrain", "pretrain.output={}/base", "pretrain.batch_size=0"], ["pretrain.batch_size"]),
+        (["task=pretrain", "draft.kind=none", "policy.path={}/checkpoint"], ["task=pretrain", "policy.path"]),
+        (["task=pretrain", "draft.kind=none", "pretrain.output={}/a_file/base"], ["pretrain.output", "a_file"]),
+        (
+            ["task=pretrain", "draft.kind=none", "pretrain.output={}/base", "pretrain.dtype=half"],
+            ["pretrain.dtype", "half"],
+        ),
+        (
+            ["task=pretrain", "draft.kind=none", "pretrain.output={}/base", "pretrain.error_rate=2"],
+            ["pretrain.error_rate"],
+        ),
+        (
+            ["task=pretrain", "draft.kind=none", "pretrain.output={}/base", "pretrain.batch_size=0"],
+            ["pretrain.batch_size"],
+        ),
+        (["task=draft_pretrain", "pretrain.output={}/a_file/head"], ["pretrain.output", "a_file"]),
+        (["task=draft_pretrain", "pretrain.output={}/base", "pretrain.dtype=half"], ["pretrain.dtype", "half"]),
+        (["draft.path={}/llama"], ["draft.path", "llama", "LlamaForCausalLMEagle3"]),
+        (["draft.path={}/head", "policy.preset=tiny"], ["draft.path", "hidden_size=64", "192"]),
+        (["draft.path={}/a_file"], ["draft.path", "a_file"]),
         (["task=evaluate", "policy.path={}/shape"], ["model.layers.1.input_layernorm.weight", "63", "64"]),
         (["task=evaluate", "eval.path={}/bad.jsonl"], ["bad.jsonl:2", "answer"]),
     ],
@@ -287,8 +330,32 @@ def test_a_bad_file_is_named(call, tmp_path, no_work, files, overrides, words):
     assert not (files / "base").exists()
 
 
-def test_the_checkpoint_that_the_bad_ones_were_made_from_is_good(files):
-    assert hf.load_config(str(files / "checkpoint")) == qwen3.preset("nano")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("head_of_strangers", ["draft.path", "d2t", "128"]), ("head_without_d2t", ["draft.path", "d2t"])],
+)
+def test_a_head_of_unknown_ids_is_refused_before_any_work(call, tmp_path, no_work, files, name, words):
+    """Its sizes fit; which ids it drafts does not."""
+    assert_refused(call, tmp_path, [f"--config.draft.path={files / name}"], words)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["task=pretrain", "draft.kind=none", "grpo.minibatches=3"], ["task=draft_pretrain", "grpo.minibatches=3"]],
+    ids=str,
+)
+def test_a_refused_run_makes_no_output_folder(call, tmp_path, no_work, overrides):
+    output = tmp_path / "output"
+    overrides = [f"--config.{override}" for override in (*overrides, f"pretrain.output={output}")]
+    assert_refused(call, tmp_path, overrides, ["grpo.minibatches=3"])
+    assert not output.exists()
+
+
+def test_what_the_bad_ones_were_made_from_is_good(files):
+    model = qwen3.preset("nano_deep")
+    assert hf.load_config(str(files / "checkpoint")) == model
+    head = eagle3_formats.load_config(str(files / "head"), model)
+    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(files / "head"), head, model), np.arange(16))
 
 
 # ---- the workdir

@@ -1,4 +1,4 @@
-"""Whole runs of a two-layer policy: what they write, that they learn, and that an interruption leaves no trace."""
+"""Whole runs of a small policy and its head: what they write and learn, and that interruptions leave no trace."""
 
 import dataclasses
 import json
@@ -6,10 +6,12 @@ import shutil
 import signal
 import threading
 import time
+import types
 
 import jax
 import matplotlib.image
 import numpy as np
+import optax
 import pytest
 
 import main as command_line
@@ -109,7 +111,8 @@ def saved(setup, workdir, step):
 
 def untimed(rows):
     """Rows without what depends on the clock."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
+    timed = ("time/", "draft/seconds", "spec/speedup", "rollout/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 def samples(workdir, step):
@@ -136,6 +139,9 @@ EVERY_STEP = (
     | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
     | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction")}
     | {f"mismatch/{name}" for name in ("kl", "logprob_abs_max")}
+    | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
+    | {f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)}
+    | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version")}
 )
 
 
@@ -162,6 +168,56 @@ def test_values_that_must_hold_in_every_row(whole):
         assert 0 < row["policy/entropy"] <= np.log(128) and row["policy/grad_norm"] > 0
 
 
+def test_what_speculation_reports_in_every_row(whole):
+    """Rates are unconditional: verifications that kept draft i over those that drafted it. Here k = 3."""
+    for step, row in enumerate(whole[1][1:], start=1):
+        rates = [row[f"spec/acceptance_rate_pos_{i}"] for i in (1, 2, 3)]
+        assert "spec/acceptance_rate_pos_4" not in row
+        assert 1 >= rates[0] >= rates[1] >= rates[2] >= 0 and rates[0] > 0
+        assert row["spec/accepted"] < row["spec/drafted"] and row["spec/drafted"] % 3 == 0
+        assert row["spec/acceptance_rate"] == pytest.approx(row["spec/accepted"] / row["spec/drafted"])
+        # Every verification drafts three, so the rates weigh the same.
+        verifications = row["spec/drafted"] // 3
+        assert row["spec/length_chosen"] == 3.0
+        assert row["spec/acceptance_rate"] == pytest.approx(np.mean(rates))
+        assert row["spec/acceptance_length"] == pytest.approx(row["rollout/tokens"] / verifications)
+        # A verification commits what it keeps and one more; the end of a response may cut some of it off.
+        assert 1 <= row["spec/acceptance_length"] <= 1 + sum(rates) + 1e-9
+        assert row["draft/version"] == step and row["draft/loss"] > 0 and row["draft/grad_norm"] > 0
+        assert 0 < row["draft/seconds"] < row["time/train"]
+
+
+def test_acceptance_counts_what_was_committed():
+    """speculation_metrics on counters written by hand, where no verification is like the next."""
+    rollouts = types.SimpleNamespace(
+        drafted=np.array([[4, 4, 2], [3, 3, 0]], np.int32),
+        accepted=np.array([[3, 1, 1], [2, 0, 0]], np.int32),
+        verifications=np.array([4, 3], np.int32),
+        response_length=np.array([8, 5], np.int32),
+    )
+    assert loop.speculation_metrics(rollouts) == pytest.approx(
+        {
+            "spec/acceptance_length": 13 / 7,
+            "spec/acceptance_rate": 7 / 16,
+            "spec/drafted": 16,
+            "spec/accepted": 7,
+            "spec/length_chosen": 16 / 7,
+            "spec/acceptance_rate_pos_1": 5 / 7,
+            "spec/acceptance_rate_pos_2": 1 / 7,
+            "spec/acceptance_rate_pos_3": 1 / 2,
+        }
+    )
+    # What nothing reached has no rate.
+    rollouts.drafted, rollouts.accepted = rollouts.drafted * [[1, 1, 0]], rollouts.accepted * [[1, 1, 0]]
+    assert "spec/acceptance_rate_pos_3" not in loop.speculation_metrics(rollouts)
+
+
+def test_only_the_last_row_compares_with_plain_decoding(whole):
+    *rest, last = whole[1]
+    assert not any(key.startswith("spec/speedup") for row in rest for key in row)
+    assert 0 < last["spec/speedup_low"] <= last["spec/speedup"] <= last["spec/speedup_high"]
+
+
 def test_reward_mean_is_that_of_the_rollouts(whole):
     workdir, rows = whole
     for step in range(1, STEPS + 1):
@@ -175,15 +231,28 @@ def test_sampled_rollouts(whole, toy):
         found = samples(workdir, step)
         assert len(found) == ROLLOUTS
         for sample in found:
-            assert sample.keys() >= {"id", "prompt", "response", "tokens", "logprobs", "reward", "weights_version"}
+            assert sample.keys() >= {"id", "prompt", "response", "tokens", "logprobs", "reward"}
             assert toy.tokenizer.decode(sample["tokens"]) == sample["response"]
             assert sample["reward"] == pytest.approx(lower_case(sample["response"], ""))
             assert len(sample["tokens"]) == len(sample["logprobs"]) <= 12
             assert max(sample["logprobs"]) <= 0
-            assert sample["weights_version"] == step - 1
+            assert sample["weights_version"] == sample["draft_version"] == step - 1
             assert not in_validation(sample["prompt"])
         # Four answers to each of four prompts.
         assert len({sample["prompt"] for sample in found}) == 4
+
+
+def test_rollouts_carry_the_checksum_of_their_weights(whole, toy):
+    """One a step, another each step; that of a step is that of the state saved before it."""
+    sums = [{sample["weights_checksum"] for sample in samples(whole[0], step)} for step in range(1, STEPS + 1)]
+    assert all(len(found) == 1 for found in sums) and len(set.union(*sums)) == STEPS
+    state, _ = saved(toy, whole[0], 2)
+    weights, stamp = toy.prepare(state)
+    assert {stamp.checksum} == {int(weights.checksum)} == sums[2]
+    assert (stamp.weights_version, stamp.draft_version) == (2, 2)
+    # Of both models: the head alone changes it too.
+    _, other = toy.prepare(state.replace(draft=saved(toy, whole[0], 4)[0].draft))
+    assert other.checksum not in set.union(*sums) and other.draft_version == 4
 
 
 def test_rollout_ids_are_unique_in_a_run(whole):
@@ -209,7 +278,7 @@ def test_files_of_the_command(tmp_path_factory):
     names = {path.name for path in workdir.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "plots"}
     written = json.loads((workdir / "config.json").read_text())
-    assert written["config"]["policy"]["preset"] == "nano" and written["config"]["steps"] == 3
+    assert written["config"]["policy"]["preset"] == "nano_deep" and written["config"]["steps"] == 3
     assert set(written["versions"]) == {"specrl_jax", "jax"}
     assert sorted(path.name for path in (workdir / "rollouts").iterdir()) == [f"step_{i}.jsonl" for i in (1, 2, 3)]
 
@@ -269,6 +338,7 @@ def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeyp
         rollout__top_k=40,
         rollout__top_p=0.9,
         optimizer__learning_rate=3e-3,
+        draft__compare_rounds=0,
     )
     # Engines of other temperatures would be compiled for it.
     monkeypatch.setattr(loop, "evaluation_row", lambda *_, **__: {})
@@ -278,8 +348,40 @@ def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeyp
         # The learner scores at the same temperature, before top-k and top-p.
         assert 0 <= row["mismatch/logprob_abs_max"] < 1e-4
         assert all(np.isfinite(value) for value in row.values())
+        # One update of the head for each of the policy's.
+        assert row["draft/version"] == 2 * row["step"]
+        assert "spec/speedup" not in row
+    assert [sample["draft_version"] for sample in samples(tmp_path, 2)] == [2] * ROLLOUTS
     # The second minibatch of step 1 has already left the reference; step 2 is further away.
     assert 0 < rows[1]["policy/kl"] < rows[2]["policy/kl"]
+
+
+def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
+    """It still drafts; the policy's first update is that of the run in which it learns."""
+    draft = dataclasses.replace(toy.settings.draft, online=False, compare_rounds=0)
+    setup = with_settings(toy, steps=2, draft=draft, eval=dataclasses.replace(toy.settings.eval, every=0))
+    rows = loop.train(setup, str(tmp_path), NEVER)
+    state, learnt = saved(setup, tmp_path, 2)[0], saved(toy, whole[0], 2)[0]
+    jax.tree.map(np.testing.assert_array_equal, state.draft, jax.device_get(toy.initial_state().draft))
+    for row in rows[1:]:
+        assert row["draft/version"] == 0 and row["spec/drafted"] > 0
+        assert not {"draft/loss", "draft/grad_norm", "draft/seconds", "spec/speedup"} & row.keys()
+    assert {k: v for k, v in untimed(rows)[1].items() if not k.startswith("draft/")} == {
+        k: v for k, v in untimed(whole[1])[1].items() if not k.startswith("draft/")
+    }
+    assert np.any(learnt.draft.params["fc"] != state.draft.params["fc"])
+
+
+def test_plain_decoding_has_nothing_of_a_draft(tmp_path, monkeypatch):
+    # Engines of other temperatures would be compiled for it.
+    monkeypatch.setattr(loop, "evaluation_row", lambda *_, **__: {})
+    setup = make_setup(rlzero_tiny.get_config("smoke"), steps=1, policy__preset="nano", draft__kind="none")
+    (_, row) = loop.train(setup, str(tmp_path), NEVER)
+    assert not [key for key in row if key.startswith(("spec/", "draft/"))]
+    state, _ = saved(setup, tmp_path, 1)
+    assert (state.draft, state.vocab_map) == (None, None)
+    for sample in samples(tmp_path, 1):
+        assert (sample["weights_version"], sample["draft_version"]) == (0, 0)
 
 
 def test_evaluation_of_a_policy(toy, tmp_path):
@@ -300,7 +402,12 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     log = pretrain.pretrain(setup, str(tmp_path), NEVER)
     # Uniform over 128 ids is 4.85 nats; a dozen steps learn at least which characters occur.
     assert log[-1]["loss"] < 4.0
-    loaded = make_setup(rlzero_tiny.get_config("smoke"), policy__path=str(tmp_path / "base"))
+    loaded = make_setup(
+        rlzero_tiny.get_config("smoke"),
+        policy__preset="nano",
+        policy__path=str(tmp_path / "base"),
+        draft__kind="none",
+    )
     initial, trained = setup.initial_params()["embed"], loaded.initial_params()["embed"]
     # Further from the start than bfloat16 storage moves a weight of 0.02.
     assert trained.shape == initial.shape and np.abs(trained - initial).max() > 1e-3
@@ -326,6 +433,17 @@ def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_p
     assert done == [0, 1, 1, 1, 3, 4]
     loop.train(setup, str(tmp_path), NEVER)
     assert_same_run(toy, tmp_path, whole)
+
+
+def test_checkpoints_hold_the_head_and_its_optimizer(toy, whole):
+    """What the comparisons of interrupted runs go over: everything of the head, and none of it as it began."""
+    state, fresh = saved(toy, whole[0], STEPS)[0], jax.device_get(toy.initial_state())
+    assert int(state.draft.step) == STEPS
+    np.testing.assert_array_equal(state.vocab_map, np.arange(toy.model.vocab))
+    for name, leaf in state.draft.params.items():
+        assert np.any(leaf != fresh.draft.params[name]), name
+    for moment in ("mu", "nu"):
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(optax.tree.get(state.draft.opt_state, moment)))
 
 
 @pytest.fixture

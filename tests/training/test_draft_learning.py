@@ -1,0 +1,366 @@
+"""The head's update beside the policy's: neither disturbs the other, and what the head learns, it drafts."""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import main as command_line
+from configs import rlzero_tiny
+from specrl_jax.data.rows import make_rows
+from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.rl.grpo import Objective
+from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training import loop
+from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_read_tables
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.setup import build
+from specrl_jax.training.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
+from specrl_jax.training.steps import Features, Learner, Signal, make_feature_step, make_policy_step
+
+POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
+VD = 24
+HEAD = eagle3.eagle3_config(POLICY, VD)
+IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
+F32 = jnp.dtype("float32")
+B, T = 8, 14
+LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, aux_layers=HEAD.aux_layers)
+DRAFT_LEARN = DraftLearner(HEAD, F32, ttt_steps=3, microbatch=0, temperature=0.8)
+OBJECTIVE = Objective(0.2, 0.28, 0.0)
+ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
+
+
+def mesh_of(sizes):
+    return make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def recorder():
+    """An optimizer that keeps the gradient as its state and moves nothing."""
+    return optax.GradientTransformation(
+        init=lambda params: jax.tree.map(jnp.zeros_like, params),
+        update=lambda gradient, _, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+def draw(specs, seed):
+    """Random weights on the host, norm scales away from one."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(spec):
+        if spec.fan_in == 0:
+            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
+        return (rng.normal(size=spec.shape) / np.sqrt(spec.fan_in)).astype(np.float32)
+
+    return jax.tree.map(leaf, specs)
+
+
+def make_batch(vocab, batch, length, seed=0):
+    """Rows of unlike lengths and a signal, as a step has recorded them."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, vocab, rng.integers(1, 5)).tolist() for _ in range(batch)]
+    responses = [rng.integers(2, vocab, rng.integers(3, length - 4)).tolist() for _ in range(batch)]
+    logprobs = (-np.log(vocab) + rng.normal(0, 0.1, (batch, length))).astype(np.float32)
+    rows = make_rows(prompts, responses, length, 0)
+    return rows, Signal(logprobs, None, rng.normal(size=batch).astype(np.float32))
+
+
+def assert_trees_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+
+
+def assert_trees_close(got, want, rtol):
+    """Within `rtol` of the largest entry of each leaf: what a sum in another order can move."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-30))
+
+
+def differ(a, b):
+    return any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# ---- the head learns beside the policy, and the policy does not notice
+
+
+def host_made_state(setup):
+    """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
+    partition = setup.learner_partition
+    policy_specs, head_specs = qwen3.param_specs(setup.model), eagle3.param_specs(setup.head)
+    policy, head = (jax.device_put(draw(specs, 1), partition.tree(specs)) for specs in (policy_specs, head_specs))
+    return RunState(
+        init_state(policy, policy_specs, setup.optimizer, partition),
+        init_state(head, head_specs, setup.draft_optimizer, partition),
+        setup.initial_vocab_map(),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """(states, updates) of five updates on the same rollouts, with the head learning and without; and the start."""
+    results = {}
+    for online in (True, False):
+        config = rlzero_tiny.get_config("smoke")
+        config.draft.online = online
+        config.draft.clip = 1e-3
+        config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
+        config.optimizer.clip = 1e3
+        config.policy.remat = False
+        config.grpo.prompts_per_step = 2
+        setup = build(command_line.to_settings(config), mesh_of(ONE))
+        state = host_made_state(setup)
+        states, updates = [jax.device_get(state)], []
+        for i in range(5):
+            rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
+            state, update = loop.learn(setup, state, rows, signal)
+            states.append(jax.device_get(state))
+            updates.append(jax.device_get(update))
+        results[online] = states, updates
+    return results
+
+
+def test_learning_on_line_leaves_the_policy_bit_equal(runs):
+    """Parameters and moments after each update, and all that is reported of them."""
+    (on, on_updates), (off, off_updates) = runs[True], runs[False]
+    for with_draft, without in zip(on, off, strict=True):
+        assert_trees_equal(with_draft.policy, without.policy)
+    for with_draft, without in zip(on_updates, off_updates, strict=True):
+        assert_trees_equal(with_draft.policy, without.policy)
+    assert differ(on[0].policy.params, on[5].policy.params)
+    assert int(on[5].policy.step) == 5
+
+
+def test_the_head_changes_only_on_line(runs):
+    on, off = runs[True][0], runs[False][0]
+    assert_trees_equal(on[0], off[0])
+    for before, after in itertools.pairwise(on):
+        assert differ(before.draft.params, after.draft.params) and int(after.draft.step) == int(before.draft.step) + 1
+    for state in off[1:]:
+        assert_trees_equal(state.draft, off[0].draft)
+    assert all(len(update.draft) == 1 for update in runs[True][1])
+    assert all(not update.draft and update.draft_seconds == 0.0 for update in runs[False][1])
+    assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
+
+
+def test_each_has_its_own_clip(runs):
+    """draft.clip = 0.001, far below the head's gradient; optimizer.clip = 1000, far above the policy's."""
+    state, update = runs[True][0][1], runs[True][1][0]
+    draft_norm, policy_norm = float(update.draft[0].grad_norm), float(update.policy[0].grad_norm)
+    assert draft_norm > 0.1 and policy_norm > 1e-2
+    # The first moment after one update is a tenth of the clipped gradient.
+    draft_mu, policy_mu = (optax.tree.norm(optax.tree.get(s.opt_state, "mu")) for s in (state.draft, state.policy))
+    np.testing.assert_allclose(draft_mu, 0.1 * 1e-3, rtol=1e-5)
+    np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
+
+
+def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
+    """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
+    seen = []
+
+    def policy_step(policy, rows, signal):
+        return policy.replace(params=policy.params + 1), "policy", ("features", policy.params, rows.tokens.tolist())
+
+    def draft_step(draft, tables, features, rows):
+        seen.append((tables, features, rows.tokens.tolist()))
+        return draft.replace(step=draft.step + 1), "draft"
+
+    setup = types.SimpleNamespace(
+        settings=types.SimpleNamespace(
+            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(online=True)
+        ),
+        read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
+        policy_step=policy_step,
+        draft_step=draft_step,
+    )
+    rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
+    signal = Signal(np.zeros((4, 2)), None, np.zeros(4))
+    state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
+    state, updates = loop.learn(setup, state, rows, signal)
+    first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
+    assert seen == [
+        (("tables", 0, "map"), ("features", 0, first), first),
+        (("tables", 1, "map"), ("features", 1, second), second),
+    ]
+    assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
+    assert (updates.policy, updates.draft) == (["policy"] * 2, ["draft"] * 2)
+
+
+# ---- the features that pass between them
+
+
+@pytest.fixture(scope="module")
+def policy_params():
+    return draw(qwen3.param_specs(POLICY), 1)
+
+
+MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1.0, 0.0, 0.999, 0))
+
+
+@functools.cache
+def policy_step(partition):
+    return make_policy_step(dataclasses.replace(LEARN, microbatch=2), OBJECTIVE, MOVES, partition)
+
+
+def policy_state(params, partition):
+    """Fresh: a step donates it."""
+    params = jax.device_put(params, partition.tree(qwen3.param_specs(POLICY)))
+    return init_state(params, qwen3.param_specs(POLICY), MOVES, partition)
+
+
+def test_features_come_in_the_order_of_the_rows(policy_params, partition):
+    """Of an update in microbatches, of the pass without one, and of each row by itself."""
+    rows, signal = make_batch(POLICY.vocab, B, T)
+    _, _, updated = policy_step(partition)(policy_state(policy_params, partition), rows, signal)
+    passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
+    assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
+    score = jax.jit(lambda params, row: LEARN.score(params, row, partition))
+    for b in range(B):
+        alone = score(policy_params, jax.tree.map(lambda x, b=b: x[b : b + 1], rows))
+        for features in (updated, passed):
+            # Float32 through seven layers, in programs of other shapes; rows differ by numbers of order one.
+            np.testing.assert_allclose(features.aux[b], alone.aux[0], atol=2e-5)
+            np.testing.assert_allclose(features.hidden[b], alone.hidden[0], atol=2e-5)
+    assert np.abs(np.asarray(updated.hidden[0] - updated.hidden[1])).max() > 0.1
+
+
+def test_features_carry_no_gradient(policy_params, partition):
+    rows, _ = make_batch(POLICY.vocab, 2, T)
+
+    def read(params):
+        out = LEARN.score(params, rows, partition)
+        return out.aux.sum() + out.hidden.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(read))(policy_params)
+    assert np.isfinite(value) and value != 0.0
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), gradient)
+
+
+def test_without_a_head_there_are_no_features(policy_params, partition):
+    rows, signal = make_batch(POLICY.vocab, 2, T)
+    step = make_policy_step(dataclasses.replace(LEARN, aux_layers=()), OBJECTIVE, MOVES, partition)
+    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2] is None
+
+
+def test_tables_are_those_before_the_update(policy_params, partition):
+    """Read, then donated to an update that moves every weight."""
+    state = policy_state(policy_params, partition)
+    tables = make_read_tables(POLICY, partition)(state.params, IDS)
+    rows, signal = make_batch(POLICY.vocab, B, T)
+    donated = state.params["embed"]
+    state, _, _ = policy_step(partition)(state, rows, signal)
+    assert donated.is_deleted()
+    np.testing.assert_array_equal(tables.embed, policy_params["embed"])
+    np.testing.assert_array_equal(tables.unembed, policy_params["unembed"][IDS])
+    assert np.abs(state.params["embed"] - policy_params["embed"]).max() > 0.05
+
+
+def test_a_tied_policy_is_read_through_its_embedding(partition):
+    tied = dataclasses.replace(POLICY, tied=True)
+    params = draw(qwen3.param_specs(tied), 2)
+    tables = make_read_tables(tied, partition)(params, IDS)
+    np.testing.assert_array_equal(tables.unembed, params["embed"][IDS])
+
+
+# ---- the head's update
+
+
+@functools.cache
+def recorded_update(sizes, microbatch):
+    """(gradient, metrics) of the head on the host; `sizes` are the mesh's items."""
+    partition = partitioner(mesh_of(dict(sizes)), LEARNER)
+    specs, rng = eagle3.param_specs(HEAD), np.random.default_rng(3)
+    rows, _ = make_batch(POLICY.vocab, B, T)
+    aux = rng.normal(size=(B, T, 3, POLICY.embed)).astype(np.float32)
+    features = Features(aux, rng.normal(size=(B, T, POLICY.embed)).astype(np.float32))
+    features, rows = jax.device_put((features, rows), partition.sharding(("batch", "sequence")))
+    policy = draw(qwen3.param_specs(POLICY), 1)
+    tables = make_read_tables(POLICY, partition)(
+        jax.device_put(policy, partition.tree(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
+    )
+    state = init_state(jax.device_put(draw(specs, 4), partition.tree(specs)), specs, recorder(), partition)
+    learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch)
+    state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
+    assert int(state.step) == 1
+    for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.tree(specs)), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return jax.device_get((state.opt_state, metrics))
+
+
+WHOLE = (tuple(ONE.items()), 0)
+
+
+def test_the_update_reports_its_own_gradient_and_the_decayed_loss():
+    gradient, metrics = recorded_update(*WHOLE)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
+    assert metrics.cross_entropy.shape == (3,)
+    np.testing.assert_allclose(metrics.loss, metrics.cross_entropy @ [1.0, 0.8, 0.64], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "microbatch"), [(ONE, 2), (EIGHT, 4)], ids=["microbatches", "microbatches on 8 devices"]
+)
+def test_microbatches_and_devices_change_rounding_only(sizes, microbatch):
+    gradient, metrics = recorded_update(tuple(sizes.items()), microbatch)
+    # Float32 sums over at most 112 positions and 96 terms in another order, as for the policy.
+    assert_trees_close(gradient, recorded_update(*WHOLE)[0], rtol=1e-5)
+    assert_trees_close(metrics, recorded_update(*WHOLE)[1], rtol=1e-5)
+
+
+# ---- what it learns, it drafts
+
+CYCLE = np.random.default_rng(5).permutation(np.arange(3, 3 + 2 * 12, 2))  # 12 of the odd ids
+K = 3
+
+
+def cycling_policy():
+    """After token CYCLE[i] comes CYCLE[i + 1], all but surely; its layers still stir the residual stream."""
+    params = draw(qwen3.param_specs(POLICY), 6)
+    embed = np.random.default_rng(7).normal(size=params["embed"].shape).astype(np.float32)
+    unembed = np.zeros_like(embed)
+    unembed[np.roll(CYCLE, -1)] = 2.0 * embed[CYCLE]
+    layers = params["layers"] | {name: 0.1 * params["layers"][name] for name in ("o", "down")}
+    final_norm = np.ones_like(params["final_norm"])
+    return params | {"embed": embed, "unembed": unembed, "layers": layers, "final_norm": final_norm}
+
+
+def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
+    """Through every shift there is: features, tokens, teacher, vocabulary map, and the engine's own use of them."""
+    policy = cycling_policy()
+    rollout_partition = partitioner(partition.mesh, ROLLOUT)
+    limits = Limits(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
+    config = RolloutConfig(Sampling(0.0), limits, 0, F32, F32, K)
+    tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
+    prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
+    engine = make_rollout_engine(POLICY, HEAD, config, config.sampling, tokenizer, rollout_partition)
+    # Two tokens at least: a draft starts from a pair.
+    prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]
+
+    def drafted(draft):
+        rollouts = engine.generate(prepare(policy, draft, jnp.asarray(IDS)), prompts, 1, 0)
+        place = {token: i for i, token in enumerate(CYCLE.tolist())}
+        for row in range(6):
+            text = rollouts.tokens[row, : rollouts.length[row]]
+            assert all(place[b] == (place[a] + 1) % len(CYCLE) for a, b in itertools.pairwise(text.tolist()))
+        return rollouts.response_length.sum() / rollouts.verifications.sum()
+
+    specs = eagle3.param_specs(HEAD)
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.95, 0))
+    state = init_state(jax.tree.map(jnp.asarray, draw(specs, 8)), specs, optimizer, partition)
+    assert drafted(state.params) < 2.0
+    texts = [np.tile(np.roll(CYCLE, -i), 3)[:24].tolist() for i in range(len(CYCLE))]
+    rows = make_rows([text[:1] for text in texts], [text[1:] for text in texts], 24, 0)
+    features = make_feature_step(LEARN, partition)(policy, rows)
+    tables = make_read_tables(POLICY, partition)(policy, jnp.asarray(IDS))
+    learner = dataclasses.replace(DRAFT_LEARN, temperature=0.0)
+    step = make_draft_step(learner, optimizer, partition)
+    for _ in range(100):
+        state, _ = step(state, tables, features, rows)
+    assert drafted(state.params) == K + 1
