@@ -156,9 +156,9 @@ def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir
     from specrl_jax.training.draft_pretrain import check_draft_pretrain, draft_pretrain
     from specrl_jax.training.setup import build
 
-    check_draft_pretrain(settings)
     setup = build(settings, mesh)
     setup.check_problems()
+    check_draft_pretrain(settings)
     open_workdir(workdir, config)
     draft_pretrain(setup, workdir, stop_on_signal())
 

@@ -18,7 +18,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def load_config(folder: str, target: qwen3.Qwen3Config) -> eagle3.Eagle3Config:
-    """Sizes of the head in `folder`, checked against its target; reads headers only.
+    """Sizes of the head in `folder`, checked against its target; reads headers and d2t only.
 
     Raises BadInput for a missing or damaged folder, another architecture, and sizes that do not go with the target.
     """
@@ -30,15 +30,17 @@ def load_config(folder: str, target: qwen3.Qwen3Config) -> eagle3.Eagle3Config:
     try:
         head = eagle3.eagle3_config(target, raw["draft_vocab_size"])
         sizes = {field: raw[name] for field, name in _FIELDS.items()}
+        vocab = raw["vocab_size"]
     except KeyError as error:
         raise BadInput(f"draft.path: {folder}/config.json lacks {error}") from None
     for field, theirs in sizes.items():
         ours = getattr(head, field)
         if field != "max_positions" and ours != theirs:
             raise BadInput(f"draft.path: {folder} has {_FIELDS[field]}={theirs}, a head of this policy has {ours}")
-    if raw["vocab_size"] != target.vocab:
-        raise BadInput(f"draft.path: {folder} has vocab_size={raw['vocab_size']}, the policy has {target.vocab}")
+    if vocab != target.vocab:
+        raise BadInput(f"draft.path: {folder} has vocab_size={vocab}, the policy has {target.vocab}")
     _folder(folder).check(eagle3.param_specs(head))
+    load_vocab_map(folder, head, target)
     return head
 
 

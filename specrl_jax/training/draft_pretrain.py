@@ -13,7 +13,8 @@ from specrl_jax.core import BadInput, Stopped
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.engine import Rollouts
 from specrl_jax.io import eagle3_formats
-from specrl_jax.training.loop import learner_rows, speculation_metrics
+from specrl_jax.training.loop import learner_rows
+from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.pretrain import LOG_EVERY, check_output
 from specrl_jax.training.progress import Display
 from specrl_jax.training.settings import Settings

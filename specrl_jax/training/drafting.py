@@ -106,10 +106,16 @@ def checksum(tree: Any) -> jax.Array:
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-        # Integer sums do not depend on their order. An odd factor per place, or a permutation would not show.
         place = jnp.zeros_like(bits)
         for axis in range(bits.ndim):
             place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        factor = (place * jnp.uint32(2654435761)) | jnp.uint32(1)
-        total = total * jnp.uint32(31) + jnp.sum((bits + jnp.uint32(1)) * factor, dtype=jnp.uint32)
+        # A sum of integers does not depend on its order, so neither on the sharding.
+        total = _scramble(total) + jnp.sum(_scramble(_scramble(place) ^ bits), dtype=jnp.uint32)
     return total
+
+
+def _scramble(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 (Appleby, public domain): every input bit moves every output bit."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

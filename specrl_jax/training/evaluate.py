@@ -11,6 +11,7 @@ from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Rollouts
 from specrl_jax.rewards.verifiable import Reward
+from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup
 
 # Evaluation draws noise of its own: never that of a training rollout with the same id.
@@ -74,6 +75,8 @@ def run_evaluation(setup: Setup, workdir: str) -> None:
         "samples": s.eval.samples,
         "temperature": s.eval.temperature,
     }
+    if setup.head:
+        summary |= speculation_metrics(result.rollouts)
     with open(os.path.join(workdir, "evaluation.json"), "w") as file:
         json.dump(summary, file, indent=2)
     with open(os.path.join(workdir, "generations.jsonl"), "w") as file:

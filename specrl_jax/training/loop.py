@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax.core import PHASES, BadInput, Stopped, masked_max, masked_mean
+from specrl_jax.core import PHASES, BadInput, Stopped
 from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
@@ -21,10 +21,17 @@ from specrl_jax.decoding.engine import Engine, Rollouts
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.rl.advantages import group_normalised
-from specrl_jax.rl.grpo import k3
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics
 from specrl_jax.training.evaluate import evaluate, score
+from specrl_jax.training.measures import (
+    draft_metrics,
+    mismatch_metrics,
+    policy_metrics,
+    rollout_metrics,
+    rollout_samples,
+    speculation_metrics,
+)
 from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import RunState
@@ -209,85 +216,6 @@ def comparison_row(setup: Setup, state: RunState, problems: Sequence[Problem], d
         )
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}
-
-
-def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """spec/*, with the definitions of the field: rates are unconditional, the length is after truncation."""
-    drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
-    verifications = int(rollouts.verifications.sum())
-    row = {
-        "spec/acceptance_length": int(rollouts.response_length.sum()) / verifications,
-        "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
-        "spec/drafted": int(drafted.sum()),
-        "spec/accepted": int(accepted.sum()),
-        "spec/length_chosen": float(drafted.sum() / verifications),
-    }
-    # A length that nothing reached has no rate.
-    rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
-    return row | rates
-
-
-def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
-    return {
-        "draft/loss": float(np.mean([update.loss for update in updates])),
-        "draft/grad_norm": max(float(update.grad_norm) for update in updates),
-        "draft/seconds": seconds,
-    }
-
-
-def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray, seconds: float) -> dict[str, float]:
-    tokens = int(rollouts.response_length.sum())
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "rollout/tokens": tokens,
-        "rollout/tokens_per_second": tokens / seconds,
-        "rollout/response_length_mean": float(rollouts.response_length.mean()),
-        "rollout/truncated": float(1 - rollouts.ended.mean()),
-    }
-
-
-def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
-    """Averages over the tokens of all minibatches; the largest gradient norm."""
-    terms, entropy = updates[0].terms, updates[0].entropy
-    for update in updates[1:]:
-        terms, entropy = terms + update.terms, entropy + update.entropy
-    return {
-        "policy/loss": float(terms.loss.value()),
-        "policy/kl": float(terms.kl.value()),
-        "policy/clip_fraction": float(terms.clip_fraction.value()),
-        "policy/entropy": float(entropy.value()),
-        "policy/grad_norm": max(float(update.grad_norm) for update in updates),
-    }
-
-
-def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
-    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb."""
-    difference = abs(behaviour - learner)
-    return {
-        "mismatch/kl": float(masked_mean(k3(behaviour, learner, mask), mask).value()),
-        "mismatch/logprob_abs_max": float(masked_max(difference, mask)),
-    }
-
-
-def rollout_samples(
-    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int
-) -> list[dict[str, Any]]:
-    """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
-    return [
-        {
-            "id": int(rollouts.rollout_id[row]),
-            "prompt": problems[rollouts.prompt_index[row]].prompt,
-            "response": tokenizer.decode(rollouts.response(row)),
-            "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
-            "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
-            "reward": float(rewards[row]),
-            "weights_version": int(rollouts.weights_version[row]),
-            "draft_version": int(rollouts.draft_version[row]),
-            "weights_checksum": int(rollouts.checksum[row]),
-        }
-        for row in range(min(count, len(rewards)))
-    ]
 
 
 def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[RunState, int | None]:

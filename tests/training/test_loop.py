@@ -22,7 +22,7 @@ from specrl_jax.data.tasks import in_validation
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training import evaluate, loop, pretrain
+from specrl_jax.training import evaluate, loop, measures, pretrain
 from specrl_jax.training.setup import build
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
 
@@ -195,7 +195,7 @@ def test_acceptance_counts_what_was_committed():
         verifications=np.array([4, 3], np.int32),
         response_length=np.array([8, 5], np.int32),
     )
-    assert loop.speculation_metrics(rollouts) == pytest.approx(
+    assert measures.speculation_metrics(rollouts) == pytest.approx(
         {
             "spec/acceptance_length": 13 / 7,
             "spec/acceptance_rate": 7 / 16,
@@ -209,7 +209,7 @@ def test_acceptance_counts_what_was_committed():
     )
     # What nothing reached has no rate.
     rollouts.drafted, rollouts.accepted = rollouts.drafted * [[1, 1, 0]], rollouts.accepted * [[1, 1, 0]]
-    assert "spec/acceptance_rate_pos_3" not in loop.speculation_metrics(rollouts)
+    assert "spec/acceptance_rate_pos_3" not in measures.speculation_metrics(rollouts)
 
 
 def test_only_the_last_row_compares_with_plain_decoding(whole):

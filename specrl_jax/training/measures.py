@@ -1,0 +1,93 @@
+"""What a step reports: metrics of its rollouts and updates, and a sample of the rollouts themselves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specrl_jax.core import masked_max, masked_mean
+from specrl_jax.data.tasks import Problem
+from specrl_jax.decoding.engine import Rollouts
+from specrl_jax.rl.grpo import k3
+from specrl_jax.training.draft_learning import DraftMetrics
+from specrl_jax.training.steps import UpdateMetrics
+
+
+def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray, seconds: float) -> dict[str, float]:
+    tokens = int(rollouts.response_length.sum())
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "rollout/tokens": tokens,
+        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/response_length_mean": float(rollouts.response_length.mean()),
+        "rollout/truncated": float(1 - rollouts.ended.mean()),
+    }
+
+
+def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """spec/*, with the definitions of the field: rates are unconditional, the length is after truncation."""
+    drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
+    verifications = int(rollouts.verifications.sum())
+    row = {
+        "spec/acceptance_length": int(rollouts.response_length.sum()) / verifications,
+        "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
+        "spec/drafted": int(drafted.sum()),
+        "spec/accepted": int(accepted.sum()),
+        "spec/length_chosen": float(drafted.sum() / verifications),
+    }
+    # A length that nothing reached has no rate.
+    rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
+    return row | rates
+
+
+def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
+    """Averages over the tokens of all minibatches; the largest gradient norm."""
+    terms, entropy = updates[0].terms, updates[0].entropy
+    for update in updates[1:]:
+        terms, entropy = terms + update.terms, entropy + update.entropy
+    return {
+        "policy/loss": float(terms.loss.value()),
+        "policy/kl": float(terms.kl.value()),
+        "policy/clip_fraction": float(terms.clip_fraction.value()),
+        "policy/entropy": float(entropy.value()),
+        "policy/grad_norm": max(float(update.grad_norm) for update in updates),
+    }
+
+
+def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
+    return {
+        "draft/loss": float(np.mean([update.loss for update in updates])),
+        "draft/grad_norm": max(float(update.grad_norm) for update in updates),
+        "draft/seconds": seconds,
+    }
+
+
+def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
+    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb."""
+    difference = abs(behaviour - learner)
+    return {
+        "mismatch/kl": float(masked_mean(k3(behaviour, learner, mask), mask).value()),
+        "mismatch/logprob_abs_max": float(masked_max(difference, mask)),
+    }
+
+
+def rollout_samples(
+    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int
+) -> list[dict[str, Any]]:
+    """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
+    return [
+        {
+            "id": int(rollouts.rollout_id[row]),
+            "prompt": problems[rollouts.prompt_index[row]].prompt,
+            "response": tokenizer.decode(rollouts.response(row)),
+            "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
+            "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
+            "reward": float(rewards[row]),
+            "weights_version": int(rollouts.weights_version[row]),
+            "draft_version": int(rollouts.draft_version[row]),
+            "weights_checksum": int(rollouts.checksum[row]),
+        }
+        for row in range(min(count, len(rewards)))
+    ]

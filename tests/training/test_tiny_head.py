@@ -1,0 +1,46 @@
+"""The head that the repository carries: of the stated run, for the base that the repository carries."""
+
+import json
+import os
+import pathlib
+
+import jax
+import pytest
+
+from configs import draft_tiny, rlzero_tiny
+from main import to_settings
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.measures import speculation_metrics
+from specrl_jax.training.setup import build
+
+ROOT = pathlib.Path(__file__).parents[2]
+CARRIED = [ROOT / "experiments" / name / "checkpoint" for name in ("tiny_base", "tiny_head")]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    config = rlzero_tiny.get_config()
+    config.policy.path, config.draft.path = (str(folder) for folder in CARRIED)
+    config.eval.problems = 128
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    return build(to_settings(config), mesh)
+
+
+def test_the_head_drafts_for_the_base(setup):
+    """The noise is fixed, so this is one fixed number; the bound is what the head was made for."""
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
+    rollouts = setup.engine.generate(setup.initial_weights(), prompts, 1, seed=0)
+    assert speculation_metrics(rollouts)["spec/acceptance_length"] > 3.3
+
+
+def test_the_carried_log_is_of_the_stated_run():
+    first, *_, last = [json.loads(line) for line in (CARRIED[1] / "log.jsonl").read_text().splitlines()]
+    assert first["step"] == 0 and last["step"] == draft_tiny.get_config().steps
+    # Random at first: nothing but chance is accepted.
+    assert first["spec/acceptance_length"] < 1.1
+    assert last["spec/acceptance_length"] > 3.3
+
+
+def test_base_and_head_stay_small():
+    files = [path for folder in CARRIED for path in folder.rglob("*") if path.is_file()]
+    assert sum(os.path.getsize(path) for path in files) < 10e6
