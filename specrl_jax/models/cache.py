@@ -64,12 +64,12 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Arra
     """
     B, Q, N, H = q.shape
     K, S = keys.shape[1:3]
-    grouped = jnp.moveaxis(q.reshape(B, Q, K, N // K, H), 1, 3).reshape(B, K, -1, H).astype(keys.dtype)
+    grouped = jnp.swapaxes(q.reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, -1, H).astype(keys.dtype)
     scores = jnp.einsum("BKMH,BKSH->BKMS", grouped, keys, preferred_element_type=jnp.float32)
-    visible = jnp.arange(S)[None, None] <= jnp.tile(positions, (1, N // K))[:, :, None]  # [B, M, S]
+    visible = jnp.arange(S)[None, None] <= jnp.repeat(positions, N // K, axis=1)[:, :, None]  # [B, M, S]
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores * H**-0.5, -jnp.inf), axis=-1)
     out = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values)
-    return jnp.moveaxis(out.reshape(B, K, N // K, Q, H), 3, 1).reshape(B, Q, N, H).astype(q.dtype)
+    return jnp.swapaxes(out.reshape(B, K, Q, N // K, H), 1, 2).reshape(B, Q, N, H).astype(q.dtype)
 
 
 def take_rows(cache: KVCache, rows: jax.Array) -> KVCache:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput, shift_left
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
 
 Params = dict[str, Any]
@@ -107,7 +107,7 @@ def param_specs(config: Eagle3Config) -> Params:
 
 
 # Named matrices of the learner that the rollout form keeps fused.
-_FUSED = ("k", "v", "gate", "up")
+_FUSED = ("k", "v")
 
 
 def rollout_specs(config: Eagle3Config) -> Params:
@@ -118,18 +118,13 @@ def rollout_specs(config: Eagle3Config) -> Params:
     both = (2, c.embed, 2, c.kv_heads, c.head_dim)
     return kept | {
         "kv": ParamSpec(both, (None, "embed", None, "kv_heads", "head_dim"), 0, "", ""),
-        "gate_up": ParamSpec((c.embed, 2, c.mlp), ("embed", None, "mlp"), 0, "", ""),
     }
 
 
 def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form: k/v and gate/up fused, cast. q stays apart: most pairs need no query."""
-    fused = {
-        "kv": jnp.stack([params["k"], params["v"]], axis=2),
-        "gate_up": jnp.stack([params["gate"], params["up"]], axis=1),
-    }
+    """Learner form to rollout form: k/v fused, cast. q stays apart: most pairs need no query."""
     kept = {name: w for name, w in params.items() if name not in _FUSED}
-    return jax.tree.map(lambda w: w.astype(dtype), kept | fused)
+    return jax.tree.map(lambda w: w.astype(dtype), kept | {"kv": jnp.stack([params["k"], params["v"]], axis=2)})
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:
@@ -154,7 +149,7 @@ def layer(
     q = einsum("BTCD,CDNH->BTNH", z, params["q"])
     k, v = _keys_values(z, params)
     attended = attend(rotate(q, angles), rotate(k, angles), v)
-    a = hidden + einsum("BTNH,NHD->BTD", attended, params["o"])
+    a = hidden + project_heads(attended, params["o"])
     return a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
 
 

@@ -93,13 +93,18 @@ def _product_backward(
 product.defvjp(_product_forward, _product_backward)
 
 
+def project_heads(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [B, T, N, H] and w [N, H, D] -> [B, T, D]: contracted over one axis, since over two XLA copies w each time."""
+    return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), w.reshape(-1, w.shape[-1]))
+
+
 def swiglu(x: jax.Array, w: Any) -> jax.Array:
-    """down(silu(gate x) * up x); `w` holds gate and up apart (learner form) or fused (rollout form)."""
-    if "gate_up" in w:
-        both = einsum("BTD,DCF->BTCF", x, w["gate_up"])
-        gate, up = both[:, :, 0], both[:, :, 1]
-    else:
-        gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
+    """down(silu(gate x) * up x).
+
+    Gate and up stay two products in every form: on a CPU they run beside each other, and one of twice the width takes
+    1.7 times as long as both (8 to 32 rows, d 192).
+    """
+    gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
     return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
 
 
@@ -124,5 +129,7 @@ def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[ja
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotary embedding of x [B, T, heads, H]; halves are rotated against each other, as Hugging Face stores them."""
     sin, cos = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # Reversed, not split and concatenated: that is one pass, which a CPU takes with vectors.
+    turned = jnp.stack([-sin, sin], axis=-2) * halves[..., ::-1, :]
+    return (halves * cos[..., None, :] + turned).reshape(x.shape).astype(x.dtype)

@@ -2,8 +2,8 @@
 
 Two forms of the same weights:
   learner  stacked [L, ...] and scanned: compile time does not grow with depth, and the optimizer sees few leaves;
-  rollout  one dict per layer, q/k/v and gate/up fused, in the rollout dtype: four products a layer instead of seven,
-           which is what a decode step of a few tokens is made of. `rollout_params` is the map.
+  rollout  one dict per layer, q/k/v fused, in the rollout dtype: no slice of a stack between the products of a decode
+           step. `rollout_params` is the map.
 `forward` runs either form; which one it got is visible in the tree.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput, logprobs_and_entropy
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.sharding import Partitioner
 
 Params = dict[str, Any]
@@ -154,7 +154,8 @@ def rollout_specs(config: Qwen3Config) -> Params:
         "k_norm": spec((c.head_dim,), "head_dim"),
         "o": spec((c.heads, c.head_dim, c.embed), "heads", "head_dim", "embed"),
         "mlp_norm": spec((c.embed,), "embed"),
-        "gate_up": spec((c.embed, 2, c.mlp), "embed", None, "mlp"),
+        "gate": spec((c.embed, c.mlp), "embed", "mlp"),
+        "up": spec((c.embed, c.mlp), "embed", "mlp"),
         "down": spec((c.mlp, c.embed), "mlp", "embed"),
     }
     table = spec((c.vocab, c.embed), "vocab", "embed")
@@ -163,7 +164,7 @@ def rollout_specs(config: Qwen3Config) -> Params:
 
 
 def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form: unstacked, q/k/v and gate/up fused, cast to `dtype`. Pure; jit it with shardings.
+    """Learner form to rollout form: unstacked, q/k/v fused, cast to `dtype`. Pure; jit it with shardings.
 
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
@@ -172,12 +173,15 @@ def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Par
     q = stacked["q"].reshape(config.layers, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
     fused = {
         "qkv": jnp.concatenate([q, stacked["k"][:, :, :, None], stacked["v"][:, :, :, None]], axis=3),
-        "gate_up": jnp.stack([stacked["gate"], stacked["up"]], axis=2),
     }
-    kept = {name: stacked[name] for name in ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "down")}
+    kept = {name: stacked[name] for name in _KEPT}
     layers = kept | fused
     unstacked = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(config.layers)]
     return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": unstacked})
+
+
+# Names that are the same in both forms of a layer.
+_KEPT = ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "gate", "up", "down")
 
 
 class Output(NamedTuple):
@@ -324,7 +328,7 @@ def layer(
     q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
     k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
     attended, extra = attend(q, k, v)
-    x = x + einsum("BTNH,NHD->BTD", attended, w["o"])
+    x = x + project_heads(attended, w["o"])
     return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w), extra
 
 
