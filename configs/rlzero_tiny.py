@@ -1,9 +1,10 @@
-"""RL-Zero in minutes on a CPU: GRPO teaches the tiny base to keep its carries.
+"""RL-Zero in minutes on a CPU: GRPO teaches the tiny base to keep its carries, with every rollout speculated.
 
     python main.py --config configs/rlzero_tiny.py
 
 Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
-greedy over the base, every seed. `:smoke` is the same street with a random two-layer model, in seconds.
+greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` is the
+same street with a random seven-layer policy and a random head, in seconds.
 """
 
 from configs import common

@@ -304,6 +304,8 @@ def run_iterations(
     shardings: Slots,
 ) -> Slots:
     """Up to `chunk` fused iterations of k drafted tokens; fewer when every row is done."""
+    if not 0 <= k <= drafter.length:
+        raise ValueError(f"k={k}: this engine's drafter drafts 0 to {drafter.length} tokens")
     target_fn: TargetFn = functools.partial(decode_fn, params)
 
     def draft_fn(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:

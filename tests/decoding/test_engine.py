@@ -630,3 +630,10 @@ def test_every_rollout_carries_the_stamp_of_its_weights():
     out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, stamp=stamp)
     for name, value in stamp._asdict().items():
         assert getattr(out, name).tolist() == [value] * 10
+
+
+@pytest.mark.parametrize("k", [-1, 3])
+def test_a_length_that_the_drafter_does_not_have_is_refused(k):
+    run = engine(drafter=toys.toy_drafter(DRAFT_TABLE, k=2, temperature=1.0))
+    with pytest.raises(ValueError, match=f"k={k}: .* 0 to 2"):
+        run.generate(TABLE, PROMPTS, samples=1, seed=0, choose_length=lambda running: k)
