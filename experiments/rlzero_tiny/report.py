@@ -99,7 +99,11 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workdir", required=True, help="of the launcher")
-    rows = collect(parser.parse_args().workdir)
+    workdir = parser.parse_args().workdir
+    for run in get_sweep():
+        if not read_metrics(os.path.join(workdir, make_name(run))):
+            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
+    rows = collect(workdir)
     with open(HERE / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", required=True)
     a = parser.parse_args()
+    for workdir in a.workdir:
+        if not os.path.isdir(os.path.join(workdir, "checkpoints")):
+            parser.error(f"--workdir {workdir}: no finished run there")
     rows = []
     for workdir in a.workdir:
         setup, weights = load(workdir)
