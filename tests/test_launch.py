@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -93,7 +94,9 @@ class Sweep:
         """The launcher as a process."""
         code = f"import sys; from experiments import launch; sys.exit(launch.main(sys.argv[1:], {self.program!r}))"
         command = [sys.executable, "-c", code, *self.argv, *more]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        # A suite under nohup hands SIGHUP down ignored, and the launcher then leaves it so.
+        hangup = {"preexec_fn": functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | hangup | options
         return subprocess.Popen(command, cwd=ROOT, **options)
 
     def results(self):
