@@ -190,9 +190,11 @@ def write_pairs(
     """
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
-    return cache._replace(
-        keys=kv.write(cache.keys, positions, rotate(k, angles)), values=kv.write(cache.values, positions, v)
-    )
+    return _store(cache, positions, rotate(k, angles), v)
+
+
+def _store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
+    return cache._replace(keys=kv.write(cache.keys, positions, k), values=kv.write(cache.values, positions, v))
 
 
 def extend(
@@ -210,9 +212,8 @@ def extend(
     written = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys, values = kv.write(cache.keys, positions, k), kv.write(cache.values, positions, v)
-        written.append(cache._replace(keys=keys, values=values))
-        return kv.attend(q, keys, values, positions)
+        written.append(_store(cache, positions, k, v))
+        return kv.attend(q, written[0].keys, written[0].values, positions)
 
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
     a = layer(params, config, hidden, embedded, angles, attend)

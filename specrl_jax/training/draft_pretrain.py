@@ -1,7 +1,5 @@
 """Makes a draft head for a policy, from the policy's own rollouts: the law that the head will be verified against."""
 
-import json
-import os
 import threading
 from typing import Any
 
@@ -15,7 +13,7 @@ from specrl_jax.decoding.engine import Rollouts
 from specrl_jax.io import eagle3_formats
 from specrl_jax.training.loop import learner_rows
 from specrl_jax.training.measures import speculation_metrics
-from specrl_jax.training.pretrain import LOG_EVERY, check_output
+from specrl_jax.training.pretrain import LOG_EVERY, check_output, write_log
 from specrl_jax.training.progress import Display
 from specrl_jax.training.settings import Settings
 from specrl_jax.training.setup import Setup
@@ -59,9 +57,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
     eagle3_formats.save(
         s.pretrain.output, stored, np.asarray(state.vocab_map), setup.head, setup.model, s.pretrain.dtype
     )
-    for folder in (workdir, s.pretrain.output):
-        with open(os.path.join(folder, "log.jsonl"), "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in log)
+    write_log(log, workdir, s.pretrain.output)
     return log
 
 

@@ -50,10 +50,15 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
             setup, RunState(state.replace(params=stored), None, None), setup.eval_problems, display, greedy=True
         )
     hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
-    for folder in (workdir, s.pretrain.output):
+    write_log(log, workdir, s.pretrain.output)
+    return log
+
+
+def write_log(log: list[dict[str, Any]], *folders: str) -> None:
+    """log.jsonl in each folder: the run's own, and beside what it made."""
+    for folder in folders:
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in log)
-    return log
 
 
 def check_pretrain(settings: Settings) -> None:
