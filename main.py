@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
 
     from specrl_jax.core import BadInput, Stopped
     from specrl_jax.sharding import make_mesh
-    from specrl_jax.training.setup import head_sizes, policy_sizes
+    from specrl_jax.training.draft_models import find_draft_model
+    from specrl_jax.training.shapes import policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         settings = to_settings(config)
         run = find_task(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
-        head_sizes(settings.draft, policy_sizes(settings.policy))
+        find_draft_model(settings.draft, policy_sizes(settings.policy))
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
     except BadInput as error:
         return fail(str(error))
@@ -97,6 +98,7 @@ def to_settings(config: ConfigDict) -> Any:
         checkpoint=settings.CheckpointSettings(**config.checkpoint),
         pretrain=settings.PretrainSettings(**config.pretrain),
         sample_rollouts=config.logging.rollouts,
+        profile_steps=tuple(config.logging.profile_steps),
     )
 
 

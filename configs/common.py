@@ -18,10 +18,17 @@ def base() -> ConfigDict:
     c.policy.logits_chunk = 0  # positions unembedded at once in the learner; 0 = all
 
     c.draft = ConfigDict()
-    c.draft.kind = "none"  # none: plain decoding, eagle3
-    c.draft.path = ""  # local folder of a head; '' = random weights over the policy's vocabulary
-    c.draft.length = 3  # k, tokens drafted per verification; 0 keeps the head ready and drafts nothing
-    c.draft.online = True  # learns in the train phase
+    c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
+    c.draft.path = ""  # local folder of a draft; '' = random weights (eagle3: over the policy's vocabulary)
+    c.draft.preset = ""  # kind=model without a path: its sizes, see specrl_jax/models/qwen3.py
+    c.draft.dialect = "deepseek"  # kind=mtp: naming of the folder it is saved to, deepseek or mimo
+    c.draft.length = 3  # k, tokens drafted per verification; 0 keeps the draft ready and drafts nothing
+    c.draft.adaptive = True  # choose k from 0, 1, 2, 3, 5, 7 up to length, by measured cost and acceptance
+    c.draft.match_min = 2  # ngram, suffix: tokens, the shortest match that is copied after
+    c.draft.match_max = 8  # tokens, the longest match looked for
+    c.draft.cascade = 0  # tokens: a match this long overrides a draft with weights; 0 = never
+    c.draft.history = 8  # suffix, cascade: rollouts of earlier epochs kept per prompt
+    c.draft.online = True  # a draft with weights learns in the train phase
     c.draft.learning_rate = 1e-4
     c.draft.warmup = 0  # updates
     c.draft.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
@@ -34,6 +41,8 @@ def base() -> ConfigDict:
     c.rollout.temperature = 1.0  # 0 = greedy
     c.rollout.top_k = 0  # tokens; 0 = off
     c.rollout.top_p = 1.0  # 1.0 = off
+    c.rollout.rule = "rejection"  # rejection, block, coupled (tokens do not depend on the draft at all)
+    c.rollout.parity = False  # one shape for every forward: under coupled, equal tokens to the last bit
     c.rollout.max_prompt_tokens = 16  # tokens
     c.rollout.max_response_tokens = 48  # tokens
     c.rollout.num_slots = 128  # sequences decoded at once
@@ -94,4 +103,5 @@ def base() -> ConfigDict:
 
     c.logging = ConfigDict()
     c.logging.rollouts = 16  # rows of rollouts/step_N.jsonl
+    c.logging.profile_steps = ()  # RL steps whose jax.profiler trace goes to profile/ in the workdir
     return c

@@ -1,96 +1,69 @@
-"""Generates rollouts for many prompts over a fixed number of slots.
+"""Generates rollouts for many prompts over a fixed number of slots: continuous batching around the fused iteration.
 
-Everything on the device happens in jitted functions: `start` prefills each prompt once and shares it among the rollouts
-of its group, `run_chunk` is a `lax.while_loop` of fused iterations with no host round trip, `catch_up` brings a drafter
-level after iterations that did not draft. The host looks in between chunks only: to stop early, to choose the next
-draft length, to move a progress bar.
-
-Rollouts beyond `num_slots` run in waves: the next wave starts when the whole current one is done.
+Everything on the device happens in the few programs of `programs.py`. The host looks in between chunks only: to collect
+finished rollouts, to give their slots to the next ones, to shrink the batch once nothing waits, to choose the next draft
+length, to move a progress bar. k = 0 is plain autoregressive decoding through the same code.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
-from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Draft, Slots, TargetFn, VerifyFn, no_draft, speculative_step
-from specrl_jax.decoding.verification import verify
+from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.dealer import FREE, Dealer
+from specrl_jax.decoding.history import History
+from specrl_jax.decoding.programs import Limits, Model, Programs, Prompts, Tally
+from specrl_jax.decoding.rollouts import Chunk, Rollouts, Stamp
+from specrl_jax.decoding.speculative import Slots
 
-# (params, tokens [P, T], positions [P, T]) -> cache of P rows with those positions filled
-PrefillFn = Callable[[Any, jax.Array, jax.Array], Any]
-# (params, tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
-DecodeFn = Callable[[Any, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    num_slots: int  # B, sequences decoded at once
-    max_prompt_tokens: int
-    max_response_tokens: int
-    chunk: int  # iterations between two looks of the host
-
-    @property
-    def cache_length(self) -> int:
-        """S, tokens."""
-        return self.max_prompt_tokens + self.max_response_tokens
+# Iterations that one calibration times, and how often: the median counts.
+CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
 
 
-class Stamp(NamedTuple):
-    """Which weights a rollout came from."""
+class Lengths(Protocol):
+    """Chooses draft lengths; `controller.Controller` is one."""
 
-    weights_version: int = 0  # RL steps that the policy had done
-    draft_version: int = 0  # updates that the draft had done
-    checksum: int = 0  # of every bit of both
+    def choose(self, size: int, running: int) -> Choice: ...
+    def observe(
+        self, size: int, k: int, seconds: float, iterations: int, verifications: int, accepted: np.ndarray
+    ) -> None: ...
+    def unmeasured(self, size: int) -> Sequence[int]: ...
+    def calibrate(self, size: int, k: int, seconds: float) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class Rollouts:
-    """Finished rollouts on the host, in the order of their requests. R = prompts x samples."""
+class FixedLength:
+    """Always k."""
 
-    rollout_id: np.ndarray  # [R] uint32
-    prompt_index: np.ndarray  # [R] int64, into the prompts given
-    tokens: np.ndarray  # [R, S] int32, prompt then response; pad beyond `length`
-    logprobs: np.ndarray  # [R, S] float32, behaviour log-probs of response tokens, nats
-    prompt_length: np.ndarray  # [R] int32, tokens
-    length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
-    ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
-    verifications: np.ndarray  # [R] int32, target forwards after the prefill
-    drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
-    accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
-    weights_version: np.ndarray  # [R] int64
-    draft_version: np.ndarray  # [R] int64
-    checksum: np.ndarray  # [R] int64
+    k: int
 
-    @property
-    def response_length(self) -> np.ndarray:
-        return self.length - self.prompt_length
+    def choose(self, size: int, running: int) -> Choice:
+        return Choice(self.k, None)
 
-    def response(self, row: int) -> list[int]:
-        """Tokens of one response, without its end-of-text."""
-        return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.ended[row])].tolist()
+    def observe(self, size: int, k: int, seconds: float, iterations: int, verifications: int, accepted: Any) -> None:
+        pass
+
+    def unmeasured(self, size: int) -> Sequence[int]:
+        return ()
+
+    def calibrate(self, size: int, k: int, seconds: float) -> None:
+        pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """The compiled functions of one (model, drafter, sampling, limits); `params` and `seed` are arguments of each call.
-
-    `run_chunk` is one program per draft length, compiled when it is first used.
-    """
+    """The programs of one (model, drafter, sampling, limits); `params` and `seed` are arguments of each call."""
 
     limits: Limits
     eos_ids: tuple[int, ...]
     pad_id: int
-    draft_length: int
-    start: Callable[..., Slots]  # (params, prompts, their lengths, prompt of each slot, ids, active, drafting: bool)
-    run_chunk: Callable[[Any, Slots, jax.Array, int], Slots]  # (params, slots, seed, k)
-    catch_up: Callable[[Any, Slots], Slots]
+    draft_length: int  # the one used unless the call says otherwise
+    programs: Programs
 
     def generate(
         self,
@@ -101,71 +74,129 @@ class Engine:
         first_id: int = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         stamp: Stamp = Stamp(),  # noqa: B008 (a tuple of numbers)
-        choose_length: Callable[[int], int] | None = None,
+        lengths: Lengths | None = None,
+        history: History | None = None,
     ) -> Rollouts:
         """`samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
         Args:
           on_progress: called between chunks with (rollouts finished, rollouts in all).
           stamp: recorded in every rollout.
-          choose_length: rows still running -> draft length k of the next chunk, 0 to the drafter's; None: always that.
+          lengths: chooses the draft length of every chunk; None: always `draft_length`.
+          history: rollouts of earlier calls, for drafters that copy.
         Raises:
           BadInput: a prompt is empty or longer than max_prompt_tokens.
         """
-        choose_length = choose_length or (lambda running: self.draft_length)
         check_prompts(prompts, self.limits.max_prompt_tokens)
-        total = len(prompts) * samples
-        if total < 1:
+        if not len(prompts) * samples:
             raise BadInput(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        waves = []
-        for rows in _waves(total, self.limits.num_slots):
-            running = len(rows)
-            k = choose_length(running)
-            slots = self._start_wave(params, prompts, samples, rows, first_id, drafting=k > 0)
-            while running:
-                slots = self.run_chunk(params, slots, jnp.uint32(seed), k)
-                running = len(rows) - int(np.asarray(slots.done)[: len(rows)].sum())
-                on_progress(int(rows[0]) + len(rows) - running, total)
-                before, k = k, choose_length(running) if running else 0
-                if k not in (0, before):
-                    slots = self.catch_up(params, slots)
-            waves.append(self._collect(slots, rows, samples, stamp))
-        merged = {f.name: np.concatenate([getattr(w, f.name) for w in waves]) for f in dataclasses.fields(Rollouts)}
-        return Rollouts(**merged)
+        lengths = lengths or FixedLength(self.draft_length)
+        self.calibrate(params, prompts, lengths, seed)
+        batch = Batch(self, params, Dealer(self.limits, self.pad_id, prompts, samples, first_id, history), seed)
+        while batch.prepare():
+            choice = lengths.choose(batch.size, batch.dealer.running)
+            chunk, tally = batch.run(choice)
+            lengths.observe(*chunk, tally.accepted)
+            on_progress(batch.finished, batch.dealer.total)
+        return batch.rollouts(samples, stamp)
 
-    def _start_wave(
-        self,
-        params: Any,
-        prompts: Sequence[Sequence[int]],
-        samples: int,
-        rows: np.ndarray,
-        first_id: int,
-        drafting: bool,
-    ) -> Slots:
-        prompt_of_row = rows // samples
-        first_prompt = prompt_of_row[0]
-        count = _prompts_per_wave(self.limits.num_slots, samples)
-        tokens = np.full((count, self.limits.max_prompt_tokens), self.pad_id, np.int32)
-        lengths = np.ones(count, np.int32)
-        for i, prompt in enumerate(prompts[first_prompt : prompt_of_row[-1] + 1]):
-            tokens[i, : len(prompt)] = prompt
-            lengths[i] = len(prompt)
-        B = self.limits.num_slots
-        active = np.arange(B) < len(rows)
-        which = np.zeros(B, np.int32)
-        which[: len(rows)] = prompt_of_row - first_prompt
-        ids = (first_id + rows[0] + np.arange(B)).astype(np.uint32)
-        return self.start(params, tokens, lengths, which, ids, active, drafting)
+    def calibrate(self, params: Any, prompts: Sequence[Sequence[int]], lengths: Lengths, seed: int) -> None:
+        """Times an iteration of every (batch size, draft length) whose cost `lengths` does not know yet.
 
-    def _collect(self, slots: Slots, rows: np.ndarray, samples: int, stamp: Stamp) -> Rollouts:
-        n = len(rows)
-        found = {name: x[:n] for name, x in jax.device_get({name: getattr(slots, name) for name in _KEPT}).items()}
-        last = found["tokens"][np.arange(n), found["length"] - 1]
+        On rollouts of these prompts that are thrown away: all slots run, so the times are those of a full batch.
+        """
+        for size in self.programs.sizes:
+            for k in lengths.unmeasured(size):
+                timed = []
+                for i in range(1 + CALIBRATED_ROUNDS):
+                    cycled = [prompts[j % len(prompts)] for j in range(self.limits.num_slots)]
+                    batch = Batch(self, params, Dealer(self.limits, self.pad_id, cycled, 1, 0, None), seed + i)
+                    batch.prepare()
+                    batch.shrink_to(size)
+                    chunk, _ = batch.run(Choice(k, CALIBRATED_ITERATIONS))
+                    timed.append(chunk.seconds / chunk.iterations)
+                lengths.calibrate(size, k, float(np.median(timed[1:])))
+
+
+class Batch:
+    """One call of `generate` while it goes on: the slots on the device and what the host knows of them."""
+
+    def __init__(self, engine: Engine, params: Any, dealer: Dealer, seed: int) -> None:
+        self.dealer = dealer
+        self.finished = 0  # rollouts
+        self._engine, self._params, self._seed = engine, params, seed
+        self._programs = engine.programs
+        self._slots, self._carried = self._programs.empty(params)
+        self._behind = 0  # most committed tokens of a row that the drafter has not gone over; inf: unknown
+        self._chunks: list[Chunk] = []
+        self._kept: dict[str, np.ndarray] = {}
+
+    @property
+    def size(self) -> int:
+        """B, rows of the batch."""
+        return len(self.dealer.owner)
+
+    def prepare(self) -> bool:
+        """Fills free slots, or lets go of those that will stay free; False when nothing is left to run."""
+        while self.dealer.waiting and (self.dealer.owner == FREE).any():
+            admission = self.dealer.deal()
+            self._slots, self._carried = self._programs.refill(self._params, self._slots, self._carried, admission)
+        for size in self._programs.sizes:
+            if not self.dealer.waiting and self.dealer.running <= size < self.size and self.dealer.running:
+                self.shrink_to(size)
+        return self.dealer.running > 0
+
+    def shrink_to(self, size: int) -> None:
+        """Through every compiled size on the way."""
+        for smaller in self._programs.sizes:
+            if size <= smaller < self.size:
+                self._slots = self._programs.shrink(self._params, self._slots, self.dealer.keep_rows(smaller))
+
+    def run(self, choice: Choice) -> tuple[Chunk, Tally]:
+        """One chunk; it ends early where the host has something better to do with the slots."""
+        k, limits = choice.k, self._engine.limits
+        iterations = min(choice.iterations or limits.chunk, limits.chunk)
+        start = time.perf_counter()
+        # A draft goes over the last k + 1 committed tokens by itself.
+        stale = k > 0 and self._behind > k + 1
+        self._slots, tally = self._programs.run(
+            self._params, self._slots, k, self._seed, iterations, self._floor(), stale
+        )
+        tally = jax.device_get(tally)
+        seconds = time.perf_counter() - start
+        self._behind = k + 1 if k else float("inf")
+        self._collect(np.flatnonzero((self.dealer.owner != FREE) & tally.done))
+        chunk = Chunk(self.size, k, int(tally.iterations), seconds, int(tally.verifications))
+        self._chunks.append(chunk)
+        return chunk, tally
+
+    def _floor(self) -> int:
+        """Rows still running at which a chunk ends: enough are free to be worth a refill, or a smaller batch fits."""
+        if self.dealer.waiting:
+            return self.size - self._engine.limits.refill_rows
+        return next((size for size in self._programs.sizes if size < self.dealer.running), 0)
+
+    def _collect(self, rows: np.ndarray) -> None:
+        """Takes finished rollouts to the host and frees their slots."""
+        if not len(rows):
+            return
+        found = jax.device_get({name: getattr(self._slots, name) for name in _KEPT})
+        requests = self.dealer.finish(rows)
+        for name, values in found.items():
+            if name not in self._kept:
+                self._kept[name] = np.zeros((self.dealer.total, *values.shape[1:]), values.dtype)
+            self._kept[name][requests] = values[rows]
+        self.finished += len(rows)
+
+    def rollouts(self, samples: int, stamp: Stamp) -> Rollouts:
+        kept, total = self._kept, self.dealer.total
+        last = kept["tokens"][np.arange(total), kept["length"] - 1]
         return Rollouts(
-            prompt_index=rows // samples,
-            ended=np.isin(last, self.eos_ids) & (found["length"] > found["prompt_length"]),
-            **found,
-            **{name: np.full(n, value) for name, value in stamp._asdict().items()},
+            prompt_index=np.arange(total) // samples,
+            ended=np.isin(last, self._engine.eos_ids) & (kept["length"] > kept["prompt_length"]),
+            **kept,
+            **{name: np.full(total, value) for name, value in stamp._asdict().items()},
+            chunks=tuple(self._chunks),
         )
 
 
@@ -190,135 +221,16 @@ def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
             )
 
 
-def _waves(total: int, num_slots: int) -> Iterator[np.ndarray]:
-    for first in range(0, total, num_slots):
-        yield np.arange(first, min(first + num_slots, total))
-
-
-def _prompts_per_wave(num_slots: int, samples: int) -> int:
-    """Most prompts that one wave touches: waves that do not start at a group's first rollout touch one more."""
-    if num_slots % samples == 0:
-        return num_slots // samples
-    return min(num_slots, num_slots // samples + 2)
-
-
 def make_engine(
-    prefill_fn: PrefillFn,
-    decode_fn: DecodeFn,
-    take_rows: Callable[[Any, jax.Array], Any],
-    limits: Limits,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    pad_id: int,
-    shardings: Slots,
-    drafter: Drafter = NO_DRAFTER,
-    verify_fn: VerifyFn = verify,
+    model: Model, limits: Limits, shardings: Slots, prompt_shardings: Prompts, lengths: tuple[int, ...] | None = None
 ) -> Engine:
-    """Compiles (on first use) the functions of an engine.
+    """An engine whose programs are compiled when they are first needed, or all at once by `programs.compile_all`.
 
     Args:
-      take_rows: (cache, rows [B]) -> cache of B rows; shares a prefill among its group.
-      shardings: of the slots; the cache is donated from chunk to chunk and stays where it is.
-      verify_fn: `verification.verify`, or the same laid out over a mesh.
+      shardings: of the slots; they are donated from chunk to chunk and stay where they are.
+      prompt_shardings: of one prefilled prompt.
+      lengths: the draft lengths that a call may choose from; None: the drafter's longest only.
     """
-    begin = functools.partial(
-        start_slots, prefill_fn=prefill_fn, take_rows=take_rows, drafter=drafter, limits=limits, pad_id=pad_id
-    )
-    start = jax.jit(begin, static_argnums=6, out_shardings=shardings)
-    run = functools.partial(
-        run_iterations,
-        decode_fn=decode_fn,
-        drafter=drafter,
-        verify_fn=verify_fn,
-        sampling=sampling,
-        eos_ids=eos_ids,
-        chunk=limits.chunk,
-        shardings=shardings,
-    )
-    run_chunk = jax.jit(run, static_argnums=3, donate_argnums=1, out_shardings=shardings)
-
-    def level(params: Any, slots: Slots) -> Slots:
-        return slots.replace(cache=drafter.catch_up(params, slots.tokens, slots.length, slots.cache))
-
-    catch_up = jax.jit(level, donate_argnums=1, out_shardings=shardings)
-    return Engine(limits, eos_ids, pad_id, drafter.length, start, run_chunk, catch_up)
-
-
-def start_slots(
-    params: Any,
-    prompts: jax.Array,
-    prompt_length: jax.Array,
-    which: jax.Array,
-    rollout_id: jax.Array,
-    active: jax.Array,
-    drafting: bool,
-    *,
-    prefill_fn: PrefillFn,
-    take_rows: Callable[[Any, jax.Array], Any],
-    drafter: Drafter,
-    limits: Limits,
-    pad_id: int,
-) -> Slots:
-    """Prefills prompts [P, T] once and deals them to B slots; `which` [B] names each slot's prompt.
-
-    `drafting`: the drafter goes over the prompts too; False where the first chunk drafts nothing.
-
-    The prompt's last token is pending, so its cache entry is written again, with equal values, by the first iteration.
-    Entries of padding lie at or beyond the pending position and are overwritten before anything reads them.
-    """
-    B, S = which.shape[0], limits.cache_length
-    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    cache = prefill_fn(params, prompts, positions)
-    if drafting:
-        cache = drafter.catch_up(params, prompts, prompt_length, cache)
-    cache = take_rows(cache, which)
-    tokens = jnp.full((B, S), pad_id, jnp.int32).at[:, : prompts.shape[1]].set(prompts[which])
-    lengths = prompt_length[which]
-    return Slots(
-        tokens=tokens,
-        logprobs=jnp.zeros((B, S), jnp.float32),
-        prompt_length=lengths,
-        length=lengths,
-        limit=lengths + limits.max_response_tokens,
-        done=~active,
-        rollout_id=rollout_id,
-        verifications=jnp.zeros((B,), jnp.int32),
-        drafted=jnp.zeros((B, drafter.length), jnp.int32),
-        accepted=jnp.zeros((B, drafter.length), jnp.int32),
-        cache=cache,
-    )
-
-
-def run_iterations(
-    params: Any,
-    slots: Slots,
-    seed: jax.Array,
-    k: int,
-    *,
-    decode_fn: DecodeFn,
-    drafter: Drafter,
-    verify_fn: VerifyFn,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    chunk: int,
-    shardings: Slots,
-) -> Slots:
-    """Up to `chunk` fused iterations of k drafted tokens; fewer when every row is done."""
-    if not 0 <= k <= drafter.length:
-        raise ValueError(f"k={k}: this engine's drafter drafts 0 to {drafter.length} tokens")
-    target_fn: TargetFn = functools.partial(decode_fn, params)
-
-    def draft_fn(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:
-        return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
-
-    def body(carry: tuple[jax.Array, Slots]) -> tuple[jax.Array, Slots]:
-        i, slots = carry
-        # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
-        slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, speculative_step(slots, seed, draft_fn, target_fn, sampling, eos_ids, verify_fn)
-
-    def unfinished(carry: tuple[jax.Array, Slots]) -> jax.Array:
-        i, slots = carry
-        return (i < chunk) & ~slots.done.all()
-
-    return jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))[1]
+    longest = model.drafter.length
+    programs = Programs(model, limits, lengths or (longest,), shardings, prompt_shardings)
+    return Engine(limits, model.eos_ids, model.pad_id, longest, programs)

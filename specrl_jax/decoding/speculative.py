@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.decoding.corpus import Corpus, record
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.verification import Noise, Verified, verify
 
@@ -30,11 +31,14 @@ class Slots:
     verifications: jax.Array  # [B] int32, target forwards this row took part in
     drafted: jax.Array  # [B, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: jax.Array  # [B, longest draft] int32, those of them that kept draft i and all before it
+    group: jax.Array  # [B] int32, its prompt's group in the corpus; the number of groups where it has none
+    member: jax.Array  # [B] int32, which of its group's rollouts it is
+    corpus: Corpus | None  # texts that drafters copy from; None where none does
     cache: Any  # the target's and the drafter's, opaque here
 
 
 class Draft(NamedTuple):
-    tokens: jax.Array  # [B, k] int32, target-vocabulary ids
+    tokens: jax.Array  # [B, k] int32, target-vocabulary ids; -1: nothing drafted here nor after, in one-hot rows only
     logits: jax.Array | None  # [B, k, Vd] float32
     one_hot: jax.Array  # [B] bool
     vocab_map: jax.Array | None  # [Vd] int32
@@ -62,25 +66,36 @@ def speculative_step(
     sampling: Sampling,
     eos_ids: tuple[int, ...],
     verify_fn: VerifyFn = verify,
+    width: int = 0,
 ) -> Slots:
-    """Extends every row that is not done by 1 to k + 1 tokens."""
-    draft, cache = draft_fn(slots, seed)
-    last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
-    inputs = jnp.concatenate([last, draft.tokens], axis=1)
-    positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-    logits, cache = target_fn(inputs, positions, cache)
-    noise = Noise(seed, slots.rollout_id, slots.length)
-    verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
-    slots = _count(slots.replace(cache=cache), draft.tokens.shape[1], verified.num_accepted)
-    return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
+    """Extends every row that is not done by 1 to k + 1 tokens.
+
+    Args:
+      width: the target's forward is over at least this many positions, those beyond the draft of no use.
+    """
+    with jax.named_scope("draft"):
+        draft, cache = draft_fn(slots, seed)
+    with jax.named_scope("verify"):
+        last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+        inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
+        inputs = jnp.pad(inputs, ((0, 0), (0, max(0, width - inputs.shape[1]))))
+        positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
+        logits, cache = target_fn(inputs, positions, cache)
+        logits = logits[:, : draft.tokens.shape[1] + 1]
+        noise = Noise(seed, slots.rollout_id, slots.length)
+        verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
+    with jax.named_scope("commit"):
+        slots = _count(slots.replace(cache=cache), draft.tokens, verified.num_accepted)
+        return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
 
 
-def _count(slots: Slots, k: int, num_accepted: jax.Array) -> Slots:
+def _count(slots: Slots, drafted: jax.Array, num_accepted: jax.Array) -> Slots:
     """Counts drafts of rows that were not done, before any cut at end-of-text or limit."""
     place = jnp.arange(slots.drafted.shape[1])[None]
     active = ~slots.done[:, None]
+    count = (drafted >= 0).sum(axis=1, dtype=jnp.int32)[:, None]
     return slots.replace(
-        drafted=slots.drafted + (active & (place < k)),
+        drafted=slots.drafted + (active & (place < count)),
         accepted=slots.accepted + (active & (place < num_accepted[:, None])),
     )
 
@@ -98,12 +113,18 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
     S = slots.tokens.shape[1]
     where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
     length = slots.length + count
+    corpus = slots.corpus
+    if corpus is not None:
+        # The group of a finished row may be another prompt's by now.
+        group = jnp.where(slots.done, corpus.tokens.shape[0], slots.group)
+        corpus = record(corpus, group, slots.member, where, tokens, length)
     return slots.replace(
         tokens=_put(slots.tokens, where, tokens),
         logprobs=_put(slots.logprobs, where, logprobs),
         length=length,
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,
+        corpus=corpus,
     )
 
 

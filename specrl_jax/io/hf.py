@@ -11,17 +11,17 @@ from specrl_jax.models import qwen3
 from specrl_jax.sharding import Partitioner
 
 
-def load_config(folder: str) -> qwen3.Qwen3Config:
-    """Sizes from a checkpoint's config.json. Raises BadInput for a missing folder or another architecture."""
-    raw = _folder(folder).config()
+def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
+    """Sizes from a checkpoint's config.json; `key` of the config names it in messages. Raises BadInput for a missing folder or another architecture."""
+    raw = _folder(folder, key).config()
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
-        raise BadInput(f"policy.path: {folder} holds a '{raw.get('model_type')}' model, expected qwen3")
+        raise BadInput(f"{key}: {folder} holds a '{raw.get('model_type')}' model, expected qwen3")
     rope = raw.get("rope_parameters") or {}  # transformers 5 nests what 4 kept at the top
     if raw.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise BadInput(f"policy.path: {folder} asks for rope_scaling, which is not supported")
+        raise BadInput(f"{key}: {folder} asks for rope_scaling, which is not supported")
     for key in ("attention_bias", "use_sliding_window"):
         if raw.get(key):
-            raise BadInput(f"policy.path: {folder} asks for {key}, which is not supported")
+            raise BadInput(f"{key}: {folder} asks for {key}, which is not supported")
     try:
         experts = raw.get("num_experts", 0) if raw["model_type"] == "qwen3_moe" else 0
         return qwen3.Qwen3Config(
@@ -40,15 +40,21 @@ def load_config(folder: str) -> qwen3.Qwen3Config:
             experts_per_token=raw.get("num_experts_per_tok", 0) if experts else 0,
         )
     except KeyError as error:
-        raise BadInput(f"policy.path: {folder}/config.json lacks {error}") from None
+        raise BadInput(f"{key}: {folder}/config.json lacks {error}") from None
 
 
-def check_params(folder: str, config: qwen3.Qwen3Config) -> None:
+def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path") -> None:
     """Raises BadInput as `load_params` would, reading headers only."""
-    _folder(folder).check(qwen3.param_specs(config))
+    _folder(folder, key).check(qwen3.param_specs(config))
 
 
-def load_params(folder: str, config: qwen3.Qwen3Config, partition: Partitioner, dtype: jnp.dtype | None = None) -> Any:
+def load_params(
+    folder: str,
+    config: qwen3.Qwen3Config,
+    partition: Partitioner,
+    dtype: jnp.dtype | None = None,
+    key: str = "policy.path",
+) -> Any:
     """The learner's parameter tree from a local folder of safetensors.
 
     Args:
@@ -56,7 +62,7 @@ def load_params(folder: str, config: qwen3.Qwen3Config, partition: Partitioner, 
     Raises:
       BadInput: a missing folder, file or tensor, a tensor of another shape, or a file that is not safetensors.
     """
-    return _folder(folder).load(qwen3.param_specs(config), partition, dtype)
+    return _folder(folder, key).load(qwen3.param_specs(config), partition, dtype)
 
 
 def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str, tokenizer_from: str = "") -> None:
@@ -71,10 +77,10 @@ def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str,
     save_folder(folder, tensors, _hf_config(config, dtype), filter(os.path.exists, files))
 
 
-def _folder(path: str) -> TensorFolder:
+def _folder(path: str, key: str) -> TensorFolder:
     # The usual layout is checkpoints/<model>; name the command that makes exactly this folder.
     model = os.path.basename(os.path.normpath(path))
-    return TensorFolder(path, "policy.path", f"get it with `hf download Qwen/{model} --local-dir {path}`")
+    return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`")
 
 
 _TOKENIZER_FILES = (

@@ -23,7 +23,8 @@ class KVCache(NamedTuple):
     values: tuple[jax.Array, ...]  # L x [B, K, S, H]
 
 
-AXES = ("batch", "kv_heads", None, "head_dim")
+KEY_AXES = ("batch", "kv_heads", None, "head_dim")
+VALUE_AXES = ("batch", "kv_heads", None, "head_dim")
 
 
 def init_cache(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:

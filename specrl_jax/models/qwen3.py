@@ -76,9 +76,9 @@ PRESETS = {
 }
 
 
-def preset(name: str) -> Qwen3Config:
+def preset(name: str, key: str = "policy.preset") -> Qwen3Config:
     if name not in PRESETS:
-        raise BadInput(f"policy.preset: no preset '{name}'; there are {', '.join(PRESETS)}")
+        raise BadInput(f"{key}: no preset '{name}'; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -190,6 +190,7 @@ class Output(NamedTuple):
     logits: jax.Array | None  # [B, T, V] float32
     logprobs: jax.Array | None  # [B, T] float32, of `targets`
     entropy: jax.Array | None  # [B, T] float32, nats
+    normaliser: jax.Array | None  # [B, T] float32, logsumexp of logits / temperature, behind stop_gradient
     aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
     hidden: jax.Array  # [B, T, D], what the unembedding reads, behind stop_gradient
     cache: kv.KVCache | None
@@ -239,12 +240,17 @@ def forward(
         x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     table = params["embed"] if config.tied else params["unembed"]
-    logits = logprobs = entropy = None
+    logits = logprobs = entropy = normaliser = None
     if targets is not None:
-        logprobs, entropy = _score(x, table, targets, temperature, logits_chunk, partition)
+        logprobs, entropy, normaliser = _score(x, table, targets, temperature, logits_chunk, partition)
     elif unembed:
         logits = _logits(x, table, partition)
-    return Output(logits, logprobs, entropy, aux, jax.lax.stop_gradient(x), cache)
+    return Output(logits, logprobs, entropy, normaliser, aux, jax.lax.stop_gradient(x), cache)
+
+
+def unembed(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
+    """[B, T, V] float32 logits of `Output.hidden`."""
+    return _logits(hidden, params["embed" if config.tied else "unembed"], partition)
 
 
 def require_dense(config: Qwen3Config) -> None:
@@ -349,11 +355,14 @@ def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array
 
 def _score(
     x: jax.Array, table: jax.Array, targets: jax.Array, temperature: float, chunk: int, partition: Partitioner
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropy [B, T] of targets; `chunk` positions at a time, logits recomputed in the backward pass."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probs, entropy and normaliser [B, T] of targets; `chunk` positions at a time, logits recomputed in the backward pass."""
 
-    def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return logprobs_and_entropy(_logits(x, table, partition), targets, temperature)
+    def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        logits = _logits(x, table, partition)
+        # The sum that log-probs are made with, computed once: the compiler sees that both are the same.
+        normaliser = jax.nn.logsumexp(logits / (temperature or 1.0), axis=-1)
+        return *logprobs_and_entropy(logits, targets, temperature), jax.lax.stop_gradient(normaliser)
 
     length = x.shape[1]
     if not chunk or chunk >= length:
@@ -364,5 +373,5 @@ def _score(
     def split(array: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
         return jnp.moveaxis(array.reshape(array.shape[0], -1, chunk, *array.shape[2:]), 1, 0)
 
-    logprobs, entropy = jax.lax.map(jax.checkpoint(lambda pair: score(*pair)), (split(x), split(targets)))
-    return tuple(jnp.moveaxis(part, 0, 1).reshape(targets.shape) for part in (logprobs, entropy))
+    parts = jax.lax.map(jax.checkpoint(lambda pair: score(*pair)), (split(x), split(targets)))
+    return tuple(jnp.moveaxis(part, 0, 1).reshape(targets.shape) for part in parts)

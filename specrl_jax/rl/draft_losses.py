@@ -50,3 +50,27 @@ def supervised_counts(mask: jax.Array, steps: int) -> jax.Array:
 def unrolled_loss(loss: Mean) -> jax.Array:
     """[] float32: the decayed sum over draft steps of their averages."""
     return jnp.sum(DECAY ** jnp.arange(loss.total.shape[0], dtype=jnp.float32) * loss.value())
+
+
+def predicted_acceptance(
+    student: jax.Array, teacher: jax.Array, normaliser: jax.Array, mask: jax.Array, temperature: float
+) -> Mean:
+    """How often verification would keep draft i and all before it: the product over j <= i of sum_v min(p_j, q_j).
+
+    p is over the target's whole vocabulary, so that words which cannot be drafted count as not kept. Along the sampled
+    text, where verification follows the drafted one. Of sampled decoding: at temperature 0 it says nothing.
+
+    Args:
+      student, teacher, mask, temperature: as in `soft_cross_entropy`.
+      normaliser: [B, T] float32, logsumexp over the whole vocabulary of the target's logits / temperature.
+    Returns:
+      Mean whose total and count are [steps] float32.
+    """
+    steps = student.shape[0]
+    student, teacher = (jax.lax.stop_gradient(x).astype(jnp.float32) / (temperature or 1.0) for x in (student, teacher))
+    p = jnp.exp(teacher - normaliser[..., None])
+    kept, totals = 1.0, []
+    for i in range(steps):
+        kept = kept * jnp.minimum(shift_left(p, 1 + i), jax.nn.softmax(student[i], axis=-1)).sum(axis=-1)
+        totals.append(jnp.where(supervised(mask, i), kept, 0.0).sum())
+    return Mean(jnp.stack(totals), supervised_counts(mask, steps))

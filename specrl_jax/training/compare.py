@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.engine import Engine, Lengths
 
 
 def compare_with_plain(
@@ -17,6 +17,7 @@ def compare_with_plain(
     samples: int,
     seed: int,
     rounds: int,
+    lengths: Lengths | None = None,
 ) -> np.ndarray:
     """[rounds] ratios of generated tokens per second, `engine` over `plain`, the two in turn; neither compiles in it.
 
@@ -25,7 +26,7 @@ def compare_with_plain(
 
     def tokens_per_second(engine: Engine, seed: int) -> float:
         start = time.perf_counter()
-        rollouts = engine.generate(weights, prompts, samples, seed)
+        rollouts = engine.generate(weights, prompts, samples, seed, lengths=None if engine is plain else lengths)
         return rollouts.response_length.sum() / (time.perf_counter() - start)
 
     for warm in (engine, plain):

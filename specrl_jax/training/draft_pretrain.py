@@ -9,8 +9,8 @@ import numpy as np
 
 from specrl_jax.core import BadInput, Stopped
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.engine import Rollouts
-from specrl_jax.io import eagle3_formats
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.training.draft_models import WITHOUT_WEIGHTS
 from specrl_jax.training.loop import learner_rows
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.pretrain import LOG_EVERY, check_output, write_log
@@ -24,7 +24,8 @@ COUNTED_STEPS = 8
 
 
 def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Trains `steps` updates, each on fresh rollouts, and writes `pretrain.output` in SafeAI's dialect.
+    """Trains `steps` updates, each on fresh rollouts, and writes `pretrain.output`: an EAGLE-3 head in SafeAI's dialect,
+    an MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
 
     Starts from draft.path, or from random weights over the `draft.vocab_size` ids that rollouts use most. Returns the
     log: loss every 50 steps, at the start and the end the acceptance on validation prompts of the weights as stored.
@@ -34,9 +35,9 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
     stream = ProblemStream(setup.train_source, s.grpo.prompts_per_step, s.seed)
     state = setup.initial_state()
     weights, _ = setup.prepare(state)
-    if not s.draft.path and setup.head.draft_vocab < setup.model.vocab:
+    if not s.draft.path and setup.draft.vocab < setup.model.vocab:
         counted = [generate(setup, weights, stream, -1 - i) for i in range(COUNTED_STEPS)]
-        vocab_map = most_frequent(counted, setup.head.draft_vocab, setup.model.vocab)
+        vocab_map = most_frequent(counted, setup.draft.vocab, setup.model.vocab)
         state = state.replace(vocab_map=jax.device_put(vocab_map, setup.learner_partition.replicated))
     tables = setup.read_tables(state.policy.params, state.vocab_map)
     draft = state.draft
@@ -54,9 +55,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), draft.params)
         log[-1] |= held_out_acceptance(setup, state.replace(draft=draft.replace(params=stored)))
         display.finish_step(s.steps, f"acceptance length {log[-1]['spec/acceptance_length']:.3f}")
-    eagle3_formats.save(
-        s.pretrain.output, stored, np.asarray(state.vocab_map), setup.head, setup.model, s.pretrain.dtype
-    )
+    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype)
     write_log(log, workdir, s.pretrain.output)
     return log
 
@@ -86,8 +85,8 @@ def held_out_acceptance(setup: Setup, state: RunState) -> dict[str, float]:
 
 def check_draft_pretrain(settings: Settings) -> None:
     """Raises BadInput for what would fail at the end of a run; makes `pretrain.output`."""
-    if settings.draft.kind == "none":
-        raise BadInput("task=draft_pretrain makes a head: set draft.kind=eagle3")
+    if settings.draft.kind in WITHOUT_WEIGHTS:
+        raise BadInput("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
     if settings.draft.length < 1:
         raise BadInput("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
     check_output(settings.pretrain)

@@ -9,7 +9,8 @@ import numpy as np
 
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.engine import Engine, Rollouts
+from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rewards.verifiable import Reward
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup
@@ -42,10 +43,16 @@ def evaluate(
     reward: Reward,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    lengths: Lengths | None = None,
 ) -> Evaluation:
-    """`samples` answers per problem, scored. Equal seeds give equal noise, so two policies are compared paired."""
+    """`samples` answers per problem, scored. Equal seeds give equal noise, so two policies are compared paired.
+
+    `lengths` chooses draft lengths; None: always the engine's own.
+    """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-    rollouts = engine.generate(params, prompts, samples, seed + EVAL_SEED_OFFSET, on_progress=on_progress)
+    rollouts = engine.generate(
+        params, prompts, samples, seed + EVAL_SEED_OFFSET, on_progress=on_progress, lengths=lengths
+    )
     return Evaluation(score(rollouts, problems, tokenizer, reward).reshape(len(problems), samples), rollouts)
 
 
@@ -75,7 +82,7 @@ def run_evaluation(setup: Setup, workdir: str) -> None:
         "samples": s.eval.samples,
         "temperature": s.eval.temperature,
     }
-    if setup.head:
+    if setup.eval_engine.draft_length:
         summary |= speculation_metrics(result.rollouts)
     with open(os.path.join(workdir, "evaluation.json"), "w") as file:
         json.dump(summary, file, indent=2)

@@ -1,10 +1,12 @@
 """The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
 
 Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1 with one inner iteration per minibatch) on rollouts of the
-current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a head drafts, it learns in the
+current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns in the
 train phase from the features of that forward, and nothing of it reaches the policy.
 """
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ from specrl_jax.core import PHASES, BadInput, Stopped
 from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
-from specrl_jax.decoding.engine import Engine, Rollouts
+from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.rl.advantages import group_normalised
@@ -34,6 +37,7 @@ from specrl_jax.training.measures import (
 )
 from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.setup import Setup
+from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.state import RunState
 from specrl_jax.training.steps import Signal, UpdateMetrics
 
@@ -55,28 +59,35 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     checkpoints = Checkpoints(workdir, s.checkpoint.keep)
     state, first = _restore(setup, checkpoints, stream)
     reference = setup.initial_params() if s.grpo.kl_coef else None
+    speculation = Speculation(setup, workdir)
     writer = MetricsWriter(workdir, last_step=first if first is not None else -1)
     step = first or 0
     position = stream.position
     with Display(s.steps, step) as display:
         try:
+            announce_programs(setup, state, display)
             if first is None:
-                writer.write({"step": 0} | evaluation_row(setup, state, problems, display, greedy=True))
+                writer.write({"step": 0} | evaluation_row(setup, state, problems, display, speculation, greedy=True))
             while step < s.steps:
-                state, row, samples = run_step(setup, state, reference, stream, step + 1, display, stop)
+                with profiled(workdir, step + 1 in s.profile_steps):
+                    state, row, samples = run_step(
+                        setup, state, reference, stream, step + 1, display, stop, speculation
+                    )
                 step, position = step + 1, stream.position
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
-                    row |= evaluation_row(setup, state, problems, display, greedy=step == s.steps)
-                if step == s.steps and setup.head and s.draft.compare_rounds:
-                    row |= comparison_row(setup, state, problems, display)
+                    row |= evaluation_row(setup, state, problems, display, speculation, greedy=step == s.steps)
+                if step == s.steps and setup.engine.draft_length and s.draft.compare_rounds:
+                    row |= comparison_row(setup, state, problems, display, speculation)
                 writer.write(row)
                 writer.write_rollouts(step, samples)
                 if step == s.steps or step % s.checkpoint.every == 0:
                     checkpoints.save(step, state, position)
+                    speculation.save()
                 display.finish_step(step, _note(row))
         except Stopped:
             if step:
                 checkpoints.save(step, state, position)
+                speculation.save()
                 raise Stopped(f"step {step} is saved; the same command resumes from there") from None
             raise Stopped("no step was done yet; the same command starts anew") from None
         finally:
@@ -93,6 +104,7 @@ def run_step(
     step: int,
     display: Display,
     stop: threading.Event,
+    speculation: Speculation,
 ) -> tuple[RunState, dict[str, Any], list[dict[str, Any]]]:
     """One RL step: (new state, metrics row, sample of rollouts). Raises Stopped only while `state` is still whole."""
     s, tokenizer = setup.settings, setup.tokenizer
@@ -110,7 +122,15 @@ def run_step(
     with clock("generate"):
         first_id = step * s.grpo.prompts_per_step * s.grpo.group_size
         rollouts = setup.engine.generate(
-            weights, prompts, s.grpo.group_size, s.rollout.seed, first_id, display.update_phase, stamp
+            weights,
+            prompts,
+            s.grpo.group_size,
+            s.rollout.seed,
+            first_id,
+            display.update_phase,
+            stamp,
+            speculation.lengths,
+            speculation.history,
         )
         rewards = score(rollouts, problems, tokenizer, setup.reward)
     _leave_if(stop)
@@ -131,8 +151,10 @@ def run_step(
     row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
     row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
     row |= updates.metrics() | mismatch_metrics(behaviour, old_logprobs, rows.mask)
-    if setup.head:
-        row |= speculation_metrics(rollouts) | {"draft/version": int(state.draft.step)}
+    if setup.engine.draft_length:
+        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.acceptance)
+    if state.draft:
+        row |= {"draft/version": int(state.draft.step)}
     return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts)
 
 
@@ -140,7 +162,8 @@ class Updates(NamedTuple):
     """What the updates of one step reported, minibatch by minibatch."""
 
     policy: list[UpdateMetrics]
-    draft: list[DraftMetrics]  # empty where no head learns
+    draft: list[DraftMetrics]  # empty where no draft learns
+    acceptance: np.ndarray | None  # [steps], predicted of the draft before these updates; None: there is none
     draft_seconds: float
 
     def metrics(self) -> dict[str, float]:
@@ -148,25 +171,33 @@ class Updates(NamedTuple):
 
 
 def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal) -> tuple[RunState, Updates]:
-    """One policy update per minibatch, each followed by one of the head from the features of that update's forward.
+    """One policy update per minibatch, each followed by one of the draft from the features of that update's forward.
 
-    Minibatch i takes rows i, i + n, ...: some of every group.
+    Minibatch i takes rows i, i + n, ...: some of every group. A draft that does not learn is only asked what it expects
+    to be accepted.
     """
-    minibatches = setup.settings.grpo.minibatches
-    policy, draft, updates = state.policy, state.draft, Updates([], [], 0.0)
+    minibatches, online = setup.settings.grpo.minibatches, setup.settings.draft.online
+    policy, draft, updates = state.policy, state.draft, Updates([], [], None, 0.0)
     for i in range(minibatches):
         part, part_signal = jax.tree.map(lambda x, i=i: x[i::minibatches], (rows, signal))
-        online = draft is not None and setup.settings.draft.online
+        wanted = draft is not None and (online or i == 0)
         # Before the update, which donates the tables and changes them.
-        tables = setup.read_tables(policy.params, state.vocab_map) if online else None
+        tables = setup.read_tables(policy.params, state.vocab_map) if wanted else None
         policy, metrics, features = setup.policy_step(policy, part, part_signal)
         updates.policy.append(metrics)
+        if not wanted:
+            continue
+        jax.block_until_ready(features)
+        start = time.perf_counter()
         if online:
-            jax.block_until_ready(features)
-            start = time.perf_counter()
             draft, draft_update = jax.block_until_ready(setup.draft_step(draft, tables, features, part))
             updates.draft.append(draft_update)
-            updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
+            acceptance = draft_update.acceptance
+        else:
+            acceptance = setup.predict_step(draft.params, tables, features, part)
+        if i == 0:
+            updates = updates._replace(acceptance=np.asarray(acceptance))
+        updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
     policy = policy.replace(step=policy.step + 1)
     return state.replace(policy=policy, draft=draft), updates
 
@@ -177,16 +208,44 @@ def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
     return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
 
 
+def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
+    """Compiles every program of the training engine, and says how long each took."""
+    weights, _ = setup.prepare(state)
+    programs = setup.engine.programs
+    display.start_phase("compile")
+    programs.compile_all(weights, lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s"))
+
+
+def profiled(workdir: str, wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """A jax.profiler trace of what runs inside, for Perfetto or TensorBoard; nothing where it is not wanted."""
+    return jax.profiler.trace(os.path.join(workdir, "profile")) if wanted else contextlib.nullcontext()
+
+
 def evaluation_row(
-    setup: Setup, state: RunState, problems: Sequence[Problem], display: Display, greedy: bool
+    setup: Setup,
+    state: RunState,
+    problems: Sequence[Problem],
+    display: Display,
+    speculation: Speculation | None,
+    greedy: bool,
 ) -> dict[str, Any]:
-    """eval/* metrics of the current policy."""
+    """eval/* metrics of the current policy. `speculation` None: always draft.length."""
     s = setup.settings
     weights, _ = setup.prepare(state)
 
     def run(engine: Engine, samples: int) -> Any:
+        # What is known of lengths is known of the training engine's programs.
+        lengths = speculation.lengths if speculation and engine is setup.engine else None
         return evaluate(
-            engine, weights, problems, samples, setup.tokenizer, setup.reward, s.rollout.seed, display.update_phase
+            engine,
+            weights,
+            problems,
+            samples,
+            setup.tokenizer,
+            setup.reward,
+            s.rollout.seed,
+            display.update_phase,
+            lengths,
         )
 
     clock = PhaseClock(display)
@@ -198,7 +257,9 @@ def evaluation_row(
     return row | {"time/evaluate": clock.seconds["evaluate"]}
 
 
-def comparison_row(setup: Setup, state: RunState, problems: Sequence[Problem], display: Display) -> dict[str, float]:
+def comparison_row(
+    setup: Setup, state: RunState, problems: Sequence[Problem], display: Display, speculation: Speculation
+) -> dict[str, float]:
     """spec/speedup*: this run's own engine against draft.kind=none, on as many validation rollouts as a step has."""
     s = setup.settings
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems][: s.grpo.prompts_per_step]
@@ -213,6 +274,7 @@ def comparison_row(setup: Setup, state: RunState, problems: Sequence[Problem], d
             s.grpo.group_size,
             s.rollout.seed,
             s.draft.compare_rounds,
+            speculation.lengths,
         )
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}

@@ -1,5 +1,6 @@
 """What a step reports: metrics of its rollouts and updates, and a sample of the rollouts themselves."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
-from specrl_jax.decoding.engine import Rollouts
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rl.grpo import k3
 from specrl_jax.training.draft_learning import DraftMetrics
 from specrl_jax.training.steps import UpdateMetrics
@@ -39,7 +40,15 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
     # A length that nothing reached has no rate.
     rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
-    return row | rates
+    return row | rates | length_shares(rollouts)
+
+
+def length_shares(rollouts: Rollouts) -> dict[str, float]:
+    """spec/share_k_*: of the verifications, those in chunks of each draft length."""
+    by_length: Counter[int] = Counter()
+    for chunk in rollouts.chunks:
+        by_length[chunk.k] += chunk.verifications
+    return {f"spec/share_k_{k}": count / by_length.total() for k, count in sorted(by_length.items())}
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:

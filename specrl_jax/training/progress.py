@@ -37,6 +37,9 @@ class Display:
         self._bars.remove_task(self._phase)
         self._phase = self._bars.add_task(name, total=None, note="")
 
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False)
+
     def update_phase(self, done: int, total: int) -> None:
         self._bars.update(self._phase, completed=done, total=total)
 

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.drafters import NO_DRAFTER
-from specrl_jax.decoding.engine import Engine, Limits, make_engine
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.engine import Engine, make_engine
+from specrl_jax.decoding.programs import Limits, Model, Prompts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
 from specrl_jax.decoding.verification import Noise, Verified, verify
 from specrl_jax.models import cache as kv
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models import qwen3
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.drafting import Caches, Weights, checksum, eagle3_drafter, record_features
+from specrl_jax.training.draft_models import DraftModel
+from specrl_jax.training.weights import Caches, Weights, checksum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,99 +32,137 @@ class RolloutConfig:
     seed: int
     dtype: jnp.dtype  # of the weights and activations of decoding
     cache_dtype: jnp.dtype
-    draft_length: int  # k
 
 
 def make_prepare(
-    model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, config: RolloutConfig, partition: Partitioner
+    model: qwen3.Qwen3Config, draft: DraftModel | None, config: RolloutConfig, partition: Partitioner
 ) -> Callable[[Any, Any, jax.Array | None], Weights]:
     """The jitted map (policy params, draft params, vocab_map) -> Weights: cast, fused, unstacked, resharded, summed up.
 
-    Without a head the last two are None.
+    Without a draft the last two are None.
     """
 
-    def prepare(policy: Any, draft: Any, vocab_map: jax.Array | None) -> Weights:
+    def prepare(policy: Any, params: Any, vocab_map: jax.Array | None) -> Weights:
         policy = qwen3.rollout_params(policy, model, config.dtype)
-        draft = eagle3.rollout_params(draft, config.dtype) if head else None
-        return Weights(policy, draft, vocab_map, checksum((policy, draft, vocab_map)))
+        params = draft.rollout_params(params, config.dtype) if draft else None
+        return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
-    return jax.jit(prepare, out_shardings=weights_shardings(model, head, partition))
-
-
-def weights_shardings(model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, partition: Partitioner) -> Weights:
-    return Weights(
+    shardings = Weights(
         policy=partition.tree(qwen3.rollout_specs(model)),
-        draft=partition.tree(eagle3.rollout_specs(head)) if head else None,
-        vocab_map=partition.replicated if head else None,
+        draft=partition.tree(draft.rollout_specs) if draft else None,
+        vocab_map=partition.replicated,
         checksum=partition.replicated,
     )
+    return jax.jit(prepare, out_shardings=shardings)
 
 
 def make_rollout_engine(
     model: qwen3.Qwen3Config,
-    head: eagle3.Eagle3Config | None,
+    draft: DraftModel | None,
+    drafter: Drafter,
     config: RolloutConfig,
-    sampling: Sampling,
     tokenizer: Tokenizer,
     partition: Partitioner,
+    lengths: tuple[int, ...] | None = None,
 ) -> Engine:
-    """The engine of this policy for one sampling setting; without a head it decodes plainly.
+    """The engine of this policy for one sampling setting.
 
-    Raises BadInput where the model has too few positions.
+    Args:
+      draft: whose weights and cache there are beside the target's; None: there are none.
+      drafter: what drafts, with that draft or without.
+      lengths: draft lengths that a call may choose from; None: the drafter's own only.
+    Raises:
+      BadInput: the model has too few positions, or num_slots does not divide over the mesh.
     """
     limits = config.limits
     check_cache_length(limits, model)
-    forward = functools.partial(_target_forward, model, head, partition, config.dtype)
-
-    def prefill(params: Weights, tokens: jax.Array, positions: jax.Array) -> Any:
-        cache = _empty_cache(model, head, config, tokens.shape[0])
-        return forward(params, tokens, positions, cache, unembed=False)[1]
-
-    drafter = eagle3_drafter(head, config.draft_length, sampling, config.dtype, partition) if head else NO_DRAFTER
-    return make_engine(
-        prefill,
-        forward,
-        kv.take_rows,
-        limits,
-        sampling,
-        tokenizer.eos_ids,
-        tokenizer.pad_id,
-        slots_shardings(model, head, limits, partition),
-        drafter,
-        verify_fn=functools.partial(sharded_verify, partition),
+    target = Target(model, draft, config, partition)
+    parts = Model(
+        init_cache=target.init_cache,
+        prefill=target.prefill,
+        decode=target.decode,
+        drafter=drafter,
+        verify=functools.partial(sharded_verify, partition),
+        sampling=config.sampling,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
     )
+    return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths)
 
 
-def _empty_cache(model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, config: RolloutConfig, batch: int) -> Any:
-    S = config.limits.cache_length
-    target = kv.init_cache(model.layers, batch, S, model.kv_heads, model.head_dim, config.cache_dtype)
-    return Caches(target, eagle3.init_cache(head, batch, S, config.dtype, config.cache_dtype)) if head else target
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The policy as the engine sees it, with the cache of its draft beside its own where there is one."""
 
+    model: qwen3.Qwen3Config
+    draft: DraftModel | None
+    config: RolloutConfig
+    partition: Partitioner
 
-def _target_forward(
-    model: qwen3.Qwen3Config,
-    head: eagle3.Eagle3Config | None,
-    partition: Partitioner,
-    dtype: jnp.dtype,
-    params: Weights,
-    tokens: jax.Array,
-    positions: jax.Array,
-    cache: Any,
-    unembed: bool = True,
-) -> tuple[jax.Array | None, Any]:
-    """(logits, cache); with a head the cache keeps the features too."""
-    out = qwen3.forward(
-        params.policy,
-        model,
-        tokens,
-        positions,
-        partition,
-        cache=cache.target if head else cache,
-        aux_layers=head.aux_layers if head else (),
-        dtype=dtype,
-        unembed=unembed,
-    )
-    return out.logits, Caches(out.cache, record_features(cache.draft, positions, out.aux)) if head else out.cache
+    def init_cache(self, rows: int, length: int) -> Any:
+        m, c = self.model, self.config
+        target = kv.init_cache(m.layers, rows, length, m.kv_heads, m.head_dim, c.cache_dtype)
+        if not self.draft:
+            return target
+        return Caches(target, self.draft.init_cache(rows, length, c.dtype, c.cache_dtype))
+
+    def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any) -> Any:
+        return self.decode(params, tokens, positions, cache, unembed=False)[1]
+
+    def decode(
+        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any, unembed: bool = True
+    ) -> tuple[jax.Array | None, Any]:
+        """(logits, cache); the draft keeps of the forward what it needs."""
+        out = qwen3.forward(
+            params.policy,
+            self.model,
+            tokens,
+            positions,
+            self.partition,
+            cache=cache.target if self.draft else cache,
+            aux_layers=self.draft.aux_layers if self.draft else (),
+            dtype=self.config.dtype,
+            unembed=unembed,
+        )
+        if not self.draft:
+            return out.logits, out.cache
+        return out.logits, Caches(out.cache, self.draft.record(cache.draft, positions, out))
+
+    def slots_shardings(self) -> Slots:
+        """Shardings of the engine's state. Raises BadInput where num_slots does not divide over the mesh."""
+        B = self.config.limits.num_slots
+        row, table = self.partition.sharding(("batch",), (B,)), self.partition.sharding(("batch", None), (B, 1))
+        return Slots(
+            tokens=table,
+            logprobs=table,
+            prompt_length=row,
+            length=row,
+            limit=row,
+            done=row,
+            rollout_id=row,
+            verifications=row,
+            drafted=table,
+            accepted=table,
+            group=row,
+            member=row,
+            corpus=self.partition.replicated,
+            cache=self._cache_shardings("batch"),
+        )
+
+    def prompt_shardings(self) -> Prompts:
+        """Of one prefilled prompt: one row cannot be split over rows."""
+        everywhere = self.partition.replicated
+        return Prompts(everywhere, everywhere, self._cache_shardings(None))
+
+    def _cache_shardings(self, rows: str | None) -> Any:
+        m = self.model
+        axes = kv.KVCache((kv.KEY_AXES,) * m.layers, (kv.VALUE_AXES,) * m.layers)
+        axes = Caches(axes, self.draft.cache_axes()) if self.draft else axes
+
+        def sharding(axes: tuple[str | None, ...]) -> Any:
+            return self.partition.sharding((rows, *axes[1:]))
+
+        return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
 
 
 def check_cache_length(limits: Limits, model: qwen3.Qwen3Config) -> None:
@@ -154,29 +194,4 @@ def sharded_verify(
         tokens=partition.constrain(verified.tokens, "batch", None),
         num_accepted=partition.constrain(verified.num_accepted, "batch"),
         logprobs=partition.constrain(verified.logprobs, "batch", None),
-    )
-
-
-def slots_shardings(
-    model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, limits: Limits, partition: Partitioner
-) -> Slots:
-    """Shardings of the engine's state. Raises BadInput where num_slots does not divide over the mesh."""
-    B, S = limits.num_slots, limits.cache_length
-    row = partition.sharding(("batch",), (B,))
-    table = partition.sharding(("batch", None), (B, S))
-    buffer = partition.sharding(kv.AXES, (B, model.kv_heads, S, model.head_dim))
-    cache = kv.KVCache((buffer,) * model.layers, (buffer,) * model.layers)
-    features = partition.sharding(("batch", None, None, None))
-    return Slots(
-        tokens=table,
-        logprobs=table,
-        prompt_length=row,
-        length=row,
-        limit=row,
-        done=row,
-        rollout_id=row,
-        verifications=row,
-        drafted=table,
-        accepted=table,
-        cache=Caches(cache, eagle3.DraftCache(features, buffer, buffer)) if head else cache,
     )

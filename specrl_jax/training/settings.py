@@ -21,10 +21,17 @@ class PolicySettings:
 
 @dataclasses.dataclass(frozen=True)
 class DraftSettings:
-    kind: str  # none, eagle3
-    path: str  # folder of a head, '' = random weights
-    vocab_size: int  # of a head that is made here; 0 = the policy's
+    kind: str  # none, eagle3, mtp, model, ngram, suffix
+    path: str  # folder of a draft, '' = random weights
+    preset: str  # sizes of a smaller policy without a folder
+    dialect: str  # of the folder that an MTP head is saved to
+    vocab_size: int  # of an EAGLE-3 head that is made here; 0 = the policy's
     length: int  # k, tokens
+    adaptive: bool  # choose from 0..length; False = always length
+    match_min: int  # tokens, shortest match that ngram and suffix copy after
+    match_max: int  # tokens compared
+    cascade: int  # tokens, match that overrides a draft with weights; 0 = never
+    history: int  # rollouts of earlier epochs kept per prompt, to copy from
     online: bool  # learn in the train phase
     learning_rate: float
     warmup: int  # updates
@@ -39,6 +46,8 @@ class RolloutSettings:
     temperature: float
     top_k: int
     top_p: float
+    rule: str  # rejection, block, coupled
+    parity: bool  # every forward of one shape
     max_prompt_tokens: int
     max_response_tokens: int
     num_slots: int
@@ -108,6 +117,7 @@ class Settings:
     checkpoint: CheckpointSettings
     pretrain: PretrainSettings
     sample_rollouts: int  # rows of rollouts/step_N.jsonl
+    profile_steps: tuple[int, ...]  # RL steps that are traced
 
 
 # Smallest value of every number that counts something or must not be negative.
@@ -117,6 +127,10 @@ _SMALLEST = {
     "draft": {
         "vocab_size": 0,
         "length": 0,
+        "match_min": 1,
+        "match_max": 1,
+        "cascade": 0,
+        "history": 0,
         "learning_rate": 0,
         "warmup": 0,
         "decay_steps": 0,

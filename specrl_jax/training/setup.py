@@ -15,17 +15,21 @@ from specrl_jax.core import BadInput
 from specrl_jax.data.sources import JsonlSource
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
-from specrl_jax.decoding.engine import Engine, Limits, Stamp, check_prompts
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
+from specrl_jax.decoding.engine import Engine, check_prompts
+from specrl_jax.decoding.lookup import cascade, lookup_drafter
+from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.io import eagle3_formats, hf
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
 from specrl_jax.rewards.verifiable import Reward, find_reward
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_read_tables
-from specrl_jax.training.drafting import Weights
-from specrl_jax.training.rollout import RolloutConfig, check_cache_length, make_prepare, make_rollout_engine
-from specrl_jax.training.settings import DraftSettings, PolicySettings, Settings, check_values, parse_dtype
+from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
+from specrl_jax.training.draft_models import DraftModel, find_draft_model
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.settings import DraftSettings, Settings, check_values, parse_dtype
+from specrl_jax.training.shapes import LENGTHS, check_rows, find_limits, policy_sizes
 from specrl_jax.training.state import (
     OptimizerConfig,
     RunState,
@@ -35,6 +39,7 @@ from specrl_jax.training.state import (
     make_optimizer,
 )
 from specrl_jax.training.steps import Learner, make_feature_step, make_logprob_step, make_policy_step
+from specrl_jax.training.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Setup:
 
     settings: Settings
     model: qwen3.Qwen3Config
-    head: eagle3.Eagle3Config | None  # None: plain decoding, and nothing of a draft anywhere
+    draft: DraftModel | None  # None: nothing of a draft with weights anywhere
     learner_partition: Partitioner
     rollout_partition: Partitioner
     tokenizer: Tokenizer
@@ -57,7 +62,7 @@ class Setup:
 
     @functools.cached_property
     def _prepare(self) -> Any:
-        return make_prepare(self.model, self.head, self.rollout, self.rollout_partition)
+        return make_prepare(self.model, self.draft, self.rollout, self.rollout_partition)
 
     def prepare(self, state: RunState) -> tuple[Weights, Stamp]:
         """The weights that rollouts run on, and which they are. Waits until they are there."""
@@ -88,26 +93,53 @@ class Setup:
         return make_draft_step(self.draft_learner, self.draft_optimizer, self.learner_partition)
 
     @functools.cached_property
+    def predict_step(self) -> Any:
+        return make_predict_step(self.draft_learner, self.learner_partition)
+
+    @functools.cached_property
     def engine(self) -> Engine:
-        return self._engine(self.rollout.sampling, self.head)
+        """Of the training rollouts."""
+        draft = self.settings.draft
+        lengths = [k for k in LENGTHS if k < draft.length] if draft.adaptive else [0]
+        return self._engine(self.rollout, self.drafter(self.rollout.sampling), (*lengths, draft.length))
 
     @functools.cached_property
     def eval_engine(self) -> Engine:
         """Sampled at eval.temperature over the whole vocabulary; the training engine itself where that is the same."""
-        sampling = Sampling(self.settings.eval.temperature)
-        return self.engine if sampling == self.rollout.sampling else self._engine(sampling, self.head)
+        sampling = dataclasses.replace(self.rollout.sampling, temperature=self.settings.eval.temperature)
+        sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
+        return self.engine if sampling == self.rollout.sampling else self._fixed_engine(sampling)
 
     @functools.cached_property
     def greedy_engine(self) -> Engine:
-        return self._engine(Sampling(0.0), self.head)
+        return self._fixed_engine(dataclasses.replace(self.rollout.sampling, temperature=0.0, top_k=0, top_p=1.0))
 
     @functools.cached_property
     def plain_engine(self) -> Engine:
         """What `engine` is compared with: draft.kind=none."""
-        return self._engine(self.rollout.sampling, head=None)
+        limits = dataclasses.replace(self.rollout.limits, groups=0, members=0)
+        config = dataclasses.replace(self.rollout, limits=limits)
+        return make_rollout_engine(self.model, None, NO_DRAFTER, config, self.tokenizer, self.rollout_partition)
 
-    def _engine(self, sampling: Sampling, head: eagle3.Eagle3Config | None) -> Engine:
-        return make_rollout_engine(self.model, head, self.rollout, sampling, self.tokenizer, self.rollout_partition)
+    def drafter(self, sampling: Sampling) -> Drafter:
+        """What drafts in the engines: with weights, by copying, or both."""
+        draft = self.settings.draft
+        if draft.kind == "none":
+            return NO_DRAFTER
+        if draft.kind in ("ngram", "suffix"):
+            return lookup_drafter(draft.length, draft.match_min, draft.match_max)
+        neural = self.draft.drafter(draft.length, sampling, self.rollout.dtype, self.rollout_partition)
+        return cascade(neural, draft.cascade, draft.match_max) if draft.cascade else neural
+
+    def _fixed_engine(self, sampling: Sampling) -> Engine:
+        """One draft length: evaluation is short, and its programs few."""
+        return self._engine(dataclasses.replace(self.rollout, sampling=sampling), self.drafter(sampling), None)
+
+    def _engine(self, config: RolloutConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
+        lengths = tuple(sorted(set(lengths))) if lengths and drafter.length else None
+        return make_rollout_engine(
+            self.model, self.draft, drafter, config, self.tokenizer, self.rollout_partition, lengths
+        )
 
     def initial_params(self) -> Any:
         """Float32 learner parameters: from policy.path, or random from the seed."""
@@ -117,31 +149,29 @@ class Setup:
         return init_random_params(jax.random.key(self.settings.seed), specs, self.learner_partition)
 
     def initial_draft_params(self) -> Any:
-        """Float32 learner parameters of the head: from draft.path, or random from the seed."""
+        """Float32 learner parameters of the draft: from draft.path, or random from the seed."""
         if self.settings.draft.path:
-            return eagle3_formats.load_params(self.settings.draft.path, self.head, self.learner_partition, jnp.float32)
+            return self.draft.load(self.settings.draft.path, self.learner_partition)
         # Another key than the policy's: shapes coincide.
         key = jax.random.fold_in(jax.random.key(self.settings.seed), 1)
-        return init_random_params(key, eagle3.param_specs(self.head), self.learner_partition)
+        return init_random_params(key, self.draft.specs, self.learner_partition)
 
-    def initial_vocab_map(self) -> jax.Array:
-        """[Vd] int32: from draft.path, or every id of the policy."""
-        path = self.settings.draft.path
-        ids = eagle3_formats.load_vocab_map(path, self.head, self.model) if path else np.arange(self.model.vocab)
-        return jax.device_put(ids.astype(np.int32), self.learner_partition.replicated)
+    def initial_vocab_map(self) -> jax.Array | None:
+        """[Vd] int32: from draft.path, or the policy's first ids; None where draft and policy share their ids."""
+        ids = self.draft.load_vocab_map(self.settings.draft.path, self.model)
+        return None if ids is None else jax.device_put(ids, self.learner_partition.replicated)
 
     def initial_state(self) -> RunState:
         partition = self.learner_partition
         policy = init_state(self.initial_params(), qwen3.param_specs(self.model), self.optimizer, partition)
-        if self.head is None:
+        if self.draft is None:
             return RunState(policy, None, None)
-        specs = eagle3.param_specs(self.head)
-        draft = init_state(self.initial_draft_params(), specs, self.draft_optimizer, partition)
+        draft = init_state(self.initial_draft_params(), self.draft.specs, self.draft_optimizer, partition)
         return RunState(policy, draft, self.initial_vocab_map())
 
     def initial_weights(self) -> Weights:
         """The same weights ready to generate, without the optimizers' memory."""
-        if self.head is None:
+        if self.draft is None:
             return self._prepare(self.initial_params(), None, None)
         return self._prepare(self.initial_params(), self.initial_draft_params(), self.initial_vocab_map())
 
@@ -149,12 +179,13 @@ class Setup:
         """ShapeDtypeStructs of `initial_state`, which a checkpoint is restored into."""
         partition = self.learner_partition
         policy = abstract_state(qwen3.param_specs(self.model), self.optimizer, partition)
-        if self.head is None:
+        if self.draft is None:
             return RunState(policy, None, None)
-        vocab_map = jax.ShapeDtypeStruct((self.head.draft_vocab,), jnp.int32, sharding=partition.replicated)
-        return RunState(
-            policy, abstract_state(eagle3.param_specs(self.head), self.draft_optimizer, partition), vocab_map
-        )
+        draft = abstract_state(self.draft.specs, self.draft_optimizer, partition)
+        if self.settings.draft.kind != "eagle3":
+            return RunState(policy, draft, None)
+        ids = jax.ShapeDtypeStruct((self.draft.vocab,), jnp.int32, sharding=partition.replicated)
+        return RunState(policy, draft, ids)
 
     @functools.cached_property
     def train_source(self) -> JsonlSource | TaskSource:
@@ -185,16 +216,16 @@ class Setup:
 
 def build(settings: Settings, mesh: Mesh) -> Setup:
     """Checks the settings against each other and builds. Raises BadInput before any long work."""
-    policy, draft, rollout, grpo = settings.policy, settings.draft, settings.rollout, settings.grpo
+    policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
     model = policy_sizes(policy)
-    head = head_sizes(draft, model)
-    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p)
+    draft = find_draft_model(settings.draft, model)
+    sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.rule)
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
         raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
-    limits = Limits(rollout.num_slots, rollout.max_prompt_tokens, rollout.max_response_tokens, rollout.chunk)
-    _check_rows(settings, model, head, limits, mesh)
+    limits = find_limits(settings, partitioner(mesh, ROLLOUT).ways("batch"))
+    check_rows(settings, model, draft, limits, mesh)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     learner = Learner(
         model=model,
@@ -203,18 +234,13 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         logits_chunk=policy.logits_chunk,
         microbatch=grpo.microbatch,
         temperature=rollout.temperature,
-        aux_layers=head.aux_layers if head else (),
-    )
-    draft_learner = None
-    if head:
-        draft_learner = DraftLearner(head, learner.dtype, draft.ttt_steps, grpo.microbatch, rollout.temperature)
-    draft_optimizer = OptimizerConfig(
-        "adamw", draft.learning_rate, draft.warmup, draft.clip, weight_decay=0.0, b2=0.95, decay_steps=draft.decay_steps
+        features=draft is not None,
+        aux_layers=draft.aux_layers if draft else (),
     )
     return Setup(
         settings=settings,
         model=model,
-        head=head,
+        draft=draft,
         learner_partition=partitioner(mesh, LEARNER),
         rollout_partition=partitioner(mesh, ROLLOUT),
         tokenizer=tokenizer,
@@ -225,82 +251,25 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
             seed=rollout.seed,
             dtype=parse_dtype("policy.dtype", policy.dtype),
             cache_dtype=parse_dtype("rollout.cache_dtype", rollout.cache_dtype),
-            draft_length=draft.length,
         ),
         learner=learner,
-        draft_learner=draft_learner,
+        draft_learner=_draft_learner(settings, draft, learner),
         objective=Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef),
         optimizer=make_optimizer(settings.optimizer),
-        draft_optimizer=make_optimizer(draft_optimizer, "draft"),
+        draft_optimizer=_draft_optimizer(settings.draft),
     )
 
 
-def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
-    """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
-
-    Raises BadInput for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
-    """
-    model = qwen3.preset(policy.preset)
-    if not policy.path:
-        return model
-    found = hf.load_config(policy.path)
-    for field in dataclasses.fields(model):
-        ours, theirs = getattr(model, field.name), getattr(found, field.name)
-        if ours != theirs and field.name != "max_positions":
-            raise BadInput(
-                f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
-            )
-    hf.check_params(policy.path, found)
-    return found
-
-
-def head_sizes(draft: DraftSettings, model: qwen3.Qwen3Config) -> eagle3.Eagle3Config | None:
-    """Sizes of the draft head of a policy; None for draft.kind=none.
-
-    Raises BadInput for an unknown kind, and for a head that is missing, damaged or another policy's.
-    """
-    if draft.kind == "none":
+def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learner) -> DraftLearner | None:
+    if draft is None:
         return None
-    if draft.kind != "eagle3":
-        raise BadInput(f"draft.kind: no drafter '{draft.kind}'; there are none (plain decoding), eagle3")
-    if draft.path:
-        head = eagle3_formats.load_config(draft.path, model)
-        if draft.vocab_size not in (0, head.draft_vocab):
-            raise BadInput(
-                f"draft.vocab_size={draft.vocab_size}, the head {draft.path} has {head.draft_vocab}; leave 0"
-            )
-        return head
-    return eagle3.eagle3_config(model, draft.vocab_size or model.vocab)
+    return DraftLearner(
+        draft, learner.model, learner.dtype, settings.draft.ttt_steps, learner.microbatch, learner.temperature
+    )
 
 
-def _check_rows(
-    settings: Settings, model: qwen3.Qwen3Config, head: eagle3.Eagle3Config | None, limits: Limits, mesh: Mesh
-) -> None:
-    """Shapes against the mesh, the model and each other."""
-    grpo = settings.grpo
-    qwen3.require_dense(model)
-    learner, rollout = partitioner(mesh, LEARNER), partitioner(mesh, ROLLOUT)
-    learner.tree(qwen3.param_specs(model))
-    rollout.tree(qwen3.rollout_specs(model))
-    if head:
-        learner.tree(eagle3.param_specs(head))
-        rollout.tree(eagle3.rollout_specs(head))
-    if head and not settings.draft.path and head.draft_vocab < model.vocab and settings.task != "draft_pretrain":
-        raise BadInput(
-            f"draft.vocab_size={head.draft_vocab}: which ids those are is for task=draft_pretrain to find out; "
-            "give its result as draft.path, or leave 0"
-        )
-    ways = learner.ways("batch")
-    shown = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in LEARNER["batch"])
-    rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    if limits.num_slots % ways:
-        raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown}")
-    if rows % ways:
-        raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
-    if grpo.microbatch and rows % grpo.microbatch:
-        raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
-    check_cache_length(limits, model)
-    length = limits.cache_length
-    chunk = settings.policy.logits_chunk
-    if chunk and chunk < length and length % chunk:
-        raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")
+def _draft_optimizer(draft: DraftSettings) -> optax.GradientTransformation:
+    config = OptimizerConfig(
+        "adamw", draft.learning_rate, draft.warmup, draft.clip, weight_decay=0.0, b2=0.95, decay_steps=draft.decay_steps
+    )
+    return make_optimizer(config, "draft")

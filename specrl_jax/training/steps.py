@@ -27,7 +27,8 @@ class Learner:
     logits_chunk: int  # positions unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's
-    aux_layers: tuple[int, ...] = ()  # whose inputs a draft head learns from; () = no head, no features
+    features: bool = False  # whether a draft learns from the forward pass
+    aux_layers: tuple[int, ...] = ()  # whose inputs it reads
 
     def score(self, params: Any, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Log-probs and entropy of the rows' targets."""
@@ -57,10 +58,11 @@ class Signal:
 
 @flax.struct.dataclass
 class Features:
-    """What a draft head learns from, of every token of the rows. Behind stop_gradient."""
+    """What a draft learns from, of every token of the rows. Behind stop_gradient."""
 
-    aux: jax.Array  # [B, T, A, D], the residual stream entering aux_layers
+    aux: jax.Array | None  # [B, T, A, D], the residual stream entering aux_layers
     hidden: jax.Array  # [B, T, D], what the unembedding reads
+    normaliser: jax.Array  # [B, T] float32, logsumexp of the logits / temperature
 
 
 @flax.struct.dataclass
@@ -78,7 +80,7 @@ def make_logprob_step(learner: Learner, partition: Partitioner) -> Callable[[Any
             out = learner.score(params, rows, partition)
             return out.logprobs, out.entropy
 
-        parts = jax.lax.map(score, _split(rows, learner.microbatch))
+        parts = jax.lax.map(score, split(rows, learner.microbatch))
         return jax.tree.map(_merge, parts)
 
     batch = partition.sharding(("batch", "sequence"))
@@ -91,21 +93,21 @@ def make_feature_step(learner: Learner, partition: Partitioner) -> Callable[[Any
 
     def features(params: Any, rows: Rows) -> Features:
         parts = jax.lax.map(
-            lambda rows: _features(learner.score(params, rows, partition)), _split(rows, learner.microbatch)
+            lambda rows: _features(learner.score(params, rows, partition)), split(rows, learner.microbatch)
         )
         return jax.tree.map(_merge, parts)
 
     return jax.jit(features, out_shardings=partition.sharding(("batch", "sequence")))
 
 
-def _features(out: qwen3.Output) -> Features | None:
-    return Features(out.aux, out.hidden) if out.aux is not None else None
+def _features(out: qwen3.Output) -> Features:
+    return Features(out.aux, out.hidden, out.normaliser)
 
 
 def make_policy_step(
     learner: Learner, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
 ) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics, Features | None]]:
-    """One optimizer update from one minibatch; the state is donated. Where there is a draft head, always its features.
+    """One optimizer update from one minibatch; the state is donated. Where there is a draft to learn, always its features.
 
     Gradients are those of the loss *sum*, accumulated over microbatches and divided by the minibatch's token count
     once, so the split into microbatches changes nothing but rounding.
@@ -117,7 +119,7 @@ def make_policy_step(
             out.logprobs, signal.old_logprobs, signal.ref_logprobs, signal.advantages, rows.mask, objective
         )
         entropy = masked_mean(jax.lax.stop_gradient(out.entropy), rows.mask)
-        return terms.loss.total, (terms, entropy, _features(out))
+        return terms.loss.total, (terms, entropy, _features(out) if learner.features else None)
 
     def gradient_fn(params: Any, rows: Rows, signal: Signal) -> Any:
         gradient, (terms, entropy, features) = jax.grad(loss_sum, has_aux=True)(params, rows, signal)
@@ -143,7 +145,7 @@ def make_policy_step(
 
 def accumulate(gradient_fn: Callable[..., Any], params: Any, batch: tuple[Any, ...], microbatch: int) -> Any:
     """gradient_fn(params, *part) -> (sums, rows) over the microbatches of `batch`: sums added up, rows put together."""
-    parts = _split(batch, microbatch)
+    parts = split(batch, microbatch)
     first = jax.tree.map(lambda x: x[0], parts)
     if jax.tree.leaves(parts)[0].shape[0] == 1:
         return gradient_fn(params, *first)
@@ -158,16 +160,16 @@ def accumulate(gradient_fn: Callable[..., Any], params: Any, batch: tuple[Any, .
     return sums, jax.tree.map(_merge, rows)
 
 
-def _split(batch: Any, microbatch: int) -> Any:
+def split(batch: Any, microbatch: int) -> Any:
     """Leaves [B, ...] -> [B / m, m, ...], rows dealt round robin so that every device keeps its share of each part."""
 
-    def split(x: jax.Array) -> jax.Array:
+    def deal(x: jax.Array) -> jax.Array:
         size = microbatch or x.shape[0]
         if x.shape[0] % size:
             raise BadInput(f"grpo.microbatch={size} must divide the minibatch of {x.shape[0]} rows")
         return jnp.swapaxes(x.reshape(size, -1, *x.shape[1:]), 0, 1)
 
-    return jax.tree.map(split, batch)
+    return jax.tree.map(deal, batch)
 
 
 def _merge(parts: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from specrl_jax.core import BadInput
-from specrl_jax.decoding.engine import Limits, Stamp
+from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots, commit
 from tests.helpers import toys
@@ -460,14 +461,14 @@ def stateful(drafter, sampling=Sampling(0.0), **sizes):  # noqa: B008 (frozen)
 
 
 def changing(lengths=LENGTHS):
-    """A `choose_length` that goes through `lengths` over and over, and the list of what it chose."""
+    """Draft lengths that go through `lengths` over and over, and the list of what it chose."""
     chosen = []
 
     def choose(running):
         chosen.append(lengths[len(chosen) % len(lengths)])
         return chosen[-1]
 
-    return choose, chosen
+    return toys.Choosing(choose), chosen
 
 
 @pytest.mark.parametrize("temperature, eos", [(1.0, None), (0.6, 2)], ids=["no end", "may end"])
@@ -484,7 +485,7 @@ def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_
     sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=4, chunk=1)
     eos_ids = (99,) if eos is None else (eos,)
     run = toys.stateful_engine(sizes, Sampling(temperature), eos_ids, drafter)
-    rollouts = run.generate(table, [[1, 0]], N, seed=6, choose_length=changing(lengths)[0])
+    rollouts = run.generate(table, [[1, 0]], N, seed=6, lengths=changing(lengths)[0])
     # Drafts were kept and drafts were not, at both places.
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
     assert (accepted > 0).all() and (accepted < drafted).all()
@@ -505,7 +506,7 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     plain = engine(Sampling(0.0), num_slots=32).generate(table, prompts, samples=1, seed=0)
     drafter = toys.stateful_drafter(draft_table, max(lengths), temperature=0, vocab_map=vocab_map)
     run = stateful(drafter, num_slots=32, chunk=1)
-    out = run.generate(table, prompts, samples=1, seed=0, choose_length=changing(lengths)[0])
+    out = run.generate(table, prompts, samples=1, seed=0, lengths=changing(lengths)[0])
     for name in ("tokens", "length", "ended"):
         np.testing.assert_array_equal(getattr(out, name), getattr(plain, name))
     np.testing.assert_allclose(out.logprobs, plain.logprobs, rtol=0, atol=2e-6)
@@ -521,7 +522,7 @@ def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_an
     for make in (toys.stateful_drafter, toys.rebuilding_drafter):
         choose, _ = changing()
         run = stateful(make(NEARLY, 3, 0.8), Sampling(0.8), num_slots=4, chunk=2, max_response_tokens=24)
-        found.append(run.generate(ENDLESS, PROMPTS, samples=2, seed=3, choose_length=choose))
+        found.append(run.generate(ENDLESS, PROMPTS, samples=2, seed=3, lengths=choose))
     state, anew = found
     assert responses(state) == responses(anew)
     for name in ("verifications", "drafted", "accepted"):
@@ -537,7 +538,7 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
     drafter = toys.stateful_drafter(ENDLESS, 3, temperature)
     choose, chosen = changing()
     run = stateful(drafter, Sampling(temperature), chunk=1, max_response_tokens=30)
-    out = run.generate(ENDLESS, PROMPTS, samples=2, seed=0, choose_length=choose)
+    out = run.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
     np.testing.assert_array_equal(out.accepted, out.drafted)
     # Rows go in step: each iteration commits its k + 1 tokens, the last one is cut at the limit.
     count = np.searchsorted(np.cumsum(np.array(chosen) + 1), 30) + 1
@@ -556,7 +557,7 @@ def test_a_drafter_catches_up_only_where_the_length_changes_to_one_that_drafts(l
 
     choose, chosen = changing(lengths)
     counting = dataclasses.replace(run, catch_up=catch_up)
-    counting.generate(ENDLESS, PROMPTS, samples=2, seed=0, choose_length=choose)
+    counting.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
     changes = [after for before, after in itertools.pairwise(chosen) if after not in (0, before)]
     assert len(calls) == len(changes)
     assert len(changes) > 1 or lengths == (3,)
@@ -569,10 +570,10 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
     prompts, _, plain = greedy
     for drafter, choose in (
         (toys.Drafter(0, called, called), None),
-        (toys.Drafter(3, called, called), lambda running: 0),
+        (toys.Drafter(3, called, lambda params, tokens, length, cache: cache), toys.Choosing(lambda running: 0)),
     ):
         run = stateful(drafter, num_slots=32)
-        out = run.generate(TABLE, prompts, samples=1, seed=0, choose_length=choose)
+        out = run.generate(TABLE, prompts, samples=1, seed=0, lengths=choose)
         np.testing.assert_array_equal(out.tokens, plain.tokens)
         assert out.drafted.shape == (len(prompts), drafter.length) and not out.drafted.any()
 
@@ -580,7 +581,7 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
 def test_the_length_is_chosen_by_the_rows_still_running():
     seen = []
     run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=8, chunk=1)
-    out = run.generate(TABLE, PROMPTS, samples=2, seed=0, choose_length=lambda running: seen.append(running) or 1)
+    out = run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=toys.Choosing(lambda running: seen.append(running) or 1))
     # One iteration a chunk: before iteration i of a wave, the rows that take part in more than i are running.
     waves = out.verifications[:8], out.verifications[8:]
     assert seen == [int((wave > i).sum()) for wave in waves for i in range(wave.max())]
@@ -636,4 +637,4 @@ def test_every_rollout_carries_the_stamp_of_its_weights():
 def test_a_length_that_the_drafter_does_not_have_is_refused(k):
     run = engine(drafter=toys.toy_drafter(DRAFT_TABLE, k=2, temperature=1.0))
     with pytest.raises(ValueError, match=f"k={k}: .* 0 to 2"):
-        run.generate(TABLE, PROMPTS, samples=1, seed=0, choose_length=lambda running: k)
+        run.generate(TABLE, PROMPTS, samples=1, seed=0, lengths=toys.Choosing(lambda running: k))

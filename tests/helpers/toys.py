@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
-from specrl_jax.decoding.engine import make_engine
+from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.engine import FixedLength, make_engine
+from specrl_jax.decoding.programs import Model
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Draft, Slots
-from specrl_jax.decoding.verification import Noise
+from specrl_jax.decoding.verification import Noise, verify
 
 HASHES = 11
 UNWRITTEN = 3  # what fills a fresh cache: not 0, which would add nothing to a hash
@@ -51,29 +53,37 @@ def decode(table, tokens, positions, cache):
     return look_up(table, tokens, positions, cache), cache
 
 
-def prefill(cache_length):
-    def fill(table, tokens, positions):
-        cache = jnp.full((len(tokens), cache_length), UNWRITTEN, jnp.int32)
-        return cache.at[jnp.arange(len(tokens))[:, None], positions].set(tokens)
-
-    return fill
+def init_cache(rows, length):
+    return jnp.full((rows, length), UNWRITTEN, jnp.int32)
 
 
-def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, prefill_fn=None, devices=1, decode_fn=decode):
-    """The engine over the toy, its rows dealt over so many devices."""
+def prefill(table, tokens, positions, cache):
+    return write(cache, positions, tokens)
+
+
+def toy_engine(
+    limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions
+):
+    """The engine over the toy, its rows dealt over so many devices; `functions` replace some of the toy's."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-    return make_engine(
-        prefill_fn or prefill(limits.cache_length),
-        decode_fn,
-        lambda cache, rows: jax.tree.map(lambda buffer: buffer[rows], cache),
-        limits,
-        sampling,
-        eos_ids,
-        pad_id,
-        shardings=Slots(**{field.name: by_row for field in dataclasses.fields(Slots)}),
-        drafter=drafter,
-    )
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    rows = {field.name: by_row for field in dataclasses.fields(Slots)}
+    toy = dict(init_cache=init_cache, prefill=prefill, decode=decode, verify=verify) | functions
+    model = Model(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
+    shardings = Slots(**rows | {"corpus": everywhere if limits.groups else None})
+    lengths = lengths or tuple(range(drafter.length + 1))
+    return make_engine(model, limits, shardings, everywhere, lengths)
+
+
+class Choosing(FixedLength):
+    """Draft lengths by a function of the rows still running."""
+
+    def __init__(self, choose):
+        super().__init__(choose)
+
+    def choose(self, size, running):
+        return Choice(self.k(running), None)
 
 
 def toy_drafter(table, k, temperature):
@@ -102,16 +112,19 @@ class Caches(NamedTuple):
 
 def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
     """The engine over the toy with `stateful_drafter` or `rebuilding_drafter`."""
-    fill = prefill(limits.cache_length)
 
-    def prefill_both(table, tokens, positions):
-        return Caches(fill(table, tokens, positions), jnp.full((len(tokens), limits.cache_length), UNWRITTEN))
+    def init_both(rows, length):
+        return Caches(init_cache(rows, length), init_cache(rows, length))
+
+    def prefill_both(table, tokens, positions, cache):
+        return cache._replace(target=prefill(table, tokens, positions, cache.target))
 
     def decode_target(table, tokens, positions, cache):
         logits, target = decode(table, tokens, positions, cache.target)
         return logits, cache._replace(target=target)
 
-    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, prefill_both, decode_fn=decode_target)
+    functions = dict(init_cache=init_both, prefill=prefill_both, decode=decode_target)
+    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, **functions)
 
 
 def stateful_drafter(table, k, temperature, vocab_map=None):

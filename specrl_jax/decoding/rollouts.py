@@ -1,0 +1,56 @@
+"""Finished rollouts on the host."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Stamp(NamedTuple):
+    """Which weights a rollout came from."""
+
+    weights_version: int = 0  # RL steps that the policy had done
+    draft_version: int = 0  # updates that the draft had done
+    checksum: int = 0  # of every bit of both
+
+
+class Chunk(NamedTuple):
+    """What one chunk of iterations did."""
+
+    size: int  # B, rows of the batch
+    k: int  # drafted tokens
+    iterations: int
+    seconds: float
+    verifications: int  # by running rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """Finished rollouts, in the order of their requests. R = prompts x samples."""
+
+    rollout_id: np.ndarray  # [R] uint32
+    prompt_index: np.ndarray  # [R] int64, into the prompts given
+    tokens: np.ndarray  # [R, S] int32, prompt then response; pad beyond `length`
+    logprobs: np.ndarray  # [R, S] float32, behaviour log-probs of response tokens, nats
+    prompt_length: np.ndarray  # [R] int32, tokens
+    length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
+    ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
+    verifications: np.ndarray  # [R] int32, target forwards after the prefill
+    drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
+    accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
+    weights_version: np.ndarray  # [R] int64
+    draft_version: np.ndarray  # [R] int64
+    checksum: np.ndarray  # [R] int64
+    chunks: tuple[Chunk, ...]  # in the order they ran
+
+    @property
+    def response_length(self) -> np.ndarray:
+        return self.length - self.prompt_length
+
+    def response(self, row: int) -> list[int]:
+        """Tokens of one response, without its end-of-text."""
+        return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.ended[row])].tolist()
+
+    def whole(self, row: int) -> np.ndarray:
+        """Prompt and response of one rollout, int32."""
+        return self.tokens[row, : self.length[row]]

@@ -1,0 +1,307 @@
+"""The drafts that have weights of their own: an EAGLE-3 head, an MTP head, a smaller policy.
+
+Each is described once, for everything that handles drafts without asking which kind it is: weights and their shardings,
+the drafter that runs in the engine, what it learns from, and its folder on disk.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.core import BadInput, shift_left
+from specrl_jax.data.rows import Rows
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.io import eagle3_formats, hf, mtp_formats
+from specrl_jax.models import cache as kv
+from specrl_jax.models import eagle3, mtp, qwen3
+from specrl_jax.models.recurrent import DraftCache
+from specrl_jax.sharding import Partitioner
+from specrl_jax.training.drafting import policy_drafter, recurrent_drafter
+from specrl_jax.training.settings import DraftSettings
+from specrl_jax.training.weights import Weights
+
+
+class Tables(Protocol):
+    embed: jax.Array
+    unembed: jax.Array
+
+
+class DraftModel(Protocol):
+    """What every kind of draft with weights can do.
+
+    Attributes:
+      vocab: Vd, words that it can draft.
+      aux_layers: of the target, whose inputs it reads.
+      specs, rollout_specs: trees of ParamSpec of its two forms.
+    """
+
+    vocab: int
+    aux_layers: tuple[int, ...]
+    specs: Any
+    rollout_specs: Any
+
+    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        """Learner form to rollout form."""
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> Any:
+        """What it keeps of every sequence; `dtype` is that of the target's activations."""
+
+    def cache_axes(self) -> Any:
+        """Logical axes of `init_cache`'s arrays, as tuples in the same tree."""
+
+    def record(self, cache: Any, positions: jax.Array, out: qwen3.Output) -> Any:
+        """The cache with what it needs of a forward of the target at positions [B, Q]."""
+
+    def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter: ...
+
+    def unrolled_logits(
+        self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
+    ) -> jax.Array:
+        """[steps, B, T, Vd] float32: entry (i, t) predicts token t + 2 + i. `out` has `aux` and `hidden`."""
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        """Float32 parameters in learner form."""
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray | None:
+        """[Vd] int32 target ids; None where draft and target ids are the same. '' for a draft that is made here."""
+
+    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Draft:
+    """An EAGLE-3 head: reads three layers of the target, drafts on a vocabulary of its own."""
+
+    config: eagle3.Eagle3Config
+
+    @property
+    def vocab(self) -> int:
+        return self.config.draft_vocab
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def specs(self) -> Any:
+        return eagle3.param_specs(self.config)
+
+    @property
+    def rollout_specs(self) -> Any:
+        return eagle3.rollout_specs(self.config)
+
+    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return eagle3.rollout_params(params, dtype)
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
+        return eagle3.init_cache(self.config, rows, length, dtype, cache_dtype)
+
+    def cache_axes(self) -> DraftCache:
+        return HEAD_CACHE_AXES
+
+    def record(self, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+        return cache._replace(features=kv.write_tokens(cache.features, positions, out.aux))
+
+    def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
+        return recurrent_drafter(self, length, sampling, dtype, partition)
+
+    def project(self, params: Any, features: jax.Array) -> jax.Array:
+        return eagle3.project_features(params, features)
+
+    def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache:
+        return eagle3.write_pairs(params, self.config, hidden, embedded, pairs, cache)
+
+    def extend(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> Any:
+        return eagle3.extend(params, self.config, hidden, embedded, pairs, cache)
+
+    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
+        return eagle3.draft_logits(weights.draft, self.config, a)
+
+    def unrolled_logits(
+        self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
+    ) -> jax.Array:
+        embedded = tables.embed[rows.tokens].astype(dtype)
+        return eagle3.unrolled_logits(params, self.config, out.aux.astype(dtype), embedded, steps)
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        return eagle3_formats.load_params(folder, self.config, partition, jnp.float32)
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray:
+        if not folder:
+            return np.arange(self.vocab, dtype=np.int32)
+        return eagle3_formats.load_vocab_map(folder, self.config, target)
+
+    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
+        eagle3_formats.save(folder, params, np.asarray(vocab_map), self.config, target, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPDraft:
+    """A multi-token-prediction head: reads what the target's unembedding reads, and shares that table."""
+
+    config: mtp.MTPConfig
+    tied: bool  # the target's unembedding is its embedding
+    dialect: str  # of the folder that it is saved to
+
+    aux_layers = ()
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def specs(self) -> Any:
+        return mtp.param_specs(self.config)
+
+    @property
+    def rollout_specs(self) -> Any:
+        return mtp.rollout_specs(self.config)
+
+    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return mtp.rollout_params(params, dtype)
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
+        return mtp.init_cache(self.config, rows, length, dtype, cache_dtype)
+
+    def cache_axes(self) -> DraftCache:
+        return HEAD_CACHE_AXES
+
+    def record(self, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+        return cache._replace(features=kv.write_tokens(cache.features, positions, out.hidden[:, :, None]))
+
+    def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
+        return recurrent_drafter(self, length, sampling, dtype, partition)
+
+    def project(self, params: Any, features: jax.Array) -> jax.Array:
+        return mtp.project_features(params, features)
+
+    def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache:
+        return mtp.write_pairs(params, self.config, hidden, embedded, pairs, cache)
+
+    def extend(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> Any:
+        return mtp.extend(params, self.config, hidden, embedded, pairs, cache)
+
+    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
+        return mtp.draft_logits(a, weights.policy["embed" if self.tied else "unembed"])
+
+    def unrolled_logits(
+        self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
+    ) -> jax.Array:
+        embedded = tables.embed[rows.tokens].astype(dtype)
+        features = out.hidden[:, :, None].astype(dtype)
+        return mtp.unrolled_logits(params, self.config, features, embedded, steps, tables.unembed)
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        return mtp_formats.load_params(folder, self.config, partition, jnp.float32)
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
+        return None
+
+    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
+        mtp_formats.save(folder, params, self.config, target, dtype, self.dialect)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyDraft:
+    """A smaller policy with the target's vocabulary."""
+
+    config: qwen3.Qwen3Config
+
+    aux_layers = ()
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def specs(self) -> Any:
+        return qwen3.param_specs(self.config)
+
+    @property
+    def rollout_specs(self) -> Any:
+        return qwen3.rollout_specs(self.config)
+
+    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return qwen3.rollout_params(params, self.config, dtype)
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> kv.KVCache:
+        c = self.config
+        return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, cache_dtype)
+
+    def cache_axes(self) -> kv.KVCache:
+        return kv.KVCache((kv.KEY_AXES,) * self.config.layers, (kv.VALUE_AXES,) * self.config.layers)
+
+    def record(self, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
+        return cache
+
+    def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
+        return policy_drafter(self.config, length, sampling, dtype, partition)
+
+    def unrolled_logits(
+        self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
+    ) -> jax.Array:
+        """Ground-truth tokens are what it would have been fed: step i is the same pass, shifted."""
+        logits = qwen3.forward(params, self.config, rows.tokens, rows.positions, partition, dtype=dtype).logits
+        return jnp.stack([shift_left(logits, 1 + i) for i in range(steps)])
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
+        return None
+
+    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
+        hf.save_params(folder, params, self.config, dtype)
+
+
+HEAD_CACHE_AXES = DraftCache(("batch", None, None, None), kv.KEY_AXES, kv.VALUE_AXES)
+# Kinds that copy text, or draft nothing: no weights.
+WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
+
+
+def find_draft_model(draft: DraftSettings, target: qwen3.Qwen3Config) -> DraftModel | None:
+    """The draft of a config, its sizes checked against the target's; None for a kind without weights.
+
+    Raises BadInput for an unknown kind, and for a draft that is missing, damaged or another policy's.
+    """
+    kinds = {"eagle3": _eagle3, "mtp": _mtp, "model": _policy}
+    if draft.kind in WITHOUT_WEIGHTS:
+        return None
+    if draft.kind not in kinds:
+        raise BadInput(f"draft.kind: no drafter '{draft.kind}'; there are {', '.join([*WITHOUT_WEIGHTS, *kinds])}")
+    if draft.kind != "eagle3" and draft.vocab_size not in (0, target.vocab):
+        raise BadInput(f"draft.vocab_size={draft.vocab_size}: only eagle3 has a vocabulary of its own; leave 0")
+    return kinds[draft.kind](draft, target)
+
+
+def _eagle3(draft: DraftSettings, target: qwen3.Qwen3Config) -> Eagle3Draft:
+    if not draft.path:
+        return Eagle3Draft(eagle3.eagle3_config(target, draft.vocab_size or target.vocab))
+    head = eagle3_formats.load_config(draft.path, target)
+    if draft.vocab_size not in (0, head.draft_vocab):
+        raise BadInput(f"draft.vocab_size={draft.vocab_size}, the head {draft.path} has {head.draft_vocab}; leave 0")
+    return Eagle3Draft(head)
+
+
+def _mtp(draft: DraftSettings, target: qwen3.Qwen3Config) -> MTPDraft:
+    config = mtp_formats.load_config(draft.path, target) if draft.path else mtp.mtp_config(target)
+    return MTPDraft(config, target.tied, draft.dialect)
+
+
+def _policy(draft: DraftSettings, target: qwen3.Qwen3Config) -> PolicyDraft:
+    if draft.path:
+        config = hf.load_config(draft.path, key="draft.path")
+        hf.check_params(draft.path, config, key="draft.path")
+    elif draft.preset:
+        config = qwen3.preset(draft.preset, key="draft.preset")
+    else:
+        raise BadInput("draft.kind=model: draft.path, a folder of a smaller Qwen3, or draft.preset is needed")
+    if config.vocab != target.vocab:
+        raise BadInput(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
+    if config.max_positions < target.max_positions:
+        raise BadInput(f"draft.kind=model: made for {config.max_positions} tokens, the policy for {target.max_positions}")
+    return PolicyDraft(config)

@@ -1,0 +1,123 @@
+"""What the host decides about speculation while a run goes on: draft lengths, whether to draft at all, what to copy from."""
+
+import json
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.decoding.alarm import Alarm
+from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.engine import FixedLength, Lengths
+from specrl_jax.decoding.history import History
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.training.setup import Setup
+
+# With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
+PROBE_STEPS = 8
+# Prompts whose earlier rollouts are kept.
+HISTORY_PROMPTS = 65_536
+
+
+class Speculation:
+    """Draft lengths, alarm and history of one run; `save` keeps them in the workdir."""
+
+    def __init__(self, setup: Setup, workdir: str) -> None:
+        draft = setup.settings.draft
+        self._workdir, self._draft = workdir, draft
+        self._sampled = setup.rollout.sampling.temperature > 0
+        programs = setup.engine.programs
+        self.controller = None
+        if draft.adaptive and setup.engine.draft_length:
+            self.controller = Controller(programs.lengths, programs.sizes)
+        # A copier's acceptance follows the text, not the state of any weights.
+        self.alarm = Alarm(longest=max(draft.length, 1)) if setup.draft else None
+        self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
+        self._step = 0
+        self._load()
+
+    @property
+    def lengths(self) -> Lengths:
+        """For the next rollouts."""
+        tripped = self.alarm is not None and self.alarm.tripped
+        if self.controller:
+            return _Guarded(self.controller, tripped)
+        return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._draft.length)
+
+    def observe(self, rollouts: Rollouts, predicted: np.ndarray | None) -> dict[str, float]:
+        """One step: feeds alarm, controller and history; warns where acceptance collapsed.
+
+        Args:
+          predicted: [steps] share of verifications that keep draft i and all before it, by the learner.
+        Returns:
+          metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
+        """
+        self._step += 1
+        if self.history is not None:
+            for i in range(len(rollouts.length)):
+                prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
+                self.history.add(prompt, [rollouts.whole(i)])
+        if self.alarm is None:
+            return {}
+        row = {}
+        drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
+        expected = None
+        if predicted is not None and self._sampled:
+            if self.controller:
+                self.controller.predict(predicted.tolist())
+            # Where drafts were longer than the learner unrolls, the positions that both know.
+            drafted, accepted = drafted[: len(predicted)], accepted[: len(predicted)]
+            if len(drafted) and drafted[0]:
+                expected = float((predicted[: len(drafted)] * drafted).sum() / drafted[0])
+                row["spec/acceptance_predicted"] = 1 + expected
+        if len(drafted) and drafted[0]:
+            if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
+                warnings.warn(self.alarm.message(), stacklevel=2)
+        return row | {"spec/alarm": float(self.alarm.tripped)}
+
+    def save(self) -> None:
+        state = {
+            "step": self._step,
+            "controller": self.controller.state() if self.controller else None,
+            "alarm": self.alarm.state() if self.alarm else None,
+        }
+        path = os.path.join(self._workdir, "speculation.json")
+        with open(path + ".tmp", "w") as file:
+            json.dump(state, file)
+        os.replace(path + ".tmp", path)
+        if self.history is not None:
+            np.savez(os.path.join(self._workdir, "history.npz"), **self.history.to_arrays())
+
+    def _load(self) -> None:
+        path = os.path.join(self._workdir, "speculation.json")
+        if not os.path.exists(path):
+            return
+        with open(path) as file:
+            state = json.load(file)
+        self._step = state["step"]
+        if self.controller and state["controller"]:
+            saved = Controller.restore(state["controller"])
+            # Costs of other shapes say nothing about these.
+            if (saved.lengths, saved.sizes) == (self.controller.lengths, self.controller.sizes):
+                self.controller = saved
+        if self.alarm and state["alarm"]:
+            self.alarm = Alarm.restore(state["alarm"])
+        if self.history is not None:
+            with np.load(os.path.join(self._workdir, "history.npz")) as arrays:
+                self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+class _Guarded:
+    """A controller under an alarm: tripped, it drafts in probes only."""
+
+    def __init__(self, controller: Controller, tripped: bool) -> None:
+        self._controller, self._tripped = controller, tripped
+        self.observe, self.unmeasured, self.calibrate = (
+            controller.observe,
+            controller.unmeasured,
+            controller.calibrate,
+        )
+
+    def choose(self, size: int, running: int) -> Choice:
+        return self._controller.choose(size, running, off=self._tripped)
