@@ -70,9 +70,9 @@ def rollout_specs(config: MTPConfig) -> Params:
     return param_specs(config) | {"layers": qwen3.rollout_specs(config.block)["layers"]}
 
 
-def rollout_params(params: Params, config: MTPConfig, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form, as `qwen3.rollout_params`: q/k/v fused, cast."""
-    return qwen3.rollout_params(params, config.block, dtype)
+def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form, as `qwen3.rollout_params`: the block's q/k/v fused, cast."""
+    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": qwen3.unstacked(params["layers"])})
 
 
 def init_cache(config: MTPConfig, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
