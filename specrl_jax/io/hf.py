@@ -74,7 +74,7 @@ def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str,
     """
     files = [os.path.join(tokenizer_from, name) for name in _TOKENIZER_FILES] if tokenizer_from else []
     tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
-    save_folder(folder, tensors, _hf_config(config, dtype), filter(os.path.exists, files))
+    save_folder(folder, tensors, hf_config(config, dtype), filter(os.path.exists, files))
 
 
 def _folder(path: str, key: str) -> TensorFolder:
@@ -94,7 +94,8 @@ _TOKENIZER_FILES = (
 )
 
 
-def _hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
+def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
+    """The content of config.json."""
     common = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],

@@ -73,6 +73,10 @@ class TensorFolder:
             loaded[i] = jax.block_until_ready(jax.make_array_from_callback(leaves[i].shape, shardings[i], read))
         return treedef.unflatten(loaded)
 
+    def names(self) -> list[str]:
+        """Of every tensor."""
+        return list(self._files)
+
     def tensor(self, name: str) -> np.ndarray:
         """One tensor by its Hugging Face name."""
         if name not in self._files:

@@ -14,34 +14,27 @@ Llama-type: no q/k norm. Two forms of the weights as for the policy: learner (na
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput, shift_left
-from specrl_jax.models import cache as kv
+from specrl_jax.core import BadInput
+from specrl_jax.models import recurrent
 from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.models.recurrent import Angles, Attend, DraftCache, HeadConfig
 
 Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(HeadConfig):
     """Sizes of the head, in the letters of specrl_jax.core; A = 3 auxiliary layers."""
 
-    embed: int  # D, the target's
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
     draft_vocab: int  # Vd
     aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
-    rope_theta: float
-    norm_epsilon: float
-    max_positions: int
 
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
@@ -132,16 +125,12 @@ def project_features(params: Params, features: jax.Array) -> jax.Array:
     return einsum("BTAE,AED->BTD", features, params["fc"])
 
 
-# (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
 def layer(
     params: Params,
     config: Eagle3Config,
     hidden: jax.Array,
     embedded: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
+    angles: Angles,
     attend: Attend,
 ) -> jax.Array:
     """One application of the head: hidden and embedded [B, T, D] -> pre-norm output a [B, T, D]."""
@@ -159,21 +148,9 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
     return product("BTD,VD->BTV", normed, params["unembed"])
 
 
-class DraftCache(NamedTuple):
-    """What serving keeps of a sequence, by absolute position; entry t belongs to pair t.
-
-    Memory a token: 2 K H + 3 D numbers, against 2 L K H of the target (Qwen3-8B: 14,336 against 73,728).
-    """
-
-    features: jax.Array  # [B, S, 3, D], the target's, of every position it has been at
-    keys: jax.Array  # [B, K, S, H]
-    values: jax.Array  # [B, K, S, H]
-
-
 def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
     """`dtype` is that of the target's activations, kept as they are."""
-    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, cache_dtype)
-    return DraftCache(jnp.zeros((batch, length, 3, config.embed), dtype), own.keys[0], own.values[0])
+    return recurrent.init_cache(config, 3, batch, length, dtype, cache_dtype)
 
 
 def write_pairs(
@@ -190,11 +167,7 @@ def write_pairs(
     """
     angles = rotary_angles(positions, config.head_dim, config.rope_theta)
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
-    return _store(cache, positions, rotate(k, angles), v)
-
-
-def _store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
-    return cache._replace(keys=kv.write(cache.keys, positions, k), values=kv.write(cache.values, positions, v))
+    return recurrent.store(cache, positions, rotate(k, angles), v)
 
 
 def extend(
@@ -209,15 +182,8 @@ def extend(
 
     Returns the pre-norm output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
     """
-    written = []
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        written.append(_store(cache, positions, k, v))
-        return kv.attend(q, written[0].keys, written[0].values, positions)
-
-    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
-    a = layer(params, config, hidden, embedded, angles, attend)
-    return a, written[0]
+    head = functools.partial(layer, params, config)
+    return recurrent.extend(head, config, hidden, embedded, positions, cache)
 
 
 def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
@@ -237,15 +203,7 @@ def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
 def unrolled_logits(
     params: Params, config: Eagle3Config, features: jax.Array, embedded: jax.Array, steps: int
 ) -> jax.Array:
-    """Training-time test (EAGLE-3, section 3.2): the head unrolled over its own outputs, with ground-truth tokens.
-
-    Row t of step i is draft step i of a speculation that starts at pair t: it reads the step-0 keys of pairs <= t, made
-    from true features, and of every later step only its own row, the provisional entries it would itself have written.
-
-              keys:  step 0       step 1    step 2
-        step 0       causal
-        step 1       causal       diagonal
-        step 2       causal       diagonal  diagonal
+    """Training-time test (section 3.2, `recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
 
     Args:
       features: [B, T, 3, D] of the target at each position.
@@ -253,38 +211,6 @@ def unrolled_logits(
     Returns:
       [steps, B, T, Vd] float32; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are meaningless.
     """
-    hidden = project_features(params, features)
-    positions = jnp.broadcast_to(jnp.arange(hidden.shape[1])[None], hidden.shape[:2])
-    causal = jnp.tril(jnp.ones((hidden.shape[1],) * 2, bool))[None, None, None]
-    keys: list[jax.Array] = []
-    values: list[jax.Array] = []
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys.append(k)
-        values.append(v)
-        return _ttt_attention(q, keys, values, causal)
-
-    logits = []
-    for i in range(steps):
-        shifted = shift_left(embedded, 1 + i)
-        angles = rotary_angles(positions + i, config.head_dim, config.rope_theta)
-        hidden = layer(params, config, hidden, shifted, angles, attend)
-        logits.append(draft_logits(params, config, hidden))
-    return jnp.stack(logits)
-
-
-def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], causal: jax.Array) -> jax.Array:
-    """q [B, T, N, H] over keys[0] causally and over every later step's own row; softmax in float32."""
-    B, T, N, H = q.shape
-    K = keys[0].shape[2]
-    q = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, keys[0], preferred_element_type=jnp.float32)
-    scores = [jnp.where(causal, scores, -jnp.inf)]
-    for k in keys[1:]:
-        own = jnp.einsum("BTKRH,BTKH->BKRT", q, k, preferred_element_type=jnp.float32)
-        scores.append(own[..., None])
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
-    out = jnp.einsum("BKRTS,BSKH->BTKRH", weights[..., :T], values[0])
-    for j, v in enumerate(values[1:]):
-        out = out + jnp.einsum("BKRT,BTKH->BTKRH", weights[..., T + j], v)
-    return out.reshape(B, T, N, H)
+    head = functools.partial(layer, params, config)
+    outputs = recurrent.unroll(head, config, project_features(params, features), embedded, steps)
+    return jnp.stack([draft_logits(params, config, a) for a in outputs])

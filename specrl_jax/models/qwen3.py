@@ -169,15 +169,16 @@ def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Par
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
     require_dense(config)
-    stacked = params["layers"]
-    q = stacked["q"].reshape(config.layers, config.embed, config.kv_heads, config.queries_per_kv, config.head_dim)
-    fused = {
-        "qkv": jnp.concatenate([q, stacked["k"][:, :, :, None], stacked["v"][:, :, :, None]], axis=3),
-    }
-    kept = {name: stacked[name] for name in _KEPT}
-    layers = kept | fused
-    unstacked = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(config.layers)]
-    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": unstacked})
+    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": unstacked(params["layers"])})
+
+
+def unstacked(layers: Params) -> list[Params]:
+    """Layers of the learner form, [L, ...], to those of the rollout form: one dict each, q/k/v fused."""
+    q, k, v = (layers[name] for name in "qkv")
+    grouped = q.reshape(*k.shape[:3], -1, k.shape[3])
+    fused = {"qkv": jnp.concatenate([grouped, k[:, :, :, None], v[:, :, :, None]], axis=3)}
+    stacked = {name: layers[name] for name in _KEPT} | fused
+    return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(q))]
 
 
 # Names that are the same in both forms of a layer.
