@@ -2,10 +2,11 @@
 
 Random bits are a pure function of (seed, rollout id, position, what for): never of slot, batch row, call count or
 refill order. One Threefry-2x32 block (Salmon et al., SC 2011; the generator behind jax.random) gives the 64 bits of
-one draw, from
+one draw, or the Gumbel noise of two tokens, from
 
     key      (seed, rollout id)
-    counter  (position, stream << 28 | offset)
+    counter  (position, stream << 28 | offset)      of a draw
+             (position, GUMBEL << 28 | token // 2)  of token's noise, which is word token % 2
 
 Written in plain uint32 arithmetic, so that the same few lines run under XLA and inside a Pallas kernel.
 """
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 # What a draw is for. Two draws with different streams are independent; sharing one between the draft's draw and the
 # residual would bias the output towards tokens the draft likes.
 DRAFT, ACCEPT, RESIDUAL = 0, 1, 2
+# Shared by the draft's draw and the target's on purpose: only a rule that accepts equal tokens and no other may use it.
+GUMBEL = 3
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -44,14 +47,50 @@ def uniforms(
       rollout_id, position, offset: integers that broadcast together; offset < 2**28.
       stream: DRAFT, ACCEPT or RESIDUAL.
     """
+    first, second = _block(seed, rollout_id, position, stream, offset)
+    return _unit(first), _unit(second)
+
+
+def gumbel(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
+    """Standard Gumbel noise of single tokens, float32 in [-2.9, 22.9]; argmax(log-weights + noise) draws one of them.
+
+    Args:
+      seed: [] uint32.
+      rollout_id, position, token: integers that broadcast together; position is absolute, token an id of the target's
+        vocabulary below 2**29.
+    """
+    token = jnp.asarray(token).astype(jnp.uint32)
+    first, second = _block(seed, rollout_id, position, GUMBEL, token >> jnp.uint32(1))
+    return _gumbel(jnp.where((token & jnp.uint32(1)) == 0, first, second))
+
+
+def gumbel_rows(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, V: int) -> jax.Array:
+    """`gumbel` of tokens 0 to V - 1: [...] ids and positions -> [..., V] float32, at one block for two tokens."""
+    rollout_id, position = (jnp.asarray(x)[..., None] for x in (rollout_id, position))
+    words = _block(seed, rollout_id, position, GUMBEL, jnp.arange((V + 1) // 2))
+    bits = jnp.stack(words, axis=-1)
+    return _gumbel(bits.reshape(*bits.shape[:-2], -1)[..., :V])
+
+
+def _block(
+    seed: jax.Array, rollout_id: jax.Array, position: jax.Array, stream: int, offset: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """The two uint32 words of one Threefry block; integers that broadcast together, offset < 2**28."""
     word = jnp.asarray(offset).astype(jnp.uint32) | jnp.uint32(stream << 28)
     shape = jnp.broadcast_shapes(rollout_id.shape, position.shape, word.shape)
     operands = (jnp.broadcast_to(jnp.asarray(x).astype(jnp.uint32), shape) for x in (seed, rollout_id, position, word))
     seed, rollout_id, position, word = operands
-    first, second = threefry((seed, rollout_id), (position, word))
-    return _unit(first), _unit(second)
+    return threefry((seed, rollout_id), (position, word))
 
 
 def _unit(bits: jax.Array) -> jax.Array:
     # 24 bits: the largest multiple of 2**-24 below one is a float32, so u * total never rounds up to total.
     return (bits >> jnp.uint32(8)).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _gumbel(bits: jax.Array) -> jax.Array:
+    """-log(-log(1 - u)) of u = (bits + 1/2) / 2**32: the values that win come from small u, where float32 is finest."""
+    low = (bits & jnp.uint32(0xFF)).astype(jnp.int32).astype(jnp.float32)
+    u = _unit(bits) + (low + 0.5) * jnp.float32(2**-32)
+    # The last 128 of the 2**32 would round to one.
+    return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1 - 2**-24)))

@@ -76,17 +76,22 @@ def shift_left(x: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x, padding)[:, by:]
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """bfloat16 widened; float32 and float64 as they are."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def logprobs_and_entropy(logits: jax.Array, tokens: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
     """Log-prob of `tokens` and entropy of log_softmax(logits / T), before any top-k or top-p.
 
     Args:
-      logits: [..., V], any float dtype; the arithmetic is float32.
+      logits: [..., V], any float dtype; the arithmetic is float32, or float64 where they are.
       tokens: [...] int32.
       temperature: T; 0 (greedy) is scored at T = 1, the same rule for rollout and learner.
     Returns:
-      log-probs [...] float32 in nats; entropy [...] float32 in nats.
+      log-probs [...] float32 (float64) in nats; entropy [...] the same.
     """
-    logits = logits.astype(jnp.float32) / (temperature or 1.0)
+    logits = at_least_float32(logits) / (temperature or 1.0)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     # From log-probs, not as normaliser - sum(p * logits): logits far from zero would multiply the rounding of sum(p).

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
+from specrl_jax.core import at_least_float32
 from specrl_jax.decoding.sampling import Sampling, draw
 from specrl_jax.decoding.speculative import Draft, Slots, no_draft
 from specrl_jax.decoding.verification import Noise
@@ -47,16 +48,29 @@ def sample_draft(
     """Token number `offset` of a draft: sampled from softmax(logits / temperature), the best one at temperature 0.
 
     Sampled, not the best: acceptance is then 1 - TV(p, q), and the rule needs to know the law of what it verifies.
+    Under `coupled` by the Gumbel noise that the target's token of that position will be drawn with.
 
     Args:
-      logits: [B, Vd] float32.
+      logits: [B, Vd] float32 (float64).
       vocab_map: [Vd] int32, or None where Vd = V.
     Returns:
       [B] int32 target-vocabulary ids.
     """
     if sampling.temperature == 0:
         index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    elif sampling.rule == "coupled":
+        logits = at_least_float32(logits) / sampling.temperature
+        g = _coupled_noise(noise, offset, vocab_map, logits.shape[-1])
+        index = jnp.argmax(logits + g.astype(logits.dtype), axis=-1).astype(jnp.int32)
     else:
         uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, offset, counter.DRAFT)
         index = draw(jax.nn.softmax(logits / sampling.temperature, axis=-1), uniforms)
     return index if vocab_map is None else vocab_map[index]
+
+
+def _coupled_noise(noise: Noise, offset: int, vocab_map: jax.Array | None, Vd: int) -> jax.Array:
+    """[B, Vd] float32: the target's noise of the ids in the draft's vocabulary."""
+    position = noise.position + offset
+    if vocab_map is None:
+        return counter.gumbel_rows(noise.seed, noise.rollout_id, position, Vd)
+    return counter.gumbel(noise.seed, noise.rollout_id[:, None], position[:, None], vocab_map[None])

@@ -1,9 +1,19 @@
 """Verification of drafted tokens: which are kept, and what is emitted instead of the first that is not.
 
-Rejection rule (A): Leviathan et al. 2211.17192, Chen et al. 2302.01318. Draft x_i ~ q_i is kept with probability
-min(1, p_i(x_i) / q_i(x_i)); at the first one not kept a token is drawn from max(p - q, 0) normalised; where all are
-kept a bonus token is drawn from p. What is emitted is distributed as p, whatever q is. With nothing drafted (k = 0)
-the rule is plain sampling, so plain and speculative decoding are one code path.
+What is emitted is distributed as the target's p, whatever was drafted. Two ways to get there:
+
+By equality: a token y_i ~ p_i is drawn at every position; drafts are kept up to the first that differs from its y,
+which is emitted in its place. Exact for every draft. Greedy decoding (y the best token), `coupled`, and under the other
+rules the rows of a draft without probabilities, whose noise is that of the token's absolute position: they replay plain
+decoding token for token.
+
+By ratio: the rules of `rules.py`, exact for drafts drawn from the q they are verified against. Noise belongs to the
+block: later offsets decide earlier ones, so what an offset drew must not return in the next block.
+
+`coupled` (Daliri, Musco, Suresh 2408.07978): y_i is the argmax of log p_i + g, the draft's token that of log q_i + the
+same Gumbel noise g of (rollout, absolute position, token). What is emitted depends on neither drafter nor k.
+
+With nothing drafted (k = 0) every rule is plain sampling, so plain and speculative decoding are one code path.
 """
 
 from typing import NamedTuple
@@ -12,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
-from specrl_jax.core import logprobs_and_entropy
+from specrl_jax.core import at_least_float32, logprobs_and_entropy
+from specrl_jax.decoding import rules
 from specrl_jax.decoding.sampling import Sampling, draw, final_logits
 
 
@@ -27,7 +38,7 @@ class Noise(NamedTuple):
 class Verified(NamedTuple):
     tokens: jax.Array  # [B, k+1] int32; entries beyond num_accepted are meaningless
     num_accepted: jax.Array  # [B] int32 in 0..k; num_accepted + 1 tokens are emitted
-    logprobs: jax.Array  # [B, k+1] float32, nats, of `tokens` under the target at T, before top-k and top-p
+    logprobs: jax.Array  # [B, k+1] float32 (float64), nats, of `tokens` under the target at T, before top-k and top-p
 
 
 def verify(
@@ -39,32 +50,94 @@ def verify(
     target_logits: jax.Array,
     sampling: Sampling,
 ) -> Verified:
-    """Verifies k drafted tokens per row against k + 1 target distributions.
+    """Verifies k drafted tokens per row against k + 1 target distributions, by `sampling.rule`.
 
     Args:
-      draft_tokens: [B, k] int32 target-vocabulary ids, sampled from the draft; k may be 0.
+      draft_tokens: [B, k] int32 target-vocabulary ids; k may be 0. -1: nothing was drafted here nor after, which is
+        never accepted. Where draft_logits count, there is no -1 and the tokens were sampled from them.
       draft_logits: [B, k, Vd] float32 before temperature, or None where no row has any.
-      one_hot: [B] bool, rows whose draft has no probabilities: q is all on the drafted token.
+      one_hot: [B] bool, rows whose draft has no probabilities: their draft_logits do not count.
       vocab_map: [Vd] int32 target id of each draft id, or None where Vd = V.
-      target_logits: [B, k+1, V] float32; entry i is the target's after the i-th drafted token.
+      target_logits: [B, k+1, V] float32 (float64); entry i is the target's after the i-th drafted token.
     """
+    k = draft_tokens.shape[1]
     if sampling.temperature == 0:
-        best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
-        num_accepted = _leading(draft_tokens == best[:, :-1])
-        return Verified(best, num_accepted, logprobs_and_entropy(target_logits, best, 0)[0])
-    B, k = draft_tokens.shape
-    p = jax.nn.softmax(final_logits(target_logits, sampling), axis=-1)
-    if k:
-        q = _draft_probs(draft_tokens, draft_logits, one_hot, vocab_map, target_logits.shape[-1], sampling)
-        num_accepted = _leading(_accepts(noise, draft_tokens, p[:, :-1], q))
-        weights = _residual(p, q, num_accepted)
+        tokens, num_accepted = _by_equality(draft_tokens, jnp.argmax(target_logits, axis=-1))
+    elif sampling.rule == "coupled":
+        tokens, num_accepted = _by_equality(draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling)))
     else:
-        num_accepted, weights = jnp.zeros((B,), jnp.int32), p[:, 0]
+        logits = final_logits(target_logits, sampling)
+
+        def without_probabilities() -> tuple[jax.Array, jax.Array]:
+            return _by_equality(draft_tokens, _plain_draws(noise, logits))
+
+        if draft_logits is None or k == 0:
+            tokens, num_accepted = without_probabilities()
+        else:
+            scaled = at_least_float32(draft_logits) / sampling.temperature
+            by_ratio = _by_ratio(noise, draft_tokens, scaled, vocab_map, logits, sampling.rule)
+            # k + 1 draws a row: not for a batch that needs none.
+            by_equality = jax.lax.cond(one_hot.any(), without_probabilities, lambda: by_ratio)
+            tokens = jnp.where(one_hot[:, None], by_equality[0], by_ratio[0])
+            num_accepted = jnp.where(one_hot, by_equality[1], by_ratio[1])
+    return Verified(tokens, num_accepted, logprobs_and_entropy(target_logits, tokens, sampling.temperature)[0])
+
+
+def _by_equality(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(tokens [B, k+1], num_accepted [B]) where `drawn` [B, k+1] is emitted up to the first draft that differs."""
+    drawn = drawn.astype(jnp.int32)
+    return drawn, _leading(draft_tokens == drawn[:, :-1])
+
+
+def _plain_draws(noise: Noise, logits: jax.Array) -> jax.Array:
+    """[B, k+1] tokens, as decoding one token at a time would draw them after the same prefix."""
+    positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
+    uniforms = counter.uniforms(noise.seed, noise.rollout_id[:, None], positions, 0, counter.RESIDUAL)
+    return draw(jax.nn.softmax(logits, axis=-1), uniforms)
+
+
+def _coupled_draws(noise: Noise, logits: jax.Array) -> jax.Array:
+    """[B, k+1] tokens, each the best of logits + Gumbel noise of its absolute position."""
+    positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
+    g = counter.gumbel_rows(noise.seed, noise.rollout_id[:, None], positions, logits.shape[-1])
+    return jnp.argmax(logits + g.astype(logits.dtype), axis=-1)
+
+
+def _by_ratio(
+    noise: Noise,
+    draft_tokens: jax.Array,
+    draft_logits: jax.Array,
+    vocab_map: jax.Array | None,
+    logits: jax.Array,
+    rule: str,
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens [B, k+1], num_accepted [B]) of rules A and C; both logits are those of the distributions, k >= 1."""
+    k, V = draft_tokens.shape[1], logits.shape[-1]
+    # Only normalisers are taken of every row: rule A exponentiates one row of each model, the last one.
+    p_norm = jax.nn.logsumexp(logits, axis=-1)
+    q_norm = jax.nn.logsumexp(draft_logits, axis=-1)
+    p_x = jnp.exp(_pick(logits[:, :-1], draft_tokens) - p_norm[:, :-1])
+    q_x = jnp.exp(_pick(draft_logits, draft_tokens, vocab_map) - q_norm)
+    places = jnp.arange(k)[None]
+    u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
+    if rule == "block":
+        p = jnp.exp(logits - p_norm[..., None])
+        q = _spread(jnp.exp(draft_logits - q_norm[..., None]), vocab_map, V)
+        chances, scales = rules.block_chances(p, q, p_x, q_x)
+        num_accepted = jnp.max(jnp.where(u < chances, places + 1, 0), axis=1)
+        scale = _row(scales, num_accepted)
+    else:
+        num_accepted, scale = _leading(u < rules.rejection_chances(p_x, q_x)), None
+    p_last = jnp.exp(_row(logits, num_accepted) - _row(p_norm, num_accepted)[:, None])
+    drafted = jnp.minimum(num_accepted, k - 1)
+    q_last = _spread(jnp.exp(_row(draft_logits, drafted) - _row(q_norm, drafted)[:, None]), vocab_map, V)
+    weights = rules.residual_weights(p_last, q_last, scale)
+    # After the whole draft comes the bonus token, from p itself.
+    weights = jnp.where(num_accepted[:, None] == k, p_last, weights)
     uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, num_accepted, counter.RESIDUAL)
     final = draw(weights, uniforms)
     tokens = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(jnp.arange(k + 1)[None] == num_accepted[:, None], final[:, None], tokens)
-    return Verified(tokens, num_accepted, logprobs_and_entropy(target_logits, tokens, sampling.temperature)[0])
+    return jnp.where(jnp.arange(k + 1)[None] == num_accepted[:, None], final[:, None], tokens), num_accepted
 
 
 def _leading(kept: jax.Array) -> jax.Array:
@@ -72,37 +145,20 @@ def _leading(kept: jax.Array) -> jax.Array:
     return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 
 
-def _draft_probs(
-    draft_tokens: jax.Array,
-    draft_logits: jax.Array | None,
-    one_hot: jax.Array,
-    vocab_map: jax.Array | None,
-    V: int,
-    sampling: Sampling,
-) -> jax.Array:
-    """q on the target vocabulary [B, k, V] float32."""
-    certain = jax.nn.one_hot(draft_tokens, V, dtype=jnp.float32)
-    if draft_logits is None:
-        return certain
-    q = jax.nn.softmax(draft_logits.astype(jnp.float32) / sampling.temperature, axis=-1)
+def _row(x: jax.Array, place: jax.Array) -> jax.Array:
+    """x [B, Q, ...] at place [B] -> [B, ...]."""
+    place = place.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.take_along_axis(x, place, axis=1)[:, 0]
+
+
+def _pick(logits: jax.Array, tokens: jax.Array, vocab_map: jax.Array | None = None) -> jax.Array:
+    """[B, k] logits of `tokens` [B, k] among [B, k, V], or [B, k, Vd] with a map; -inf for a token that has none."""
     if vocab_map is not None:
-        q = jnp.zeros((*q.shape[:2], V), jnp.float32).at[:, :, vocab_map].set(q)
-    return jnp.where(one_hot[:, None, None], certain, q)
+        return jnp.max(logits, axis=-1, where=vocab_map[None, None] == tokens[..., None], initial=-jnp.inf)
+    picked = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(tokens < 0, -jnp.inf, picked)
 
 
-def _residual(p: jax.Array, q: jax.Array, num_accepted: jax.Array) -> jax.Array:
-    """[B, V] weights of the last emitted token: max(p - q, 0) where a draft was rejected, p where none was."""
-    # q of the bonus position is zero, so one expression serves both.
-    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-    p_last, q_last = (jnp.take_along_axis(x, num_accepted[:, None, None], axis=1)[:, 0] for x in (p, q))
-    residual = jnp.maximum(p_last - q_last, 0.0)
-    # p and q may differ by rounding only, with p <= q everywhere: then nothing is left, and p itself is the limit.
-    return jnp.where((residual > 0).any(axis=-1, keepdims=True), residual, p_last)
-
-
-def _accepts(noise: Noise, draft_tokens: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """[B, k] bool: u < p(x) / q(x), without the division."""
-    offsets = jnp.arange(draft_tokens.shape[1])[None]
-    u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], offsets, counter.ACCEPT)
-    p_x, q_x = (jnp.take_along_axis(x, draft_tokens[..., None], axis=-1)[..., 0] for x in (p, q))
-    return u * q_x < p_x
+def _spread(q: jax.Array, vocab_map: jax.Array | None, V: int) -> jax.Array:
+    """[..., Vd] on the draft's vocabulary -> [..., V] on the target's."""
+    return q if vocab_map is None else jnp.zeros((*q.shape[:-1], V), q.dtype).at[..., vocab_map].set(q)

@@ -62,3 +62,19 @@ def flat_index(tokens, V):
     """[..., length] -> [...]: place of each sequence in `joint(...).ravel()`."""
     tokens = np.asarray(tokens, np.int64)
     return tokens @ (V ** np.arange(tokens.shape[-1])[::-1])
+
+
+def rejection_chances(p, q, drafts):
+    """Rule A: [k] chances to keep each of drafts [k], given p [k+1, V] and q [k, V] after its prefixes."""
+    return [min(1.0, p[i, x] / q[i, x]) if q[i, x] > 0 else 0.0 for i, x in enumerate(drafts)]
+
+
+def block_chances(p, q, drafts):
+    """Rule C, Sun et al. 2403.10444 Algorithm 2: ([k] chances h_i, [k+1] P_i)."""
+    k, P, h = len(drafts), [1.0], []
+    for i, x in enumerate(drafts):
+        P.append(min(P[-1] * p[i, x] / q[i, x], 1.0) if q[i, x] > 0 else 0.0)
+    for i in range(1, k):
+        S = np.maximum(P[i] * p[i] - q[i], 0).sum()
+        h.append(1.0 if S + 1 - P[i] == 0 else S / (S + 1 - P[i]))
+    return [*h, P[k]], P
