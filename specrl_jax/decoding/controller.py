@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 PRIOR, FLOOR, PROBE = 32.0, 256.0, 128
 PROBE_ITERATIONS = (4, 32)  # fewest, most
 SAMPLES, RECENT = 9, 5  # chunks whose median counts: cost of one length against the others; level of all
+PAIRED = 3  # chunks after a change of length that compare the two
 MAX_BACKOFF = 16  # times the interval between two probes that the budget allows
 
 
@@ -32,14 +33,15 @@ class _Size:
     samples: list[list[float]]  # log seconds per iteration, less the level at that time
     backoff: list[int]  # each probe that finds nothing new doubles it
     purse: list[float]  # seconds that probing this length may lose
-    recent: list[float] = dataclasses.field(default_factory=list)  # the level, by each of the last chunks
+    recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by each of some chunks
     current: int | None = None  # index of the length in use
     last: int | None = None  # index of the last chunk's length, a probe's too
+    streak: int = PAIRED  # chunks of that length in a row; the first chunk of all moves the level
 
     @property
     def level(self) -> float:
         """Log of the common factor: longer contexts or a busy machine slow every length, not only the one in use."""
-        return statistics.median_low(self.recent) if self.recent else 0.0
+        return statistics.median_low(self.recent)
 
 
 class Controller:
@@ -51,7 +53,8 @@ class Controller:
     Args:
       lengths: draft lengths that have a program, ascending from 0.
       sizes: compiled batch sizes.
-      hysteresis: the length in use is left only for one whose rate is better by more than this share.
+      hysteresis: the length in use is left only for one whose rate is better by more than this share; a third
+        of it brings back plain decoding, which no estimate of acceptance can make slower.
       probe_budget: share of the time that probes may lose.
       memory: verifications after which the weight of an observation has fallen to 1/e.
     """
@@ -143,7 +146,8 @@ class Controller:
         else:
             rates = [t / c for t, c in zip(tokens, costs)]
             best = rates.index(max(rates))
-            if state.current is None or rates[best] > (1 + self.hysteresis) * rates[state.current]:
+            margin = self.hysteresis if best else self.hysteresis / 3
+            if state.current is None or rates[best] > (1 + margin) * rates[state.current]:
                 state.current = best
         fewest, most = PROBE_ITERATIONS
         iterations = min(max(fewest, math.ceil(PROBE / running)), most)
@@ -242,9 +246,12 @@ class Controller:
         """
         samples = state.samples[i]
         surprised = bool(samples) and abs(log_seconds - state.level - statistics.median_low(samples)) > 0.1
-        if not samples or (state.last is not None and state.last != i):
+        if state.last is not None:
+            state.streak = state.streak + 1 if i == state.last else 1
+        if not samples or state.streak <= PAIRED:
             state.samples[i] = [*samples, log_seconds - state.level][-SAMPLES:]
-        state.recent = [*state.recent, log_seconds - statistics.median_low(state.samples[i])][-RECENT:]
+        else:
+            state.recent = [*state.recent[1:], log_seconds - statistics.median_low(samples)]
         return surprised
 
     def _start_probes_over(self) -> None:
