@@ -12,7 +12,7 @@ FREE = -1
 
 
 class Dealer:
-    """Deals `samples` rollouts of each prompt to slots as they come free. Request r is sample r % samples of its prompt.
+    """Deals `samples` rollouts of each prompt to slots as they come free; request r is a rollout of prompt r // samples.
 
     A prompt has a group of the corpus from its first rollout's start to its last one's end; where all are taken it goes
     without, and its rollouts copy from their own text only.
@@ -34,7 +34,7 @@ class Dealer:
         self._prompts, self._samples, self._first_id = prompts, samples, first_id
         self._free_groups = list(range(limits.groups))
         self._group: dict[int, int] = {}  # of a prompt in flight
-        self._unfinished = Counter({prompt: samples for prompt in range(len(prompts))})
+        self._unfinished = Counter(dict.fromkeys(range(len(prompts)), samples))
 
     @property
     def waiting(self) -> bool:
@@ -91,7 +91,7 @@ class Dealer:
                 earlier = self._history.get(np.asarray(own, np.int32))
                 for member, text in zip(range(self._samples, limits.members), earlier):
                     texts[i, member, : len(text)], text_length[i, member] = text, len(text)
-        return dict(tokens=tokens, length=length, new_group=group, texts=texts, text_length=text_length)
+        return {"tokens": tokens, "length": length, "new_group": group, "texts": texts, "text_length": text_length}
 
     def finish(self, rows: np.ndarray) -> np.ndarray:
         """Frees the slots `rows`; the requests that they had."""

@@ -1,8 +1,8 @@
 """Generates rollouts for many prompts over a fixed number of slots: continuous batching around the fused iteration.
 
 Everything on the device happens in the few programs of `programs.py`. The host looks in between chunks only: to collect
-finished rollouts, to give their slots to the next ones, to shrink the batch once nothing waits, to choose the next draft
-length, to move a progress bar. k = 0 is plain autoregressive decoding through the same code.
+finished rollouts, to give their slots to the next ones, to shrink the batch once nothing waits, to choose the next
+draft length, to move a progress bar. k = 0 is plain autoregressive decoding through the same code.
 """
 
 import dataclasses

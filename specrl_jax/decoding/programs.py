@@ -158,7 +158,7 @@ def refill(
     pool = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh]), carried, new)
     dealt = jax.tree.map(lambda x: x[admission.source], pool)
     fresh = admission.fresh
-    B, S = slots.tokens.shape
+    _B, S = slots.tokens.shape
     tokens = jnp.pad(dealt.tokens, ((0, 0), (0, S - dealt.tokens.shape[1])), constant_values=model.pad_id)
 
     def start(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -252,7 +252,7 @@ def run(
         return (i < iterations) & ((~slots.done).sum(dtype=jnp.int32) > floor)
 
     if k:
-        # Over no tokens where nothing was missed: a loop of zero turns, which costs no copy of the cache as a cond does.
+        # Over no tokens where nothing was missed: a loop of no turns, which costs no copy of the cache, as a cond does.
         length = jnp.where(stale, slots.length, 0)
         slots = slots.replace(cache=drafter.catch_up(params, slots.tokens, length, slots.cache))
     before = _counters(slots)

@@ -12,7 +12,10 @@ from specrl_jax.sharding import Partitioner
 
 
 def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
-    """Sizes from a checkpoint's config.json; `key` of the config names it in messages. Raises BadInput for a missing folder or another architecture."""
+    """Sizes from a checkpoint's config.json; `key` of our config names it in messages.
+
+    Raises BadInput for a missing folder or another architecture.
+    """
     raw = _folder(folder, key).config()
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
         raise BadInput(f"{key}: {folder} holds a '{raw.get('model_type')}' model, expected qwen3")

@@ -357,7 +357,8 @@ def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array
 def _score(
     x: jax.Array, table: jax.Array, targets: jax.Array, temperature: float, chunk: int, partition: Partitioner
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probs, entropy and normaliser [B, T] of targets; `chunk` positions at a time, logits recomputed in the backward pass."""
+    """Log-probs, entropy and normaliser [B, T] of targets; `chunk` positions at a time, whose logits are recomputed in
+    the backward pass."""
 
     def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = _logits(x, table, partition)

@@ -1,4 +1,4 @@
-"""One update of the draft from the features of the policy's own forward pass, and what that pass says of its acceptance.
+"""One update of the draft from the features of the policy's own forward pass, and the acceptance which that predicts.
 
 Nothing of the policy is differentiated, and nothing of the draft enters the policy's update: two jitted functions, and
 what passes between them is behind stop_gradient.
@@ -111,7 +111,5 @@ def _student_and_teacher(
     learner: DraftLearner, partition: Partitioner, params: Any, tables: Tables, features: Features, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
     """Logits [steps, B, T, Vd] of the draft and [B, T, Vd] of the target on the draft vocabulary."""
-    student = learner.draft.unrolled_logits(
-        params, tables, features, rows, learner.ttt_steps, learner.dtype, partition
-    )
+    student = learner.draft.unrolled_logits(params, tables, features, rows, learner.ttt_steps, learner.dtype, partition)
     return student, product("BTD,VD->BTV", features.hidden.astype(learner.dtype), tables.unembed)

@@ -303,5 +303,7 @@ def _policy(draft: DraftSettings, target: qwen3.Qwen3Config) -> PolicyDraft:
     if config.vocab != target.vocab:
         raise BadInput(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
     if config.max_positions < target.max_positions:
-        raise BadInput(f"draft.kind=model: made for {config.max_positions} tokens, the policy for {target.max_positions}")
+        raise BadInput(
+            f"draft.kind=model: made for {config.max_positions} tokens, the policy for {target.max_positions}"
+        )
     return PolicyDraft(config)

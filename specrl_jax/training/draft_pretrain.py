@@ -24,8 +24,8 @@ COUNTED_STEPS = 8
 
 
 def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Trains `steps` updates, each on fresh rollouts, and writes `pretrain.output`: an EAGLE-3 head in SafeAI's dialect,
-    an MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
+    """Trains `steps` updates, each on fresh rollouts, and writes `pretrain.output`: an EAGLE-3 head in SafeAI's
+    dialect, an MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
 
     Starts from draft.path, or from random weights over the `draft.vocab_size` ids that rollouts use most. Returns the
     log: loss every 50 steps, at the start and the end the acceptance on validation prompts of the weights as stored.

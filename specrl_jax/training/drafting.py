@@ -90,9 +90,7 @@ def policy_drafter(
     def forward(
         params: Weights, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        out = qwen3.forward(
-            params.draft, config, tokens, positions, partition, cache=cache, dtype=dtype, unembed=False
-        )
+        out = qwen3.forward(params.draft, config, tokens, positions, partition, cache=cache, dtype=dtype, unembed=False)
         return out.hidden, out.cache
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:

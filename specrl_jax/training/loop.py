@@ -1,8 +1,8 @@
 """The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
 
 Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1 with one inner iteration per minibatch) on rollouts of the
-current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns in the
-train phase from the features of that forward, and nothing of it reaches the policy.
+current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns
+in the train phase from the features of that forward, and nothing of it reaches the policy.
 """
 
 import contextlib

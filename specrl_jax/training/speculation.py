@@ -1,9 +1,8 @@
-"""What the host decides about speculation while a run goes on: draft lengths, whether to draft at all, what to copy from."""
+"""What the host decides about speculation while a run goes on: draft lengths, whether to draft, what to copy from."""
 
 import json
 import os
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -71,9 +70,10 @@ class Speculation:
             if len(drafted) and drafted[0]:
                 expected = float((predicted[: len(drafted)] * drafted).sum() / drafted[0])
                 row["spec/acceptance_predicted"] = 1 + expected
-        if len(drafted) and drafted[0]:
-            if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
-                warnings.warn(self.alarm.message(), stacklevel=2)
+        if not len(drafted) or not drafted[0]:
+            return row
+        if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
+            warnings.warn(self.alarm.message(), stacklevel=2)
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
     def save(self) -> None:

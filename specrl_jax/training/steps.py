@@ -107,7 +107,7 @@ def _features(out: qwen3.Output) -> Features:
 def make_policy_step(
     learner: Learner, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
 ) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics, Features | None]]:
-    """One optimizer update from one minibatch; the state is donated. Where there is a draft to learn, always its features.
+    """One optimizer update from one minibatch; the state is donated. Where a draft learns, always its features.
 
     Gradients are those of the loss *sum*, accumulated over microbatches and divided by the minibatch's token count
     once, so the split into microbatches changes nothing but rounding.

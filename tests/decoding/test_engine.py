@@ -581,7 +581,9 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
 def test_the_length_is_chosen_by_the_rows_still_running():
     seen = []
     run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=8, chunk=1)
-    out = run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=toys.Choosing(lambda running: seen.append(running) or 1))
+    out = run.generate(
+        TABLE, PROMPTS, samples=2, seed=0, lengths=toys.Choosing(lambda running: seen.append(running) or 1)
+    )
     # One iteration a chunk: before iteration i of a wave, the rows that take part in more than i are running.
     waves = out.verifications[:8], out.verifications[8:]
     assert seen == [int((wave > i).sum()) for wave in waves for i in range(wave.max())]

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
 from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
 from specrl_jax.decoding.engine import FixedLength, make_engine
 from specrl_jax.decoding.programs import Model
 from specrl_jax.decoding.sampling import Sampling
@@ -61,15 +61,13 @@ def prefill(table, tokens, positions, cache):
     return write(cache, positions, tokens)
 
 
-def toy_engine(
-    limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions
-):
+def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions):
     """The engine over the toy, its rows dealt over so many devices; `functions` replace some of the toy's."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows = {field.name: by_row for field in dataclasses.fields(Slots)}
-    toy = dict(init_cache=init_cache, prefill=prefill, decode=decode, verify=verify) | functions
+    toy = {"init_cache": init_cache, "prefill": prefill, "decode": decode, "verify": verify} | functions
     model = Model(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
     shardings = Slots(**rows | {"corpus": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))
@@ -123,7 +121,7 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
         logits, target = decode(table, tokens, positions, cache.target)
         return logits, cache._replace(target=target)
 
-    functions = dict(init_cache=init_both, prefill=prefill_both, decode=decode_target)
+    functions = {"init_cache": init_both, "prefill": prefill_both, "decode": decode_target}
     return toy_engine(limits, sampling, eos_ids, pad_id, drafter, **functions)
 
 
