@@ -37,7 +37,8 @@ def main(argv: list[str]) -> int:
         settings = to_settings(config)
         run = find_task(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
-        find_draft_model(settings.draft, policy_sizes(settings.policy))
+        d = settings.draft
+        find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
     except BadInput as error:
         return fail(str(error))
@@ -96,6 +97,7 @@ def to_settings(config: ConfigDict) -> Any:
         data=settings.DataSettings(**config.data),
         eval=settings.EvalSettings(**config.eval),
         checkpoint=settings.CheckpointSettings(**config.checkpoint),
+        generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
         pretrain=settings.PretrainSettings(**config.pretrain),
         sample_rollouts=config.logging.rollouts,
         profile_steps=tuple(config.logging.profile_steps),
@@ -110,6 +112,7 @@ def find_task(name: str) -> Callable[..., None]:
         "evaluate": run_evaluate,
         "pretrain": run_pretrain,
         "draft_pretrain": run_draft_pretrain,
+        "generate": run_generate,
     }
     if name not in tasks:
         raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
@@ -163,6 +166,18 @@ def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir
     check_draft_pretrain(settings)
     open_workdir(workdir, config)
     draft_pretrain(setup, workdir, stop_on_signal())
+
+
+def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.generate import run_generation
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    if not settings.generate.prompts:
+        setup.check_problems(train=False)
+    open_workdir(workdir, config)
+    run_generation(setup, workdir)
 
 
 def stop_on_signal() -> threading.Event:

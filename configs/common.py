@@ -5,12 +5,12 @@ from ml_collections import ConfigDict
 
 def base() -> ConfigDict:
     c = ConfigDict()
-    c.task = "train"  # train, evaluate, pretrain, draft_pretrain
+    c.task = "train"  # train, evaluate, pretrain, draft_pretrain, generate
     c.seed = 0  # weights, data order
     c.steps = 100  # RL steps, or pretraining steps
 
     c.policy = ConfigDict()
-    c.policy.preset = "tiny"  # see specrl_jax/models/qwen3.py
+    c.policy.preset = "tiny"  # see specrl_jax/models/qwen3.py; '' = whatever policy.path is
     c.policy.path = ""  # local Hugging Face folder; '' = random weights
     c.policy.dtype = "float32"  # storage of the rollout weights, and activations of decoding
     c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
@@ -88,6 +88,10 @@ def base() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps
     c.checkpoint.keep = 2
+
+    c.generate = ConfigDict()  # task=generate
+    c.generate.prompts = ()  # texts; () = the validation problems
+    c.generate.samples = 1  # answers per prompt
 
     c.pretrain = ConfigDict()
     c.pretrain.batch_size = 64  # worked solutions per step

@@ -12,7 +12,7 @@ FREE = -1
 
 
 class Dealer:
-    """Deals `samples` rollouts of each prompt to slots as they come free; request r is a rollout of prompt r // samples.
+    """Deals `samples` rollouts of each prompt to slots as they come free; request r is one of prompt r // samples.
 
     A prompt has a group of the corpus from its first rollout's start to its last one's end; where all are taken it goes
     without, and its rollouts copy from their own text only.

@@ -13,7 +13,8 @@ import numpy as np
 
 from specrl_jax.core import BadInput, shift_left
 from specrl_jax.data.rows import Rows
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
+from specrl_jax.decoding.lookup import cascade, lookup_drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import eagle3_formats, hf, mtp_formats
 from specrl_jax.models import cache as kv
@@ -21,7 +22,6 @@ from specrl_jax.models import eagle3, mtp, qwen3
 from specrl_jax.models.recurrent import DraftCache
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.drafting import policy_drafter, recurrent_drafter
-from specrl_jax.training.settings import DraftSettings
 from specrl_jax.training.weights import Weights
 
 
@@ -259,51 +259,93 @@ class PolicyDraft:
 
 
 HEAD_CACHE_AXES = DraftCache(("batch", None, None, None), kv.KEY_AXES, kv.VALUE_AXES)
-# Kinds that copy text, or draft nothing: no weights.
+# Kinds that draft nothing, or copy text: no weights.
 WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
+KINDS = (*WITHOUT_WEIGHTS, "eagle3", "mtp", "model")
+# Tokens, the longest match that is looked for.
+MAX_MATCH = 8
 
 
-def find_draft_model(draft: DraftSettings, target: qwen3.Qwen3Config) -> DraftModel | None:
+def find_draft_model(
+    kind: str,
+    target: qwen3.Qwen3Config,
+    path: str = "",
+    preset: str = "",
+    dialect: str = "deepseek",
+    vocab_size: int = 0,
+) -> DraftModel | None:
     """The draft of a config, its sizes checked against the target's; None for a kind without weights.
 
-    Raises BadInput for an unknown kind, and for a draft that is missing, damaged or another policy's.
+    Args:
+      kind, path, preset, dialect, vocab_size: `draft.*` of the config.
+    Raises:
+      BadInput: for an unknown kind, and for a draft that is missing, damaged or another policy's.
     """
-    kinds = {"eagle3": _eagle3, "mtp": _mtp, "model": _policy}
-    if draft.kind in WITHOUT_WEIGHTS:
+    if kind in WITHOUT_WEIGHTS:
+        if path:
+            raise BadInput(f"draft.path={path}: draft.kind={kind} has no weights to load; leave ''")
         return None
-    if draft.kind not in kinds:
-        raise BadInput(f"draft.kind: no drafter '{draft.kind}'; there are {', '.join([*WITHOUT_WEIGHTS, *kinds])}")
-    if draft.kind != "eagle3" and draft.vocab_size not in (0, target.vocab):
-        raise BadInput(f"draft.vocab_size={draft.vocab_size}: only eagle3 has a vocabulary of its own; leave 0")
-    return kinds[draft.kind](draft, target)
+    if kind == "eagle3":
+        return _eagle3(target, path, vocab_size)
+    if kind not in ("mtp", "model"):
+        raise BadInput(f"draft.kind: no drafter '{kind}'; there are {', '.join(KINDS)}")
+    if vocab_size not in (0, target.vocab):
+        raise BadInput(f"draft.vocab_size={vocab_size}: only eagle3 has a vocabulary of its own; leave 0")
+    return _mtp(target, path, dialect) if kind == "mtp" else _policy(target, path, preset)
 
 
-def _eagle3(draft: DraftSettings, target: qwen3.Qwen3Config) -> Eagle3Draft:
-    if not draft.path:
-        return Eagle3Draft(eagle3.eagle3_config(target, draft.vocab_size or target.vocab))
-    head = eagle3_formats.load_config(draft.path, target)
-    if draft.vocab_size not in (0, head.draft_vocab):
-        raise BadInput(f"draft.vocab_size={draft.vocab_size}, the head {draft.path} has {head.draft_vocab}; leave 0")
+def _eagle3(target: qwen3.Qwen3Config, path: str, vocab_size: int) -> Eagle3Draft:
+    if not path:
+        return Eagle3Draft(eagle3.eagle3_config(target, vocab_size or target.vocab))
+    head = eagle3_formats.load_config(path, target)
+    if vocab_size not in (0, head.draft_vocab):
+        raise BadInput(f"draft.vocab_size={vocab_size}, the head {path} has {head.draft_vocab}; leave 0")
     return Eagle3Draft(head)
 
 
-def _mtp(draft: DraftSettings, target: qwen3.Qwen3Config) -> MTPDraft:
-    config = mtp_formats.load_config(draft.path, target) if draft.path else mtp.mtp_config(target)
-    return MTPDraft(config, target.tied, draft.dialect)
+def _mtp(target: qwen3.Qwen3Config, path: str, dialect: str) -> MTPDraft:
+    if dialect not in mtp_formats.DIALECTS:
+        raise BadInput(f"draft.dialect: no dialect '{dialect}'; there are {', '.join(mtp_formats.DIALECTS)}")
+    config = mtp_formats.load_config(path, target) if path else mtp.mtp_config(target)
+    return MTPDraft(config, target.tied, dialect)
 
 
-def _policy(draft: DraftSettings, target: qwen3.Qwen3Config) -> PolicyDraft:
-    if draft.path:
-        config = hf.load_config(draft.path, key="draft.path")
-        hf.check_params(draft.path, config, key="draft.path")
-    elif draft.preset:
-        config = qwen3.preset(draft.preset, key="draft.preset")
+def _policy(target: qwen3.Qwen3Config, path: str, preset: str) -> PolicyDraft:
+    if path:
+        config = hf.load_config(path, key="draft.path")
+        hf.check_params(path, config, key="draft.path")
+    elif preset:
+        config = qwen3.preset(preset, key="draft.preset")
     else:
         raise BadInput("draft.kind=model: draft.path, a folder of a smaller Qwen3, or draft.preset is needed")
     if config.vocab != target.vocab:
         raise BadInput(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
-    if config.max_positions < target.max_positions:
-        raise BadInput(
-            f"draft.kind=model: made for {config.max_positions} tokens, the policy for {target.max_positions}"
-        )
     return PolicyDraft(config)
+
+
+def make_drafter(
+    kind: str,
+    draft: DraftModel | None,
+    length: int,
+    sampling: Sampling,
+    dtype: jnp.dtype,
+    partition: Partitioner,
+    match_min: int,
+    match_max: int,
+    cascade_min: int,
+) -> Drafter:
+    """What drafts in an engine: with weights, by copying, or the one overriding the other; `draft.*` of the config."""
+    if kind == "none":
+        return NO_DRAFTER
+    if not 1 <= match_min <= match_max <= MAX_MATCH:
+        raise BadInput(
+            f"draft.match_min={match_min}, draft.match_max={match_max}: 1 <= match_min <= match_max <= {MAX_MATCH}"
+        )
+    if draft is None:
+        if cascade_min:
+            raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
+        return lookup_drafter(length, match_min, match_max)
+    neural = draft.drafter(length, sampling, dtype, partition)
+    if cascade_min > match_max:
+        raise BadInput(f"draft.cascade={cascade_min}: matches are at most draft.match_max={match_max} tokens long")
+    return cascade(neural, cascade_min, match_max) if cascade_min else neural

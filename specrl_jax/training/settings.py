@@ -100,6 +100,12 @@ class PretrainSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class GenerateSettings:
+    prompts: tuple[str, ...]  # () = the validation problems
+    samples: int  # per prompt
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """The final config, frozen: what main.py hands down."""
 
@@ -116,6 +122,7 @@ class Settings:
     eval: EvalSettings
     checkpoint: CheckpointSettings
     pretrain: PretrainSettings
+    generate: GenerateSettings
     sample_rollouts: int  # rows of rollouts/step_N.jsonl
     profile_steps: tuple[int, ...]  # RL steps that are traced
 
@@ -144,6 +151,7 @@ _SMALLEST = {
     "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0},
     "checkpoint": {"every": 1, "keep": 1},
     "pretrain": {"batch_size": 1},
+    "generate": {"samples": 1},
 }
 
 

@@ -16,7 +16,6 @@ from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.engine import Engine, check_prompts
-from specrl_jax.decoding.lookup import cascade, lookup_drafter
 from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
@@ -25,10 +24,10 @@ from specrl_jax.rewards.verifiable import Reward, find_reward
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
-from specrl_jax.training.draft_models import DraftModel, find_draft_model
+from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.settings import DraftSettings, Settings, check_values, parse_dtype
-from specrl_jax.training.shapes import LENGTHS, check_rows, find_limits, policy_sizes
+from specrl_jax.training.shapes import check_rows, draft_lengths, find_limits, policy_sizes
 from specrl_jax.training.state import (
     OptimizerConfig,
     RunState,
@@ -98,9 +97,8 @@ class Setup:
     @functools.cached_property
     def engine(self) -> Engine:
         """Of the training rollouts."""
-        draft = self.settings.draft
-        lengths = [k for k in LENGTHS if k < draft.length] if draft.adaptive else [0]
-        return self._engine(self.rollout, self.drafter(self.rollout.sampling), (*lengths, draft.length))
+        drafter = self.drafter(self.rollout.sampling)
+        return self._engine(self.rollout, drafter, draft_lengths(drafter.length, self.settings.draft.adaptive))
 
     @functools.cached_property
     def eval_engine(self) -> Engine:
@@ -122,20 +120,15 @@ class Setup:
 
     def drafter(self, sampling: Sampling) -> Drafter:
         """What drafts in the engines: with weights, by copying, or both."""
-        draft = self.settings.draft
-        if draft.kind == "none":
-            return NO_DRAFTER
-        if draft.kind in ("ngram", "suffix"):
-            return lookup_drafter(draft.length, draft.match_min, draft.match_max)
-        neural = self.draft.drafter(draft.length, sampling, self.rollout.dtype, self.rollout_partition)
-        return cascade(neural, draft.cascade, draft.match_max) if draft.cascade else neural
+        d = self.settings.draft
+        parts = (self.draft, d.length, sampling, self.rollout.dtype, self.rollout_partition)
+        return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
 
     def _fixed_engine(self, sampling: Sampling) -> Engine:
         """One draft length: evaluation is short, and its programs few."""
         return self._engine(dataclasses.replace(self.rollout, sampling=sampling), self.drafter(sampling), None)
 
     def _engine(self, config: RolloutConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
-        lengths = tuple(sorted(set(lengths))) if lengths and drafter.length else None
         return make_rollout_engine(
             self.model, self.draft, drafter, config, self.tokenizer, self.rollout_partition, lengths
         )
@@ -218,7 +211,8 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
     model = policy_sizes(policy)
-    draft = find_draft_model(settings.draft, model)
+    d = settings.draft
+    draft = find_draft_model(d.kind, model, d.path, d.preset, d.dialect, d.vocab_size)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.rule)
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:

@@ -22,8 +22,14 @@ SHRINK = (4, 16)
 def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
 
+    An empty preset stands for the checkpoint's sizes.
+
     Raises BadInput for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
+    if policy.path and not policy.preset:
+        found = hf.load_config(policy.path)
+        hf.check_params(policy.path, found)
+        return found
     model = qwen3.preset(policy.preset)
     if not policy.path:
         return model
@@ -38,21 +44,62 @@ def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     return found
 
 
-def find_limits(settings: Settings, ways: int) -> Limits:
-    """Shapes of the engine; `ways`: parts that rows are split into."""
-    rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
-    sizes = sorted({rollout.num_slots // n for n in SHRINK if rollout.num_slots % (n * ways) == 0}, reverse=True)
-    copies = draft.kind == "suffix" or draft.cascade > 0
+def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
+    """The draft lengths that there are programs for: 0 always, since speculation may be switched off."""
+    return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
+
+
+def batch_limits(
+    num_slots: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    ways: int,
+    chunk: int = 16,
+    group_size: int = 1,
+    prompts: int = 0,
+    copies: bool = False,
+    history: int = 0,
+    width: int = 0,
+) -> Limits:
+    """Shapes of an engine.
+
+    Args:
+      ways: parts that rows are split into.
+      group_size: rollouts that a prompt usually gets; sets how many prompts are prefilled at once.
+      prompts: whose rollouts may be copied from at the same time, at least; 0: as many as can be under way.
+      copies: whether drafts are copied from other rollouts.
+      width: of every forward (rollout.parity); 0: as wide as the draft.
+    """
+    sizes = sorted({num_slots // n for n in SHRINK if num_slots % (n * ways) == 0}, reverse=True)
+    under_way = -(-num_slots // group_size)
     return Limits(
-        num_slots=rollout.num_slots,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_response_tokens=rollout.max_response_tokens,
-        chunk=rollout.chunk,
-        sizes=() if rollout.parity else tuple(sizes),
-        prefill_rows=-(-rollout.num_slots // grpo.group_size),
+        num_slots=num_slots,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        chunk=chunk,
+        # One shape of a forward is one batch size.
+        sizes=() if width else tuple(sizes),
+        prefill_rows=under_way,
+        width=width,
+        groups=max(prompts, under_way + 1) if copies else 0,
+        members=group_size + history if copies else 0,
+    )
+
+
+def find_limits(settings: Settings, ways: int) -> Limits:
+    """Shapes of a config's engine; `ways`: parts that rows are split into."""
+    rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
+    return batch_limits(
+        rollout.num_slots,
+        rollout.max_prompt_tokens,
+        rollout.max_response_tokens,
+        ways,
+        rollout.chunk,
+        grpo.group_size,
+        grpo.prompts_per_step,
+        copies=draft.kind == "suffix" or draft.cascade > 0,
+        history=draft.history,
         width=draft.length + 1 if rollout.parity else 0,
-        groups=max(grpo.prompts_per_step, -(-rollout.num_slots // grpo.group_size) + 1) if copies else 0,
-        members=grpo.group_size + draft.history if copies else 0,
     )
 
 
