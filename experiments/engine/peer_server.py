@@ -2,8 +2,9 @@
 
 A command is one line of JSON on stdin, `{"batch": 8, "prompts": [[...], ...], "new_tokens": 128, "eos": null}`:
 `prompts` are token ids, decoded `batch` rows at a time; `eos` is the id that ends a row, null where every row gets
-exactly `new_tokens`. The answer is one line on stdout, `{"tokens": 1024, "seconds": 0.81}`. Between commands the process
-waits for the next line and does nothing. The first command of a shape compiles inside its seconds: send it twice.
+exactly `new_tokens`. The answer is one line on stdout, `{"tokens": 1024, "seconds": 0.81}`. Between commands the
+process waits for the next line and does nothing. The first command of a shape may compile inside its seconds: send it
+twice.
 """
 
 import json

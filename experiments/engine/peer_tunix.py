@@ -92,7 +92,7 @@ def make_generate(model: qwen3.Qwen3) -> peer_server.Generate:
         )
         rows = [row.tolist() for row in output.tokens]
         # tunix cuts a row before its eos.
-        return [row + [eos] if eos is not None and len(row) < new_tokens else row for row in rows]
+        return [[*row, eos] if eos is not None and len(row) < new_tokens else row for row in rows]
 
     return generate
 

@@ -3,10 +3,10 @@
     python -m experiments.engine.peers --transformers VENV_A/bin/python --tunix VENV_B/bin/python --output peers.csv
 
 The two arguments are the interpreters of environments made as README.md says. Random-weight Qwen3 in float32, 32-token
-prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with `--policy FOLDER PROMPTS EOS`, a trained
-policy on prompts of any length (a JSON list of lists of ids) whose rows end at EOS. The peers are processes that stay
-alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first alternates.
-Every round is a row of the CSV, one after a warm-up that compiles.
+prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with `--policy FOLDER PROMPTS EOS`, a
+trained policy on prompts of any length (a JSON list of lists of ids), whose rows end at EOS. The peers are processes
+that stay alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first
+alternates. A warm-up of each, which compiles, comes first and is not recorded; every round after it is a row.
 """
 
 import argparse
@@ -66,29 +66,32 @@ class Stops(NamedTuple):
     pad_id: int = 0
 
 
-def ours(work: Workload, num_slots: int) -> Run:
-    """This project's engine, draft.kind=none, in float32; each round draws with another seed."""
+def ours(folder: str, prompts: list[list[int]], new_tokens: int, num_slots: int, eos: int | None = None) -> Run:
+    """This project's engine, draft.kind=none, in float32; each round draws with another seed.
+
+    Args: as in `Workload`; `num_slots` rows are decoded at once.
+    """
     mesh = make_mesh(MESH, jax.devices()[:1])
-    model, partition = hf.load_config(work.folder), partitioner(mesh, ROLLOUT)
+    model, partition = hf.load_config(folder), partitioner(mesh, ROLLOUT)
     config = RolloutConfig(
         sampling=Sampling(),
         # A chunk as long as an answer: the host looks once, as tunix's does.
-        limits=Limits(num_slots, max(map(len, work.prompts)), work.new_tokens, chunk=work.new_tokens),
+        limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens),
         seed=0,
         dtype=jnp.float32,
         cache_dtype=jnp.float32,
         draft_length=0,
     )
-    params = hf.load_params(work.folder, model, partitioner(mesh, LEARNER), jnp.float32)
+    params = hf.load_params(folder, model, partitioner(mesh, LEARNER), jnp.float32)
     weights = jax.block_until_ready(make_prepare(model, None, config, partition)(params, None, None))
     # No id of the vocabulary ends a row of fixed length.
-    stops = Stops((model.vocab if work.eos is None else work.eos,))
+    stops = Stops((model.vocab if eos is None else eos,))
     engine = make_rollout_engine(model, None, config, config.sampling, stops, partition)
     seeds = itertools.count()
 
     def run() -> tuple[int, float]:
         start = time.perf_counter()
-        rollouts = engine.generate(weights, work.prompts, samples=1, seed=next(seeds))
+        rollouts = engine.generate(weights, prompts, samples=1, seed=next(seeds))
         return int(rollouts.response_length.sum()), time.perf_counter() - start
 
     return run
@@ -140,7 +143,7 @@ def measure(works: dict[int, Workload], commands: dict[str, list[str]], rounds: 
             for who, command in commands.items()
         }
         for batch, work in works.items():
-            runs = {"ours": ours(work, batch)}
+            runs = {"ours": ours(work.folder, work.prompts, work.new_tokens, batch, work.eos)}
             runs |= {who: peer(process, work, batch) for who, process in processes.items()}
             for row in rounds_of(runs, rounds):
                 yield {"model": work.name, "batch": batch} | row
