@@ -6,7 +6,7 @@ The two arguments are the interpreters of environments made as README.md says. R
 prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with `--policy FOLDER PROMPTS EOS`, a
 trained policy on prompts of any length (a JSON list of lists of ids), whose rows end at EOS. The peers are processes
 that stay alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first
-alternates. A warm-up of each, which compiles, comes first and is not recorded; every round after it is a row.
+alternates. Two warm-up rounds of each, which compile, come first and are not recorded; every round after them is a row.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import contextlib
 import csv
 import itertools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -102,7 +103,8 @@ def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
     command = {"batch": batch, "prompts": work.prompts, "new_tokens": work.new_tokens, "eos": work.eos}
 
     def run() -> tuple[int, float]:
-        print(json.dumps(command), file=process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(command), file=process.stdin, flush=True)
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
@@ -113,8 +115,9 @@ def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
 
 
 def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
-    """Rows (who, round, tokens, seconds, tokens_per_second) after one warm-up of each; who goes first alternates."""
-    for run in runs.values():
+    """Rows (who, round, tokens, seconds, tokens_per_second) after two warm-ups of each; who goes first alternates."""
+    # tunix still compiles a little in the second.
+    for run in [*runs.values()] * 2:
         run()
     names = list(runs)
     for i in range(rounds):
@@ -130,18 +133,28 @@ def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
             }
 
 
+@contextlib.contextmanager
+def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
+    """A peer that waits for commands, until the end of the context."""
+    # torch's two threads would spin for each other: with another busy process a small model took 100 times as long.
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        # A peer that has ended by itself leaves a command unread.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
 def measure(works: dict[int, Workload], commands: dict[str, list[str]], rounds: int) -> Iterator[dict]:
     """Rows of one model, batch by batch. `works` maps batch to workload, `commands` the peers to how each starts."""
     folder = next(iter(works.values())).folder
     with contextlib.ExitStack() as stack:
-        processes = {
-            who: stack.enter_context(
-                subprocess.Popen(
-                    [*command, "--model", folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-            )
-            for who, command in commands.items()
-        }
+        processes = {who: stack.enter_context(started(command, folder)) for who, command in commands.items()}
         for batch, work in works.items():
             runs = {"ours": ours(work.folder, work.prompts, work.new_tokens, batch, work.eos)}
             runs |= {who: peer(process, work, batch) for who, process in processes.items()}
