@@ -1,0 +1,75 @@
+"""transformers' `generate` on a Hugging Face folder, float32 on the CPU, as a server for peers.py (see peer_server.py).
+
+Sampled at temperature 1 from the whole vocabulary: no top-k, no top-p, no logits processor. Two threads.
+
+Settings that matter:
+- sdpa attention and the growing cache, transformers' own choices;
+- the folder's generation_config.json is replaced, so nothing in it changes the sampling or ends a row;
+- glibc keeps freed memory instead of returning it to the system after every tensor (see `keep_freed_memory`).
+
+Install (Python 3.11, the CPU build of torch): pip install torch==2.13.0 transformers==5.23.0 safetensors
+"""
+
+import argparse
+import ctypes
+import sys
+
+import peer_server
+import torch
+import transformers
+
+THREADS = 2
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Stops glibc from unmapping every freed tensor, whose next use would fault its pages in again."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def load(folder: str) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    # `generate` fills what its arguments leave None from here: an eos or top-k of the folder must not come back.
+    model.generation_config = transformers.GenerationConfig()
+    return model.eval()
+
+
+def make_generate(model: transformers.PreTrainedModel) -> peer_server.Generate:
+    @torch.inference_mode()
+    def generate(prompts: peer_server.Rows, new_tokens: int, eos: int | None) -> peer_server.Rows:
+        longest = max(map(len, prompts))
+        pad = 0 if eos is None else eos  # masked: any id will do
+        tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        output = model.generate(
+            tokens,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new_tokens,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+        return output[:, longest:].tolist()
+
+    return generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    args = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    transformers.utils.logging.disable_progress_bar()
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}", file=sys.stderr)
+    peer_server.serve(make_generate(load(args.model)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Plain decoding of this project beside transformers and google-tunix: rounds in turn, one CSV.
+
+    python -m experiments.engine.peers --transformers VENV_A/bin/python --tunix VENV_B/bin/python --output peers.csv
+
+The two arguments are the interpreters of environments made as README.md says. Random-weight Qwen3 in float32, 32-token
+prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with `--policy FOLDER PROMPTS EOS`, a
+trained policy on prompts of any length (a JSON list of lists of ids), whose rows end at EOS. The peers are processes
+that stay alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first
+alternates. Two warm-up rounds of each, which compile, come first and are not recorded; every round after them is a row.
+"""
+
+import argparse
+import contextlib
+import csv
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.io import hf
+from specrl_jax.models.qwen3 import Qwen3Config, param_specs
+from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.state import init_random_params
+
+HERE = pathlib.Path(__file__).parent
+PROMPT_TOKENS, NEW_TOKENS = 32, 128
+MODELS = {
+    "small": Qwen3Config(
+        vocab=4096, embed=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=768, tied=True, max_positions=4096
+    ),
+    "medium": Qwen3Config(
+        vocab=32_000, embed=768, layers=12, heads=12, kv_heads=4, head_dim=64, mlp=2304, tied=True, max_positions=4096
+    ),
+}
+FIELDS = ("model", "batch", "who", "round", "tokens", "seconds", "tokens_per_second")
+MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+
+# One round of one of the three: () -> (generated tokens, seconds)
+Run = Callable[[], tuple[int, float]]
+
+
+class Workload(NamedTuple):
+    name: str
+    folder: str
+    prompts: list[list[int]]  # token ids
+    new_tokens: int  # per row, at most where there is an eos
+    eos: int | None  # None: rows of exactly new_tokens
+
+
+class Stops(NamedTuple):
+    """The two members of a Tokenizer that an engine reads."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int = 0
+
+
+def ours(folder: str, prompts: list[list[int]], new_tokens: int, num_slots: int, eos: int | None = None) -> Run:
+    """This project's engine, draft.kind=none, in float32; each round draws with another seed.
+
+    Args: as in `Workload`; `num_slots` rows are decoded at once.
+    """
+    mesh = make_mesh(MESH, jax.devices()[:1])
+    model, partition = hf.load_config(folder), partitioner(mesh, ROLLOUT)
+    config = RolloutConfig(
+        sampling=Sampling(),
+        # A chunk as long as an answer: the host looks once, as tunix's does.
+        limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens),
+        seed=0,
+        dtype=jnp.float32,
+        cache_dtype=jnp.float32,
+        draft_length=0,
+    )
+    params = hf.load_params(folder, model, partitioner(mesh, LEARNER), jnp.float32)
+    weights = jax.block_until_ready(make_prepare(model, None, config, partition)(params, None, None))
+    # No id of the vocabulary ends a row of fixed length.
+    stops = Stops((model.vocab if eos is None else eos,))
+    engine = make_rollout_engine(model, None, config, config.sampling, stops, partition)
+    seeds = itertools.count()
+
+    def run() -> tuple[int, float]:
+        start = time.perf_counter()
+        rollouts = engine.generate(weights, prompts, samples=1, seed=next(seeds))
+        return int(rollouts.response_length.sum()), time.perf_counter() - start
+
+    return run
+
+
+def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
+    """A peer that serves the protocol of peer_server.py. A round raises RuntimeError where it has ended."""
+    command = {"batch": batch, "prompts": work.prompts, "new_tokens": work.new_tokens, "eos": work.eos}
+
+    def run() -> tuple[int, float]:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(command), file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
+        answer = json.loads(line)
+        return answer["tokens"], answer["seconds"]
+
+    return run
+
+
+def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
+    """Rows (who, round, tokens, seconds, tokens_per_second) after two warm-ups of each; who goes first alternates."""
+    # tunix still compiles a little in the second.
+    for run in [*runs.values()] * 2:
+        run()
+    names = list(runs)
+    for i in range(rounds):
+        first = i % len(names)
+        for who in names[first:] + names[:first]:
+            tokens, seconds = runs[who]()
+            yield {
+                "who": who,
+                "round": i,
+                "tokens": tokens,
+                "seconds": round(seconds, 4),
+                "tokens_per_second": round(tokens / seconds, 1),
+            }
+
+
+@contextlib.contextmanager
+def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
+    """A peer that waits for commands, until the end of the context."""
+    # torch's two threads would spin for each other: with another busy process a small model took 100 times as long.
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        # A peer that has ended by itself leaves a command unread.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def measure(works: dict[int, Workload], commands: dict[str, list[str]], rounds: int) -> Iterator[dict]:
+    """Rows of one model, batch by batch. `works` maps batch to workload, `commands` the peers to how each starts."""
+    folder = next(iter(works.values())).folder
+    with contextlib.ExitStack() as stack:
+        processes = {who: stack.enter_context(started(command, folder)) for who, command in commands.items()}
+        for batch, work in works.items():
+            runs = {"ours": ours(work.folder, work.prompts, work.new_tokens, batch, work.eos)}
+            runs |= {who: peer(process, work, batch) for who, process in processes.items()}
+            for row in rounds_of(runs, rounds):
+                yield {"model": work.name, "batch": batch} | row
+
+
+def save_random(folder: str, model: Qwen3Config) -> None:
+    partition = partitioner(make_mesh(MESH, jax.devices()[:1]), LEARNER)
+    hf.save_params(folder, init_random_params(jax.random.key(0), param_specs(model), partition), model, "float32")
+
+
+def random_work(name: str, folder: str, batch: int, new_tokens: int) -> Workload:
+    """One prompt per row."""
+    ids = np.random.default_rng(batch).integers(0, MODELS[name].vocab, (batch, PROMPT_TOKENS))
+    return Workload(name, folder, ids.tolist(), new_tokens, eos=None)
+
+
+def works_of(arguments: argparse.Namespace, scratch: str) -> Iterator[dict[int, Workload]]:
+    """The workloads of each model by batch; random weights are written under `scratch`."""
+    if arguments.policy:
+        folder, prompts, eos = arguments.policy
+        ids = json.loads(pathlib.Path(prompts).read_text())
+        name = pathlib.Path(folder).resolve().name
+        yield {batch: Workload(name, folder, ids, arguments.new_tokens, int(eos)) for batch in arguments.batches}
+        return
+    for name in arguments.models:
+        folder = str(pathlib.Path(scratch) / name)
+        save_random(folder, MODELS[name])
+        yield {batch: random_work(name, folder, batch, arguments.new_tokens) for batch in arguments.batches}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transformers", required=True, help="Python of its environment")
+    parser.add_argument("--tunix", required=True, help="Python of its environment")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    which.add_argument("--policy", nargs=3, metavar=("FOLDER", "PROMPTS", "EOS"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--output", required=True, help="CSV file")
+    return parser.parse_args()
+
+
+def report(rows: list[dict]) -> None:
+    """Median tokens per second of each, and the median over rounds of ours over theirs."""
+    speeds = {(row["who"], row["round"]): row["tokens_per_second"] for row in rows}
+    for who in dict.fromkeys(row["who"] for row in rows):
+        mine = {i: speed for (name, i), speed in speeds.items() if name == who}
+        ratio = statistics.median(speeds["ours", i] / speed for i, speed in mine.items())
+        middle = statistics.median(mine.values())
+        print(
+            f"{rows[0]['model']} batch {rows[0]['batch']} {who}: {middle:.0f} tokens/s, ours {ratio:.2f}x", flush=True
+        )
+
+
+def main() -> None:
+    arguments = parse()
+    commands = {
+        "transformers": [arguments.transformers, str(HERE / "peer_transformers.py")],
+        "tunix": [arguments.tunix, str(HERE / "peer_tunix.py")],
+    }
+    with tempfile.TemporaryDirectory() as scratch, open(arguments.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        for works in works_of(arguments, scratch):
+            for _, rows in itertools.groupby(measure(works, commands, arguments.rounds), lambda row: row["batch"]):
+                kept = []
+                for row in rows:
+                    writer.writerow(row)
+                    file.flush()
+                    kept.append(row)
+                report(kept)
+
+
+if __name__ == "__main__":
+    main()
