@@ -315,8 +315,8 @@ def _unrolled(
         aux[index] = x
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> tuple[jax.Array, None]:
-            keys.append(kv.write(cache.keys[index], positions, k))
-            values.append(kv.write(cache.values[index], positions, v))
+            keys.append(kv.write_keys(cache.keys[index], positions, k))
+            values.append(kv.write_values(cache.values[index], positions, v))
             return kv.attend(q, keys[-1], values[-1], positions), None
 
         x, _ = layer(x, w, config, angles, attend)

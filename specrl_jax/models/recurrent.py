@@ -45,7 +45,7 @@ class DraftCache(NamedTuple):
     """
 
     features: jax.Array  # [B, S, A, D], the target's, of every position it has been at
-    keys: jax.Array  # [B, K, S, H]
+    keys: jax.Array  # [B, K, H, S]
     values: jax.Array  # [B, K, S, H]
 
 
@@ -59,7 +59,8 @@ def init_cache(
 
 def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
     """The cache with k and v [B, Q, K, H] of pairs `positions` [B, Q]; those beyond its length are dropped."""
-    return cache._replace(keys=kv.write(cache.keys, positions, k), values=kv.write(cache.values, positions, v))
+    keys, values = kv.write_keys(cache.keys, positions, k), kv.write_values(cache.values, positions, v)
+    return cache._replace(keys=keys, values=values)
 
 
 def extend(
