@@ -1,0 +1,62 @@
+"""Rollouts of earlier epochs, on the host: what a prompt was answered before is likely to be answered again."""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import numpy as np
+
+
+class History:
+    """The newest rollouts of each prompt, by the prompt's tokens.
+
+    Memory: 4 bytes a token; 65,536 prompts with 8 rollouts of 1,000 tokens take 2.1 GB.
+    """
+
+    def __init__(self, per_prompt: int, max_prompts: int) -> None:
+        """
+        Args:
+          per_prompt: rollouts kept of a prompt, the newest.
+          max_prompts: prompts kept; beyond it the one that was longest not added to nor asked for is dropped.
+        """
+        self._per_prompt, self._max_prompts = per_prompt, max_prompts
+        # Least recently used prompt first, oldest rollout first.
+        self._rollouts: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
+
+    def add(self, prompt: Sequence[int], rollouts: Sequence[np.ndarray]) -> None:
+        """Keeps rollouts, prompt and response, of a prompt; the last is the newest."""
+        kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
+        # Copied: a view would keep the rollouts of its whole batch.
+        kept.extend(np.array(rollout, np.int32) for rollout in rollouts)
+        self._rollouts.move_to_end(_key(prompt))
+        while len(self._rollouts) > self._max_prompts:
+            self._rollouts.popitem(last=False)
+
+    def get(self, prompt: Sequence[int]) -> list[np.ndarray]:
+        """int32 rollouts of a prompt, newest first; none where it is not kept."""
+        if _key(prompt) not in self._rollouts:
+            return []
+        self._rollouts.move_to_end(_key(prompt))
+        return list(reversed(self._rollouts[_key(prompt)]))
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Everything kept, flat, for a checkpoint."""
+        texts = [text for key, kept in self._rollouts.items() for text in (np.frombuffer(key, np.int32), *kept)]
+        return {
+            "tokens": np.concatenate([np.zeros(0, np.int32), *texts]),  # a prompt, its rollouts, the next prompt ...
+            "lengths": np.array([len(text) for text in texts], np.int64),
+            "rollouts": np.array([len(kept) for kept in self._rollouts.values()], np.int64),  # of each prompt
+        }
+
+    @classmethod
+    def from_arrays(cls, per_prompt: int, max_prompts: int, arrays: Mapping[str, np.ndarray]) -> Self:
+        """What `to_arrays` gave, the newest of it where less is kept now."""
+        history = cls(per_prompt, max_prompts)
+        texts = iter(np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1]))
+        for count in arrays["rollouts"]:
+            history.add(next(texts), [next(texts) for _ in range(count)])
+        return history
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return np.asarray(prompt, np.int32).tobytes()
