@@ -65,7 +65,7 @@ def test_what_is_emitted_has_exactly_the_targets_law(rule, V, k):
     # Sums of at most 4 ** 4 products in float64: a few 1e-16.
     for kind in KINDS:
         for none in (-200.0, -np.inf):
-            model = make_model(kind, V, k, none=none)
+            model = make_model(kind, V, k, seed=3, none=none)
             law, _ = emitted_law(rule, model, Sampling())
             np.testing.assert_allclose(law, joint(model.p(Sampling())).ravel(), rtol=0, atol=1e-14, err_msg=kind)
 
@@ -124,16 +124,21 @@ def test_a_certain_draft_is_kept_with_the_targets_probability_by_both():
 
 
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
-    """With the block's chances in the order of the rejection rule, and with rejection's residual, the law is off."""
-    model = make_model("random", 3, 2)
+    """The block rule without the scale in its residual, and with P_i for h_i: the law is off."""
+    model, right = make_model("random", 3, 2, seed=3), rules.block_chances
     expected = joint(model.p(Sampling())).ravel()
-    right = rules.block_chances
-    monkeypatch.setattr(rules, "block_chances", lambda *a: (right(*a)[0], jnp.ones_like(right(*a)[1])))
-    assert np.abs(emitted_law("block", model, Sampling())[0] - expected).max() > 1e-3
-    monkeypatch.setattr(
-        rules, "block_chances", lambda p, q, p_x, q_x: (right(p, q, p_x, q_x)[1][:, 1:], *right(p, q, p_x, q_x)[1:])
-    )
-    assert np.abs(emitted_law("block", model, Sampling())[0] - expected).max() > 1e-3
+
+    def without_scale(*arrays):
+        h, P = right(*arrays)
+        return h, jnp.ones_like(P)
+
+    def too_willing(*arrays):
+        _, P = right(*arrays)
+        return P[..., 1:], P
+
+    for wrong in (without_scale, too_willing):
+        monkeypatch.setattr(rules, "block_chances", wrong)
+        assert np.abs(emitted_law("block", model, Sampling())[0] - expected).max() > 1e-2
 
 
 # --- where float32 gives out

@@ -5,7 +5,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from kernels_pallas import noise
-from kernels_pallas.noise import ACCEPT, DRAFT, RESIDUAL
+from kernels_pallas.noise import ACCEPT, DRAFT, GUMBEL, RESIDUAL
 from tests.helpers.statistics import assert_drawn_from
 
 LARGEST = 1 - 2**-24
@@ -150,3 +150,114 @@ def test_consecutive_positions_of_one_rollout_are_uniform():
     """Along one sequence rather than across rollouts. Error rates as above."""
     u, _ = uniforms(position=np.arange(2**17))
     assert_drawn_from((u * 64).astype(int), np.full(64, 1 / 64), at_most=0.015)
+
+
+# --- Gumbel noise
+
+PLACE = {"seed": 7, "rollout_id": 1234, "position": 56, "token": 9}
+
+
+def gumbel(**changes):
+    """PLACE with `changes`, broadcast together -> float32 array on the host."""
+    seed, *rest = (jnp.asarray(np.asarray(value), jnp.uint32) for value in (PLACE | changes).values())
+    return np.asarray(noise.gumbel(seed, *rest))
+
+
+def exact_gumbel(bits):
+    return -np.log(-np.log1p(-(np.asarray(bits, np.float64) + 0.5) / 2**32))
+
+
+def test_a_gumbel_is_one_word_of_the_block_of_its_pair_of_tokens():
+    """Pins the layout: counter (position, GUMBEL << 28 | token // 2), word token % 2."""
+    for token in (0, 1, 8, 9, 2**29 - 1):
+        block = noise.threefry(words(7, 1234), words(56, GUMBEL << 28 | token // 2))
+        np.testing.assert_allclose(gumbel(token=token), exact_gumbel(int(block[token % 2])), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("V", [1, 2, 7, 1000])
+def test_rows_of_a_vocabulary_are_its_tokens_one_by_one(V):
+    """Bit for bit, whatever the shape, jitted or not."""
+    ids, positions = jnp.arange(3, dtype=jnp.uint32)[:, None], jnp.arange(20, 25)[None]
+    rows = jax.jit(noise.gumbel_rows, static_argnums=3)(jnp.uint32(3), ids, positions, V)
+    assert rows.shape == (3, 5, V) and rows.dtype == jnp.float32
+    single = noise.gumbel(jnp.uint32(3), ids[..., None], positions[..., None], jnp.arange(V)[None, None])
+    np.testing.assert_array_equal(rows, single)
+    np.testing.assert_array_equal(rows[1, 2], noise.gumbel_rows(jnp.uint32(3), jnp.uint32(1), jnp.int32(22), V))
+
+
+def test_rows_cost_one_block_for_two_tokens(monkeypatch):
+    sizes, right = [], noise.threefry
+
+    def counted(key, counter):
+        sizes.append(counter[1].size)
+        return right(key, counter)
+
+    monkeypatch.setattr(noise, "threefry", counted)
+    noise.gumbel_rows(jnp.uint32(3), jnp.arange(4, dtype=jnp.uint32), jnp.arange(4), 101)
+    assert sizes == [4 * 51]
+
+
+BITS = [0, 1, 2, 127, 255, 256, 2**23, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 2**20, 2**32 - 257]
+
+
+def test_a_gumbel_is_exact_to_float32_where_it_is_large(monkeypatch):
+    """Bits from both ends and between: 1e-6 is eight roundings of a number below two, and few of one near 22."""
+    monkeypatch.setattr(noise, "threefry", lambda key, counter: (jnp.array(BITS, jnp.uint32),) * 2)
+    np.testing.assert_allclose(gumbel()[:-2], exact_gumbel(BITS)[:-2], rtol=3e-7, atol=1e-6)
+    # Near u = 1 float32 has steps of 2**-24: of no matter, such noise hardly ever wins.
+    np.testing.assert_allclose(gumbel(), exact_gumbel(BITS), rtol=0.02)
+    # No two of the largest values are one float32.
+    assert (np.diff(gumbel()[:3]) < -0.1).all()
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**32 - 129, 2**32 - 128, 2**32 - 2, 2**32 - 1])
+def test_no_bits_give_an_infinite_gumbel(monkeypatch, bits):
+    monkeypatch.setattr(noise, "threefry", lambda key, counter: (jnp.full((1,), bits, jnp.uint32),) * 2)
+    assert -2.9 < gumbel()[0] < 22.9
+
+
+GUMBEL_PAIRS = {
+    "the two tokens of a block": ({"token": 8}, {"token": 9}),
+    "neighbouring blocks": ({"token": 9}, {"token": 10}),
+    "tokens a power of two apart": ({"token": 9}, {"token": 9 + 2**17}),
+    "neighbouring positions": ({"position": 9}, {"position": 10}),
+    "neighbouring seeds": ({"seed": 0}, {"seed": 1}),
+    "neighbouring rollouts": ({"rollout_id": IDS}, {"rollout_id": IDS + 1}),
+    "token against position": ({"rollout_id": 0, "token": 2 * IDS}, {"rollout_id": 0, "token": 8, "position": IDS}),
+}
+
+
+def cell(g):
+    """0 to 7, each with chance 1/8."""
+    return np.minimum((np.exp(-np.exp(-np.asarray(g, np.float64))) * 8).astype(int), 7)
+
+
+@pytest.mark.parametrize("name", GUMBEL_PAIRS)
+def test_two_gumbels_have_the_joint_law_of_independent_ones(name):
+    """64 cells, 2**17 pairs: both error rates are 1e-6 at total variation 0.015 against 0.03."""
+    a, b = (cell(gumbel(**({"rollout_id": IDS} | changes))) for changes in GUMBEL_PAIRS[name])
+    assert_drawn_from(a * 8 + b, np.full(64, 1 / 64), at_most=0.015)
+
+
+@pytest.mark.parametrize("stream", [DRAFT, ACCEPT, RESIDUAL])
+@pytest.mark.parametrize("word", [0, 1])
+def test_gumbels_are_independent_of_the_other_streams(stream, word):
+    """At the offset that would be the same block but for the stream. Error rates as above."""
+    a = cell(gumbel(rollout_id=IDS, token=4 + word))
+    u = uniforms(rollout_id=IDS, stream=stream, offset=2)[word]
+    assert_drawn_from(a * 8 + (u * 8).astype(int), np.full(64, 1 / 64), at_most=0.015)
+
+
+def test_gumbels_of_one_vocabulary_have_the_law_of_a_gumbel():
+    """2**18 tokens of one position: Kolmogorov's distance is above 0.006 with chance 2 exp(-2 N 0.006**2) < 2e-8."""
+    g = np.sort(np.asarray(noise.gumbel_rows(jnp.uint32(7), jnp.uint32(1), jnp.int32(3), 2**18), np.float64))
+    law, steps = np.exp(-np.exp(-g)), np.arange(2**18 + 1) / 2**18
+    assert max(np.abs(law - steps[1:]).max(), np.abs(law - steps[:-1]).max()) < 0.006
+    # The mean has standard error 1.2825 / 512 = 0.0025; five of them.
+    assert abs(g.mean() - 0.57722) < 0.0125
+
+
+@pytest.mark.parametrize("name", PLACE)
+def test_the_top_bit_and_the_bottom_bit_of_each_argument_count(name):
+    top = 2**28 if name == "token" else 2**31
+    assert len({float(gumbel(**{name: value})) for value in (4, 5, 4 + top, 5 + top)}) == 4
