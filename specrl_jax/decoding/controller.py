@@ -7,14 +7,13 @@ all batch sizes, one table of c for each. Everything here is host state between 
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # Verifications: the weight of a prior; below which old evidence does not fade; what a probe tries to see.
 PRIOR, FLOOR, PROBE = 32.0, 256.0, 128
 PROBE_ITERATIONS = (4, 32)  # fewest, most
-SAMPLES, RECENT = 9, 5  # chunks whose median counts: cost of one length against the others; level of all
+SAMPLES, RECENT = 9, 7  # chunks whose lower third counts: cost of one length against the others; level of all
 PAIRED = 3  # chunks after a change of length that compare the two
 MAX_BACKOFF = 16  # times the interval between two probes that the budget allows
 
@@ -41,7 +40,7 @@ class _Size:
     @property
     def level(self) -> float:
         """Log of the common factor: longer contexts or a busy machine slow every length, not only the one in use."""
-        return statistics.median_low(self.recent)
+        return _typical(self.recent)
 
 
 class Controller:
@@ -104,7 +103,7 @@ class Controller:
     def cost(self, size: int, k: int) -> float:
         """Seconds per iteration; linear in k between lengths measured, nan where none of this size is."""
         state = self._sizes[size]
-        logs = {j: statistics.median_low(s) for j, s in zip(self.lengths, state.samples) if s}
+        logs = {j: _typical(s) for j, s in zip(self.lengths, state.samples) if s}
         if k in logs:
             return math.exp(state.level + logs[k])
         if not logs:
@@ -144,7 +143,8 @@ class Controller:
         if off or math.isnan(costs[0]):
             state.current = 0
         else:
-            rates = [t / c for t, c in zip(tokens, costs)]
+            # Drafts that add next to nothing are not worth a coin toss over two measured costs.
+            rates = [t / c if i == 0 or t > 1 + self.hysteresis else 0.0 for i, (t, c) in enumerate(zip(tokens, costs))]
             best = rates.index(max(rates))
             margin = self.hysteresis if best else self.hysteresis / 3
             if state.current is None or rates[best] > (1 + margin) * rates[state.current]:
@@ -241,17 +241,16 @@ class Controller:
     def _observe_cost(self, state: _Size, i: int, log_seconds: float) -> bool:
         """Moves the level while one length runs, and the lengths against each other where two meet.
 
-        Returns whether the chunk's time was off by more than a tenth. Medians, the lower one of two: a pause of the
-        machine only ever adds time.
+        Returns whether the chunk's time was off by more than a tenth.
         """
         samples = state.samples[i]
-        surprised = bool(samples) and abs(log_seconds - state.level - statistics.median_low(samples)) > 0.1
+        surprised = bool(samples) and abs(log_seconds - state.level - _typical(samples)) > 0.1
         if state.last is not None:
             state.streak = state.streak + 1 if i == state.last else 1
         if not samples or state.streak <= PAIRED:
             state.samples[i] = [*samples, log_seconds - state.level][-SAMPLES:]
         else:
-            state.recent = [*state.recent[1:], log_seconds - statistics.median_low(samples)]
+            state.recent = [*state.recent[1:], log_seconds - _typical(samples)]
         return surprised
 
     def _start_probes_over(self) -> None:
@@ -291,3 +290,8 @@ def _jumped(accepted: float, verifications: float, hits: float, tries: float) ->
     share = (accepted + hits) / (verifications + tries)
     error = math.sqrt(max(share * (1 - share), 0.0) * (1 / verifications + 1 / tries))
     return abs(accepted / verifications - hits / tries) > max(0.1, 5 * error)
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The lower third: a pause of the machine only ever adds time, and chunks that it hit come in runs."""
+    return sorted(values)[(len(values) - 1) // 3]
