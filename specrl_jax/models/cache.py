@@ -83,4 +83,3 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Arra
     weights = jax.nn.softmax(jnp.where(visible[:, None], scores * H**-0.5, -jnp.inf), axis=-1)
     out = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values)
     return jnp.swapaxes(out.reshape(B, K, Q, N // K, H), 1, 2).reshape(B, Q, N, H).astype(q.dtype)
-

@@ -337,15 +337,11 @@ def make_drafter(
     """What drafts in an engine: with weights, by copying, or the one overriding the other; `draft.*` of the config."""
     if kind == "none":
         return NO_DRAFTER
-    if not 1 <= match_min <= match_max <= MAX_MATCH:
-        raise BadInput(
-            f"draft.match_min={match_min}, draft.match_max={match_max}: 1 <= match_min <= match_max <= {MAX_MATCH}"
-        )
+    if match_max > MAX_MATCH:
+        raise BadInput(f"draft.match_max={match_max}: at most {MAX_MATCH} tokens are compared")
     if draft is None:
         if cascade_min:
             raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
         return lookup_drafter(length, match_min, match_max)
     neural = draft.drafter(length, sampling, dtype, partition)
-    if cascade_min > match_max:
-        raise BadInput(f"draft.cascade={cascade_min}: matches are at most draft.match_max={match_max} tokens long")
     return cascade(neural, cascade_min, match_max) if cascade_min else neural

@@ -284,10 +284,8 @@ def test_rollout_ids_use_all_32_bits():
 
 @pytest.mark.parametrize("length, word", [(5, "5 tokens"), (0, "0 tokens")])
 def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
-    def started(*_):
-        pytest.fail("work was begun")
-
-    run = dataclasses.replace(engine(max_prompt_tokens=4), start=started)
+    # Without programs any work fails otherwise.
+    run = dataclasses.replace(engine(max_prompt_tokens=4), programs=None)
     with pytest.raises(BadInput, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
         run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
 
@@ -315,40 +313,19 @@ def test_progress_never_goes_back_and_reaches_the_total(num_slots):
 
 
 def test_a_group_shares_one_prefill_of_its_prompt():
-    """Rows through the model in prefill: the prompts of a wave, not its slots."""
+    """Rows through the model in prefill: each prompt once, however its group is dealt, and rows of nothing but pad."""
     rows = []
-    inner = toys.prefill(12)
 
-    def counting(table, tokens, positions):
+    def counting(table, tokens, positions, cache):
         jax.debug.callback(lambda tokens: rows.extend(tokens.tolist()), tokens)
-        return inner(table, tokens, positions)
+        return toys.prefill(table, tokens, positions, cache)
 
-    run = toys.toy_engine(limits(num_slots=12), Sampling(), (EOS,), PAD, prefill_fn=counting)
+    run = toys.toy_engine(limits(num_slots=8), Sampling(), (EOS,), PAD, prefill=counting)
     prompts = [[1, 2], [2], [0, 1, 1], [2, 2, 2, 2]]
     out = run.generate(TABLE, prompts, samples=6, seed=0)
     jax.effects_barrier()
     assert len(out.length) == 24
-    assert rows == [prompt + [PAD] * (4 - len(prompt)) for prompt in prompts]
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 7, 8])
-@pytest.mark.parametrize("samples", [1, 3, 4])
-def test_every_slot_is_dealt_its_own_prompt(num_slots, samples):
-    """Waves that begin inside a group: each start call must hold every prompt that its rows name."""
-    run = engine(num_slots=num_slots)
-    dealt = []
-
-    def start(_, tokens, lengths, which, ids, active, drafting):
-        for slot in np.flatnonzero(active):
-            prompt = tokens[which[slot]][: lengths[which[slot]]]
-            dealt.append((int(ids[slot]), prompt.tolist()))
-        raise StopIteration
-
-    for first in range(0, len(PROMPTS) * samples, num_slots):
-        rows = np.arange(first, min(first + num_slots, len(PROMPTS) * samples))
-        with pytest.raises(StopIteration):
-            dataclasses.replace(run, start=start)._start_wave(TABLE, PROMPTS, samples, rows, 100, False)
-    assert dealt == [(100 + i, PROMPTS[i // samples]) for i in range(len(PROMPTS) * samples)]
+    assert [row for row in rows if set(row) != {PAD}] == [prompt + [PAD] * (4 - len(prompt)) for prompt in prompts]
 
 
 # --- commit
@@ -397,6 +374,9 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         verifications=jnp.full(B, 5, jnp.int32),
         drafted=jnp.zeros((B, 0), jnp.int32),
         accepted=jnp.zeros((B, 0), jnp.int32),
+        group=jnp.zeros(B, jnp.int32),
+        member=jnp.zeros(B, jnp.int32),
+        corpus=None,
         cache=(),
     )
     out = commit(slots, jnp.array(new, jnp.int32), jnp.array(new_logprobs), jnp.array(count, jnp.int32), eos_ids)
@@ -547,20 +527,21 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
 
 
 @pytest.mark.parametrize("lengths", [(3,), (0, 3), (3, 3, 0, 0), (3, 1), (1, 3, 0, 2)], ids=str)
-def test_a_drafter_catches_up_only_where_the_length_changes_to_one_that_drafts(lengths):
-    calls = []
+def test_a_drafter_catches_up_only_where_it_missed_tokens(lengths, monkeypatch):
+    """After k = 0, and after blocks that may be longer than the next draft's window."""
     run = stateful(toys.stateful_drafter(NEARLY, 3, 0), chunk=1, max_response_tokens=20)
+    stale, inner = [], run.programs.run
 
-    def catch_up(*arguments):
-        calls.append(arguments)
-        return run.catch_up(*arguments)
+    def spy(params, slots, k, *rest):
+        stale.append(rest[-1])
+        return inner(params, slots, k, *rest)
 
+    monkeypatch.setattr(run.programs, "run", spy)
     choose, chosen = changing(lengths)
-    counting = dataclasses.replace(run, catch_up=catch_up)
-    counting.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
-    changes = [after for before, after in itertools.pairwise(chosen) if after not in (0, before)]
-    assert len(calls) == len(changes)
-    assert len(changes) > 1 or lengths == (3,)
+    run.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
+    missed = [after > 0 and (before == 0 or after < before) for before, after in itertools.pairwise(chosen)]
+    assert stale == [False, *missed]
+    assert any(missed) or lengths == (3,)
 
 
 def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
@@ -580,13 +561,11 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
 
 def test_the_length_is_chosen_by_the_rows_still_running():
     seen = []
-    run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=8, chunk=1)
-    out = run.generate(
-        TABLE, PROMPTS, samples=2, seed=0, lengths=toys.Choosing(lambda running: seen.append(running) or 1)
-    )
-    # One iteration a chunk: before iteration i of a wave, the rows that take part in more than i are running.
-    waves = out.verifications[:8], out.verifications[8:]
-    assert seen == [int((wave > i).sum()) for wave in waves for i in range(wave.max())]
+    run = stateful(toys.stateful_drafter(NEARLY, 2, 1.0), Sampling(), num_slots=10, chunk=1)
+    choose = toys.Choosing(lambda running: seen.append(running) or 1)
+    out = run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=choose)
+    # One iteration a chunk: before iteration i, the rows that take part in more than i are running.
+    assert seen == [int((out.verifications > i).sum()) for i in range(out.verifications.max())]
     assert len(set(seen)) > 3
 
 
@@ -638,5 +617,5 @@ def test_every_rollout_carries_the_stamp_of_its_weights():
 @pytest.mark.parametrize("k", [-1, 3])
 def test_a_length_that_the_drafter_does_not_have_is_refused(k):
     run = engine(drafter=toys.toy_drafter(DRAFT_TABLE, k=2, temperature=1.0))
-    with pytest.raises(ValueError, match=f"k={k}: .* 0 to 2"):
+    with pytest.raises(ValueError, match=rf"no program .* k={k}.* \(0, 1, 2\)"):
         run.generate(TABLE, PROMPTS, samples=1, seed=0, lengths=toys.Choosing(lambda running: k))
