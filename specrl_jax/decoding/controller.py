@@ -122,15 +122,12 @@ class Controller:
 
     def table(self) -> list[dict[str, float]]:
         """For logs: one row per size and length that have a cost; the rate is tokens per second and running row."""
-        accepted = self.acceptance()
-        rows = []
-        for size in self.sizes:
-            for k in self.lengths:
-                cost, tokens = self.cost(size, k), 1.0 + sum(accepted[:k])
-                if not math.isnan(cost):
-                    rows.append({"size": size, "k": k, "cost_ms": 1e3 * cost, "expected_tokens": tokens})
-                    rows[-1]["tokens_per_second"] = tokens / cost
-        return rows
+        rows = [(size, k, self.cost(size, k), self.expected_tokens(k)) for size in self.sizes for k in self.lengths]
+        return [
+            {"size": size, "k": k, "cost_ms": 1e3 * cost, "expected_tokens": tokens, "tokens_per_second": tokens / cost}
+            for size, k, cost, tokens in rows
+            if not math.isnan(cost)
+        ]
 
     # --- the choice
 
@@ -293,5 +290,5 @@ def _jumped(accepted: float, reached: float, hits: float, tries: float) -> bool:
 
 
 def _typical(values: Sequence[float]) -> float:
-    """The lower third: a pause of the machine only ever adds time, and chunks that it hit come in runs."""
+    """The lower third: a pause of the machine only ever adds time, so most of the values may be hit by one."""
     return sorted(values)[(len(values) - 1) // 3]
