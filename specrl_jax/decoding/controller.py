@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # Verifications: the weight of a prior; below which old evidence does not fade; what a probe tries to see.
-PRIOR, FLOOR, PROBE = 32.0, 256.0, 128
+PRIOR, FLOOR, PROBE = 8.0, 64.0, 64
 PROBE_ITERATIONS = (4, 32)  # fewest, most
 SAMPLES, RECENT = 9, 7  # chunks whose lower third counts: cost of one length against the others; level of all
 PAIRED = 3  # chunks after a change of length that compare the two
-MAX_BACKOFF = 16  # times the interval between two probes that the budget allows
+MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
 
 class Choice(NamedTuple):
@@ -122,15 +122,12 @@ class Controller:
 
     def table(self) -> list[dict[str, float]]:
         """For logs: one row per size and length that have a cost; the rate is tokens per second and running row."""
-        accepted = self.acceptance()
-        rows = []
-        for size in self.sizes:
-            for k in self.lengths:
-                cost, tokens = self.cost(size, k), 1.0 + sum(accepted[:k])
-                if not math.isnan(cost):
-                    rows.append({"size": size, "k": k, "cost_ms": 1e3 * cost, "expected_tokens": tokens})
-                    rows[-1]["tokens_per_second"] = tokens / cost
-        return rows
+        rows = [(size, k, self.cost(size, k), self.expected_tokens(k)) for size in self.sizes for k in self.lengths]
+        return [
+            {"size": size, "k": k, "cost_ms": 1e3 * cost, "expected_tokens": tokens, "tokens_per_second": tokens / cost}
+            for size, k, cost, tokens in rows
+            if not math.isnan(cost)
+        ]
 
     # --- the choice
 
@@ -227,15 +224,15 @@ class Controller:
             self._start_probes_over()
 
     def _observe_acceptance(self, k: int, verifications: int, accepted: Sequence[int]) -> bool:
-        """Adds a chunk's counts; whether the first position's acceptance has jumped."""
-        moved = k > 0 and _jumped(accepted[0], verifications, self._hits[0], self._tries[0])
-        for i, tries in enumerate(self._tries):
-            keep = max(math.exp(-verifications / self.memory), min(1.0, FLOOR / tries)) if tries else 0.0
-            # After a jump the old counts are about another head, those of positions not reached this time as well.
-            keep = 0.0 if moved else keep
-            reached = (accepted[i - 1] if i else verifications) if i < k else 0
-            self._tries[i] = keep * tries + reached
-            self._hits[i] = keep * self._hits[i] + (accepted[i] if i < k else 0)
+        """Adds a chunk's counts; whether the acceptance of a position has jumped."""
+        moved = False
+        reached = [verifications, *accepted]  # by position: verifications that kept all drafts before it
+        for i, (hits, tries) in enumerate(zip(self._hits, self._tries)):
+            moved = moved or (i < k and _jumped(accepted[i], reached[i], hits, tries))
+            # After a jump the old counts are about another head, those of later positions as well.
+            keep = max(math.exp(-verifications / self.memory), min(1.0, FLOOR / tries)) if tries and not moved else 0.0
+            self._hits[i] = keep * hits + (accepted[i] if i < k else 0)
+            self._tries[i] = keep * tries + (reached[i] if i < k else 0)
         return moved
 
     def _observe_cost(self, state: _Size, i: int, log_seconds: float) -> bool:
@@ -283,15 +280,15 @@ def _loss(iterations: int, cost: float, tokens: float, best_cost: float, best_to
     return iterations * (cost - tokens * best_cost / best_tokens)
 
 
-def _jumped(accepted: float, verifications: float, hits: float, tries: float) -> bool:
-    """Whether two shares differ by more than 0.1 and by more than five standard errors (false alarm below 1e-6)."""
-    if not tries:
+def _jumped(accepted: float, reached: float, hits: float, tries: float) -> bool:
+    """Whether two shares differ by more than 0.1 and by more than four standard errors (false alarm below 1e-4)."""
+    if not reached or not tries:
         return False
-    share = (accepted + hits) / (verifications + tries)
-    error = math.sqrt(max(share * (1 - share), 0.0) * (1 / verifications + 1 / tries))
-    return abs(accepted / verifications - hits / tries) > max(0.1, 5 * error)
+    share = (accepted + hits) / (reached + tries)
+    error = math.sqrt(max(share * (1 - share), 0.0) * (1 / reached + 1 / tries))
+    return abs(accepted / reached - hits / tries) > max(0.1, 4 * error)
 
 
 def _typical(values: Sequence[float]) -> float:
-    """The lower third: a pause of the machine only ever adds time, and chunks that it hit come in runs."""
+    """The lower third: a pause of the machine only ever adds time, so most of the values may be hit by one."""
     return sorted(values)[(len(values) - 1) // 3]

@@ -3,7 +3,7 @@
 Prompt lookup (`ngram`: Saxena, github.com/apoorvumang/prompt-lookup-decoding) copies from a sequence's own text. The
 suffix drafter (SuffixDecoding, Oliaro et al. 2411.04975) also copies from the other rollouts of its group, running and
 finished, and from those that its prompt had in earlier epochs. Their suffix tree is a search of token buffers here: it
-runs inside the loop on the device, and a text may grow by a token an iteration at no cost.
+runs inside the loop on the device, and a text that grows in every iteration costs a scatter.
 
 Copied drafts have no probabilities (one-hot) and are functions of committed tokens alone, so the rules stay exact.
 """

@@ -303,10 +303,11 @@ PROMPTS = [[1, 2], [2], [1, 1, 2, 0]]
 SAMPLES, EARLIER = 4, 2
 
 
-def generate(drafter, rule, history=None, groups=0):
+def generate(drafter, rule, histories=(None,), groups=0):
+    """Rollouts with each of `histories`, by one engine."""
     limits = Limits(6, 4, 16, 3, groups=groups, members=(SAMPLES + EARLIER) if groups else 0)
     engine = toys.toy_engine(limits, Sampling(1.0, rule=rule), (3,), 0, drafter, lengths=(drafter.length,))
-    return engine.generate(TABLE, PROMPTS, SAMPLES, seed=0, history=history)
+    return [engine.generate(TABLE, PROMPTS, SAMPLES, seed=0, history=history) for history in histories]
 
 
 def remember(rollouts):
@@ -318,8 +319,8 @@ def remember(rollouts):
 
 def test_the_engine_gives_the_rollouts_of_plain_decoding_with_fewer_forwards():
     """Both kinds, in groups that come and go; after an epoch of the same rollouts most drafts are right."""
-    plain, drafter = generate(toys.NO_DRAFTER, "rejection"), lookup_drafter(3, 1, 8)
-    found = [generate(drafter, "rejection", *corpus) for corpus in ((), (None, 2), (remember(plain), 2))]
+    [plain], drafter = generate(toys.NO_DRAFTER, "rejection"), lookup_drafter(3, 1, 8)
+    found = generate(drafter, "rejection") + generate(drafter, "rejection", (None, remember(plain)), groups=2)
     for rollouts in found:
         np.testing.assert_array_equal(rollouts.tokens, plain.tokens)
         np.testing.assert_array_equal(rollouts.length, plain.length)
@@ -328,8 +329,8 @@ def test_the_engine_gives_the_rollouts_of_plain_decoding_with_fewer_forwards():
 
 
 def test_a_cascade_in_the_engine_uses_what_it_copies():
-    plain, neural = generate(toys.NO_DRAFTER, "coupled"), toys.toy_drafter(DRAFT_TABLE, 3, 1.0)
-    found = [generate(neural, "coupled"), generate(cascade(neural, 2, 8), "coupled", remember(plain), 2)]
+    [plain], neural = generate(toys.NO_DRAFTER, "coupled"), toys.toy_drafter(DRAFT_TABLE, 3, 1.0)
+    found = generate(neural, "coupled") + generate(cascade(neural, 2, 8), "coupled", [remember(plain)], groups=2)
     for rollouts in found:
         np.testing.assert_array_equal(rollouts.tokens, plain.tokens)
     assert found[1].verifications.sum() < found[0].verifications.sum() < plain.verifications.sum()
