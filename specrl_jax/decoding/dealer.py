@@ -90,6 +90,8 @@ class Dealer:
             if limits.groups and self._history is not None:
                 earlier = self._history.get(np.asarray(own, np.int32))
                 for member, text in zip(range(self._samples, limits.members), earlier):
+                    # Kept under other limits, it may be longer.
+                    text = text[: limits.cache_length]
                     texts[i, member, : len(text)], text_length[i, member] = text, len(text)
         return {"tokens": tokens, "length": length, "new_group": group, "texts": texts, "text_length": text_length}
 

@@ -103,8 +103,10 @@ class Speculation:
                 self.controller = saved
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
-        if self.history is not None:
-            with np.load(os.path.join(self._workdir, "history.npz")) as arrays:
+        path = os.path.join(self._workdir, "history.npz")
+        # Not there where the run copied nothing so far.
+        if self.history is not None and os.path.exists(path):
+            with np.load(path) as arrays:
                 self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
 
 
