@@ -393,14 +393,17 @@ def test_writes_beyond_the_cache_are_dropped(rollout, config, tokens, partition)
     _, cache = decode(rollout, config, tokens, (4, 4), partition, empty_cache(config, length=10))
     out = compiled(config, partition)(rollout, tokens[:, 8:], row_positions(tokens)[:, 8:], cache=cache)
     _, longer = decode(rollout, config, tokens, (4, 4, 4), partition)
+    longer = longer._replace(
+        keys=[keys[..., :10] for keys in longer.keys], values=[values[:, :, :10] for values in longer.values]
+    )
     for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(longer), strict=True):
-        np.testing.assert_allclose(a, b[:, :, :10], **ROUNDING)
+        np.testing.assert_allclose(a, b, **ROUNDING)
 
 
 def test_shared_prefill_serves_every_answer_of_its_group(rollout, config, tokens, partition):
     _, cache = decode(rollout, config, tokens, (4,), partition)
     rows = jnp.array([2, 2, 0, 4, 2])
-    shared = kv.take_rows(cache, rows)
+    shared = jax.tree.map(lambda buffer: buffer[rows], cache)
     out = compiled(config, partition)(rollout, tokens[:, 4:8], row_positions(tokens)[:, 4:8], cache=shared)
     prompts = jnp.concatenate([tokens[rows, :4], tokens[:, 4:]], axis=1)
     alone, _ = decode(rollout, config, prompts, (4, 4), partition)
