@@ -150,7 +150,15 @@ def load_generator(
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
     config = RolloutConfig(sampling, limits, 0, **{name: parse_dtype(name, value) for name, value in dtypes.items()})
     drafter = make_drafter(
-        draft_kind, draft, draft_length, sampling, config.compute_dtype, rollout_partition, match_min, match_max, cascade
+        draft_kind,
+        draft,
+        draft_length,
+        sampling,
+        config.compute_dtype,
+        rollout_partition,
+        match_min,
+        match_max,
+        cascade,
     )
     words = load_tokenizer(tokenizer or policy, model.vocab)
     lengths = draft_lengths(drafter.length, adaptive)

@@ -32,7 +32,7 @@ class RolloutConfig:
     seed: int
     dtype: jnp.dtype  # of the weights
     cache_dtype: jnp.dtype
-    compute_dtype: jnp.dtype = jnp.dtype("float32")  # of the activations between products
+    compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
 
 
 def make_prepare(
