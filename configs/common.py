@@ -12,7 +12,7 @@ def base() -> ConfigDict:
     c.policy = ConfigDict()
     c.policy.preset = "tiny"  # see specrl_jax/models/qwen3.py; '' = whatever policy.path is
     c.policy.path = ""  # local Hugging Face folder; '' = random weights
-    c.policy.dtype = "float32"  # storage of the rollout weights, and activations of decoding
+    c.policy.dtype = "float32"  # storage of the rollout weights
     c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
     c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
     c.policy.logits_chunk = 0  # positions unembedded at once in the learner; 0 = all
@@ -48,6 +48,7 @@ def base() -> ConfigDict:
     c.rollout.num_slots = 128  # sequences decoded at once
     c.rollout.chunk = 16  # iterations between two looks of the host
     c.rollout.cache_dtype = "float32"  # of keys and values
+    c.rollout.compute_dtype = "float32"  # activations of decoding between products, whose operands have policy.dtype
     c.rollout.seed = 0  # of all noise in decoding
 
     c.grpo = ConfigDict()

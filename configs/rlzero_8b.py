@@ -35,6 +35,7 @@ def get_config(arg: str = ""):
     c.policy.compute_dtype = "bfloat16"
     c.policy.logits_chunk = 512  # positions: 512 x 151,936 logits a row in float32 are 311 MB
     c.rollout.cache_dtype = "bfloat16"
+    c.rollout.compute_dtype = "bfloat16"
     c.rollout.max_prompt_tokens = 2048
     c.rollout.max_response_tokens = 8192
     c.rollout.num_slots = 1024

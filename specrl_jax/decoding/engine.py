@@ -21,8 +21,8 @@ from specrl_jax.decoding.programs import Limits, Model, Programs, Prompts, Tally
 from specrl_jax.decoding.rollouts import Chunk, Rollouts, Stamp
 from specrl_jax.decoding.speculative import Slots
 
-# Iterations that one calibration times, and how often: the median counts.
-CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
+# Iterations that one calibration times, and how often: the least counts, since a pause of the machine only adds time.
+CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 3
 
 
 class Lengths(Protocol):
@@ -30,7 +30,14 @@ class Lengths(Protocol):
 
     def choose(self, size: int, running: int) -> Choice: ...
     def observe(
-        self, size: int, k: int, seconds: float, iterations: int, verifications: int, accepted: np.ndarray
+        self,
+        size: int,
+        k: int,
+        seconds: float,
+        iterations: int,
+        verifications: int,
+        accepted: np.ndarray,
+        switch_seconds: float,
     ) -> None: ...
     def unmeasured(self, size: int) -> Sequence[int]: ...
     def calibrate(self, size: int, k: int, seconds: float) -> None: ...
@@ -45,7 +52,7 @@ class FixedLength:
     def choose(self, size: int, running: int) -> Choice:
         return Choice(self.k, None)
 
-    def observe(self, size: int, k: int, seconds: float, iterations: int, verifications: int, accepted: Any) -> None:
+    def observe(self, *chunk: Any) -> None:
         pass
 
     def unmeasured(self, size: int) -> Sequence[int]:
@@ -96,7 +103,7 @@ class Engine:
         while batch.prepare():
             choice = lengths.choose(batch.size, batch.dealer.running)
             chunk, tally = batch.run(choice)
-            lengths.observe(*chunk, tally.accepted)
+            lengths.observe(*chunk[:5], tally.accepted, chunk.switch_seconds)
             on_progress(batch.finished, batch.dealer.total)
         return batch.rollouts(samples, stamp)
 
@@ -115,7 +122,7 @@ class Engine:
                     batch.shrink_to(size)
                     chunk, _ = batch.run(Choice(k, CALIBRATED_ITERATIONS))
                     timed.append(chunk.seconds / chunk.iterations)
-                lengths.calibrate(size, k, float(np.median(timed[1:])))
+                lengths.calibrate(size, k, min(timed[1:]))
 
 
 class Batch:
@@ -156,19 +163,24 @@ class Batch:
         """One chunk; it ends early where the host has something better to do with the slots."""
         k, limits = choice.k, self._engine.limits
         iterations = min(choice.iterations or limits.chunk, limits.chunk)
-        start = time.perf_counter()
+        switch_seconds = 0.0
         # A draft goes over the last k + 1 committed tokens by itself.
-        stale = k > 0 and self._behind > k + 1
+        if k and self._behind > k + 1:
+            switch_seconds = self._timed_run(k, iterations=0, stale=True)[1]
+        tally, seconds = self._timed_run(k, iterations, stale=False)
+        self._behind = k + 1 if k else float("inf")
+        self._collect(np.flatnonzero((self.dealer.owner != FREE) & tally.done))
+        chunk = Chunk(self.size, k, seconds, int(tally.iterations), int(tally.verifications), switch_seconds)
+        self._chunks.append(chunk)
+        return chunk, tally
+
+    def _timed_run(self, k: int, iterations: int, stale: bool) -> tuple[Tally, float]:
+        start = time.perf_counter()
         self._slots, tally = self._programs.run(
             self._params, self._slots, k, self._seed, iterations, self._floor(), stale
         )
         tally = jax.device_get(tally)
-        seconds = time.perf_counter() - start
-        self._behind = k + 1 if k else float("inf")
-        self._collect(np.flatnonzero((self.dealer.owner != FREE) & tally.done))
-        chunk = Chunk(self.size, k, int(tally.iterations), seconds, int(tally.verifications))
-        self._chunks.append(chunk)
-        return chunk, tally
+        return tally, time.perf_counter() - start
 
     def _floor(self) -> int:
         """Rows still running at which a chunk ends: enough are free to be worth a refill, or a smaller batch fits."""

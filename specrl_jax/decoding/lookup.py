@@ -83,11 +83,12 @@ def look_up(
       min_match: tokens, at least 1; nothing is copied after a shorter match.
       max_match: tokens compared.
     Returns:
-      [B, k] int32 with -1 where there is nothing to copy, and the length [B] int32 of the match, at most max_match.
+      [B, k] int32 with -1 where there is nothing to copy, which in a row's own text there always is: what it repeats
+      goes on with what was just copied, and the length [B] int32 of the match, at most max_match.
     """
     recent = recent_tokens(tokens, length, max_match)
     match = longest_match(recent, tokens[:, None], length[:, None])
-    copied = _copy(tokens, match.position, length, k)
+    copied = _continue(tokens, match.position, length, k)
     matched = match.length
     if corpus is not None:
         lengths = corpus.length.at[group].get(mode="fill", fill_value=0)
@@ -99,6 +100,12 @@ def look_up(
         copied = jnp.where(longer[:, None], _copy(text, match.position, text_length, k), copied)
         matched = jnp.where(longer, match.length, matched)
     return jnp.where(matched[:, None] >= min_match, copied, -1), matched
+
+
+def _continue(tokens: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:
+    """[B, k] int32: tokens of rows [B, S] from `position` [B] on, over and over from there at `length` [B]."""
+    period = jnp.maximum(length - position, 1)
+    return jnp.take_along_axis(tokens, position[:, None] + jnp.arange(k)[None] % period[:, None], axis=1)
 
 
 def _copy(text: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:

@@ -19,9 +19,10 @@ class Chunk(NamedTuple):
 
     size: int  # B, rows of the batch
     k: int  # drafted tokens
+    seconds: float  # of the iterations
     iterations: int
-    seconds: float
     verifications: int  # by running rows
+    switch_seconds: float  # before them, in which the drafter went over what it had missed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,29 +99,49 @@ def param_specs(config: Eagle3Config) -> Params:
     }
 
 
-# Named matrices of the learner that the rollout form keeps fused.
-_FUSED = ("k", "v")
+# Matrices of the learner that the rollout form has another way.
+_CHANGED = ("fc", "q", "k", "v", "unembed")
 
 
 def rollout_specs(config: Eagle3Config) -> Params:
     """Logical axes and shapes of `rollout_params`' result."""
     c = config
     specs = param_specs(c)
-    kept = {name: spec for name, spec in specs.items() if name not in _FUSED}
-    both = (2, c.embed, 2, c.kv_heads, c.head_dim)
-    return kept | {
-        "kv": ParamSpec(both, (None, "embed", None, "kv_heads", "head_dim"), 0, "", ""),
+
+    def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
+        return ParamSpec(shape, axes, 0, "", "")
+
+    return {name: spec for name, spec in specs.items() if name not in _CHANGED} | {
+        "fc": spec((3 * c.embed, c.embed), None, "embed"),
+        "q": spec((2 * c.embed, c.heads, c.head_dim), "embed", "heads", "head_dim"),
+        "kv": spec((2 * c.embed, 2, c.kv_heads, c.head_dim), "embed", None, "kv_heads", "head_dim"),
+        "to_logits": spec((c.embed, c.draft_vocab), "embed", "vocab"),
     }
 
 
 def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form: k/v fused, cast. q stays apart: most pairs need no query."""
-    kept = {name: w for name, w in params.items() if name not in _FUSED}
-    return jax.tree.map(lambda w: w.astype(dtype), kept | {"kv": jnp.stack([params["k"], params["v"]], axis=2)})
+    """Learner form to rollout form, cast. k and v are fused; q stays apart: most pairs need no query.
+
+    Inputs of several parts are one axis, since of a product over two XLA copies the weight each time. The unembedding
+    is turned as the policy's is.
+    """
+
+    def joined(w: jax.Array) -> jax.Array:
+        return w.reshape(-1, *w.shape[2:])
+
+    rollout = {name: w for name, w in params.items() if name not in _CHANGED} | {
+        "fc": joined(params["fc"]),
+        "q": joined(params["q"]),
+        "kv": joined(jnp.stack([params["k"], params["v"]], axis=2)),
+        "to_logits": params["unembed"].T,
+    }
+    return jax.tree.map(lambda w: w.astype(dtype), rollout)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:
     """h [B, T, D] from the target's features [B, T, 3, D]."""
+    if params["fc"].ndim == 2:
+        return einsum("BTE,ED->BTD", features.reshape(*features.shape[:2], -1), params["fc"])
     return einsum("BTAE,AED->BTD", features, params["fc"])
 
 
@@ -135,7 +155,7 @@ def layer(
 ) -> jax.Array:
     """One application of the head: hidden and embedded [B, T, D] -> pre-norm output a [B, T, D]."""
     z = _inputs(params, config, hidden, embedded)
-    q = einsum("BTCD,CDNH->BTNH", z, params["q"])
+    q = _queries(z, params)
     k, v = _keys_values(z, params)
     attended = attend(rotate(q, angles), rotate(k, angles), v)
     a = hidden + project_heads(attended, params["o"])
@@ -145,12 +165,13 @@ def layer(
 def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
     """[B, T, Vd] float32."""
     normed = rms_norm(a, params["final_norm"], config.norm_epsilon)
+    if "to_logits" in params:
+        return product("BTD,DV->BTV", normed, params["to_logits"])
     return product("BTD,VD->BTV", normed, params["unembed"])
 
 
-def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
-    """`dtype` is that of the target's activations, kept as they are."""
-    return recurrent.init_cache(config, 3, batch, length, dtype, cache_dtype)
+def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+    return recurrent.init_cache(config, 3, batch, length, dtype)
 
 
 def write_pairs(
@@ -192,12 +213,19 @@ def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: j
     return jnp.stack([first, rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)], axis=2)
 
 
+def _queries(z: jax.Array, params: Params) -> jax.Array:
+    """q [B, T, N, H] from either form of the weights."""
+    if "kv" in params:
+        return einsum("BTE,ENH->BTNH", z.reshape(*z.shape[:2], -1), params["q"])
+    return einsum("BTCD,CDNH->BTNH", z, params["q"])
+
+
 def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
     """k and v [B, T, K, H] from either form of the weights."""
-    if "kv" not in params:
-        return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
-    both = einsum("BTCD,CDPKH->BTPKH", z, params["kv"])
-    return both[:, :, 0], both[:, :, 1]
+    if "kv" in params:
+        both = einsum("BTE,EPKH->BTPKH", z.reshape(*z.shape[:2], -1), params["kv"])
+        return both[:, :, 0], both[:, :, 1]
+    return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
 
 
 def unrolled_logits(

@@ -75,9 +75,8 @@ def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
     return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": qwen3.unstacked(params["layers"])})
 
 
-def init_cache(config: MTPConfig, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
-    """`dtype` is that of the target's activations, kept as they are."""
-    return recurrent.init_cache(config, 1, batch, length, dtype, cache_dtype)
+def init_cache(config: MTPConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+    return recurrent.init_cache(config, 1, batch, length, dtype)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:

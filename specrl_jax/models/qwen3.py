@@ -158,18 +158,26 @@ def rollout_specs(config: Qwen3Config) -> Params:
         "up": spec((c.embed, c.mlp), "embed", "mlp"),
         "down": spec((c.mlp, c.embed), "mlp", "embed"),
     }
-    table = spec((c.vocab, c.embed), "vocab", "embed")
-    specs = {"embed": table, "layers": [dict(layer) for _ in range(c.layers)], "final_norm": spec((c.embed,), "embed")}
-    return specs if c.tied else specs | {"unembed": table}
+    return {
+        "embed": spec((c.vocab, c.embed), "vocab", "embed"),
+        "layers": [dict(layer) for _ in range(c.layers)],
+        "final_norm": spec((c.embed,), "embed"),
+        "to_logits": spec((c.embed, c.vocab), "embed", "vocab"),
+    }
 
 
 def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
     """Learner form to rollout form: unstacked, q/k/v fused, cast to `dtype`. Pure; jit it with shardings.
 
+    The unembedding is turned, [D, V]: a product of few rows reads it up to twice as fast on a CPU (768 x 32,000, 8
+    rows). Where it is the embedding too, the table is there twice.
+
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
     require_dense(config)
-    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": unstacked(params["layers"])})
+    rollout = {name: params[name] for name in ("embed", "final_norm")}
+    rollout |= {"layers": unstacked(params["layers"]), "to_logits": params["embed" if config.tied else "unembed"].T}
+    return jax.tree.map(lambda w: w.astype(dtype), rollout)
 
 
 def unstacked(layers: Params) -> list[Params]:
@@ -240,18 +248,21 @@ def forward(
     else:
         x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
-    table = params["embed"] if config.tied else params["unembed"]
     logits = logprobs = entropy = normaliser = None
     if targets is not None:
-        logprobs, entropy, normaliser = _score(x, table, targets, temperature, logits_chunk, partition)
+        logprobs, entropy, normaliser = _score(params, config, x, targets, temperature, logits_chunk, partition)
     elif unembed:
-        logits = _logits(x, table, partition)
+        logits = to_logits(params, config, x, partition)
     return Output(logits, logprobs, entropy, normaliser, aux, jax.lax.stop_gradient(x), cache)
 
 
-def unembed(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
-    """[B, T, V] float32 logits of `Output.hidden`."""
-    return _logits(hidden, params["embed" if config.tied else "unembed"], partition)
+def to_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
+    """[B, T, V] float32 from what the unembedding reads, by either form of the weights."""
+    if "to_logits" in params:
+        logits = product("BTD,DV->BTV", hidden, params["to_logits"])
+    else:
+        logits = product("BTD,VD->BTV", hidden, params["embed" if config.tied else "unembed"])
+    return partition.constrain(logits, "batch", "sequence", "vocab")
 
 
 def require_dense(config: Qwen3Config) -> None:
@@ -350,18 +361,20 @@ def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.A
     return q, fused[..., R, :], fused[..., R + 1, :]
 
 
-def _logits(x: jax.Array, table: jax.Array, partition: Partitioner) -> jax.Array:
-    return partition.constrain(product("BTD,VD->BTV", x, table), "batch", "sequence", "vocab")
-
-
 def _score(
-    x: jax.Array, table: jax.Array, targets: jax.Array, temperature: float, chunk: int, partition: Partitioner
+    params: Params,
+    config: Qwen3Config,
+    x: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    chunk: int,
+    partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probs, entropy and normaliser [B, T] of targets; `chunk` positions at a time, whose logits are recomputed in
     the backward pass."""
 
     def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = _logits(x, table, partition)
+        logits = to_logits(params, config, x, partition)
         # The sum that log-probs are made with, computed once: the compiler sees that both are the same.
         normaliser = jax.nn.logsumexp(logits / (temperature or 1.0), axis=-1)
         return *logprobs_and_entropy(logits, targets, temperature), jax.lax.stop_gradient(normaliser)

@@ -49,11 +49,9 @@ class DraftCache(NamedTuple):
     values: jax.Array  # [B, K, S, H]
 
 
-def init_cache(
-    config: HeadConfig, features: int, batch: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype
-) -> DraftCache:
-    """An empty cache for A = `features`; `dtype` is that of the target's activations, kept as they are."""
-    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, cache_dtype)
+def init_cache(config: HeadConfig, features: int, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+    """An empty cache for A = `features`."""
+    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, dtype)
     return DraftCache(jnp.zeros((batch, length, features, config.embed), dtype), own.keys[0], own.values[0])
 
 

@@ -19,6 +19,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import eagle3_formats, hf, mtp_formats
 from specrl_jax.models import cache as kv
 from specrl_jax.models import eagle3, mtp, qwen3
+from specrl_jax.models.layers import product
 from specrl_jax.models.recurrent import DraftCache
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.drafting import policy_drafter, recurrent_drafter
@@ -47,8 +48,8 @@ class DraftModel(Protocol):
     def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
         """Learner form to rollout form."""
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> Any:
-        """What it keeps of every sequence; `dtype` is that of the target's activations."""
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Any:
+        """What it keeps of every sequence."""
 
     def cache_axes(self) -> Any:
         """Logical axes of `init_cache`'s arrays, as tuples in the same tree."""
@@ -97,8 +98,8 @@ class Eagle3Draft:
     def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
         return eagle3.rollout_params(params, dtype)
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
-        return eagle3.init_cache(self.config, rows, length, dtype, cache_dtype)
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
+        return eagle3.init_cache(self.config, rows, length, dtype)
 
     def cache_axes(self) -> DraftCache:
         return HEAD_CACHE_AXES
@@ -144,7 +145,6 @@ class MTPDraft:
     """A multi-token-prediction head: reads what the target's unembedding reads, and shares that table."""
 
     config: mtp.MTPConfig
-    tied: bool  # the target's unembedding is its embedding
     dialect: str  # of the folder that it is saved to
 
     aux_layers = ()
@@ -164,8 +164,8 @@ class MTPDraft:
     def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
         return mtp.rollout_params(params, dtype)
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> DraftCache:
-        return mtp.init_cache(self.config, rows, length, dtype, cache_dtype)
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
+        return mtp.init_cache(self.config, rows, length, dtype)
 
     def cache_axes(self) -> DraftCache:
         return HEAD_CACHE_AXES
@@ -186,7 +186,7 @@ class MTPDraft:
         return mtp.extend(params, self.config, hidden, embedded, pairs, cache)
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
-        return mtp.draft_logits(a, weights.policy["embed" if self.tied else "unembed"])
+        return product("BTD,DV->BTV", a, weights.policy["to_logits"])
 
     def unrolled_logits(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
@@ -228,9 +228,9 @@ class PolicyDraft:
     def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
         return qwen3.rollout_params(params, self.config, dtype)
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype, cache_dtype: jnp.dtype) -> kv.KVCache:
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> kv.KVCache:
         c = self.config
-        return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, cache_dtype)
+        return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, dtype)
 
     def cache_axes(self) -> kv.KVCache:
         return kv.KVCache((kv.KEY_AXES,) * self.config.layers, (kv.VALUE_AXES,) * self.config.layers)
@@ -307,7 +307,7 @@ def _mtp(target: qwen3.Qwen3Config, path: str, dialect: str) -> MTPDraft:
     if dialect not in mtp_formats.DIALECTS:
         raise BadInput(f"draft.dialect: no dialect '{dialect}'; there are {', '.join(mtp_formats.DIALECTS)}")
     config = mtp_formats.load_config(path, target) if path else mtp.mtp_config(target)
-    return MTPDraft(config, target.tied, dialect)
+    return MTPDraft(config, dialect)
 
 
 def _policy(target: qwen3.Qwen3Config, path: str, preset: str) -> PolicyDraft:

@@ -51,7 +51,7 @@ def recurrent_drafter(
         """(hidden, embedded) of pairs [B, Q] whose features and tokens are both there."""
         features = jnp.take_along_axis(cache.features, pairs[:, :, None, None], axis=1, mode="clip")
         following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
-        return head.project(params.draft, features), embed(params, following)
+        return head.project(params.draft, features.astype(dtype)), embed(params, following)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
@@ -103,7 +103,7 @@ def policy_drafter(
             nonlocal hidden, cache
             if token is not None:
                 hidden, cache = forward(params, token[:, None], slots.length[:, None] - 1 + i, cache)
-            return qwen3.unembed(params.draft, config, hidden[:, -1:], partition)[:, 0]
+            return qwen3.to_logits(params.draft, config, hidden[:, -1:], partition)[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k, None, sampling, partition)
         return drafted, slots.cache._replace(draft=cache)

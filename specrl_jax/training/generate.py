@@ -116,6 +116,7 @@ def load_generator(
     num_slots: int = 16,
     dtype: str = "float32",
     cache_dtype: str = "float32",
+    compute_dtype: str = "float32",
     tokenizer: str = "",
     mesh: Mesh | None = None,
 ) -> Generator:
@@ -146,9 +147,18 @@ def load_generator(
         ways=rollout_partition.ways("batch"),
         copies=draft_kind == "suffix" or cascade > 0,
     )
-    config = RolloutConfig(sampling, limits, 0, parse_dtype("dtype", dtype), parse_dtype("cache_dtype", cache_dtype))
+    dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
+    config = RolloutConfig(sampling, limits, 0, **{name: parse_dtype(name, value) for name, value in dtypes.items()})
     drafter = make_drafter(
-        draft_kind, draft, draft_length, sampling, config.dtype, rollout_partition, match_min, match_max, cascade
+        draft_kind,
+        draft,
+        draft_length,
+        sampling,
+        config.compute_dtype,
+        rollout_partition,
+        match_min,
+        match_max,
+        cascade,
     )
     words = load_tokenizer(tokenizer or policy, model.vocab)
     lengths = draft_lengths(drafter.length, adaptive)

@@ -30,8 +30,9 @@ class RolloutConfig:
     sampling: Sampling
     limits: Limits
     seed: int
-    dtype: jnp.dtype  # of the weights and activations of decoding
+    dtype: jnp.dtype  # of the weights
     cache_dtype: jnp.dtype
+    compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
 
 
 def make_prepare(
@@ -104,7 +105,7 @@ class Target:
         target = kv.init_cache(m.layers, rows, length, m.kv_heads, m.head_dim, c.cache_dtype)
         if not self.draft:
             return target
-        return Caches(target, self.draft.init_cache(rows, length, c.dtype, c.cache_dtype))
+        return Caches(target, self.draft.init_cache(rows, length, c.cache_dtype))
 
     def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any) -> Any:
         return self.decode(params, tokens, positions, cache, unembed=False)[1]
@@ -121,7 +122,7 @@ class Target:
             self.partition,
             cache=cache.target if self.draft else cache,
             aux_layers=self.draft.aux_layers if self.draft else (),
-            dtype=self.config.dtype,
+            dtype=self.config.compute_dtype,
             unembed=unembed,
         )
         if not self.draft:

@@ -53,6 +53,7 @@ class RolloutSettings:
     num_slots: int
     chunk: int  # iterations between two looks of the host
     cache_dtype: str
+    compute_dtype: str
     seed: int
 
 

@@ -121,7 +121,7 @@ class Setup:
     def drafter(self, sampling: Sampling) -> Drafter:
         """What drafts in the engines: with weights, by copying, or both."""
         d = self.settings.draft
-        parts = (self.draft, d.length, sampling, self.rollout.dtype, self.rollout_partition)
+        parts = (self.draft, d.length, sampling, self.rollout.compute_dtype, self.rollout_partition)
         return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
 
     def _fixed_engine(self, sampling: Sampling) -> Engine:
@@ -244,6 +244,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
             seed=rollout.seed,
             dtype=parse_dtype("policy.dtype", policy.dtype),
             cache_dtype=parse_dtype("rollout.cache_dtype", rollout.cache_dtype),
+            compute_dtype=parse_dtype("rollout.compute_dtype", rollout.compute_dtype),
         ),
         learner=learner,
         draft_learner=_draft_learner(settings, draft, learner),

@@ -31,7 +31,9 @@ class Speculation:
         if draft.adaptive and setup.engine.draft_length:
             self.controller = Controller(programs.lengths, programs.sizes)
         # A copier's acceptance follows the text, not the state of any weights.
-        self.alarm = Alarm(longest=max(draft.length, 1)) if setup.draft else None
+        # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
+        longest = max(draft.length, 1) if self._sampled else 1
+        self.alarm = Alarm(longest=longest) if setup.draft else None
         self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
         self._step = 0
         self._load()
@@ -59,21 +61,19 @@ class Speculation:
                 self.history.add(prompt, [rollouts.whole(i)])
         if self.alarm is None:
             return {}
-        row = {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
-        expected = None
-        if predicted is not None and self._sampled:
-            if self.controller:
-                self.controller.predict(predicted.tolist())
-            # Where drafts were longer than the learner unrolls, the positions that both know.
-            drafted, accepted = drafted[: len(predicted)], accepted[: len(predicted)]
-            if len(drafted) and drafted[0]:
-                expected = float((predicted[: len(drafted)] * drafted).sum() / drafted[0])
-                row["spec/acceptance_predicted"] = 1 + expected
-        if not len(drafted) or not drafted[0]:
-            return row
+        known = predicted is not None and self._sampled
+        if known and self.controller:
+            self.controller.predict(predicted.tolist())
+        # Where drafts were longer than the learner unrolls, the positions that both know.
+        positions = min(len(predicted) if known else 1, len(drafted))
+        drafted, accepted = drafted[:positions], accepted[:positions]
+        if not drafted.sum():
+            return {"spec/alarm": float(self.alarm.tripped)}
+        expected = float((predicted[:positions] * drafted).sum() / drafted[0]) if known else None
         if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
             warnings.warn(self.alarm.message(), stacklevel=2)
+        row = {"spec/acceptance_predicted": 1 + expected} if known else {}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
     def save(self) -> None:

@@ -530,17 +530,23 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
 def test_a_drafter_catches_up_only_where_it_missed_tokens(lengths, monkeypatch):
     """After k = 0, and after blocks that may be longer than the next draft's window."""
     run = stateful(toys.stateful_drafter(NEARLY, 3, 0), chunk=1, max_response_tokens=20)
-    stale, inner = [], run.programs.run
+    chunks, caught_up, inner = [], [], run.programs.run
 
-    def spy(params, slots, k, *rest):
-        stale.append(rest[-1])
-        return inner(params, slots, k, *rest)
+    def spy(params, slots, k, seed, iterations, floor, catches_up):
+        # Before the chunk that it is for, with no iterations of its own.
+        assert catches_up == (iterations == 0)
+        if catches_up:
+            caught_up.append(len(chunks))
+        else:
+            chunks.append(k)
+        return inner(params, slots, k, seed, iterations, floor, catches_up)
 
     monkeypatch.setattr(run.programs, "run", spy)
     choose, chosen = changing(lengths)
     run.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
     missed = [after > 0 and (before == 0 or after < before) for before, after in itertools.pairwise(chosen)]
-    assert stale == [False, *missed]
+    assert caught_up == [1 + i for i, after_gap in enumerate(missed) if after_gap]
+    assert chunks == chosen
     assert any(missed) or lengths == (3,)
 
 

@@ -34,6 +34,9 @@ def definition(own, others, k, min_match, max_match):
                 length += 1
             if length and (length, -m, j) > best:
                 best, copied = (length, -m, j), text[j : j + k]
+                if m == 0:  # its own text goes on with what is copied
+                    while len(copied) < k:
+                        copied.append([*text, *copied][j + len(copied)])
     copied = copied if best[0] >= min_match else []
     return copied + [-1] * (k - len(copied)), best[0]
 
@@ -115,7 +118,7 @@ EXAMPLES = {
     "too short a match": ("12", ["923"], 2, 2, 8, "", 1),
     "long enough a match": ("12", ["123"], 2, 2, 8, "3", 2),
     "an empty text": ("12", ["", "123"], 2, 1, 8, "3", 2),
-    "its own text goes on with what it is made of": ("012012", [], 5, 1, 8, "012", 3),
+    "its own text goes on with what it is made of": ("012012", [], 5, 1, 8, "01201", 3),
 }
 
 
