@@ -36,7 +36,7 @@ VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorte
 MODELS = {"eagle3": qwen3.preset("nano_deep"), "mtp": qwen3.preset("nano"), "model": qwen3.preset("nano")}
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
-    "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), tied=True, dialect="deepseek"),
+    "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
     "model": PolicyDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
 }
@@ -251,7 +251,7 @@ def entries_from_scratch(kind, tokens):
     of the others over an empty cache, all at once."""
     policy, draft = params_of(kind)
     if kind == "model":
-        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32, jnp.float32)
+        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
         forward = compiled(DRAFTS[kind].config, ONE, unembed=False)
         return entries(kind, forward(weights_of(kind).draft, tokens, row_positions(tokens), cache=empty).cache)
     at = row_positions(tokens)
@@ -262,7 +262,7 @@ def entries_from_scratch(kind, tokens):
     features = out.hidden[:, :, None] if kind == "mtp" else out.aux
     hidden, embedded = DRAFTS[kind].project(draft, features), policy["embed"][following]
     if kind == "mtp":
-        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32, jnp.float32)
+        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
         return entries(kind, DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, at, empty)[1])
     kept = []
 
