@@ -136,7 +136,7 @@ def committed(params, inputs, first, last):
 
 
 def empty_cache(length=T):
-    return mtp.init_cache(CONFIG, B, length, jnp.float32, jnp.float32)
+    return mtp.init_cache(CONFIG, B, length, jnp.float32)
 
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, fused, inputs):
@@ -206,12 +206,12 @@ def test_pairs_beyond_the_cache_are_dropped(fused, inputs):
     jax.tree.map(np.testing.assert_array_equal, short, whole)
 
 
-def test_the_cache_keeps_one_feature_in_the_dtype_of_the_activations():
-    cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16, jnp.float32)
+def test_the_cache_keeps_one_feature_in_its_dtype():
+    cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16)
     assert (cache.features.shape, cache.features.dtype) == ((B, 5, 1, CONFIG.embed), jnp.bfloat16)
     K, H = CONFIG.kv_heads, CONFIG.head_dim
-    assert (cache.keys.shape, cache.keys.dtype) == ((B, K, H, 5), jnp.float32)
-    assert (cache.values.shape, cache.values.dtype) == ((B, K, 5, H), jnp.float32)
+    assert (cache.keys.shape, cache.keys.dtype) == ((B, K, H, 5), jnp.bfloat16)
+    assert (cache.values.shape, cache.values.dtype) == ((B, K, 5, H), jnp.bfloat16)
 
 
 def test_bfloat16_activations_still_give_float32_logits(params, inputs):

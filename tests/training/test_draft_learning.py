@@ -165,7 +165,7 @@ def test_each_has_its_own_clip(runs):
 
 
 def two_minibatches(online):
-    """(what draft_step and predict_step got, state, updates) of a step in two minibatches, its functions stood in for."""
+    """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
     def policy_step(policy, rows, signal):

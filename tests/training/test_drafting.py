@@ -64,18 +64,18 @@ PROMPTS = [
 ]
 
 
-def louder(table):
+def louder(table, by):
     """A table [V, D] whose words of the policy stand out, so that they are what it says."""
     scale = np.ones((len(table), 1), np.float32)
-    scale[WORDS] = 4
-    scale[WORDS[0]] = 2
+    scale[WORDS] = by
+    scale[WORDS[0]] = by / 2
     return table * scale
 
 
-def spoken(config, seed=0):
+def spoken(config, seed=0, by=4):
     policy = random_params(config, seed)
     name = "embed" if config.tied else "unembed"
-    return policy | {name: louder(policy[name])}
+    return policy | {name: louder(policy[name], by)}
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def params_of(kind):
     """(policy, draft), learner form."""
     policy = spoken(MODELS[kind])
     if kind == "model":
-        return policy, spoken(DRAFTS[kind].config, seed=3)
+        return policy, spoken(DRAFTS[kind].config, seed=3, by=10)
     rng = np.random.default_rng(1)
 
     def draw(spec):
@@ -444,5 +444,4 @@ def test_behaviour_logprobs_are_the_learners(kind):
     """At the temperature and before top-k and top-p, for what was drafted and kept and for what was corrected."""
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
-    accepted, drafted = out.accepted.sum(), out.drafted.sum()
-    assert 0.05 * drafted < accepted < 0.95 * drafted
+    assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
