@@ -16,11 +16,11 @@ from specrl_jax.decoding.programs import Limits, Model, empty_slots
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots, no_draft, speculative_step
 from specrl_jax.models import eagle3, qwen3
-from specrl_jax.models.layers import init_params
-from specrl_jax.sharding import ROLLOUT, Partitioner, partitioner
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.draft_models import Eagle3Draft
 from specrl_jax.training.drafting import draft_tokens
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.state import init_random_params
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration
@@ -45,7 +45,9 @@ def build(model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, length
     stops = bench.Stops((model.vocab,))  # no id of the vocabulary: every row runs on
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
-    params = [init_params(jax.random.key(i), s) for i, s in enumerate((qwen3.param_specs(model), draft.specs))]
+    learner = partitioner(bench.one_device(), LEARNER)
+    specs = (qwen3.param_specs(model), draft.specs)
+    params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
     weights = make_prepare(model, draft, config, partition)(*params, jnp.arange(draft_vocab, dtype=jnp.int32))
     return Case(engine, parts, draft, jax.block_until_ready(weights), config, partition)
 
