@@ -57,7 +57,7 @@ def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
 def make_setup(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> Setup:
     c = rlzero_tiny.get_config()
     c.policy.path = policy
-    c.draft.update(draft | {"length": LONGEST})
+    c.draft.update(draft | {"length": LONGEST, "adaptive": True})
     c.rollout.num_slots = slots
     c.grpo.group_size, c.grpo.prompts_per_step, c.eval.problems = GROUP, prompts, prompts
     return build(to_settings(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
