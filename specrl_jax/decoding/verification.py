@@ -118,7 +118,7 @@ def _by_ratio(
     q_norm = jax.nn.logsumexp(draft_logits, axis=-1)
     p_x = jnp.exp(_pick(logits[:, :-1], draft_tokens) - p_norm[:, :-1])
     q_x = jnp.exp(_pick(draft_logits, draft_tokens, vocab_map) - q_norm)
-    places = jnp.arange(k)[None]
+    places = jnp.arange(k, dtype=jnp.int32)[None]
     u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
     if rule == "block":
         p = jnp.exp(logits - p_norm[..., None])
