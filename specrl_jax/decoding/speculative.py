@@ -130,4 +130,6 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
 
 def _put(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
     """buffer [B, S] with new [B, Q] at columns `where` [B, Q]; column S is dropped."""
-    return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(buffer, where, new)
+    return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(
+        buffer, where, new.astype(buffer.dtype)
+    )

@@ -108,7 +108,7 @@ class Caches(NamedTuple):
     draft: jax.Array  # [B, S]
 
 
-def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
+def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
     """The engine over the toy with `stateful_drafter` or `rebuilding_drafter`."""
 
     def init_both(rows, length):
@@ -122,7 +122,7 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
         return logits, cache._replace(target=target)
 
     functions = {"init_cache": init_both, "prefill": prefill_both, "decode": decode_target}
-    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, **functions)
+    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, lengths=lengths, **functions)
 
 
 def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
