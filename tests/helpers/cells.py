@@ -75,13 +75,12 @@ def pairwise():
     return chosen + covering(greedy, wanted)
 
 
-def make_drafter(cell, k=K, dtype=np.float32):
+def make_drafter(cell, k, dtype):
     """The drafter of a cell, and whether it has a state beside the target's."""
-    tables = (LAST.astype(dtype), WHOLE.astype(dtype))
-    stateful = toys.stateful_drafter(tables[1], k, cell.temperature, VOCAB_MAP, cell.rule)
+    stateful = toys.stateful_drafter(WHOLE.astype(dtype), k, cell.temperature, VOCAB_MAP, cell.rule)
     drafters = {
         "none": toys.NO_DRAFTER,
-        "table": toys.toy_drafter(tables[0], k, cell.temperature, cell.rule),
+        "table": toys.toy_drafter(LAST.astype(dtype), k, cell.temperature, cell.rule),
         "stateful": stateful,
         "ngram": lookup_drafter(k, min_match=1),
         "suffix": lookup_drafter(k, min_match=1),
