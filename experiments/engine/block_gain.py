@@ -15,8 +15,8 @@ Counts include drafts after an end-of-text, as the engine's own do.
 """
 
 import argparse
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.training.draft_models import find_draft_model
 from specrl_jax.training.rollout import RolloutConfig, make_prepare
 
+RULES = ("rejection", "block")
 FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")
 
 
@@ -71,15 +72,8 @@ def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
             found.extend(expected_accepted(p, q, tokens))
             return parts.verify(noise, tokens, logits, one_hot, vocab_map, target, sampling)
 
-        new = speculative_step(
-            slots,
-            seed,
-            lambda slots, seed: parts.drafter.draft(weights, slots, seed, k),
-            functools.partial(parts.decode, weights),
-            parts.sampling,
-            parts.eos_ids,
-            verify,
-        )
+        models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
+        new = speculative_step(slots, seed, *models, parts.sampling, parts.eos_ids, verify)
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])
 
     return jax.jit(step, donate_argnums=1)
@@ -101,8 +95,8 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, A
 
 def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:
     """(weights, prompts, seed) -> counts of one wave: a rollout of every prompt, from its prefill to its end."""
-    empty = jax.jit(functools.partial(empty_slots, parts, limits))
-    start = jax.jit(functools.partial(refill, model=parts, limits=limits))
+    empty = jax.jit(partial(empty_slots, parts, limits))
+    start = jax.jit(partial(refill, model=parts, limits=limits))
     step = make_step(parts, k)
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
@@ -118,21 +112,20 @@ def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[
 
 
 def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
-    """Drafts kept per verification under the two rules, and their ratio, over all seeds of one k."""
-    totals = {}
-    for rule in ("rejection", "block"):
+    """Drafts kept per verification over all seeds of one k, and their ratios: measured, and expected of the blocks."""
+
+    def per_verification(rule: str, name: str) -> float:
         kept = bench.matching(rows, k=k, rule=rule)
-        count = sum(row["verifications"] for row in kept)
-        totals[rule] = {name: sum(row[name] for row in kept) / count for name in FIELDS[4:]}
-    drafts = totals["rejection"]
-    return {
-        "rejection": drafts["accepted"],
-        "block": totals["block"]["accepted"],
-        "gain": totals["block"]["accepted"] / drafts["accepted"],
-        "expected_rejection": drafts["expected_rejection"],
-        "expected_block": drafts["expected_block"],
-        "predicted_gain": drafts["expected_block"] / drafts["expected_rejection"],
-        "predicted_gain_block_run": totals["block"]["expected_block"] / totals["block"]["expected_rejection"],
+        return sum(row[name] for row in kept) / sum(row["verifications"] for row in kept)
+
+    measured = {rule: per_verification(rule, "accepted") for rule in RULES}
+    expected = {rule: [per_verification(rule, f"expected_{kept}") for kept in RULES] for rule in RULES}
+    return measured | {
+        "gain": measured["block"] / measured["rejection"],
+        "expected_rejection": expected["rejection"][0],
+        "expected_block": expected["rejection"][1],
+        "predicted_gain": expected["rejection"][1] / expected["rejection"][0],
+        "predicted_gain_block_run": expected["block"][1] / expected["block"][0],
     }
 
 
@@ -148,7 +141,7 @@ def main() -> None:
     prompts = bench.validation_prompts(a.prompts, CharTokenizer().encode)
     with bench.csv_writer(a.output, FIELDS) as write:
         for k in a.lengths:
-            for rule in ("rejection", "block"):
+            for rule in RULES:
                 parts, weights, limits = load(a.policy, a.head, rule, k, a.prompts)
                 wave = make_wave(parts, limits, k)
                 for seed in range(a.seeds):

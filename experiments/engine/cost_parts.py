@@ -21,6 +21,7 @@ from specrl_jax.training.draft_models import Eagle3Draft
 from specrl_jax.training.drafting import draft_tokens
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.state import init_random_params
+from specrl_jax.training.weights import Caches
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration
@@ -34,6 +35,9 @@ class Case(NamedTuple):
     weights: Any
     config: RolloutConfig
     partition: Partitioner
+
+    def empty_cache(self) -> Caches:
+        return self.parts.init_cache(self.config.limits.num_slots, self.config.limits.cache_length)
 
 
 def build(model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, lengths: tuple[int, ...]) -> Case:
@@ -95,19 +99,19 @@ def positions(B: int, count: int) -> jax.Array:
 
 def forward(case: Case, k: int, count: int) -> Timed:
     """The target over k + 1 positions, with its cache."""
-    B, S = case.config.limits.num_slots, case.config.limits.cache_length
+    B = case.config.limits.num_slots
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         tokens, cache = state
         logits, cache = case.parts.decode(weights, tokens, positions(B, k + 1), cache)
         return after(tokens, logits, i), cache
 
-    return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.parts.init_cache(B, S)), count)
+    return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache()), count)
 
 
 def head(case: Case, k: int, count: int) -> Timed:
     """One application, fed its own output as between two drafted tokens, with its logits."""
-    B, S, dtype = case.config.limits.num_slots, case.config.limits.cache_length, case.config.dtype
+    B, dtype = case.config.limits.num_slots, case.config.dtype
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         token, a, cache = state
@@ -116,12 +120,12 @@ def head(case: Case, k: int, count: int) -> Timed:
         return after(token, case.draft.logits(weights, a), i), a, cache
 
     a = jnp.ones((B, 1, case.draft.config.embed), dtype)
-    return loop(body, case.weights, (jnp.zeros((B, 1), jnp.int32), a, case.parts.init_cache(B, S).draft), count)
+    return loop(body, case.weights, (jnp.zeros((B, 1), jnp.int32), a, case.empty_cache().draft), count)
 
 
 def fc(case: Case, k: int, count: int) -> Timed:
     """What a draft of k tokens does before its first one."""
-    B, S = case.config.limits.num_slots, case.config.limits.cache_length
+    B = case.config.limits.num_slots
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         pairs, tokens, cache = state
@@ -132,30 +136,26 @@ def fc(case: Case, k: int, count: int) -> Timed:
         return after(pairs, hidden, i), after(tokens, hidden, i), cache
 
     tokens = jnp.zeros((B, k + 1), jnp.int32)
-    return loop(body, case.weights, (positions(B, k + 1), tokens, case.parts.init_cache(B, S).draft), count)
+    return loop(body, case.weights, (positions(B, k + 1), tokens, case.empty_cache().draft), count)
 
 
 def rest(case: Case, k: int, count: int) -> Timed:
     """An iteration whose two models answer at once."""
-    B, V, Vd = case.config.limits.num_slots, len(case.weights.policy["embed"]), case.draft.vocab
-    p, q = (2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate((V, Vd)))
+    B, sampling = case.config.limits.num_slots, case.config.sampling
+    widths = len(case.weights.policy["embed"]), case.draft.vocab
+    logits = tuple(2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate(widths))
 
     def body(given: Any, i: jax.Array, slots: Slots) -> Slots:
-        (p, q), vocab_map = given
+        logits, vocab_map = given
         # Other logits each time: the same ones would be exponentiated once, before the loop.
-        p, q = p + 1e-3 * i, q + 1e-3 * i
+        p, q = (x + 1e-3 * i for x in logits)
 
         def draft(slots: Slots, seed: jax.Array) -> Any:
-            if not k:
-                return no_draft(slots, seed)
-            step = lambda j, token: q[:, j]  # noqa: E731
-            return draft_tokens(step, slots, seed, k, vocab_map, case.config.sampling, case.partition), slots.cache
+            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, sampling, case.partition)
+            return drafted, slots.cache
 
-        target = lambda tokens, positions, cache: (p, cache)  # noqa: E731
-        return speculative_step(
-            slots, jnp.uint32(0), draft, target, case.config.sampling, case.parts.eos_ids, case.parts.verify
-        )
+        answers = (draft if k else no_draft, lambda tokens, positions, cache: (p, cache))
+        return speculative_step(slots, jnp.uint32(0), *answers, sampling, case.parts.eos_ids, case.parts.verify)
 
-    slots = empty_slots(case.parts, case.config.limits)[0]
-    slots = slots.replace(cache=None, done=jnp.zeros((B,), bool))
-    return loop(body, ((p, q), case.weights.vocab_map), slots, count)
+    slots = empty_slots(case.parts, case.config.limits)[0].replace(cache=None, done=jnp.zeros((B,), bool))
+    return loop(body, (logits, case.weights.vocab_map), slots, count)
