@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 import main as command_line
 from specrl_jax.io import eagle3_formats, hf
 from specrl_jax.models import eagle3, qwen3
-from specrl_jax.training import draft_pretrain, evaluate, loop, pretrain, setup
+from specrl_jax.training import draft_pretrain, evaluate, generate, loop, pretrain, setup
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "common"))
@@ -42,6 +42,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(evaluate, "evaluate", began)
     monkeypatch.setattr(pretrain, "make_pretrain_step", began)
     monkeypatch.setattr(draft_pretrain, "generate", began)
+    monkeypatch.setattr(generate, "generator_of", began)
 
 
 def error_line(result):
@@ -227,7 +228,7 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
         (["task=evaluate", "draft.vocab_size=32"], ["draft.vocab_size=32", "task=draft_pretrain", "draft.path"]),
         (["policy.preset=nano"], ["draft.kind=eagle3", "at least 7", "2"]),
         (["draft.decay_steps=3", "draft.warmup=3"], ["draft.decay_steps=3", "draft.warmup=3"]),
-        (["task=draft_pretrain", "draft.kind=none"], ["task=draft_pretrain", "draft.kind=eagle3"]),
+        (["task=draft_pretrain", "draft.kind=none"], ["task=draft_pretrain", "draft.kind to eagle3"]),
         (["task=draft_pretrain", "draft.length=0"], ["task=draft_pretrain", "draft.length"]),
         (["task=pretrain"], ["task=pretrain", "draft.kind"]),
     ],
@@ -481,7 +482,9 @@ def test_every_config_becomes_settings(name, variant):
     settings = command_line.to_settings(config)
     assert isinstance(settings, setup.Settings)
     assert command_line.find_task(config.task)
-    qwen3.preset(settings.policy.preset)
+    # Where there is none, the sizes are those of policy.path.
+    assert not settings.policy.preset or qwen3.preset(settings.policy.preset)
+    assert settings.policy.preset or settings.policy.path
     if settings.optimizer.decay_steps:
         config.steps = 17
         assert command_line.to_settings(config).optimizer.decay_steps == 17

@@ -1,8 +1,11 @@
 """What the host decides about speculation while a run goes on: draft lengths, whether to draft, what to copy from."""
 
+import contextlib
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import numpy as np
 
@@ -82,12 +85,11 @@ class Speculation:
             "controller": self.controller.state() if self.controller else None,
             "alarm": self.alarm.state() if self.alarm else None,
         }
-        path = os.path.join(self._workdir, "speculation.json")
-        with open(path + ".tmp", "w") as file:
-            json.dump(state, file)
-        os.replace(path + ".tmp", path)
+        with _replacing(os.path.join(self._workdir, "speculation.json")) as file:
+            file.write(json.dumps(state).encode())
         if self.history is not None:
-            np.savez(os.path.join(self._workdir, "history.npz"), **self.history.to_arrays())
+            with _replacing(os.path.join(self._workdir, "history.npz")) as file:
+                np.savez(file, **self.history.to_arrays())
 
     def _load(self) -> None:
         path = os.path.join(self._workdir, "speculation.json")
@@ -108,6 +110,14 @@ class Speculation:
         if self.history is not None and os.path.exists(path):
             with np.load(path) as arrays:
                 self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+@contextlib.contextmanager
+def _replacing(path: str) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it is whole: a run that is killed meanwhile keeps the one before."""
+    with open(path + ".tmp", "wb") as file:
+        yield file
+    os.replace(path + ".tmp", path)
 
 
 class _Guarded:

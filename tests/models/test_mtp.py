@@ -136,7 +136,7 @@ def committed(params, inputs, first, last):
 
 
 def empty_cache(length=T):
-    return mtp.init_cache(CONFIG, B, length, jnp.float32, jnp.float32)
+    return mtp.init_cache(CONFIG, B, length, jnp.float32)
 
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, fused, inputs):
@@ -173,6 +173,11 @@ def test_the_recurrence_over_a_cache_is_a_row_of_the_unrolled_pass(params, fused
     np.testing.assert_allclose(jnp.stack(logits), unrolled(params, inputs)[:, :, start], atol=ATOL)
 
 
+def by_position(cache):
+    """Its keys and values, each [B, S, K, H]."""
+    return jnp.moveaxis(cache.keys, 3, 1), jnp.swapaxes(cache.values, 1, 2)
+
+
 def test_true_pairs_replace_provisional_ones(fused, inputs):
     """What a pair writes does not depend on what the cache held, and entries of other pairs stay as they are."""
     dirty = empty_cache()
@@ -180,11 +185,11 @@ def test_true_pairs_replace_provisional_ones(fused, inputs):
     pairs = committed(fused, inputs, 2, 5)
     clean = write_pairs(fused, CONFIG, *pairs, empty_cache())
     written = write_pairs(fused, CONFIG, *pairs, dirty)
-    for got, expected, old in zip(written[1:], clean[1:], dirty[1:]):
-        np.testing.assert_array_equal(got[:, :, 2:5], expected[:, :, 2:5])
-        np.testing.assert_array_equal(got[:, :, :2], old[:, :, :2])
-        np.testing.assert_array_equal(got[:, :, 5:], old[:, :, 5:])
-        assert jnp.all(expected[:, :, 2:5] != 0.0)
+    for got, expected, old in zip(*map(by_position, (written, clean, dirty))):
+        np.testing.assert_array_equal(got[:, 2:5], expected[:, 2:5])
+        np.testing.assert_array_equal(got[:, :2], old[:, :2])
+        np.testing.assert_array_equal(got[:, 5:], old[:, 5:])
+        assert jnp.all(expected[:, 2:5] != 0.0)
 
 
 def test_writing_pairs_leaves_what_extending_leaves(fused, inputs):
@@ -201,10 +206,12 @@ def test_pairs_beyond_the_cache_are_dropped(fused, inputs):
     jax.tree.map(np.testing.assert_array_equal, short, whole)
 
 
-def test_the_cache_keeps_one_feature_in_the_dtype_of_the_activations():
-    cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16, jnp.float32)
+def test_the_cache_keeps_one_feature_in_its_dtype():
+    cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16)
     assert (cache.features.shape, cache.features.dtype) == ((B, 5, 1, CONFIG.embed), jnp.bfloat16)
-    assert (cache.keys.shape, cache.keys.dtype) == ((B, CONFIG.kv_heads, 5, CONFIG.head_dim), jnp.float32)
+    K, H = CONFIG.kv_heads, CONFIG.head_dim
+    assert (cache.keys.shape, cache.keys.dtype) == ((B, K, H, 5), jnp.bfloat16)
+    assert (cache.values.shape, cache.values.dtype) == ((B, K, 5, H), jnp.bfloat16)
 
 
 def test_bfloat16_activations_still_give_float32_logits(params, inputs):

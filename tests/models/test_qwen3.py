@@ -206,6 +206,13 @@ def test_logprobs_in_chunks_keep_their_places(params, config, tokens, partition)
     parts = compiled(config, partition, logits_chunk=3)(params, tokens, at, targets=targets)
     np.testing.assert_allclose(parts.logprobs, whole.logprobs, **ROUNDING)
     np.testing.assert_allclose(parts.entropy, whole.entropy, **ROUNDING)
+    np.testing.assert_allclose(parts.normaliser, whole.normaliser, **ROUNDING)
+
+
+def test_the_normaliser_is_that_of_the_scaled_logits_over_all_words(params, config, tokens, partition):
+    out = compiled(config, partition, temperature=0.6)(params, tokens, row_positions(tokens), targets=draw_tokens(1))
+    expected = [np.log(np.exp(numpy_forward(params, config, row)[0] / 0.6).sum(axis=-1)) for row in tokens]
+    np.testing.assert_allclose(out.normaliser, expected, **ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -290,13 +297,17 @@ def test_rollout_params_keep_every_weight_bit_for_bit(params, rollout, config):
         np.testing.assert_array_equal(ours["up"], w["up"])
         for name in ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "down"):
             np.testing.assert_array_equal(ours[name], w[name])
-    for name in params.keys() - {"layers"}:
+    for name in ("embed", "final_norm"):
         np.testing.assert_array_equal(rollout[name], params[name])
+    np.testing.assert_array_equal(rollout["to_logits"], params["embed" if config.tied else "unembed"].T)
 
 
 @both_tables
-def test_rollout_params_hold_no_more_and_no_less(params, rollout):
-    assert sum(w.size for w in jax.tree.leaves(rollout)) == sum(w.size for w in jax.tree.leaves(params))
+def test_rollout_params_hold_no_more_and_no_less(params, rollout, config):
+    """A table that is both embedding and unembedding is there twice, once turned."""
+    twice = params["embed"].size if config.tied else 0
+    assert sum(w.size for w in jax.tree.leaves(rollout)) == twice + sum(w.size for w in jax.tree.leaves(params))
+    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.rollout_specs(config))
 
 
 @both_tables
@@ -393,14 +404,17 @@ def test_writes_beyond_the_cache_are_dropped(rollout, config, tokens, partition)
     _, cache = decode(rollout, config, tokens, (4, 4), partition, empty_cache(config, length=10))
     out = compiled(config, partition)(rollout, tokens[:, 8:], row_positions(tokens)[:, 8:], cache=cache)
     _, longer = decode(rollout, config, tokens, (4, 4, 4), partition)
+    longer = longer._replace(
+        keys=[keys[..., :10] for keys in longer.keys], values=[values[:, :, :10] for values in longer.values]
+    )
     for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(longer), strict=True):
-        np.testing.assert_allclose(a, b[:, :, :10], **ROUNDING)
+        np.testing.assert_allclose(a, b, **ROUNDING)
 
 
 def test_shared_prefill_serves_every_answer_of_its_group(rollout, config, tokens, partition):
     _, cache = decode(rollout, config, tokens, (4,), partition)
     rows = jnp.array([2, 2, 0, 4, 2])
-    shared = kv.take_rows(cache, rows)
+    shared = jax.tree.map(lambda buffer: buffer[rows], cache)
     out = compiled(config, partition)(rollout, tokens[:, 4:8], row_positions(tokens)[:, 4:8], cache=shared)
     prompts = jnp.concatenate([tokens[rows, :4], tokens[:, 4:]], axis=1)
     alone, _ = decode(rollout, config, prompts, (4, 4), partition)

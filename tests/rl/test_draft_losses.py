@@ -1,4 +1,4 @@
-"""The head's cross-entropy against a plain loop in float64: which pairs learn, from which position of the target."""
+"""What a draft learns and is expected to keep, against plain loops in float64: which pairs, from which position."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import Mean
-from specrl_jax.rl.draft_losses import DECAY, soft_cross_entropy, supervised, supervised_counts, unrolled_loss
+from specrl_jax.rl.draft_losses import (
+    DECAY,
+    predicted_acceptance,
+    soft_cross_entropy,
+    supervised,
+    supervised_counts,
+    unrolled_loss,
+)
 from tests.helpers.exact import log_softmax, softmax
 
 STEPS, B, T, VD = 3, 4, 10, 5
@@ -158,3 +165,84 @@ def test_later_draft_steps_weigh_less():
     loss = Mean(jnp.array([3.0, 4.0, 10.0]), jnp.array([1.0, 2.0, 5.0]))
     assert DECAY == 0.8
     np.testing.assert_allclose(unrolled_loss(loss), 3.0 + 0.8 * 2.0 + 0.64 * 2.0, rtol=1e-6)
+
+
+# ---- predicted acceptance
+
+V = 9
+DRAFTED = [7, 0, 4, 8, 2]  # the draft vocabulary within the target's
+
+
+@pytest.fixture(scope="module")
+def verified(batch):
+    """(student [steps, B, T, Vd], the target's logits [B, T, V], response): drafts over five of nine words."""
+    student, _, response = batch
+    return student, np.random.default_rng(1).normal(size=(B, T, V)).astype(np.float32) * 2, response
+
+
+def predict(student, logits, response, temperature, drafted=DRAFTED):
+    normaliser = jax.nn.logsumexp(jnp.asarray(logits) / (temperature or 1.0), axis=-1)
+    mask = jnp.asarray(mask_of(response))
+    return predicted_acceptance(jnp.asarray(student), jnp.asarray(logits[..., drafted]), normaliser, mask, temperature)
+
+
+def accepted_by_hand(student, logits, response, temperature):
+    """(totals [steps], counts [steps]): chance that verification keeps drafts 0 to i, each sampled from its own q."""
+    totals, counts = np.zeros(STEPS), np.zeros(STEPS)
+    for b, t in np.ndindex(B, T):
+        kept = 1.0
+        for i in range(STEPS):
+            if not learns(response[b], i, t):
+                continue
+            p = softmax(logits[b, t + 1 + i].astype(np.float64) / temperature)
+            q = np.zeros(V)
+            q[DRAFTED] = softmax(student[i, b, t].astype(np.float64) / temperature)
+            kept *= np.minimum(p, q).sum()
+            totals[i] += kept
+            counts[i] += 1
+    return totals, counts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_predicted_acceptance_is_the_product_of_what_is_common(verified, temperature):
+    """sum_v min(p, q) over the whole vocabulary, p not renormalised on the draft's, multiplied along the drafts."""
+    student, logits, response = verified
+    # A response without holes: with one, the first draft of a later step belongs to no draft that decoding makes.
+    response = response.copy()
+    response[2] = False
+    accepted = predict(student, logits, response, temperature)
+    totals, counts = accepted_by_hand(student, logits, response, temperature)
+    assert accepted.total.dtype == accepted.count.dtype == jnp.float32
+    np.testing.assert_array_equal(accepted.count, counts)
+    np.testing.assert_allclose(accepted.total, totals, **CLOSE)
+    rates = np.asarray(accepted.value())
+    assert 0 < rates[2] < rates[1] < rates[0] < 1
+
+
+def test_a_draft_that_is_the_target_keeps_all_it_can_draft(verified):
+    """With the whole vocabulary, everything; on a part of it, the mass of that part where q is p renormalised."""
+    _, logits, response = verified
+    response = response[[0, 1, 1, 1]]
+    taught = np.stack([np.pad(logits, ((0, 0), (0, 1 + i), (0, 0)))[:, 1 + i :] for i in range(STEPS)])
+    whole = predict(taught, logits, response, 1.0, list(range(V)))
+    np.testing.assert_allclose(whole.value(), 1.0, rtol=1e-6)
+    part = predict(taught[..., DRAFTED], logits, response, 1.0)
+    mass = softmax(logits)[..., DRAFTED].sum(axis=-1)
+    first = [mass[b, t + 1] for b, t in np.ndindex(B, T) if learns(response[b], 0, t)]
+    np.testing.assert_allclose(part.value()[0], np.mean(first), rtol=1e-6)
+
+
+def test_predictions_of_rows_add_up_and_nothing_counts_as_zero(verified):
+    student, logits, response = verified
+    whole = predict(student, logits, response, 1.0)
+    parts = [predict(student[:, b : b + 1], logits[b : b + 1], response[b : b + 1], 1.0) for b in range(B)]
+    np.testing.assert_array_equal(np.sum([part.count for part in parts], axis=0), whole.count)
+    np.testing.assert_allclose(np.sum([part.total for part in parts], axis=0), whole.total, **CLOSE)
+    nothing = predict(student, logits, np.zeros((B, T), bool), 1.0)
+    np.testing.assert_array_equal(nothing.value(), 0.0)
+
+
+def test_a_prediction_has_no_gradient(verified):
+    student, logits, response = verified
+    gradient = jax.grad(lambda student: predict(student, logits, response, 1.0).total.sum())(jnp.asarray(student))
+    np.testing.assert_array_equal(gradient, 0.0)

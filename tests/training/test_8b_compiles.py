@@ -9,21 +9,24 @@ import pytest
 from configs import rlzero_8b
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.programs import Limits, Program
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step
-from specrl_jax.training.drafting import Weights
+from specrl_jax.training.draft_models import Eagle3Draft
 from specrl_jax.training.rollout import RolloutConfig, make_rollout_engine
 from specrl_jax.training.state import OptimizerConfig, abstract_state, make_optimizer
 from specrl_jax.training.steps import Features, Learner, Signal, make_policy_step
+from specrl_jax.training.weights import Weights
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
 DRAFT_VOCAB = 32_000
+DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, DRAFT_VOCAB))
 LARGEST_SHARD = 2**20  # elements: what an iteration may gather is activations, never a cache or a weight
 
 
@@ -56,16 +59,14 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
     limits = Limits(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype), k)
-    head = eagle3.eagle3_config(MODEL, DRAFT_VOCAB) if k else None
-    engine = make_rollout_engine(MODEL, head, config, config.sampling, CharTokenizer(), partition)
-    params = abstract_weights(head, config.dtype, partition)
-    P = r.num_slots // CONFIG.grpo.group_size
-    prompts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((P, r.max_prompt_tokens), (P,))]
-    slot = [jax.ShapeDtypeStruct((r.num_slots,), d) for d in (jnp.int32, jnp.uint32, jnp.bool_)]
-    slots = engine.start.eval_shape(params, *prompts, *slot, k > 0)
-    slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), slots)
-    compiled = engine.run_chunk.lower(params, slots, jnp.uint32(0), k).compile()
+    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
+    draft = DRAFT if k else None
+    drafter = draft.drafter(k, config.sampling, config.dtype, partition) if draft else NO_DRAFTER
+    engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
+    run, arguments = engine.programs._describe(
+        Program("run", r.num_slots, k), abstract_weights(draft, config.dtype, partition)
+    )
+    compiled = run.lower(*arguments).compile()
     gathered = [
         int(size)
         for shape in re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather\(", compiled.as_text())
@@ -77,41 +78,40 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     tokens = r.num_slots * limits.cache_length
     expected = 2 * 8_190_735_360 / 4 + tokens * 147_456 / 8
     if k:
-        expected += 2 * count_params(eagle3.param_specs(head)) / 4 + tokens * (4096 / 8 + 24_576 / 2)
+        expected += 2 * count_params(draft.specs) / 4 + tokens * (4096 / 8 + 24_576 / 2)
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
 
 
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
-    head = eagle3.eagle3_config(MODEL, DRAFT_VOCAB)
-    learner = DraftLearner(head, jnp.dtype(CONFIG.policy.compute_dtype), 3, CONFIG.grpo.microbatch, 1.0)
+    learner = DraftLearner(DRAFT, MODEL, jnp.dtype(CONFIG.policy.compute_dtype), 3, CONFIG.grpo.microbatch, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
-    state = abstract_state(eagle3.param_specs(head), optimizer, partition)
+    state = abstract_state(DRAFT.specs, optimizer, partition)
     B, T, D = CONFIG.grpo.microbatch, 2048, MODEL.embed
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=partition.sharding(("batch",)))
 
-    features = Features(shape(B, T, 3, D), shape(B, T, D))
+    features = Features(shape(B, T, 3, D), shape(B, T, D), shape(B, T, dtype=jnp.float32))
     ints = shape(B, T, dtype=jnp.int32)
     table = partition.sharding(("vocab", "embed"))
     tables = Tables(*(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB)))
     compiled = step.lower(state, tables, features, Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))).compile()
     # Float32 with two moments; `fc` is split by fsdp alone.
-    learnt = 3 * 4 * (count_params(eagle3.param_specs(head)) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
-    given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + 2 * B * T * 4 * D / 2
+    learnt = 3 * 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
+    given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + B * T * (2 * 4 * D + 4) / 2
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(learnt + given, rel=0.02)
 
 
-def abstract_weights(head, dtype, partition):
+def abstract_weights(draft, dtype, partition):
     def tree(specs):
         return abstract_params(specs, dtype, partition.tree(specs))
 
-    if head is None:
+    if draft is None:
         return Weights(tree(qwen3.rollout_specs(MODEL)), None, None, None)
     ids = jax.ShapeDtypeStruct((DRAFT_VOCAB,), jnp.int32, sharding=partition.replicated)
-    return Weights(tree(qwen3.rollout_specs(MODEL)), tree(eagle3.rollout_specs(head)), ids, None)
+    return Weights(tree(qwen3.rollout_specs(MODEL)), tree(draft.rollout_specs), ids, None)
 
 
 def _elements(shape):

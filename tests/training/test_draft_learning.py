@@ -14,13 +14,14 @@ import pytest
 import main as command_line
 from configs import rlzero_tiny
 from specrl_jax.data.rows import make_rows
-from specrl_jax.decoding.engine import Limits
+from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_read_tables
+from specrl_jax.training.draft_models import Eagle3Draft
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.setup import build
 from specrl_jax.training.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
@@ -28,12 +29,12 @@ from specrl_jax.training.steps import Features, Learner, Signal, make_feature_st
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
 VD = 24
-HEAD = eagle3.eagle3_config(POLICY, VD)
+HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
-LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, aux_layers=HEAD.aux_layers)
-DRAFT_LEARN = DraftLearner(HEAD, F32, ttt_steps=3, microbatch=0, temperature=0.8)
+LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
+DRAFT_LEARN = DraftLearner(HEAD, POLICY, F32, ttt_steps=3, microbatch=0, temperature=0.8)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -93,7 +94,7 @@ def differ(a, b):
 def host_made_state(setup):
     """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
     partition = setup.learner_partition
-    policy_specs, head_specs = qwen3.param_specs(setup.model), eagle3.param_specs(setup.head)
+    policy_specs, head_specs = qwen3.param_specs(setup.model), setup.draft.specs
     policy, head = (jax.device_put(draw(specs, 1), partition.tree(specs)) for specs in (policy_specs, head_specs))
     return RunState(
         init_state(policy, policy_specs, setup.optimizer, partition),
@@ -145,7 +146,10 @@ def test_the_head_changes_only_on_line(runs):
     for state in off[1:]:
         assert_trees_equal(state.draft, off[0].draft)
     assert all(len(update.draft) == 1 for update in runs[True][1])
-    assert all(not update.draft and update.draft_seconds == 0.0 for update in runs[False][1])
+    assert all(not update.draft for update in runs[False][1])
+    # Where it does not learn it is asked what it expects, at the same weights of the same rows.
+    first, (asked, *_) = runs[True][1][0], runs[False][1]
+    np.testing.assert_allclose(asked.acceptance, first.acceptance, rtol=1e-5)
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
 
@@ -160,8 +164,8 @@ def test_each_has_its_own_clip(runs):
     np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
 
 
-def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
-    """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
+def two_minibatches(online):
+    """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
     def policy_step(policy, rows, signal):
@@ -169,27 +173,48 @@ def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
 
     def draft_step(draft, tables, features, rows):
         seen.append((tables, features, rows.tokens.tolist()))
-        return draft.replace(step=draft.step + 1), "draft"
+        return draft.replace(step=draft.step + 1), types.SimpleNamespace(acceptance=[len(seen)])
+
+    def predict_step(params, tables, features, rows):
+        seen.append((params, tables, features, rows.tokens.tolist()))
+        return [0.25]
 
     setup = types.SimpleNamespace(
         settings=types.SimpleNamespace(
-            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(online=True)
+            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(online=online)
         ),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=policy_step,
         draft_step=draft_step,
+        predict_step=predict_step,
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
     signal = Signal(np.zeros((4, 2)), None, np.zeros(4))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
-    state, updates = loop.learn(setup, state, rows, signal)
+    return seen, *loop.learn(setup, state, rows, signal)
+
+
+def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
+    """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
+    seen, state, updates = two_minibatches(online=True)
     first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
     assert seen == [
         (("tables", 0, "map"), ("features", 0, first), first),
         (("tables", 1, "map"), ("features", 1, second), second),
     ]
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
-    assert (updates.policy, updates.draft) == (["policy"] * 2, ["draft"] * 2)
+    assert updates.policy == ["policy"] * 2 and len(updates.draft) == 2
+    # Of the draft that drafted: the second update is of another one.
+    assert updates.acceptance.tolist() == [1]
+
+
+def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
+    """Of the first minibatch, from the policy before its update."""
+    seen, state, updates = two_minibatches(online=False)
+    first = [[1, 5], [3, 5]]
+    assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
+    assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)
+    assert (updates.policy, updates.draft, updates.acceptance.tolist()) == (["policy"] * 2, [], [0.25])
 
 
 # ---- the features that pass between them
@@ -244,7 +269,7 @@ def test_features_carry_no_gradient(policy_params, partition):
 
 def test_without_a_head_there_are_no_features(policy_params, partition):
     rows, signal = make_batch(POLICY.vocab, 2, T)
-    step = make_policy_step(dataclasses.replace(LEARN, aux_layers=()), OBJECTIVE, MOVES, partition)
+    step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
     assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2] is None
 
 
@@ -275,10 +300,13 @@ def test_a_tied_policy_is_read_through_its_embedding(partition):
 def recorded_update(sizes, microbatch):
     """(gradient, metrics) of the head on the host; `sizes` are the mesh's items."""
     partition = partitioner(mesh_of(dict(sizes)), LEARNER)
-    specs, rng = eagle3.param_specs(HEAD), np.random.default_rng(3)
+    specs, rng = HEAD.specs, np.random.default_rng(3)
     rows, _ = make_batch(POLICY.vocab, B, T)
     aux = rng.normal(size=(B, T, 3, POLICY.embed)).astype(np.float32)
-    features = Features(aux, rng.normal(size=(B, T, POLICY.embed)).astype(np.float32))
+    hidden = rng.normal(size=(B, T, POLICY.embed)).astype(np.float32)
+    # Above the logsumexp over the draft's words alone, some of the time.
+    normaliser = 4.0 + rng.normal(size=(B, T)).astype(np.float32)
+    features = Features(aux, hidden, normaliser)
     features, rows = jax.device_put((features, rows), partition.sharding(("batch", "sequence")))
     policy = draw(qwen3.param_specs(POLICY), 1)
     tables = make_read_tables(POLICY, partition)(
@@ -336,10 +364,11 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     policy = cycling_policy()
     rollout_partition = partitioner(partition.mesh, ROLLOUT)
     limits = Limits(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
-    config = RolloutConfig(Sampling(0.0), limits, 0, F32, F32, K)
+    config = RolloutConfig(Sampling(0.0), limits, 0, F32, F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
     prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
-    engine = make_rollout_engine(POLICY, HEAD, config, config.sampling, tokenizer, rollout_partition)
+    drafter = HEAD.drafter(K, config.sampling, F32, rollout_partition)
+    engine = make_rollout_engine(POLICY, HEAD, drafter, config, tokenizer, rollout_partition)
     # Two tokens at least: a draft starts from a pair.
     prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]
 
@@ -351,7 +380,7 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
             assert all(place[b] == (place[a] + 1) % len(CYCLE) for a, b in itertools.pairwise(text.tolist()))
         return rollouts.response_length.sum() / rollouts.verifications.sum()
 
-    specs = eagle3.param_specs(HEAD)
+    specs = HEAD.specs
     optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.95, 0))
     state = init_state(jax.tree.map(jnp.asarray, draw(specs, 8)), specs, optimizer, partition)
     assert drafted(state.params) < 2.0

@@ -49,7 +49,7 @@ def test_the_head_loads_into_a_run(made):
     config = rlzero_tiny.get_config("smoke")
     config.draft.path = str(output)
     run = make_setup(config)
-    assert run.head == setup.head and run.head.draft_vocab == 32
+    assert run.draft == setup.draft and run.draft.vocab == 32
     vocab_map = np.asarray(run.initial_vocab_map())
     assert vocab_map.dtype == np.int32 and len(set(vocab_map.tolist())) == 32
     assert (np.diff(vocab_map) > 0).all() and vocab_map[0] >= 0 and vocab_map[-1] < setup.model.vocab
@@ -71,7 +71,7 @@ def test_the_ids_are_those_of_the_first_rollouts(made):
         for row in range(len(rollouts.tokens)):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1
-    chosen = np.asarray(draft_pretrain.eagle3_formats.load_vocab_map(str(output), setup.head, setup.model))
+    chosen = setup.draft.load_vocab_map(str(output), setup.model)
     left_out = np.setdiff1d(np.arange(setup.model.vocab), chosen)
     assert counts[chosen].min() >= counts[left_out].max() and counts[chosen].sum() > counts.sum() / 4
 
@@ -155,7 +155,7 @@ def test_most_frequent(count, expected):
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
     [
-        ("draft", "kind", "none", "task=draft_pretrain .* draft.kind=eagle3"),
+        ("draft", "kind", "none", "task=draft_pretrain .* draft.kind to eagle3"),
         ("draft", "length", 0, "draft.length of at least 1"),
         ("pretrain", "dtype", "float16", "pretrain.dtype: 'float16'"),
     ],

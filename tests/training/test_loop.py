@@ -19,6 +19,7 @@ from configs import pretrain_tiny, rlzero_tiny
 from specrl_jax.core import BadInput, Stopped
 from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
+from specrl_jax.decoding.rollouts import Chunk
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
@@ -53,6 +54,7 @@ COMPILED = (
     "policy_step",
     "read_tables",
     "draft_step",
+    "predict_step",
     "engine",
     "plain_engine",
     "eval_engine",
@@ -74,6 +76,8 @@ def toy():
         steps=STEPS,
         optimizer__learning_rate=3e-3,
         optimizer__warmup=0,
+        # Lengths that follow the clock would make every run another.
+        draft__adaptive=False,
         checkpoint__every=2,
         checkpoint__keep=9,
         eval__every=3,
@@ -141,6 +145,7 @@ EVERY_STEP = (
     | {f"mismatch/{name}" for name in ("kl", "logprob_abs_max")}
     | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
     | {f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)}
+    | {"spec/acceptance_predicted", "spec/alarm", "spec/share_k_3"}
     | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version")}
 )
 
@@ -178,7 +183,10 @@ def test_what_speculation_reports_in_every_row(whole):
         assert row["spec/acceptance_rate"] == pytest.approx(row["spec/accepted"] / row["spec/drafted"])
         # Every verification drafts three, so the rates weigh the same.
         verifications = row["spec/drafted"] // 3
-        assert row["spec/length_chosen"] == 3.0
+        assert row["spec/length_chosen"] == 3.0 and row["spec/share_k_3"] == 1.0
+        assert row["spec/alarm"] == 0.0
+        # Along the sampled text of the same weights: an estimate of what happened, of 192 tokens.
+        assert row["spec/acceptance_predicted"] == pytest.approx(1 + sum(rates), abs=0.25)
         assert row["spec/acceptance_rate"] == pytest.approx(np.mean(rates))
         assert row["spec/acceptance_length"] == pytest.approx(row["rollout/tokens"] / verifications)
         # A verification commits what it keeps and one more; the end of a response may cut some of it off.
@@ -194,6 +202,8 @@ def test_acceptance_counts_what_was_committed():
         accepted=np.array([[3, 1, 1], [2, 0, 0]], np.int32),
         verifications=np.array([4, 3], np.int32),
         response_length=np.array([8, 5], np.int32),
+        # Two programs of one length count together.
+        chunks=[Chunk(2, 3, 1.0, 2, 4, 0.0), Chunk(2, 0, 1.0, 1, 2, 0.0), Chunk(1, 3, 1.0, 1, 1, 0.0)],
     )
     assert measures.speculation_metrics(rollouts) == pytest.approx(
         {
@@ -205,6 +215,8 @@ def test_acceptance_counts_what_was_committed():
             "spec/acceptance_rate_pos_1": 5 / 7,
             "spec/acceptance_rate_pos_2": 1 / 7,
             "spec/acceptance_rate_pos_3": 1 / 2,
+            "spec/share_k_0": 2 / 7,
+            "spec/share_k_3": 5 / 7,
         }
     )
     # What nothing reached has no rate.
@@ -276,7 +288,8 @@ def test_tensorboard_holds_the_same_scalars(whole):
 def test_files_of_the_command(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     names = {path.name for path in workdir.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "plots"}
+    files = {"config.json", "metrics.jsonl", "speculation.json"}
+    assert names == files | {"rollouts", "checkpoints", "tensorboard", "plots"}
     written = json.loads((workdir / "config.json").read_text())
     assert written["config"]["policy"]["preset"] == "nano_deep" and written["config"]["steps"] == 3
     assert set(written["versions"]) == {"specrl_jax", "jax"}
@@ -338,6 +351,7 @@ def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeyp
         rollout__top_k=40,
         rollout__top_p=0.9,
         optimizer__learning_rate=3e-3,
+        draft__adaptive=False,
         draft__compare_rounds=0,
     )
     # Engines of other temperatures would be compiled for it.
@@ -366,9 +380,12 @@ def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     for row in rows[1:]:
         assert row["draft/version"] == 0 and row["spec/drafted"] > 0
         assert not {"draft/loss", "draft/grad_norm", "draft/seconds", "spec/speedup"} & row.keys()
-    assert {k: v for k, v in untimed(rows)[1].items() if not k.startswith("draft/")} == {
-        k: v for k, v in untimed(whole[1])[1].items() if not k.startswith("draft/")
-    }
+    (asked, learning) = (
+        {k: v for k, v in untimed(run)[1].items() if not k.startswith("draft/")} for run in (rows, whole[1])
+    )
+    # By two programs.
+    predicted = [row.pop("spec/acceptance_predicted") for row in (asked, learning)]
+    assert asked == learning and predicted[0] == pytest.approx(predicted[1], rel=1e-5)
     assert np.any(learnt.draft.params["fc"] != state.draft.params["fc"])
 
 
@@ -433,6 +450,8 @@ def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_p
     assert done == [0, 1, 1, 1, 3, 4]
     loop.train(setup, str(tmp_path), NEVER)
     assert_same_run(toy, tmp_path, whole)
+    # What the alarm has seen as well.
+    assert (tmp_path / "speculation.json").read_text() == (whole[0] / "speculation.json").read_text()
 
 
 def test_checkpoints_hold_the_head_and_its_optimizer(toy, whole):
@@ -513,6 +532,7 @@ def test_fewer_steps_than_done_are_refused(toy, whole, tmp_path):
 def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory, toy):
     """The real command: stopped by a signal, resumed, and compared with a run that was never stopped."""
     common = ["--config.eval.problems=1", "--config.checkpoint.every=1000", "--config.eval.every=0"]
+    common += ["--config.draft.adaptive=False"]
     stopped, unbroken = tmp_path / "stopped", tmp_path / "unbroken"
     process = start_process(arguments(*common, "--config.steps=100000", workdir=stopped), tmp_path_factory)
     while process.poll() is None and len(read_metrics(str(stopped))) < 3:

@@ -1,0 +1,248 @@
+"""What the host keeps of speculation: the alarm on and off, the controller's prior, history, and all of it saved."""
+
+import json
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.training.speculation import PROBE_STEPS, Speculation
+
+LENGTHS, SIZES = (0, 1, 3), (16, 4)
+PREDICTED = np.array([0.8, 0.5, 0.25])
+HEALTHY, GONE = (800, 500, 250), (0, 0, 0)  # drafts kept of a thousand, by position
+
+
+def setup_of(length=3, adaptive=False, temperature=1.0, weights=True, groups=0, history=2, sizes=SIZES):
+    """As much of a Setup as is asked for."""
+    draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history)
+    engine = types.SimpleNamespace(
+        draft_length=length,
+        programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
+        limits=types.SimpleNamespace(groups=groups),
+    )
+    return types.SimpleNamespace(
+        settings=types.SimpleNamespace(draft=draft),
+        rollout=types.SimpleNamespace(sampling=Sampling(temperature)),
+        engine=engine,
+        draft="weights" if weights else None,
+    )
+
+
+def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3]),)):
+    """Two rows that drafted and kept so many in all, and the texts of `texts`: (prompt, response)."""
+    whole = [np.array([*prompt, *response], np.int32) for prompt, response in texts]
+    tokens = np.stack([np.pad(text, (0, 9 - len(text))) for text in whole])
+    return types.SimpleNamespace(
+        drafted=np.array([[0, 0, 0], drafted], np.int32),
+        accepted=np.array([[0, 0, 0], accepted], np.int32),
+        tokens=tokens,
+        prompt_length=np.array([len(prompt) for prompt, _ in texts]),
+        length=np.array([len(text) for text in whole]),
+        whole=lambda row: whole[row],
+    )
+
+
+def k_of(speculation):
+    return speculation.lengths.choose(16, 16).k
+
+
+def tripped(speculation):
+    """The same, after its acceptance collapsed."""
+    with pytest.warns(UserWarning, match="acceptance collapsed"):
+        assert speculation.observe(rollouts_of(GONE), PREDICTED)["spec/alarm"] == 1.0
+    return speculation
+
+
+# --- metrics
+
+
+def test_the_predicted_length_is_that_of_the_lengths_drafted(tmp_path):
+    """600 of 1000 verifications drafted three tokens, the others one: 1 + 0.8 + 0.6 (0.5 + 0.25)."""
+    row = Speculation(setup_of(), str(tmp_path)).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), PREDICTED)
+    assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
+
+
+def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows(tmp_path):
+    speculation = Speculation(setup_of(), str(tmp_path))
+    row = speculation.observe(rollouts_of((800, 0, 0)), PREDICTED[:1])
+    assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
+
+
+@pytest.mark.parametrize("predicted", [None, PREDICTED])
+def test_greedy_rollouts_have_no_prediction(tmp_path, predicted):
+    speculation = Speculation(setup_of(temperature=0.0), str(tmp_path))
+    assert speculation.observe(rollouts_of(GONE), predicted) == {"spec/alarm": 0.0}
+
+
+def test_a_step_that_drafted_nothing_is_no_evidence(tmp_path):
+    speculation = Speculation(setup_of(), str(tmp_path))
+    before = speculation.alarm.state()
+    assert speculation.observe(rollouts_of(GONE, GONE), PREDICTED) == {"spec/alarm": 0.0}
+    assert speculation.alarm.state() == before
+
+
+def test_a_copier_has_no_alarm(tmp_path):
+    speculation = Speculation(setup_of(weights=False), str(tmp_path))
+    assert speculation.observe(rollouts_of(GONE), None) == {} and k_of(speculation) == 3
+
+
+# --- the alarm
+
+
+def test_a_healthy_draft_goes_on(tmp_path):
+    speculation = Speculation(setup_of(), str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            assert speculation.observe(rollouts_of(), PREDICTED)["spec/alarm"] == 0.0
+            assert k_of(speculation) == 3
+
+
+def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on(tmp_path):
+    speculation = tripped(Speculation(setup_of(), str(tmp_path)))
+    chosen = []
+    for _ in range(2 * PROBE_STEPS):
+        chosen.append(k_of(speculation))
+        # What nothing drafted cannot tell; a probe finds it as broken as before.
+        drafted = (1000,) * 3 if chosen[-1] else GONE
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # said once
+            assert speculation.observe(rollouts_of(GONE, drafted), PREDICTED)["spec/alarm"] == 1.0
+    assert chosen.count(3) == 2 and chosen.count(0) == 2 * PROBE_STEPS - 2
+    assert np.diff(np.flatnonzero(chosen)).tolist() == [PROBE_STEPS]
+    assert speculation.observe(rollouts_of(), PREDICTED)["spec/alarm"] == 0.0
+    assert k_of(speculation) == 3
+
+
+def test_without_a_prediction_a_collapse_is_one_against_earlier_steps(tmp_path):
+    """Greedy: only the first drafted token counts, whose acceptance does not depend on the length."""
+    speculation = Speculation(setup_of(temperature=0.0), str(tmp_path))
+    for kept in ((900, 0, 0), (900, 900, 900)):
+        assert speculation.observe(rollouts_of(kept), None)["spec/alarm"] == 0.0
+    tripped(speculation)
+    assert k_of(speculation) == 0
+
+
+def test_a_tripped_alarm_holds_the_controller_back(tmp_path):
+    """It would draft three: they cost next to nothing and nearly all are kept."""
+    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    for size in SIZES:
+        for k in LENGTHS:
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
+    speculation.observe(rollouts_of(), PREDICTED)
+    speculation.lengths.observe(16, 3, 10.0, 10, 160, np.array([128, 80, 40]), 0.0)
+    assert k_of(speculation) == 3
+    tripped(speculation)
+    assert k_of(speculation) == 0
+    speculation.observe(rollouts_of(), PREDICTED)
+    assert k_of(speculation) == 3
+
+
+def test_the_controller_gets_the_prediction_of_every_sampled_step(tmp_path):
+    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    assert speculation.controller.acceptance() == [1.0] * 3
+    speculation.observe(rollouts_of(), PREDICTED)
+    # Nothing was observed yet, so the prior is all there is.
+    np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
+    speculation.observe(rollouts_of(), None)
+    np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
+    greedy = Speculation(setup_of(adaptive=True, temperature=0.0), str(tmp_path / "greedy"))
+    greedy.observe(rollouts_of(), PREDICTED)
+    assert greedy.controller.acceptance() == [1.0] * 3
+
+
+def test_a_drafter_of_length_zero_has_nothing_to_choose(tmp_path):
+    speculation = Speculation(setup_of(length=0, adaptive=True), str(tmp_path))
+    assert speculation.controller is None and k_of(speculation) == 0
+
+
+# --- saved and loaded
+
+
+def test_everything_saved_comes_back(tmp_path):
+    setup = setup_of(adaptive=True, groups=2)
+    speculation = Speculation(setup, str(tmp_path))
+    speculation.lengths.calibrate(16, 3, 0.5)
+    speculation.observe(rollouts_of(), PREDICTED)
+    speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), PREDICTED)
+    speculation.save()
+    loaded = Speculation(setup, str(tmp_path))
+    assert loaded.controller.state() == speculation.controller.state()
+    assert loaded.alarm == speculation.alarm and loaded.alarm.pending != (0.0, 0.0, 0)
+    # And goes on alike.
+    for one in (speculation, loaded):
+        tripped(one)
+    assert loaded.alarm == speculation.alarm
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_turn_of_a_probe_is_kept(tmp_path):
+    speculation = tripped(Speculation(setup_of(), str(tmp_path)))
+    speculation.save()
+    loaded = Speculation(setup_of(), str(tmp_path))
+    for _ in range(PROBE_STEPS):
+        assert k_of(loaded) == k_of(speculation)
+        for one in (speculation, loaded):
+            one.observe(rollouts_of(GONE, GONE), PREDICTED)
+
+
+def test_a_fresh_workdir_starts_anew(tmp_path):
+    speculation = Speculation(setup_of(adaptive=True, groups=1), str(tmp_path))
+    assert speculation.controller.unmeasured(16) == list(LENGTHS)
+    assert speculation.history.get([1, 2]) == [] and not list(tmp_path.iterdir())
+
+
+def test_costs_of_other_shapes_are_not_taken_over(tmp_path):
+    """Another num_slots: the alarm is still right, the table of seconds is not."""
+    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    speculation.lengths.calibrate(16, 3, 0.5)
+    tripped(speculation).save()
+    other = Speculation(setup_of(adaptive=True, sizes=(32, 8)), str(tmp_path))
+    assert other.controller.sizes == (32, 8) and other.controller.unmeasured(32) == list(LENGTHS)
+    assert other.alarm.tripped
+    fixed = Speculation(setup_of(), str(tmp_path))
+    assert fixed.controller is None and fixed.alarm.tripped
+    assert Speculation(setup_of(weights=False), str(tmp_path)).alarm is None
+
+
+def test_a_run_that_chose_nothing_saves_for_one_that_does(tmp_path):
+    Speculation(setup_of(weights=False), str(tmp_path)).save()
+    assert json.loads((tmp_path / "speculation.json").read_text()) == {"step": 0, "controller": None, "alarm": None}
+    loaded = Speculation(setup_of(adaptive=True, groups=1), str(tmp_path))
+    assert loaded.controller is not None and not loaded.alarm.tripped
+
+
+TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
+
+
+def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved(tmp_path):
+    setup = setup_of(groups=1, history=2)
+    speculation = Speculation(setup, str(tmp_path))
+    speculation.observe(rollouts_of(texts=TEXTS), PREDICTED)
+    speculation.save()
+    for one in (speculation, Speculation(setup, str(tmp_path))):
+        assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
+        assert [text.tolist() for text in one.history.get([7])] == [[7, 8]]
+    assert Speculation(setup_of(groups=0), str(tmp_path)).history is None
+
+
+def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
+    """Killed while it writes: neither file is half there."""
+    setup = setup_of(groups=1)
+    speculation = Speculation(setup, str(tmp_path))
+    speculation.observe(rollouts_of(texts=TEXTS[:1]), PREDICTED)
+    speculation.save()
+
+    def cut_short(file, **arrays):
+        (open(file, "wb") if isinstance(file, str) else file).write(b"PK half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", cut_short)
+    speculation.observe(rollouts_of(texts=TEXTS[3:]), PREDICTED)
+    with pytest.raises(KeyboardInterrupt):
+        speculation.save()
+    loaded = Speculation(setup, str(tmp_path))
+    assert [text.tolist() for text in loaded.history.get([1, 2])] == [[1, 2, 3]]
