@@ -6,7 +6,7 @@ The tiny base on validation prompts of the arithmetic task, eight answers each, 
 a training run builds. In every round the plain engine (draft.kind=none), every fixed k and the controller answer the
 same prompts once, in random order. One controller lasts over all rounds of a cell, as over the steps of a training run:
 round 0, in which it measures costs and learns acceptance, is recorded and reported apart. `random` is a head of random
-weights: nothing that it drafts is kept. The best fixed k is that of the best median over the rounds that count.
+weights: next to nothing that it drafts is kept. The best fixed k is that of the best median over the rounds that count.
 """
 
 import argparse
