@@ -1,5 +1,6 @@
 # make run    virtual environment, install, the tiny config from start to closing table
 # make test   the whole suite; `make test PARITY=1` adds the comparisons with transformers (installs torch)
+# make test-full  every cell of the engine's product, about 20 minutes of one core; writes tests/results
 # make lock   writes requirements.lock from the environment
 
 PYTHON ?= python3
@@ -10,13 +11,17 @@ PLATFORM := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo gpu; elif ls /de
 REQUIREMENTS := $(if $(filter gpu,$(PLATFORM)),requirements.txt,requirements-$(PLATFORM).txt)
 PARITY ?=
 
-.PHONY: run test lock clean
+.PHONY: run test test-full lock clean
 
 run: $(VENV)/installed
 	$(BIN)/python main.py --config configs/rlzero_tiny.py
 
 test: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
 	$(BIN)/python -m pytest
+
+# Programs of a few milliseconds: compiling them is what takes long.
+test-full: $(VENV)/installed-test
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -m full
 
 lock: $(VENV)/installed-test
 	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock

@@ -54,6 +54,9 @@ def uniforms(
 def gumbel(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, token: jax.Array) -> jax.Array:
     """Standard Gumbel noise of single tokens, float32 in [-2.9, 22.9]; argmax(log-weights + noise) draws one of them.
 
+    The bits behind it are the same everywhere; the two logarithms are the backend's, so a value may differ in its last
+    place between backends and, on a CPU, between jitted code and single operations on fewer than eight numbers.
+
     Args:
       seed: [] uint32.
       rollout_id, position, token: integers that broadcast together; position is absolute, token an id of the target's

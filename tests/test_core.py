@@ -85,6 +85,16 @@ def test_logprobs_and_entropy_against_float64(temperature, dtype):
     np.testing.assert_allclose(got[1], want[1], atol=2e-5)
 
 
+def test_logprobs_and_entropy_of_float64_logits_are_float64():
+    rng = np.random.default_rng(2)
+    logits, tokens = rng.normal(size=(4, 7)), rng.integers(0, 7, 4).astype(np.int32)
+    with jax.enable_x64(True):
+        got = logprobs_and_entropy(jnp.array(logits), jnp.array(tokens), 0.7)
+        assert got[0].dtype == got[1].dtype == jnp.float64
+    for value, want in zip(got, reference_logprobs_and_entropy(logits, tokens, 0.7), strict=True):
+        np.testing.assert_allclose(value, want, rtol=0, atol=1e-14)
+
+
 def test_temperature_zero_is_scored_at_one():
     logits = jnp.array(np.random.default_rng(1).normal(size=(6, 9)), jnp.float32)
     tokens = jnp.arange(6)

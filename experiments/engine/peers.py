@@ -1,4 +1,4 @@
-"""Plain decoding of this project beside transformers and google-tunix: rounds in turn, one CSV.
+"""Decoding of this project beside transformers and google-tunix: rounds in turn, one CSV.
 
     python -m experiments.engine.peers --transformers VENV_A/bin/python --tunix VENV_B/bin/python --output peers.csv
 
@@ -7,6 +7,7 @@ prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with
 trained policy on prompts of any length (a JSON list of lists of ids), whose rows end at EOS. The peers are processes
 that stay alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first
 alternates. Two warm-up rounds of each, which compile, come first and are not recorded; every round after them is a row.
+`--draft FOLDER --length K` adds a second side of ours, `ours_speculative`, with an EAGLE-3 head of that policy.
 """
 
 import argparse
@@ -27,11 +28,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.decoding.engine import Limits
+from experiments.engine.bench import Stops
+from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.draft_models import find_draft_model, make_drafter
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.state import init_random_params
 
@@ -46,6 +49,7 @@ MODELS = {
     ),
 }
 FIELDS = ("model", "batch", "who", "round", "tokens", "seconds", "tokens_per_second")
+SPECULATIVE = "ours_speculative"
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
 # One round of one of the three: () -> (generated tokens, seconds)
@@ -60,20 +64,22 @@ class Workload(NamedTuple):
     eos: int | None  # None: rows of exactly new_tokens
 
 
-class Stops(NamedTuple):
-    """The two members of a Tokenizer that an engine reads."""
+def ours(
+    folder: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    num_slots: int,
+    eos: int | None = None,
+    draft: str = "",
+    length: int = 0,
+) -> Run:
+    """This project's engine in float32; each round draws with another seed.
 
-    eos_ids: tuple[int, ...]
-    pad_id: int = 0
-
-
-def ours(folder: str, prompts: list[list[int]], new_tokens: int, num_slots: int, eos: int | None = None) -> Run:
-    """This project's engine, draft.kind=none, in float32; each round draws with another seed.
-
-    Args: as in `Workload`; `num_slots` rows are decoded at once.
+    Args: as in `Workload`; `num_slots` rows are decoded at once, with drafts of `length` tokens from the EAGLE-3 head
+      in the folder `draft`, or draft.kind=none where it is ''.
     """
     mesh = make_mesh(MESH, jax.devices()[:1])
-    model, partition = hf.load_config(folder), partitioner(mesh, ROLLOUT)
+    model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
     config = RolloutConfig(
         sampling=Sampling(),
         # A chunk as long as an answer: the host looks once, as tunix's does.
@@ -81,13 +87,16 @@ def ours(folder: str, prompts: list[list[int]], new_tokens: int, num_slots: int,
         seed=0,
         dtype=jnp.float32,
         cache_dtype=jnp.float32,
-        draft_length=0,
     )
-    params = hf.load_params(folder, model, partitioner(mesh, LEARNER), jnp.float32)
-    weights = jax.block_until_ready(make_prepare(model, None, config, partition)(params, None, None))
+    kind = "eagle3" if draft else "none"
+    head = find_draft_model(kind, model, draft)
+    drafter = make_drafter(kind, head, length, config.sampling, config.dtype, partition, 1, 1, 0)
+    params = hf.load_params(folder, model, learner, jnp.float32)
+    drafted = (head.load(draft, learner), head.load_vocab_map(draft, model)) if head else (None, None)
+    weights = jax.block_until_ready(make_prepare(model, head, config, partition)(params, *drafted))
     # No id of the vocabulary ends a row of fixed length.
     stops = Stops((model.vocab if eos is None else eos,))
-    engine = make_rollout_engine(model, None, config, config.sampling, stops, partition)
+    engine = make_rollout_engine(model, head, drafter, config, stops, partition)
     seeds = itertools.count()
 
     def run() -> tuple[int, float]:
@@ -150,13 +159,21 @@ def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def measure(works: dict[int, Workload], commands: dict[str, list[str]], rounds: int) -> Iterator[dict]:
-    """Rows of one model, batch by batch. `works` maps batch to workload, `commands` the peers to how each starts."""
+def measure(
+    works: dict[int, Workload], commands: dict[str, list[str]], rounds: int, draft: str = "", length: int = 0
+) -> Iterator[dict]:
+    """Rows of one model, batch by batch, ours once more with a draft where there is one.
+
+    `works` maps batch to workload, `commands` the peers to how each starts.
+    """
     folder = next(iter(works.values())).folder
     with contextlib.ExitStack() as stack:
         processes = {who: stack.enter_context(started(command, folder)) for who, command in commands.items()}
         for batch, work in works.items():
-            runs = {"ours": ours(work.folder, work.prompts, work.new_tokens, batch, work.eos)}
+            shape = (work.folder, work.prompts, work.new_tokens, batch, work.eos)
+            runs = {"ours": ours(*shape)}
+            if draft:
+                runs[SPECULATIVE] = ours(*shape, draft, length)
             runs |= {who: peer(process, work, batch) for who, process in processes.items()}
             for row in rounds_of(runs, rounds):
                 yield {"model": work.name, "batch": batch} | row
@@ -194,23 +211,29 @@ def parse() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     which.add_argument("--policy", nargs=3, metavar=("FOLDER", "PROMPTS", "EOS"))
+    parser.add_argument("--draft", default="", help="folder, an EAGLE-3 head of the policy; '': plain decoding only")
+    parser.add_argument("--length", type=int, default=3, help="k, tokens that it drafts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--output", required=True, help="CSV file")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.draft and not arguments.policy:
+        parser.error("--draft: random policies have no head; --policy is needed")
+    return arguments
 
 
 def report(rows: list[dict]) -> None:
-    """Median tokens per second of each, and the median over rounds of ours over theirs."""
+    """Median tokens per second of each, and the medians over rounds of each of ours over it."""
     speeds = {(row["who"], row["round"]): row["tokens_per_second"] for row in rows}
-    for who in dict.fromkeys(row["who"] for row in rows):
-        mine = {i: speed for (name, i), speed in speeds.items() if name == who}
-        ratio = statistics.median(speeds["ours", i] / speed for i, speed in mine.items())
-        middle = statistics.median(mine.values())
-        print(
-            f"{rows[0]['model']} batch {rows[0]['batch']} {who}: {middle:.0f} tokens/s, ours {ratio:.2f}x", flush=True
-        )
+    everyone = list(dict.fromkeys(row["who"] for row in rows))
+    for who in everyone:
+        theirs = {i: speed for (name, i), speed in speeds.items() if name == who}
+        shown = f"{rows[0]['model']} batch {rows[0]['batch']} {who}: {statistics.median(theirs.values()):.0f} tokens/s"
+        for mine in everyone:
+            if mine in ("ours", SPECULATIVE):
+                shown += f", {mine} {statistics.median(speeds[mine, i] / x for i, x in theirs.items()):.2f}x"
+        print(shown, flush=True)
 
 
 def main() -> None:
@@ -223,7 +246,8 @@ def main() -> None:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         for works in works_of(arguments, scratch):
-            for _, rows in itertools.groupby(measure(works, commands, arguments.rounds), lambda row: row["batch"]):
+            measured = measure(works, commands, arguments.rounds, arguments.draft, arguments.length)
+            for _, rows in itertools.groupby(measured, lambda row: row["batch"]):
                 kept = []
                 for row in rows:
                     writer.writerow(row)

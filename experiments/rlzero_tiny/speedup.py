@@ -21,6 +21,7 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.shapes import find_limits
 
 PROMPTS = 128
 
@@ -38,8 +39,11 @@ def load(workdir: str) -> tuple[Setup, Any]:
 
 def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
     """[rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
-    limits = dataclasses.replace(setup.rollout.limits, num_slots=slots)
-    setup = dataclasses.replace(setup, rollout=dataclasses.replace(setup.rollout, limits=limits, draft_length=k))
+    s = setup.settings
+    draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
+    settings = dataclasses.replace(s, draft=draft, rollout=rollout)
+    limits = find_limits(settings, ways=1)
+    setup = dataclasses.replace(setup, settings=settings, rollout=dataclasses.replace(setup.rollout, limits=limits))
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][:PROMPTS]
     return compare_with_plain(setup.engine, setup.plain_engine, weights, prompts, 1, seed=0, rounds=rounds)
 

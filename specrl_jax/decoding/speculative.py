@@ -71,7 +71,7 @@ def speculative_step(
     """Extends every row that is not done by 1 to k + 1 tokens.
 
     Args:
-      width: the target's forward is over at least this many positions, those beyond the draft of no use.
+      width: forward and verification are over at least this many positions, those beyond the draft of no use.
     """
     with jax.named_scope("draft"):
         draft, cache = draft_fn(slots, seed)
@@ -81,7 +81,6 @@ def speculative_step(
         inputs = jnp.pad(inputs, ((0, 0), (0, max(0, width - inputs.shape[1]))))
         positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
         logits, cache = target_fn(inputs, positions, cache)
-        logits = logits[:, : draft.tokens.shape[1] + 1]
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
     with jax.named_scope("commit"):
@@ -130,4 +129,6 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
 
 def _put(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
     """buffer [B, S] with new [B, Q] at columns `where` [B, Q]; column S is dropped."""
-    return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(buffer, where, new)
+    return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(
+        buffer, where, new.astype(buffer.dtype)
+    )

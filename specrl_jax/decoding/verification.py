@@ -58,7 +58,8 @@ def verify(
       draft_logits: [B, k, Vd] float32 before temperature, or None where no row has any.
       one_hot: [B] bool, rows whose draft has no probabilities: their draft_logits do not count.
       vocab_map: [Vd] int32 target id of each draft id, or None where Vd = V.
-      target_logits: [B, k+1, V] float32 (float64); entry i is the target's after the i-th drafted token.
+      target_logits: [B, Q, V] float32 (float64), Q > k; entry i is the target's after the i-th drafted token. Those
+        beyond k are of no use but for their shape: a sum is only sure to be the same to the last bit in the same one.
     """
     k = draft_tokens.shape[1]
     if sampling.temperature == 0:
@@ -66,7 +67,7 @@ def verify(
     elif sampling.rule == "coupled":
         tokens, num_accepted = _by_equality(draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling)))
     else:
-        logits = final_logits(target_logits, sampling)
+        logits = final_logits(target_logits, sampling)[:, : k + 1]
 
         def without_probabilities() -> tuple[jax.Array, jax.Array]:
             return _by_equality(draft_tokens, _plain_draws(noise, logits))
@@ -80,13 +81,15 @@ def verify(
             by_equality = jax.lax.cond(one_hot.any(), without_probabilities, lambda: by_ratio)
             tokens = jnp.where(one_hot[:, None], by_equality[0], by_ratio[0])
             num_accepted = jnp.where(one_hot, by_equality[1], by_ratio[1])
-    return Verified(tokens, num_accepted, logprobs_and_entropy(target_logits, tokens, sampling.temperature)[0])
+    tokens = jnp.pad(tokens, ((0, 0), (0, target_logits.shape[1] - tokens.shape[1])))
+    logprobs, _ = logprobs_and_entropy(target_logits, tokens, sampling.temperature)
+    return Verified(tokens[:, : k + 1], num_accepted, logprobs[:, : k + 1])
 
 
 def _by_equality(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(tokens [B, k+1], num_accepted [B]) where `drawn` [B, k+1] is emitted up to the first draft that differs."""
+    """(tokens [B, Q], num_accepted [B]) where `drawn` [B, Q] is emitted up to the first of k drafts that differs."""
     drawn = drawn.astype(jnp.int32)
-    return drawn, _leading(draft_tokens == drawn[:, :-1])
+    return drawn, _leading(draft_tokens == drawn[:, : draft_tokens.shape[1]])
 
 
 def _plain_draws(noise: Noise, logits: jax.Array) -> jax.Array:
@@ -97,7 +100,7 @@ def _plain_draws(noise: Noise, logits: jax.Array) -> jax.Array:
 
 
 def _coupled_draws(noise: Noise, logits: jax.Array) -> jax.Array:
-    """[B, k+1] tokens, each the best of logits + Gumbel noise of its absolute position."""
+    """[B, Q] tokens, each the best of logits + Gumbel noise of its absolute position."""
     positions = noise.position[:, None] + jnp.arange(logits.shape[1])[None]
     g = counter.gumbel_rows(noise.seed, noise.rollout_id[:, None], positions, logits.shape[-1])
     return jnp.argmax(logits + g.astype(logits.dtype), axis=-1)
@@ -118,7 +121,7 @@ def _by_ratio(
     q_norm = jax.nn.logsumexp(draft_logits, axis=-1)
     p_x = jnp.exp(_pick(logits[:, :-1], draft_tokens) - p_norm[:, :-1])
     q_x = jnp.exp(_pick(draft_logits, draft_tokens, vocab_map) - q_norm)
-    places = jnp.arange(k)[None]
+    places = jnp.arange(k, dtype=jnp.int32)[None]
     u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
     if rule == "block":
         p = jnp.exp(logits - p_norm[..., None])

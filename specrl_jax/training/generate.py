@@ -114,6 +114,7 @@ def load_generator(
     max_prompt_tokens: int = 512,
     max_response_tokens: int = 512,
     num_slots: int = 16,
+    group_size: int = 8,
     dtype: str = "float32",
     cache_dtype: str = "float32",
     compute_dtype: str = "float32",
@@ -129,6 +130,8 @@ def load_generator(
       match_min, match_max: tokens, of the matches that ngram and suffix copy after.
       cascade: tokens, a match that overrides a draft with weights; 0: never.
       num_slots: sequences decoded at once.
+      group_size: answers to one prompt that `suffix` copies from, at most; also sets how many prompts are prefilled at
+        once.
       tokenizer: 'char' or a folder; '': the policy's.
       mesh: None: all devices, rows split over them.
     Raises:
@@ -145,6 +148,7 @@ def load_generator(
         max_prompt_tokens,
         max_response_tokens,
         ways=rollout_partition.ways("batch"),
+        group_size=group_size,
         copies=draft_kind == "suffix" or cascade > 0,
     )
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}

@@ -29,7 +29,7 @@ class Speculation:
         draft = setup.settings.draft
         self._workdir, self._draft = workdir, draft
         self._sampled = setup.rollout.sampling.temperature > 0
-        programs = setup.engine.programs
+        programs, self._longest = setup.engine.programs, setup.engine.draft_length
         self.controller = None
         if draft.adaptive and setup.engine.draft_length:
             self.controller = Controller(programs.lengths, programs.sizes)
@@ -47,7 +47,7 @@ class Speculation:
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
             return _Guarded(self.controller, tripped)
-        return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._draft.length)
+        return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._longest)
 
     def observe(self, rollouts: Rollouts, predicted: np.ndarray | None) -> dict[str, float]:
         """One step: feeds alarm, controller and history; warns where acceptance collapsed.

@@ -14,7 +14,8 @@ from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots, commit
 from tests.helpers import toys
-from tests.helpers.exact import final_probs, flat_index, log_softmax, sequences
+from tests.helpers.exact import log_softmax, sequences
+from tests.helpers.laws import observed, response_law
 from tests.helpers.statistics import assert_drawn_from
 
 PAD, EOS, V = 0, 3, 4
@@ -130,33 +131,6 @@ def test_any_of_several_end_of_text_ids_ends_a_rollout():
 
 
 # --- joint laws
-
-
-def response_law(table, prompt, longest, eos, sampling):
-    """Float64 law of responses padded with end-of-text to `longest`, in the order of flat_index."""
-    vocabulary = table.shape[-1]
-    law = np.zeros(vocabulary**longest)
-    open_prefixes = {(): 1.0}
-    for step in range(longest):
-        grown = {}
-        for prefix, mass in open_prefixes.items():
-            probs = final_probs(toys.logits_after(table, [*prompt, *prefix]), sampling)
-            for token in range(vocabulary):
-                if token == eos or step == longest - 1:
-                    padded = [*prefix, token] + [eos] * (longest - step - 1)
-                    law[flat_index(padded, vocabulary)] += mass * probs[token]
-                else:
-                    grown[*prefix, token] = mass * probs[token]
-        open_prefixes = grown
-    return law
-
-
-def observed(rollouts, longest, eos, vocabulary):
-    tokens = np.full((len(rollouts.length), longest), 0 if eos is None else eos)
-    for offset in range(longest):
-        there = rollouts.response_length > offset
-        tokens[there, offset] = rollouts.tokens[there, rollouts.prompt_length[there] + offset]
-    return flat_index(tokens, vocabulary)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 2, 0.9)], ids=["plain", "all three"])

@@ -103,6 +103,14 @@ def test_rows_are_cut_one_by_one():
             np.testing.assert_array_equal(together[b, t], final_logits(logits[b, t], sampling))
 
 
+def test_float64_logits_stay_float64():
+    """Two logits that differ beyond float32 are cut apart."""
+    with jax.enable_x64(True):
+        out = final_logits(jnp.array([1.0, 1.0 + 1e-12, 0.0], jnp.float64), Sampling(1.0, 1))
+        assert out.dtype == jnp.float64
+        assert np.isfinite(out).tolist() == [False, True, False]
+
+
 def test_half_precision_logits_are_cut_in_float32():
     out = final_logits(jnp.array([1.0, 2.0, 3.0], jnp.bfloat16), Sampling(0.7, 0, 0.9))
     assert out.dtype == jnp.float32
@@ -126,6 +134,11 @@ def test_nonsense_is_refused_and_named(bad):
     (name,) = bad
     with pytest.raises(BadInput, match=f"{name}={bad[name]}"):
         Sampling(**bad)
+
+
+def test_an_unknown_rule_is_refused_and_named():
+    with pytest.raises(BadInput, match=r"rollout\.rule='blok': it is one of rejection, block, coupled"):
+        Sampling(rule="blok")
 
 
 @pytest.mark.parametrize("good", [{"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.0}, {"top_p": 1e-9}])

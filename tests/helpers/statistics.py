@@ -15,6 +15,14 @@ def decisive_distance(outcomes, draws, error=1e-6):
     return math.sqrt((outcomes * math.log(2) + math.log(1 / error)) / (2 * draws))
 
 
+def total_variation(indices, probs):
+    """Between the outcomes drawn, `indices` [N], and `probs` [V]; an outcome that cannot be is an error."""
+    counts = np.bincount(indices, minlength=len(probs))
+    assert len(counts) == len(probs), "an outcome that does not exist was drawn"
+    assert counts[probs == 0].sum() == 0, "an outcome of probability zero was drawn"
+    return 0.5 * np.abs(counts / len(indices) - probs).sum()
+
+
 def assert_drawn_from(indices, probs, at_most, error=1e-6):
     """`indices` [N] of outcomes follow `probs` [V] float64.
 
@@ -26,8 +34,5 @@ def assert_drawn_from(indices, probs, at_most, error=1e-6):
     assert abs(probs.sum() - 1) < 1e-9, "the expected probabilities do not sum to one"
     decisive = decisive_distance(len(probs), len(indices), error)
     assert decisive <= at_most, f"{len(indices)} draws decide {decisive:.4f}, not {at_most}"
-    counts = np.bincount(indices, minlength=len(probs))
-    assert len(counts) == len(probs), "an outcome that does not exist was drawn"
-    assert counts[probs == 0].sum() == 0, "an outcome of probability zero was drawn"
-    distance = 0.5 * np.abs(counts / len(indices) - probs).sum()
+    distance = total_variation(indices, probs)
     assert distance < at_most, f"total variation {distance:.4f}"

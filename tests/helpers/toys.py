@@ -84,9 +84,9 @@ class Choosing(FixedLength):
         return Choice(self.k(running), None)
 
 
-def toy_drafter(table, k, temperature):
+def toy_drafter(table, k, temperature, rule="rejection"):
     """A drafter that knows the last token only: `table` [V, V]. Sampled at `temperature`; greedy at 0."""
-    table = jnp.array(table)
+    table, sampling = jnp.array(table), Sampling(temperature, rule=rule)
 
     def draft(params, slots, seed, k):
         noise = Noise(seed, slots.rollout_id, slots.length)
@@ -94,7 +94,7 @@ def toy_drafter(table, k, temperature):
         tokens, rows = [], []
         for i in range(k):
             rows.append(table[token])
-            token = sample_draft(noise, rows[-1], i, None, Sampling(temperature))
+            token = sample_draft(noise, rows[-1], i, None, sampling)
             tokens.append(token)
         return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), None), slots.cache
 
@@ -108,7 +108,7 @@ class Caches(NamedTuple):
     draft: jax.Array  # [B, S]
 
 
-def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
+def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
     """The engine over the toy with `stateful_drafter` or `rebuilding_drafter`."""
 
     def init_both(rows, length):
@@ -122,20 +122,21 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0):
         return logits, cache._replace(target=target)
 
     functions = {"init_cache": init_both, "prefill": prefill_both, "decode": decode_target}
-    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, **functions)
+    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, lengths=lengths, **functions)
 
 
-def stateful_drafter(table, k, temperature, vocab_map=None):
+def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
     """A drafter that knows the whole prefix, `table` [HASHES, V, Vd], and keeps it by position in a buffer of its own.
 
     As the EAGLE-3 head does: a draft writes the last k + 1 committed tokens, and what was committed before those it
     takes as it finds it. Where it drafted it leaves what is of no use, even if its tokens are accepted.
     """
+    sampling = Sampling(temperature, rule=rule)
 
     def draft(params, slots, seed, k):
         window = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
         buffer = write(slots.cache.draft, window, jnp.take_along_axis(slots.tokens, window, axis=1))
-        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map)
+        drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, sampling, vocab_map)
         buffer = write(buffer, slots.length[:, None] + jnp.arange(k)[None], jnp.full_like(drafted.tokens, UNWRITTEN))
         return drafted, slots.cache._replace(draft=buffer)
 
@@ -148,7 +149,7 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
     def draft(params, slots, seed, k):
         buffer = jnp.full_like(slots.tokens, UNWRITTEN)
         buffer = catch_up_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
-        return _draft_on(jnp.array(table), buffer, slots, seed, k, temperature, vocab_map), slots.cache
+        return _draft_on(jnp.array(table), buffer, slots, seed, k, Sampling(temperature), vocab_map), slots.cache
 
     return Drafter(k, draft, lambda params, tokens, length, cache: cache)
 
@@ -160,7 +161,7 @@ def catch_up_all(params, tokens, length, cache):
     return cache._replace(draft=write(cache.draft, where, tokens))
 
 
-def _draft_on(table, buffer, slots, seed, k, temperature, vocab_map):
+def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
     """k tokens after the last committed one, from a buffer that holds all up to it."""
     noise = Noise(seed, slots.rollout_id, slots.length)
     token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
@@ -169,6 +170,6 @@ def _draft_on(table, buffer, slots, seed, k, temperature, vocab_map):
         positions = slots.length[:, None] - 1 + i
         buffer = write(buffer, positions, token)
         rows.append(look_up(table, token, positions, buffer)[:, 0])
-        token = sample_draft(noise, rows[-1], i, vocab_map, Sampling(temperature))[:, None]
+        token = sample_draft(noise, rows[-1], i, vocab_map, sampling)[:, None]
         tokens.append(token[:, 0])
     return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)

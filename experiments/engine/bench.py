@@ -1,0 +1,145 @@
+"""What the measurements of this folder share: rounds in turn, quartiles, CSV, timed rollouts, parts of an engine."""
+
+import contextlib
+import csv
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specrl_jax.data.tasks import TaskSource
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.programs import Model
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import Partitioner, make_mesh
+from specrl_jax.training.draft_models import DraftModel
+from specrl_jax.training.rollout import RolloutConfig, Target, sharded_verify
+
+# A row of a CSV file
+Row = dict[str, Any]
+TINY_POLICY, TINY_HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_head/checkpoint"
+# The longest prompt and answer of the arithmetic task, tokens.
+PROMPT_TOKENS, RESPONSE_TOKENS = 10, 46
+
+
+class Stops(NamedTuple):
+    """The two members of a Tokenizer that an engine reads."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int = 0
+
+
+class Quartiles(NamedTuple):
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Of at least one value, by linear interpolation."""
+    return Quartiles(*(float(x) for x in np.quantile(values, (0.25, 0.5, 0.75))))
+
+
+def in_turn(names: Sequence[Any], rounds: int, seed: int = 0) -> Iterator[tuple[int, Any]]:
+    """(round, name): every name once a round, in another random order each round, so that drift favours none."""
+    rng = np.random.default_rng(seed)
+    for i in range(rounds):
+        for j in rng.permutation(len(names)):
+            yield i, names[j]
+
+
+def by_round(rows: Sequence[Row], value: str, **where: Any) -> np.ndarray:
+    """[rounds] `value` of the rows that have all of `where`, in the order of their rounds.
+
+    Raises ValueError unless each round from the first to the last has exactly one.
+    """
+    found = sorted((row["round"], row[value]) for row in matching(rows, **where))
+    rounds = [i for i, _ in found]
+    if not found or rounds != list(range(rounds[0], rounds[0] + len(rounds))):
+        raise ValueError(f"rows with {where}: rounds {rounds}, expected each once")
+    return np.array([x for _, x in found], float)
+
+
+def matching(rows: Sequence[Row], **where: Any) -> list[Row]:
+    return [row for row in rows if all(row[name] == value for name, value in where.items())]
+
+
+def distinct(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
+    """The values of some columns that occur together, in the order in which they first do."""
+    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
+
+
+@contextlib.contextmanager
+def csv_writer(path: str, fields: Sequence[str]) -> Iterator[Callable[[Row], None]]:
+    """Writes one row a call, and at once: an interrupted measurement keeps what it has."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+
+        def write(row: Row) -> None:
+            writer.writerow(row)
+            file.flush()
+
+        yield write
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a CSV file; what reads as a number is one."""
+    with open(path, newline="") as file:
+        return [{name: _number(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def one_device() -> Mesh:
+    return make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+
+
+def validation_prompts(count: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The first prompts of the arithmetic task's validation split, as tokens."""
+    source = TaskSource("arithmetic", "validation", seed=0)
+    return [encode(source[i].prompt) for i in range(count)]
+
+
+def timed_rollouts(
+    engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
+) -> Row:
+    """One call of `generate` as columns: tokens, seconds, tokens_per_second and tokens per verification."""
+    start = time.perf_counter()
+    rollouts = engine.generate(weights, prompts, samples, seed, lengths=lengths)
+    seconds = time.perf_counter() - start
+    tokens = int(rollouts.response_length.sum())
+    return {
+        "tokens": tokens,
+        "seconds": round(seconds, 5),
+        "tokens_per_second": round(tokens / seconds, 2),
+        "acceptance_length": round(tokens / int(rollouts.verifications.sum()), 4),
+    }
+
+
+def engine_parts(
+    model: Qwen3Config,
+    draft: DraftModel | None,
+    drafter: Drafter,
+    config: RolloutConfig,
+    stops: Stops,
+    partition: Partitioner,
+) -> Model:
+    """The functions that `make_rollout_engine` builds its programs from, to be run one by one."""
+    target = Target(model, draft, config, partition)
+    verify = functools.partial(sharded_verify, partition)
+    functions = (target.init_cache, target.prefill, target.decode, drafter, verify)
+    return Model(*functions, config.sampling, stops.eos_ids, stops.pad_id)

@@ -1,0 +1,155 @@
+"""How many drafts more block verification keeps than the rejection rule: measured, and expected of the same drafts.
+
+    python -m experiments.engine.block_gain --output experiments/engine/block_gain.csv
+
+The tiny base and its head, float32, temperature 1, validation prompts of the arithmetic task, waves of rollouts under
+each rule, stepped one iteration at a time. Of every drafted block, also the number of drafts that each rule keeps on
+average over its own uniforms, exactly, from the p and q along the block (`expected_accepted`). So under each rule
+
+    accepted per verification        what happened
+    expected_rejection, _block       what the two rules make of these same blocks
+
+and `expected` of the run's own rule differs from `accepted` by the noise of its uniforms alone. The predicted gain is
+expected_block / expected_rejection of the rejection run's blocks; those of the block run start at other places.
+Counts include drafts after an end-of-text, as the engine's own do.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.engine import bench
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding import rules
+from specrl_jax.decoding.dealer import Dealer
+from specrl_jax.decoding.programs import Limits, Model, empty_slots, refill
+from specrl_jax.decoding.sampling import Sampling, final_logits
+from specrl_jax.decoding.speculative import Slots, speculative_step
+from specrl_jax.io import hf
+from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
+from specrl_jax.training.draft_models import find_draft_model
+from specrl_jax.training.rollout import RolloutConfig, make_prepare
+
+RULES = ("rejection", "block")
+FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")
+
+
+def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean number of drafts kept by (rejection, block) over the rules' own uniforms, each [B].
+
+    Rejection keeps draft i with all before it: the product of the chances up to i. Block keeps at least i where one of
+    the chances from i on comes up: 1 less the product of 1 - h_j over j >= i.
+
+    Args:
+      p: [B, k+1, V] target probabilities.
+      q: [B, k, V] draft probabilities on the target's vocabulary.
+      tokens: [B, k] int32 drafts.
+    """
+    p_x, q_x = (jnp.take_along_axis(x, tokens[..., None], axis=-1)[..., 0] for x in (p[:, :-1], q))
+    kept = jnp.cumprod(rules.rejection_chances(p_x, q_x), axis=1)
+    h, _ = rules.block_chances(p, q, p_x, q_x)
+    none_from = jnp.flip(jnp.cumprod(jnp.flip(1 - h, axis=1), axis=1), axis=1)
+    return kept.sum(axis=1), (1 - none_from).sum(axis=1)
+
+
+def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
+    """The jitted (weights, slots, seed) -> (slots, sums [2] float32 of `expected_accepted` over running rows)."""
+
+    def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
+        found = []
+
+        def verify(
+            noise: Any, tokens: Any, logits: Any, one_hot: Any, vocab_map: Any, target: Any, sampling: Any
+        ) -> Any:
+            p = jax.nn.softmax(final_logits(target, sampling), axis=-1)
+            drafted = jax.nn.softmax(logits / sampling.temperature, axis=-1)
+            q = jnp.zeros((*drafted.shape[:2], p.shape[-1])).at[:, :, vocab_map].set(drafted)
+            found.extend(expected_accepted(p, q, tokens))
+            return parts.verify(noise, tokens, logits, one_hot, vocab_map, target, sampling)
+
+        models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
+        new = speculative_step(slots, seed, *models, parts.sampling, parts.eos_ids, verify)
+        return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])
+
+    return jax.jit(step, donate_argnums=1)
+
+
+def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, Any, Limits]:
+    """(parts, weights, limits)."""
+    mesh = bench.one_device()
+    partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
+    draft = find_draft_model("eagle3", model, head)
+    limits = Limits(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
+    config = RolloutConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
+    drafter = draft.drafter(k, config.sampling, config.dtype, partition)
+    parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
+    learner = partitioner(mesh, LEARNER)
+    params = hf.load_params(policy, model, learner, jnp.float32), draft.load(head, learner)
+    return parts, make_prepare(model, draft, config, partition)(*params, draft.load_vocab_map(head, model)), limits
+
+
+def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:
+    """(weights, prompts, seed) -> counts of one wave: a rollout of every prompt, from its prefill to its end."""
+    empty = jax.jit(partial(empty_slots, parts, limits))
+    start = jax.jit(partial(refill, model=parts, limits=limits))
+    step = make_step(parts, k)
+
+    def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
+        slots, _ = start(weights, *empty(), Dealer(limits, parts.pad_id, prompts, 1, 0, None).deal())
+        expected = np.zeros(2)
+        while not slots.done.all():
+            slots, sums = step(weights, slots, np.uint32(seed))
+            expected += np.asarray(sums, float)
+        counts = {"verifications": int(slots.verifications.sum()), "accepted": int(slots.accepted.sum())}
+        return counts | {"expected_rejection": round(expected[0], 3), "expected_block": round(expected[1], 3)}
+
+    return wave
+
+
+def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
+    """Drafts kept per verification over all seeds of one k, and their ratios: measured, and expected of the blocks."""
+
+    def per_verification(rule: str, name: str) -> float:
+        kept = bench.matching(rows, k=k, rule=rule)
+        return sum(row[name] for row in kept) / sum(row["verifications"] for row in kept)
+
+    measured = {rule: per_verification(rule, "accepted") for rule in RULES}
+    expected = {rule: [per_verification(rule, f"expected_{kept}") for kept in RULES] for rule in RULES}
+    return measured | {
+        "gain": measured["block"] / measured["rejection"],
+        "expected_rejection": expected["rejection"][0],
+        "expected_block": expected["rejection"][1],
+        "predicted_gain": expected["rejection"][1] / expected["rejection"][0],
+        "predicted_gain_block_run": expected["block"][1] / expected["block"][0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
+    parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[3, 5, 7])
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--output", default="experiments/engine/block_gain.csv")
+    a = parser.parse_args()
+    prompts = bench.validation_prompts(a.prompts, CharTokenizer().encode)
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for k in a.lengths:
+            for rule in RULES:
+                parts, weights, limits = load(a.policy, a.head, rule, k, a.prompts)
+                wave = make_wave(parts, limits, k)
+                for seed in range(a.seeds):
+                    write({"k": k, "rule": rule, "seed": seed} | wave(weights, prompts, seed))
+    rows = bench.read_rows(a.output)
+    for k in a.lengths:
+        print(f"k = {k}: " + "  ".join(f"{name} {value:.4f}" for name, value in gains(rows, k).items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The parts of a fused iteration, each in a loop of nothing else; `costs.py` times them beside the whole."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.engine import bench
+from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.dealer import Dealer
+from specrl_jax.decoding.engine import Batch, Engine
+from specrl_jax.decoding.programs import Limits, Model, empty_slots
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.speculative import Slots, no_draft, speculative_step
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
+from specrl_jax.training.draft_models import Eagle3Draft
+from specrl_jax.training.drafting import draft_tokens
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.state import init_random_params
+from specrl_jax.training.weights import Caches
+
+PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
+# Runs once: seconds per iteration
+Timed = Callable[[], float]
+
+
+class Case(NamedTuple):
+    engine: Engine
+    parts: Model
+    draft: Eagle3Draft
+    weights: Any
+    config: RolloutConfig
+    partition: Partitioner
+
+    def empty_cache(self) -> Caches:
+        return self.parts.init_cache(self.config.limits.num_slots, self.config.limits.cache_length)
+
+
+def build(model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, lengths: tuple[int, ...]) -> Case:
+    partition = partitioner(bench.one_device(), ROLLOUT)
+    draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
+    limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
+    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype("float32"))
+    drafter = draft.drafter(max(lengths), config.sampling, config.dtype, partition)
+    stops = bench.Stops((model.vocab,))  # no id of the vocabulary: every row runs on
+    engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
+    parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
+    learner = partitioner(bench.one_device(), LEARNER)
+    specs = (qwen3.param_specs(model), draft.specs)
+    params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
+    weights = make_prepare(model, draft, config, partition)(*params, jnp.arange(draft_vocab, dtype=jnp.int32))
+    return Case(engine, parts, draft, jax.block_until_ready(weights), config, partition)
+
+
+def iteration(case: Case, k: int, count: int) -> Timed:
+    """`count` iterations of all rows, in one chunk."""
+    limits = case.config.limits
+    prompts = np.random.default_rng(0).integers(0, case.draft.vocab, (limits.num_slots, PROMPT)).tolist()
+
+    def run() -> float:
+        batch = Batch(case.engine, case.weights, Dealer(limits, 0, prompts, 1, 0, None), 0)
+        batch.prepare()
+        batch.run(Choice(k, WARM))
+        chunk, tally = batch.run(Choice(k, count))
+        if chunk.iterations != count or tally.done.any():
+            raise RuntimeError(f"rows ended after {chunk.iterations} of {count} iterations")
+        return chunk.seconds / count
+
+    return run
+
+
+def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, count: int) -> Timed:
+    """`count` times body(weights, i, state) -> state, on the device."""
+    turns = jax.jit(lambda w, s: jax.lax.fori_loop(0, count, lambda i, s: body(w, i, s), s), donate_argnums=1)
+    turns = turns.lower(weights, state).compile()
+
+    def run() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        state = jax.block_until_ready(turns(weights, state))
+        return (time.perf_counter() - start) / count
+
+    return run
+
+
+def after(x: jax.Array, result: jax.Array, i: jax.Array) -> jax.Array:
+    """Integers x, unchanged, known only when `result` is: no turn of a loop can be dropped, hoisted or thinned."""
+    number = jax.lax.dynamic_index_in_dim(result.reshape(-1), i, keepdims=False)
+    return x + (number == jnp.inf).astype(x.dtype)
+
+
+def positions(B: int, count: int) -> jax.Array:
+    return jnp.broadcast_to(PROMPT + jnp.arange(count), (B, count))
+
+
+def forward(case: Case, k: int, count: int) -> Timed:
+    """The target over k + 1 positions, with its cache."""
+    B = case.config.limits.num_slots
+
+    def body(weights: Any, i: jax.Array, state: Any) -> Any:
+        tokens, cache = state
+        logits, cache = case.parts.decode(weights, tokens, positions(B, k + 1), cache)
+        return after(tokens, logits, i), cache
+
+    return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache()), count)
+
+
+def head(case: Case, k: int, count: int) -> Timed:
+    """One application, fed its own output as between two drafted tokens, with its logits."""
+    B, dtype = case.config.limits.num_slots, case.config.dtype
+
+    def body(weights: Any, i: jax.Array, state: Any) -> Any:
+        token, a, cache = state
+        embedded = weights.policy["embed"][token].astype(dtype)
+        a, cache = case.draft.extend(weights.draft, a, embedded, positions(B, 1), cache)
+        return after(token, case.draft.logits(weights, a), i), a, cache
+
+    a = jnp.ones((B, 1, case.draft.config.embed), dtype)
+    return loop(body, case.weights, (jnp.zeros((B, 1), jnp.int32), a, case.empty_cache().draft), count)
+
+
+def fc(case: Case, k: int, count: int) -> Timed:
+    """What a draft of k tokens does before its first one."""
+    B = case.config.limits.num_slots
+
+    def body(weights: Any, i: jax.Array, state: Any) -> Any:
+        pairs, tokens, cache = state
+        features = jnp.take_along_axis(cache.features, pairs[:, :, None, None], axis=1, mode="clip")
+        hidden = case.draft.project(weights.draft, features)
+        embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
+        cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], cache)
+        return after(pairs, hidden, i), after(tokens, hidden, i), cache
+
+    tokens = jnp.zeros((B, k + 1), jnp.int32)
+    return loop(body, case.weights, (positions(B, k + 1), tokens, case.empty_cache().draft), count)
+
+
+def rest(case: Case, k: int, count: int) -> Timed:
+    """An iteration whose two models answer at once."""
+    B, sampling = case.config.limits.num_slots, case.config.sampling
+    widths = len(case.weights.policy["embed"]), case.draft.vocab
+    logits = tuple(2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate(widths))
+
+    def body(given: Any, i: jax.Array, slots: Slots) -> Slots:
+        logits, vocab_map = given
+        # Other logits each time: the same ones would be exponentiated once, before the loop.
+        p, q = (x + 1e-3 * i for x in logits)
+
+        def draft(slots: Slots, seed: jax.Array) -> Any:
+            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, sampling, case.partition)
+            return drafted, slots.cache
+
+        answers = (draft if k else no_draft, lambda tokens, positions, cache: (p, cache))
+        return speculative_step(slots, jnp.uint32(0), *answers, sampling, case.parts.eos_ids, case.parts.verify)
+
+    slots = empty_slots(case.parts, case.config.limits)[0].replace(cache=None, done=jnp.zeros((B,), bool))
+    return loop(body, (logits, case.weights.vocab_map), slots, count)

@@ -1,0 +1,105 @@
+"""Bytes of an engine's buffers: what they are on the device, beside what the docstrings say they take.
+
+    python -m experiments.engine.memory --output experiments/engine/memory.csv
+
+tiny: the slots of a fresh engine, as their device holds them. qwen3_0p6b: their shapes alone, nothing is allocated.
+The arithmetic is that of `models/cache.py` (KVCache), `models/recurrent.py` (DraftCache) and `decoding/corpus.py`.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.engine import bench
+from specrl_jax.decoding.programs import Limits, Prompts, empty_slots
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.speculative import Slots
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.sharding import ROLLOUT, partitioner
+from specrl_jax.training.draft_models import Eagle3Draft
+from specrl_jax.training.rollout import RolloutConfig
+
+FIELDS = ("preset", "dtype", "slots", "tokens", "buffer", "how", "bytes", "arithmetic")
+# preset: (slots, prompt tokens, response tokens, dtype, whether buffers are made)
+CASES = {
+    "tiny": (128, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, "float32", True),
+    "qwen3_0p6b": (256, 512, 3584, "bfloat16", False),
+}
+
+
+def size(tree: Any) -> int:
+    """Bytes: of every shard on its device, or of the shapes where there are no arrays."""
+
+    def of(leaf: Any) -> int:
+        if isinstance(leaf, jax.Array):
+            return sum(shard.data.on_device_size_in_bytes() for shard in leaf.addressable_shards)
+        return leaf.size * leaf.dtype.itemsize
+
+    return sum(map(of, jax.tree.leaves(tree)))
+
+
+def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
+    """Every array of an engine between two chunks, by what it is."""
+    draft = slots.cache.draft
+    return {
+        "target keys and values": slots.cache.target,
+        "draft features": draft.features,
+        "draft keys and values": (draft.keys, draft.values),
+        "corpus": slots.corpus,
+        "tokens and log-probs": (slots.tokens, slots.logprobs),
+        "carried prompt's caches": carried.cache,
+    }
+
+
+def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> dict[str, int]:
+    """The same names, bytes by the docstrings' formulas; cache and activations have one dtype."""
+    S, K, H = limits.cache_length, model.kv_heads, model.head_dim
+    itemsize = jnp.dtype(dtype).itemsize
+    target = 2 * model.layers * K * H * itemsize  # a token
+    features, draft = 3 * model.embed * itemsize, 2 * K * H * itemsize
+    tokens = limits.num_slots * S
+    return {
+        "target keys and values": tokens * target,
+        "draft features": tokens * features,
+        "draft keys and values": tokens * draft,
+        "corpus": limits.groups * limits.members * (S + 1) * 4,
+        "tokens and log-probs": tokens * 8,
+        "carried prompt's caches": limits.max_prompt_tokens * (target + features + draft),
+    }
+
+
+def measure(preset: str, limits: Limits, dtype: str, allocate: bool) -> list[bench.Row]:
+    model, partition = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT)
+    draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
+    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
+    drafter = draft.drafter(7, config.sampling, config.dtype, partition)
+    parts = bench.engine_parts(model, draft, drafter, config, bench.Stops((model.vocab,)), partition)
+    make = functools.partial(empty_slots, parts, limits)
+    found = buffers(*(jax.jit(make)() if allocate else jax.eval_shape(make)))
+    expected = arithmetic(model, limits, dtype)
+    common = {"preset": preset, "dtype": dtype, "slots": limits.num_slots, "tokens": limits.cache_length}
+    how = "device" if allocate else "shapes"
+    return [
+        common | {"buffer": name, "how": how, "bytes": size(tree), "arithmetic": expected[name]}
+        for name, tree in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="experiments/engine/memory.csv")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for preset, (slots, prompt, response, dtype, allocate) in CASES.items():
+            limits = Limits(slots, prompt, response, chunk=16, groups=slots // 8 + 1, members=8 + 8)
+            for row in measure(preset, limits, dtype, allocate):
+                write(row)
+                shown = f"{row['bytes']:>14,} bytes, {row['arithmetic']:>14,} by arithmetic ({row['how']})"
+                print(f"{preset:<11} {slots} x {row['tokens']} {dtype:<9} {row['buffer']:<24} {shown}")
+
+
+if __name__ == "__main__":
+    main()

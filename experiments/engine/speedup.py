@@ -1,0 +1,108 @@
+"""Generation with a draft over draft.kind=none, for a trained policy and its head, by sequences at once and k.
+
+    python -m experiments.engine.speedup --output experiments/engine/speedup.csv
+
+Validation prompts of the arithmetic task, temperature 1, one answer each, eight prompts for every slot (at least 64),
+so that slots are refilled and the batch shrinks at the end, as in a rollout phase. In every round the plain engine and
+every k answer the same prompts once, in random order; a ratio is that of generated tokens per second in one round.
+Programs are compiled, and each side run once, before the first round.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import numpy as np
+
+from experiments.engine import bench
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.sampling import RULES
+from specrl_jax.training.generate import Generator, load_generator
+from specrl_jax.training.shapes import LENGTHS
+
+CELL = ("dtype", "rule", "slots")
+FIELDS = (*CELL, "prompts", "k", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")
+PLAIN = "none"  # in the column k
+
+
+def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) -> Generator:
+    """A compiled generator on one device."""
+    generator = load_generator(
+        a.policy,
+        draft_kind=kind,
+        draft_path="" if kind == "none" else a.head,
+        draft_length=0 if kind == "none" else max(a.lengths),
+        rule=rule,
+        max_prompt_tokens=bench.PROMPT_TOKENS,
+        max_response_tokens=bench.RESPONSE_TOKENS,
+        num_slots=slots,
+        dtype=dtype,
+        tokenizer=a.tokenizer,
+        mesh=bench.one_device(),
+    )
+    generator.compile()
+    return generator
+
+
+def measure(plain: Generator, drafted: Generator, lengths: list[int], slots: int, rounds: int) -> Iterator[bench.Row]:
+    """Rows of one cell; k is 'none' for the plain engine."""
+    prompts = bench.validation_prompts(max(64, 8 * slots), drafted.tokenizer.encode)
+    sides = {PLAIN: (plain, None)} | {k: (drafted, FixedLength(k)) for k in lengths}
+
+    def run(k: int | str, seed: int) -> bench.Row:
+        generator, length = sides[k]
+        return bench.timed_rollouts(generator.engine, generator.weights, prompts, 1, seed, length)
+
+    for k in sides:
+        run(k, 0)
+    for i, k in bench.in_turn(list(sides), rounds):
+        yield {"prompts": len(prompts), "k": k, "round": i} | run(k, 1 + i)
+
+
+def ratios(rows: list[bench.Row]) -> dict[int, np.ndarray]:
+    """k -> [rounds] tokens per second over those of the plain engine, of one cell."""
+    plain = bench.by_round(rows, "tokens_per_second", k=PLAIN)
+    lengths = [k for (k,) in bench.distinct(rows, "k") if k != PLAIN]
+    return {k: bench.by_round(rows, "tokens_per_second", k=k) / plain for k in sorted(lengths)}
+
+
+def report(rows: list[bench.Row]) -> None:
+    """The median ratio and its quartiles of every k; '*' marks the best median of a cell."""
+    for cell in bench.distinct(rows, *CELL):
+        kept = bench.matching(rows, **dict(zip(CELL, cell)))
+        found = {k: bench.quartiles(values) for k, values in ratios(kept).items()}
+        best = max(found, key=lambda k: found[k].median)
+        for k, quartiles in found.items():
+            length = np.mean([row["acceptance_length"] for row in bench.matching(kept, k=k)])
+            mark = "*" if k == best else " "
+            print(
+                f"{cell[0]} {cell[1]} {cell[2]:2d} sequences, k = {k}:{mark}{quartiles}x, {length:.2f} a verification"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder")
+    parser.add_argument("--head", default=bench.TINY_HEAD, help="folder")
+    parser.add_argument("--kind", default="eagle3", choices=("eagle3", "mtp", "model"), help="of the head")
+    parser.add_argument("--tokenizer", default="char", help="char, or a folder")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], choices=LENGTHS)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
+    parser.add_argument("--rules", nargs="+", default=["rejection", "block"], choices=RULES)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", default="experiments/engine/speedup.csv")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for slots in a.slots:
+            for dtype in a.dtypes:
+                # Without drafts all rules are one.
+                plain = load(a, "none", dtype, "rejection", slots)
+                for rule in a.rules:
+                    drafted = load(a, a.kind, dtype, rule, slots)
+                    for row in measure(plain, drafted, a.lengths, slots, a.rounds):
+                        write({"dtype": dtype, "rule": rule, "slots": slots} | row)
+    report(bench.read_rows(a.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`coupled` in the engine: tokens are the target's and the noise's alone, whatever drafts, however the host deals.
+
+In float64, where no rounding of the toy's logits or of the sampling settings could stand in for a difference.
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax.decoding import verification
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.programs import Limits
+from tests.helpers import toys
+from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
+from tests.helpers.exact import sequences
+
+PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]
+SAMPLES, LONGEST = 3, 12
+TABLE = (TARGET - 1.5 * np.eye(V, dtype=np.float32)[V - 1]).astype(np.float64)  # the end-of-text comes seldom
+
+
+def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **sizes):
+    """36 prompts, three rollouts each, that end at the limit or before; through several waves."""
+    cell = Cell(drafter, "coupled", 1.0, 0, 0.9, "may end", "inside")
+    corpus = {"groups": len(PROMPTS), "members": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
+    limits = Limits(num_slots, 3, LONGEST, chunk, **corpus, **sizes)
+    with jax.enable_x64(True):
+        run = make_engine(cell, limits, k, np.float64, lengths=programs)
+        history = history_of(PROMPTS, LONGEST, V - 1)
+        return run.generate(TABLE, PROMPTS, SAMPLES, seed=5, lengths=lengths, history=history)
+
+
+@functools.cache
+def plain():
+    return generate("none", 0)
+
+
+def assert_same_tokens(out):
+    for name in ("rollout_id", "tokens", "length", "ended"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(plain(), name))
+    # From the same float64 logits, stored as float32.
+    np.testing.assert_allclose(out.logprobs, plain().logprobs, rtol=0, atol=2**-22)
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """What the target's choice is made from is float64 throughout."""
+    inner, seen = verification._coupled_draws, set()
+
+    def spy(noise, logits):
+        seen.add(str(logits.dtype))
+        return inner(noise, logits)
+
+    monkeypatch.setattr(verification, "_coupled_draws", spy)
+    yield
+    assert seen == {"float64"}
+
+
+def test_the_rollouts_compared_differ_in_length_and_end():
+    assert len(set(plain().response_length.tolist())) > 6
+    assert plain().ended.any() and not plain().ended.all()
+    assert len({row.tobytes() for row in plain().tokens}) > 70
+
+
+# Every length with a state that must follow it, one with the others.
+CASES = [("stateful", k) for k in range(1, 6)] + [("table", 5), ("ngram", 5), ("suffix", 5), ("cascade", 2)]
+
+
+@pytest.mark.parametrize("drafter, k", CASES)
+def test_tokens_do_not_depend_on_the_drafter(drafter, k, in_float64):
+    out = generate(drafter, k)
+    assert_same_tokens(out)
+    assert out.accepted[:, 0].sum() > 0 and out.verifications.sum() < plain().verifications.sum()
+
+
+def changing(*lengths):
+    """Draft lengths that go through `lengths` over and over."""
+    count = itertools.count()
+    return toys.Choosing(lambda running: lengths[next(count) % len(lengths)])
+
+
+def test_nor_on_what_a_controller_chooses(in_float64):
+    """An adaptive run that probes often, over three lengths and two sizes."""
+    programs, sizes = (0, 1, 3), (32, 8)
+    controller = Controller(programs, sizes, probe_budget=1.0)
+    out = generate("stateful", 3, controller, programs=programs, num_slots=32, sizes=(8,), chunk=3)
+    assert_same_tokens(out)
+    assert len({chunk.k for chunk in out.chunks}) > 1 and {chunk.size for chunk in out.chunks} == set(sizes)
+
+
+@pytest.mark.parametrize(
+    "drafter, sizes",
+    [
+        ("stateful", {"num_slots": 1, "chunk": 100}),
+        ("stateful", {"num_slots": 7, "chunk": 1, "free_slots": 1}),
+        ("suffix", {"num_slots": 7, "chunk": 4, "free_slots": 7}),
+        ("stateful", {"num_slots": 128, "chunk": 2, "sizes": (16, 4)}),
+        ("suffix", {"num_slots": 16, "chunk": 2, "prefill_rows": 1, "sizes": (4,)}),
+        ("stateful", {"num_slots": 16, "chunk": 2, "width": 9}),
+    ],
+    ids=str,
+)
+def test_nor_on_slots_chunks_refills_or_sizes(drafter, sizes, in_float64):
+    out = generate(drafter, 2, changing(2, 0), **sizes)
+    assert_same_tokens(out)
+    assert {chunk.size for chunk in out.chunks} == {sizes["num_slots"], *sizes.get("sizes", ())}

@@ -1,0 +1,263 @@
+"""The arithmetic of the engine's measurements, on fixed rows; nothing is timed here."""
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
+from specrl_jax.decoding.programs import Limits
+from specrl_jax.io import hf
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.sharding import LEARNER, partitioner
+from specrl_jax.training.draft_models import Eagle3Draft
+from specrl_jax.training.state import init_random_params
+from tests.helpers.policies import random_params
+
+DEEP = qwen3.PRESETS["nano_deep"]
+
+
+def rows_of(column, values, **others):
+    """values {name: [one per round]} as rows."""
+    return [
+        others | {column: name, "round": i, "tokens_per_second": x, "acceptance_length": 1.0}
+        for name, xs in values.items()
+        for i, x in enumerate(xs)
+    ]
+
+
+def test_quartiles_of_five():
+    assert bench.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
+    assert str(bench.quartiles([1.0, 2.0])) == "1.500 (1.250 to 1.750)"
+
+
+def test_everyone_has_one_turn_a_round_and_no_fixed_place():
+    turns = list(bench.in_turn("abc", 40))
+    assert [i for i, _ in turns] == [i for i in range(40) for _ in "abc"]
+    orders = [tuple(name for j, name in turns if j == i) for i in range(40)]
+    assert all(sorted(order) == list("abc") for order in orders)
+    assert {order[0] for order in orders} == set("abc")
+
+
+def test_rows_are_paired_by_their_round():
+    rows = rows_of("k", {"none": [2.0, 4.0, 8.0], 3: [4.0, 4.0, 24.0], 1: [2.0, 2.0, 2.0]})
+    shuffled = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    found = speedup.ratios(shuffled)
+    assert list(found) == [1, 3]
+    np.testing.assert_array_equal(found[3], [2.0, 1.0, 3.0])
+    np.testing.assert_array_equal(found[1], [1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("rounds", [(), (0, 2), (0, 1, 1)])
+def test_a_round_that_is_missing_or_there_twice_is_refused(rounds):
+    rows = [{"k": 1, "round": i, "seconds": 1.0} for i in rounds]
+    with pytest.raises(ValueError, match="each once"):
+        bench.by_round(rows, "seconds", k=1)
+
+
+def test_csv_rows_come_back_with_their_types(tmp_path):
+    rows = [{"who": "none", "k": 3, "seconds": 0.25}, {"who": 7, "k": 0, "seconds": 1e-05}]
+    path = str(tmp_path / "rows.csv")
+    with bench.csv_writer(path, ("who", "k", "seconds")) as write:
+        write(rows[0])
+        assert bench.read_rows(path) == rows[:1]  # an interrupted measurement keeps what it has
+        write(rows[1])
+    assert bench.read_rows(path) == rows
+
+
+def cost_rows():
+    """Two rounds, the second on a machine half as fast."""
+    seconds = {("iteration", 0): 1.1, ("iteration", 2): 2.6, ("forward", 0): 1.0, ("forward", 2): 1.5}
+    seconds |= {("head", 1): 0.25, ("fc", 2): 0.1, ("rest", 0): 0.11, ("rest", 2): 0.26}
+    return [
+        {"batch": 8, "dtype": "float32", "part": part, "k": k, "round": i, "seconds": x * 2**i}
+        for i in range(2)
+        for (part, k), x in seconds.items()
+    ]
+
+
+def test_the_cost_table_is_the_sum_of_the_parts():
+    zero, two = costs.table(cost_rows())
+    assert (zero["k"], two["k"]) == (0, 2)
+    expected = {"c": 2.6 / 1.1, "c_verify": 1.5, "k_head": 0.5, "fc": 0.1, "sum": 2.1}
+    expected |= {"ratio": 2.6 / 1.1 / 2.1, "overhead": (2.6 - 2.1) / 2.6, "rest": 0.1}
+    for name, value in expected.items():
+        # Drift between the rounds leaves no trace.
+        np.testing.assert_allclose(two[name], [value] * 3, rtol=1e-12, err_msg=name)
+    assert zero["c"].median == zero["sum"].median == 1 and zero["fc"].median == zero["k_head"].median == 0
+    assert zero["overhead"].median == pytest.approx(0.1 / 1.1)
+
+
+def test_the_cost_figure_needs_the_csv_alone(tmp_path):
+    path = str(tmp_path / "costs.csv")
+    with bench.csv_writer(path, costs.FIELDS) as write:
+        for row in cost_rows():
+            write(row)
+    costs.plot_costs(path, str(tmp_path / "c.png"))
+    assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+@pytest.fixture(scope="module")
+def case():
+    return cost_parts.build(DEEP, 40, 3, "float32", (0, 2))
+
+
+def sizes(pattern, text):
+    """Sorted numbers of entries of the shapes that a pattern finds."""
+    return sorted(math.prod(map(int, shape.split(","))) for shape in re.findall(pattern, text))
+
+
+def outside_the_loop(text):
+    """The text of a compiled module's entry and of what it calls, but for the loop's body and condition."""
+    computations = {m[1]: m[0] for m in re.finditer(r"^(?:ENTRY )?%([\w.\-]+) .*?^}", text, re.M | re.S)}
+    found, names = [], [re.search(r"^ENTRY %([\w.\-]+)", text, re.M)[1]]
+    for name in names:
+        found.append(computations[name])
+        names += re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", computations[name])
+    return "".join(found)
+
+
+@pytest.mark.parametrize(("part", "k", "products"), [("forward", 2, 7 * 7 + 1), ("head", 1, 9), ("fc", 2, 2)])
+def test_a_timed_part_does_all_its_work_in_every_turn(case, part, k, products, monkeypatch):
+    """Each compiled loop has all products of the part, whole, and none of them stands before the loop."""
+    found = {}
+
+    def compile_only(body, weights, state, count):
+        def turns(w, s):
+            return jax.lax.fori_loop(0, count, lambda i, s: body(w, i, s), s)
+
+        found["asked"] = str(jax.make_jaxpr(body)(weights, 0, state))
+        found["compiled"] = jax.jit(turns).lower(weights, state).compile().as_text()
+
+    monkeypatch.setattr(cost_parts, "loop", compile_only)
+    getattr(cost_parts, part)(case, k, 5)
+    asked = sizes(r"\w+\[([\d,]+)\] = dot_general", found["asked"])
+    assert len(asked) == products
+    assert sizes(r"\w+\[([\d,]+)\]\S* dot\(", found["compiled"]) == asked
+    outside = outside_the_loop(found["compiled"])
+    assert " while(" in outside and " dot(" not in outside
+
+
+def enumerated(p_of, q_of, k, V):
+    """All drafts of k tokens as rows: tokens [V^k, k], p [V^k, k+1, V], q [V^k, k, V], and the chance of each draft."""
+    drafts = list(itertools.product(range(V), repeat=k))
+    p = np.array([[p_of[d[:i]] for i in range(k + 1)] for d in drafts])
+    q = np.array([[q_of[d[:i]] for i in range(k)] for d in drafts])
+    chance = [np.prod([q_of[d[:i]][d[i]] for i in range(k)]) for d in drafts]
+    return np.array(drafts, np.int32), p.astype(np.float32), q.astype(np.float32), np.array(chance)
+
+
+def tables(rng, k, V):
+    """A distribution after every prefix of up to k tokens."""
+    prefixes = [x for i in range(k + 1) for x in itertools.product(range(V), repeat=i)]
+    return {prefix: rng.dirichlet(np.full(V, 0.7)) for prefix in prefixes}
+
+
+def test_expected_counts_are_those_of_the_rules():
+    """Over all drafts, at least i are kept with chance E[prod of min(1, p / q)] by rejection, E[P_i] by block."""
+    k, V, rng = 3, 3, np.random.default_rng(0)
+    p_of, q_of = tables(rng, k, V), tables(rng, k, V)
+    tokens, p, q, chance = enumerated(p_of, q_of, k, V)
+    found = [
+        chance @ np.asarray(x) for x in block_gain.expected_accepted(jnp.array(p), jnp.array(q), jnp.array(tokens))
+    ]
+    rejection = block = 0.0
+    for draft, weight in zip(tokens, chance):
+        ratios = [p_of[tuple(draft[:i])][draft[i]] / q_of[tuple(draft[:i])][draft[i]] for i in range(k)]
+        scale = 1.0
+        for i, ratio in enumerate(ratios):
+            rejection += weight * np.prod(np.minimum(1, ratios[: i + 1]))
+            scale = min(1.0, scale * ratio)
+            block += weight * scale
+    np.testing.assert_allclose(found, [rejection, block], rtol=1e-5)
+    assert block > rejection + 0.01
+
+
+def test_gains_are_ratios_of_drafts_kept_per_verification():
+    row = {"k": 3, "seed": 0, "verifications": 100}
+    rows = [
+        row | {"rule": "rejection", "accepted": 200, "expected_rejection": 198.0, "expected_block": 217.8},
+        row | {"rule": "rejection", "accepted": 100, "expected_rejection": 102.0, "expected_block": 112.2, "seed": 1},
+        row | {"rule": "block", "accepted": 180, "expected_rejection": 150.0, "expected_block": 180.0},
+        row | {"rule": "block", "accepted": 1, "k": 5},
+    ]
+    found = block_gain.gains(rows, 3)
+    assert found["rejection"] == 1.5 and found["block"] == 1.8
+    expected = {"gain": 1.2, "expected_rejection": 1.5, "expected_block": 1.65, "predicted_gain": 1.1}
+    expected |= {"predicted_gain_block_run": 1.2}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "passed"),
+    [
+        ([1.0, 9.5, 9.5, 9.5], True),
+        ([1.0, 9.4, 9.4, 9.4], False),  # median over the best
+        ([1.0, 9.02, 9.6, 9.6], True),  # lower quartile 0.931
+        ([1.0, 8.9, 9.6, 9.6], False),
+    ],
+)
+def test_the_controller_is_judged_by_the_rounds_after_the_first(adaptive, passed):
+    """k = 3 is best but for round 0, in which k = 0 is by far."""
+    speeds = {0: [90.0, 4.0, 4.0, 4.0], 3: [2.0, 10.0, 10.0, 10.0], "none": [5.0, 5.0, 5.0, 5.0], "adaptive": adaptive}
+    verdict = controller.judge(rows_of("who", speeds))
+    assert verdict.best == 3 and verdict.first_over_best == 0.5
+    assert verdict.over_best.median == pytest.approx(np.median(adaptive[1:]) / 10)
+    assert verdict.over_plain.median == pytest.approx(np.median(adaptive[1:]) / 5)
+    assert verdict.passed is passed
+
+
+def test_a_controller_slower_than_plain_decoding_fails():
+    speeds = {0: [1.0, 10.0], "none": [1.0, 10.0], "adaptive": [1.0, 10.0]}
+    assert controller.judge(rows_of("who", speeds)).passed
+    assert not controller.judge(rows_of("who", speeds | {"none": [1.0, 10.4]})).passed
+
+
+def test_every_drafter_of_the_sweep_builds():
+    for name, draft in controller.drafters(bench.TINY_HEAD, "").items():
+        setup = controller.make_setup(bench.TINY_POLICY, draft, slots=4, prompts=3)
+        assert setup.engine.programs.lengths == (0, 1, 2, 3, 5, 7), name
+        assert len(setup.eval_problems) == 3
+    assert "mtp" in controller.drafters(bench.TINY_HEAD, "folder")
+
+
+@pytest.mark.parametrize("allocate", [True, False])
+def test_buffers_take_what_the_docstrings_say(allocate):
+    limits = Limits(4, 6, 10, chunk=4, groups=2, members=3)
+    rows = memory.measure("nano_deep", limits, "bfloat16", allocate)
+    assert [row["bytes"] for row in rows] == [row["arithmetic"] for row in rows]
+    assert len(rows) == 6 and all(row["bytes"] for row in rows)
+
+
+def test_the_speculative_side_stands_beside_the_plain_one(monkeypatch):
+    monkeypatch.setattr(peers, "ours", lambda *shape: lambda: (len(shape), 1.0))
+    work = peers.Workload("nano", "folder", [[1, 2]], 5, None)
+    assert [row["who"] for row in peers.measure({2: work}, {}, 1)] == ["ours"]
+    found = [(row["who"], row["tokens"]) for row in peers.measure({2: work}, {}, 1, "head", 3)]
+    assert found == [("ours", 5), ("ours_speculative", 7)]
+
+
+def test_ours_speculates_with_a_head_from_its_folder(tmp_path, monkeypatch):
+    policy, head = str(tmp_path / "policy"), str(tmp_path / "head")
+    hf.save_params(policy, random_params(DEEP, 0), DEEP, "float32")
+    draft = Eagle3Draft(eagle3.eagle3_config(DEEP, 40))
+    params = init_random_params(jax.random.key(0), draft.specs, partitioner(bench.one_device(), LEARNER))
+    draft.save(head, params, np.arange(40), DEEP, "float32")
+    made = []
+    make = peers.make_rollout_engine
+    monkeypatch.setattr(peers, "make_rollout_engine", lambda *a: made.append(make(*a)) or made[-1])
+    run = peers.ours(policy, [[1, 2, 3]] * 3, 5, num_slots=2, draft=head, length=1)
+    assert run()[0] == 15
+    assert made[0].draft_length == 1
+
+
+def test_both_sides_of_ours_are_compared_with_everyone(capsys):
+    speeds = {"ours": [10.0, 20.0, 30.0], "ours_speculative": [20.0, 40.0, 60.0], "tunix": [5.0, 5.0, 60.0]}
+    peers.report([row | {"model": "tiny", "batch": 8} for row in rows_of("who", speeds)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "tiny batch 8 tunix: 5 tokens/s, ours 2.00x, ours_speculative 4.00x"
+    assert lines[0].endswith("ours 1.00x, ours_speculative 2.00x")

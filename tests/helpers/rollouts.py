@@ -1,0 +1,60 @@
+"""The real engine over a small random policy, with every kind of draft."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import init_params
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.draft_models import find_draft_model, make_drafter
+from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from tests.helpers.policies import random_params
+
+MODEL = qwen3.preset("nano_deep")
+TOKENIZER = CharTokenizer()
+# (draft.kind, draft.cascade)
+KINDS = {
+    "none": ("none", 0),
+    "eagle3": ("eagle3", 0),
+    "mtp": ("mtp", 0),
+    "model": ("model", 0),
+    "ngram": ("ngram", 0),
+    "suffix": ("suffix", 0),
+    "cascade": ("eagle3", 3),
+}
+
+
+@functools.cache
+def partition():
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    return partitioner(mesh, ROLLOUT)
+
+
+@functools.cache
+def policy():
+    return random_params(MODEL)
+
+
+@functools.cache
+def engine_and_weights(name, k, limits, sampling, lengths=None):
+    """The engine of one of KINDS with drafts of k tokens; limits for those that copy get a corpus."""
+    kind, cascade_min = KINDS[name]
+    draft = find_draft_model(kind, MODEL, preset="nano" if kind == "model" else "")
+    if kind == "suffix" or cascade_min:
+        limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)
+    drafter = make_drafter(kind, draft, k, sampling, jnp.float32, partition(), 1, 8, cascade_min)
+    config = RolloutConfig(sampling, limits, 0, jnp.float32, jnp.float32)
+    engine = make_rollout_engine(MODEL, draft, drafter, config, TOKENIZER, partition(), lengths)
+    params = init_params(jax.random.key(1), draft.specs) if draft else None
+    vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if kind == "eagle3" else None
+    return engine, make_prepare(MODEL, draft, config, partition())(policy(), params, vocab_map)
+
+
+def prompts(count):
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, TOKENIZER.vocab_size, size).tolist() for size in rng.integers(2, 9, count)]

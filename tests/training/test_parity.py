@@ -1,0 +1,86 @@
+"""`coupled` with the real policy: in parity mode equal bits whatever drafts, over whole training runs too."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.training import loop
+from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
+from tests.helpers.toys import Choosing
+from tests.training.test_loop import NEVER, make_setup, samples, saved
+
+LONGEST = 5
+# Top-p sums over the vocabulary as well: what it keeps must not hang on the order of that sum.
+SAMPLING = Sampling(2.0, 0, 0.95, "coupled")
+LIMITS = Limits(12, 8, 16, 8, width=LONGEST + 1)
+
+
+def generate(kind, k, programs, lengths=None):
+    engine, weights = engine_and_weights(kind, LONGEST if kind != "none" else 0, LIMITS, SAMPLING, programs)
+    return engine.generate(weights, prompts(15), 4, seed=3, lengths=lengths or FixedLength(k))
+
+
+@functools.cache
+def plain():
+    return generate("none", 0, (0,))
+
+
+def assert_same_bits(out):
+    for name in ("rollout_id", "tokens", "length", "ended", "logprobs"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(plain(), name))
+
+
+EVERY = tuple(range(LONGEST + 1))
+SOME = [("eagle3", (1, 3)), ("mtp", (2,)), ("model", (2,)), ("ngram", (1, 4)), ("suffix", (3,)), ("cascade", (5,))]
+
+
+@pytest.mark.parametrize(
+    "kind, programs", SOME + [pytest.param(kind, EVERY, marks=pytest.mark.full) for kind in KINDS if kind != "none"]
+)
+def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, programs):
+    for k in programs:
+        out = generate(kind, k, programs)
+        assert_same_bits(out)
+        assert out.accepted.sum() > 0 or k == 0
+    turns = itertools.cycle(programs)
+    assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
+
+
+# --- over a training run
+
+
+def trained(kind, adaptive, folder):
+    """(rollouts of every step, rewards, final policy) of a small run, learning fast enough for its tokens to change."""
+    config = rlzero_tiny.get_config("smoke")
+    changes = {"rollout__rule": "coupled", "rollout__parity": True, "draft__compare_rounds": 0}
+    changes |= {"optimizer__learning_rate": 3e-3, "optimizer__warmup": 0, "eval__problems": 4}
+    setup = make_setup(config, draft__kind=kind, draft__adaptive=adaptive, **changes)
+    rows = loop.train(setup, str(folder), NEVER)
+    state, _ = saved(setup, folder, config.steps)
+    rewards = [(row.get("reward/mean"), row.get("reward/std"), row.get("policy/loss")) for row in rows]
+    steps = [samples(folder, step) for step in range(1, config.steps + 1)]
+    kept = ("id", "prompt", "response", "tokens", "logprobs", "reward", "weights_version")
+    rollouts = [[{name: row[name] for name in kept} for row in step] for step in steps]
+    drafted = [row.get("spec/drafted") for row in rows]
+    return rollouts, rewards, jax.device_get(state.policy), drafted
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    return trained("none", False, tmp_path_factory.mktemp("none"))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_path):
+    rollouts, rewards, policy, drafted = trained("eagle3", adaptive, tmp_path)
+    assert rollouts == plain_run[0]
+    assert rewards == plain_run[1]
+    jax.tree.map(np.testing.assert_array_equal, policy, plain_run[2])
+    print(drafted)
