@@ -1,4 +1,4 @@
-"""The head's update beside the policy's: neither disturbs the other, and what the head learns, it drafts."""
+"""The draft's update beside the policy's: neither disturbs the other, and what the draft learns, it drafts."""
 
 import dataclasses
 import functools
@@ -96,6 +96,8 @@ def host_made_state(setup):
     partition = setup.learner_partition
     policy_specs, head_specs = qwen3.param_specs(setup.model), setup.draft.specs
     policy, head = (jax.device_put(draw(specs, 1), partition.tree(specs)) for specs in (policy_specs, head_specs))
+    # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
+    policy |= {"embed": 20 * policy["embed"]}
     return RunState(
         init_state(policy, policy_specs, setup.optimizer, partition),
         init_state(head, head_specs, setup.draft_optimizer, partition),
@@ -103,19 +105,34 @@ def host_made_state(setup):
     )
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """(states, updates) of five updates on the same rollouts, with the head learning and without; and the start."""
-    results = {}
+KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the policy of each
+COMPILED = ("policy_step", "read_tables")
+
+
+def setup_of(kind, online):
+    config = rlzero_tiny.get_config("smoke")
+    config.policy.preset = KINDS[kind]
+    config.draft.kind, config.draft.preset, config.draft.online = kind, "nano", online
+    config.draft.clip = 1e-3
+    config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
+    config.optimizer.clip = 1e3
+    config.policy.remat = False
+    config.grpo.prompts_per_step = 2
+    return build(command_line.to_settings(config), mesh_of(ONE))
+
+
+@functools.cache
+def runs(kind):
+    """{online: (states, updates)} of five updates on the same rollouts, with the draft learning and without; and what
+    thirty more of the draft alone report, on the last of these rollouts.
+    """
+    results, learning = {}, setup_of(kind, True)
     for online in (True, False):
-        config = rlzero_tiny.get_config("smoke")
-        config.draft.online = online
-        config.draft.clip = 1e-3
-        config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
-        config.optimizer.clip = 1e3
-        config.policy.remat = False
-        config.grpo.prompts_per_step = 2
-        setup = build(command_line.to_settings(config), mesh_of(ONE))
+        setup = setup_of(kind, online)
+        # All that the policy's update is made of; then it need not be compiled twice.
+        assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
+        assert setup.settings.optimizer == learning.settings.optimizer
+        setup.__dict__.update({name: getattr(learning, name) for name in COMPILED})
         state = host_made_state(setup)
         states, updates = [jax.device_get(state)], []
         for i in range(5):
@@ -124,12 +141,25 @@ def runs():
             states.append(jax.device_get(state))
             updates.append(jax.device_get(update))
         results[online] = states, updates
+        if online:
+            results["draft"] = draft_alone(setup, state, rows, signal, 30)
     return results
 
 
-def test_learning_on_line_leaves_the_policy_bit_equal(runs):
+def draft_alone(setup, state, rows, signal, count):
+    """DraftMetrics of so many updates of the draft from one minibatch."""
+    tables = setup.read_tables(state.policy.params, state.vocab_map)
+    features, draft, metrics = setup.policy_step(state.policy, rows, signal)[2], state.draft, []
+    for _ in range(count):
+        draft, update = setup.draft_step(draft, tables, features, rows)
+        metrics.append(jax.device_get(update))
+    return metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     """Parameters and moments after each update, and all that is reported of them."""
-    (on, on_updates), (off, off_updates) = runs[True], runs[False]
+    (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
     for with_draft, without in zip(on, off, strict=True):
         assert_trees_equal(with_draft.policy, without.policy)
     for with_draft, without in zip(on_updates, off_updates, strict=True):
@@ -138,24 +168,37 @@ def test_learning_on_line_leaves_the_policy_bit_equal(runs):
     assert int(on[5].policy.step) == 5
 
 
-def test_the_head_changes_only_on_line(runs):
-    on, off = runs[True][0], runs[False][0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draft_changes_only_on_line(kind):
+    (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
     assert_trees_equal(on[0], off[0])
     for before, after in itertools.pairwise(on):
         assert differ(before.draft.params, after.draft.params) and int(after.draft.step) == int(before.draft.step) + 1
     for state in off[1:]:
         assert_trees_equal(state.draft, off[0].draft)
-    assert all(len(update.draft) == 1 for update in runs[True][1])
-    assert all(not update.draft for update in runs[False][1])
+    assert all(len(update.draft) == 1 for update in on_updates)
+    assert all(not update.draft for update in off_updates)
     # Where it does not learn it is asked what it expects, at the same weights of the same rows.
-    first, (asked, *_) = runs[True][1][0], runs[False][1]
-    np.testing.assert_allclose(asked.acceptance, first.acceptance, rtol=1e-5)
+    np.testing.assert_allclose(off_updates[0].acceptance, on_updates[0].acceptance, rtol=1e-5)
+    assert (on[5].vocab_map is None) == (kind != "eagle3")
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
 
-def test_each_has_its_own_clip(runs):
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
+    """Of every draft step, from the features of the policy's own update."""
+    first, *_, last = runs(kind)["draft"]
+    assert last.loss < 0.8 * first.loss
+    assert (last.cross_entropy < first.cross_entropy).all()
+    assert (last.acceptance > first.acceptance).all() and last.acceptance[0] > 1.5 * first.acceptance[0]
+    for metrics in (first, last):
+        assert 1 >= metrics.acceptance[0] > metrics.acceptance[1] > metrics.acceptance[2] > 0
+
+
+def test_each_has_its_own_clip():
     """draft.clip = 0.001, far below the head's gradient; optimizer.clip = 1000, far above the policy's."""
-    state, update = runs[True][0][1], runs[True][1][0]
+    states, updates = runs("eagle3")[True]
+    state, update = states[1], updates[0]
     draft_norm, policy_norm = float(update.draft[0].grad_norm), float(update.policy[0].grad_norm)
     assert draft_norm > 0.1 and policy_norm > 1e-2
     # The first moment after one update is a tenth of the clipped gradient.
