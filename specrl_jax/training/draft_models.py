@@ -334,14 +334,17 @@ def make_drafter(
     match_max: int,
     cascade_min: int,
 ) -> Drafter:
-    """What drafts in an engine: with weights, by copying, or the one overriding the other; `draft.*` of the config."""
+    """What drafts in an engine: with weights, by copying, or the one overriding the other; `draft.*` of the config.
+
+    Raises BadInput for matches that cannot be, and for a cascade over nothing.
+    """
+    if draft is None and cascade_min:
+        raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
     if kind == "none":
         return NO_DRAFTER
     if match_max > MAX_MATCH:
         raise BadInput(f"draft.match_max={match_max}: at most {MAX_MATCH} tokens are compared")
     if draft is None:
-        if cascade_min:
-            raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
         return lookup_drafter(length, match_min, match_max)
     neural = draft.drafter(length, sampling, dtype, partition)
     return cascade(neural, cascade_min, match_max) if cascade_min else neural

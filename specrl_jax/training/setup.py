@@ -230,7 +230,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
     )
-    return Setup(
+    setup = Setup(
         settings=settings,
         model=model,
         draft=draft,
@@ -252,6 +252,9 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         optimizer=make_optimizer(settings.optimizer),
         draft_optimizer=_draft_optimizer(settings.draft),
     )
+    # Made to be checked: what goes with what is known where a drafter is put together.
+    setup.drafter(sampling)
+    return setup
 
 
 def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learner) -> DraftLearner | None:
