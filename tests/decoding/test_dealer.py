@@ -70,7 +70,7 @@ class Book:
                 self.groups[group] = prompt
             else:
                 assert len(self.groups) == self.limits.groups, "a prompt went without, though a group was free"
-        assert admission.any_new == any(prompt is not None for prompt in pool[1:])
+        assert admission.count == sum(prompt is not None for prompt in pool[1:])
         return pool
 
     def finish(self, rows):
@@ -126,10 +126,10 @@ def test_the_rest_of_a_group_comes_from_the_prompt_carried_over():
     dealer, limits, texts = make(num_slots=4, prompts=1, samples=6)
     book = Book(dealer, limits, texts, 6)
     first = book.deal()
-    assert first.any_new and first.source[first.fresh].tolist() == [1] * 4 and first.keep == 1
+    assert first.count == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.keep == 1
     book.finish([1, 3])
     second = book.deal()
-    assert not second.any_new and second.fresh.tolist() == [False, True, False, True]
+    assert second.count == 0 and second.fresh.tolist() == [False, True, False, True]
     assert second.source[second.fresh].tolist() == [0, 0] and second.keep == 0
     assert second.member[second.fresh].tolist() == [4, 5]
 
