@@ -83,7 +83,7 @@ def ours(
     config = RolloutConfig(
         sampling=Sampling(),
         # A chunk as long as an answer: the host looks once, as tunix's does.
-        limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens),
+        limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),
         seed=0,
         dtype=jnp.float32,
         cache_dtype=jnp.float32,

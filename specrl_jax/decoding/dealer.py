@@ -63,7 +63,7 @@ class Dealer:
         self.owner[rows] = requests
         self.next += len(rows)
         return Admission(
-            any_new=np.bool_(last > carried),
+            count=np.int32(last - carried),
             keep=np.int32(last - carried),
             fresh=of_rows(True, bool),
             source=of_rows(prompt - carried, np.int32),

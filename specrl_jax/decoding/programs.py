@@ -54,7 +54,8 @@ class Limits:
     max_response_tokens: int
     chunk: int  # most iterations between two looks of the host
     sizes: tuple[int, ...] = ()  # batch sizes below num_slots that the batch shrinks to as it thins, descending
-    prefill_rows: int = 0  # prompts prefilled at once; 0: as many as slots
+    prefill_rows: int = 1  # prompts in one forward of a prefill
+    new_prompts: int = 0  # most prompts that one refill can start, a multiple of prefill_rows; 0: as many as slots
     free_slots: int = 0  # so many free ones are worth a refill; 0: a quarter of them
     width: int = 0  # every forward of an iteration is over at least this many positions (rollout.parity)
     groups: int = 0  # of the corpus that drafters copy from; 0: no corpus
@@ -67,7 +68,8 @@ class Limits:
 
     @property
     def prompts(self) -> int:
-        return self.prefill_rows or self.num_slots
+        """P, most prompts that one refill starts."""
+        return -(-(self.new_prompts or self.num_slots) // self.prefill_rows) * self.prefill_rows
 
     @property
     def refill_rows(self) -> int:
@@ -88,7 +90,7 @@ class Admission(NamedTuple):
     A slot's source is 0 for the prompt carried over from the last refill, 1 + i for the i-th of the new ones.
     """
 
-    any_new: jax.Array  # [] bool, false: nothing to prefill
+    count: jax.Array  # [] int32, prompts to prefill; the rest is padding
     tokens: jax.Array  # [P, T] int32
     length: jax.Array  # [P] int32, at least 1
     keep: jax.Array  # [] int32, source that is carried over to the next refill
@@ -150,12 +152,7 @@ def refill(
     Entries of padding lie at or beyond the pending position and are overwritten before anything reads them, as are
     those that a slot's former rollout left.
     """
-    new = jax.lax.cond(
-        admission.any_new,
-        lambda: _prefill(params, admission, model, limits),
-        lambda: _no_prompts(admission, model, limits),
-    )
-    pool = jax.tree.map(lambda old, fresh: jnp.concatenate([old, fresh]), carried, new)
+    pool = _prefill(params, carried, admission, model, limits)
     dealt = jax.tree.map(lambda x: x[admission.source], pool)
     fresh = admission.fresh
     _B, S = slots.tokens.shape
@@ -183,25 +180,31 @@ def refill(
     return slots, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, admission.keep, 1), pool)
 
 
-def _prefill(params: Any, admission: Admission, model: Model, limits: Limits) -> Prompts:
-    tokens = admission.tokens
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    cache = model.prefill(params, tokens, positions, model.init_cache(*tokens.shape))
-    if model.drafter.length:
-        cache = model.drafter.catch_up(params, tokens, admission.length, cache)
-    return Prompts(tokens, admission.length, cache)
+def _prefill(params: Any, carried: Prompts, admission: Admission, model: Model, limits: Limits) -> Prompts:
+    """The prompt carried over and the new ones, [1 + P]. A few prompts at a time, and only as many as there are."""
+    r, T = limits.prefill_rows, limits.max_prompt_tokens
+    positions = jnp.broadcast_to(jnp.arange(T), (r, T))
 
+    def prefill_some(i: jax.Array, pool: Any) -> Any:
+        tokens, length = (jax.lax.dynamic_slice_in_dim(x, i * r, r) for x in (admission.tokens, admission.length))
+        cache = model.prefill(params, tokens, positions, model.init_cache(r, T))
+        if model.drafter.length:
+            cache = model.drafter.catch_up(params, tokens, length, cache)
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 1 + i * r, 0), pool, cache)
 
-def _no_prompts(admission: Admission, model: Model, limits: Limits) -> Prompts:
-    return Prompts(admission.tokens, admission.length, model.init_cache(*admission.tokens.shape))
+    def join(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.concatenate([old, new])
+
+    pool = jax.tree.map(join, carried.cache, model.init_cache(limits.prompts, T))
+    pool = jax.lax.fori_loop(0, (admission.count + r - 1) // r, prefill_some, pool)
+    return Prompts(join(carried.tokens, admission.tokens), join(carried.length, admission.length), pool)
 
 
 def _admit(corpus: Corpus | None, admission: Admission, dealt: Prompts) -> Corpus | None:
     """The corpus with the new groups' earlier rollouts and the fresh rows' prompts."""
     if corpus is None:
         return None
-    group = jnp.where(admission.any_new, admission.new_group, corpus.tokens.shape[0])
-    corpus = admit(corpus, group, admission.texts, admission.text_length)
+    corpus = admit(corpus, admission.new_group, admission.texts, admission.text_length)
     group = jnp.where(admission.fresh, admission.group, corpus.tokens.shape[0])
     positions = jnp.broadcast_to(jnp.arange(dealt.tokens.shape[1]), dealt.tokens.shape)
     return record(corpus, group, admission.member, positions, dealt.tokens, dealt.length)
@@ -382,7 +385,7 @@ def abstract_admission(limits: Limits) -> Admission:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return Admission(
-        any_new=of(jnp.bool_),
+        count=of(jnp.int32),
         tokens=of(jnp.int32, P, limits.max_prompt_tokens),
         length=of(jnp.int32, P),
         keep=of(jnp.int32),

@@ -79,7 +79,9 @@ def batch_limits(
         chunk=chunk,
         # One shape of a forward is one batch size.
         sizes=() if width else tuple(sizes),
-        prefill_rows=under_way,
+        # A refill usually starts few prompts; of many, several in one forward keep a device busy.
+        prefill_rows=ways * max(1, under_way // (4 * ways)),
+        new_prompts=under_way,
         width=width,
         groups=max(prompts, under_way + 1) if copies else 0,
         members=group_size + history if copies else 0,

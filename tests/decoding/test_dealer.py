@@ -12,9 +12,9 @@ from specrl_jax.decoding.programs import Limits, abstract_admission
 PAD = 9
 
 
-def make(num_slots=4, prompts=5, samples=2, prefill_rows=2, groups=3, members=3, history=None, first_id=70):
+def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, members=3, history=None, first_id=70):
     """(dealer, its limits, prompts); prompt p is p + 1 times the token p."""
-    limits = Limits(num_slots, 6, 4, chunk=1, prefill_rows=prefill_rows, groups=groups, members=members)
+    limits = Limits(num_slots, 6, 4, chunk=1, new_prompts=new_prompts, groups=groups, members=members)
     texts = [[p] * (p % 6 + 1) for p in range(prompts)]
     return Dealer(limits, PAD, texts, samples, first_id, history), limits, texts
 
@@ -70,7 +70,7 @@ class Book:
                 self.groups[group] = prompt
             else:
                 assert len(self.groups) == self.limits.groups, "a prompt went without, though a group was free"
-        assert admission.any_new == any(prompt is not None for prompt in pool[1:])
+        assert admission.count == sum(prompt is not None for prompt in pool[1:])
         return pool
 
     def finish(self, rows):
@@ -89,16 +89,16 @@ class Book:
     num_slots=st.integers(1, 7),
     prompts=st.integers(1, 6),
     samples=st.integers(1, 5),
-    prefill_rows=st.integers(0, 4),
+    new_prompts=st.integers(0, 4),
     groups=st.integers(0, 4),
     seed=st.integers(0, 9),
 )
 def test_every_request_is_dealt_once_in_order_beside_its_own_prompt(
-    num_slots, prompts, samples, prefill_rows, groups, seed
+    num_slots, prompts, samples, new_prompts, groups, seed
 ):
     """As the engine deals: while something waits and a slot is free. Then some running ones finish, in any order."""
     members = samples + 1 if groups else 0
-    dealer, limits, texts = make(num_slots, prompts, samples, prefill_rows, groups, members)
+    dealer, limits, texts = make(num_slots, prompts, samples, new_prompts, groups, members)
     book, rng = Book(dealer, limits, texts, samples), np.random.default_rng(seed)
     assert dealer.total == prompts * samples
     while dealer.waiting or dealer.running:
@@ -126,16 +126,16 @@ def test_the_rest_of_a_group_comes_from_the_prompt_carried_over():
     dealer, limits, texts = make(num_slots=4, prompts=1, samples=6)
     book = Book(dealer, limits, texts, 6)
     first = book.deal()
-    assert first.any_new and first.source[first.fresh].tolist() == [1] * 4 and first.keep == 1
+    assert first.count == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.keep == 1
     book.finish([1, 3])
     second = book.deal()
-    assert not second.any_new and second.fresh.tolist() == [False, True, False, True]
+    assert second.count == 0 and second.fresh.tolist() == [False, True, False, True]
     assert second.source[second.fresh].tolist() == [0, 0] and second.keep == 0
     assert second.member[second.fresh].tolist() == [4, 5]
 
 
 def test_a_group_is_free_again_only_after_its_last_rollout():
-    dealer, limits, texts = make(num_slots=4, prompts=5, samples=2, prefill_rows=4, groups=2)
+    dealer, limits, texts = make(num_slots=4, prompts=5, samples=2, new_prompts=4, groups=2)
     book = Book(dealer, limits, texts, 2)
     book.deal()
     assert set(book.groups.values()) == {0, 1}
@@ -179,7 +179,7 @@ def test_without_a_corpus_there_are_no_texts():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_smaller_batch_keeps_the_running_rows_and_their_owners(size):
-    dealer, *_ = make(num_slots=5, prompts=5, samples=1, prefill_rows=5)
+    dealer, *_ = make(num_slots=5, prompts=5, samples=1, new_prompts=5)
     dealer.deal()
     dealer.finish(np.array([0, 1, 3]))
     rows = dealer.keep_rows(size)

@@ -347,7 +347,7 @@ def test_the_joint_law_under_a_cascade_is_the_targets(rule):
     """
     table, N, prompt, sampling = toys.make_table(seed=4, V=3), 2**17, [1, 0, 2, 1], Sampling(1.0, rule=rule)
     drafter = cascade(toys.toy_drafter(DRAFT_TABLE[:3, :3], 2, 1.0), 2, 4)
-    limits = Limits(N, 4, 4, 4, prefill_rows=1, groups=1, members=3)
+    limits = Limits(N, 4, 4, 4, new_prompts=1, groups=1, members=3)
     engine = toys.toy_engine(limits, sampling, (99,), drafter=drafter, lengths=(2,))
     rollouts = engine.generate(table, [prompt], N, seed=6)
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)

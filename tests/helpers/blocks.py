@@ -90,6 +90,9 @@ def make_model(kind, V, k, seed=0, none=NO):
 
 # --- with the noise of the library
 
+# Programs of a few milliseconds: compiling them is what takes long.
+QUICKLY = {"xla_backend_optimization_level": 0}
+
 
 def run_block(model, sampling, ids, seed=1, position=17, one_hot=False):
     """Drafts and verifies one block of every rollout in `ids`: (drafts [B, k], Verified)."""
@@ -101,7 +104,7 @@ def run_block(model, sampling, ids, seed=1, position=17, one_hot=False):
     return _one_block(noise, target, draft, one_hot, model.jax_map(), sampling, model.k)
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "k"))
+@functools.partial(jax.jit, static_argnames=("sampling", "k"), compiler_options=QUICKLY)
 def _one_block(noise, target, draft, one_hot, vocab_map, sampling, k):
     B, tables = len(one_hot), []
     drafts = jnp.zeros((B, 0), jnp.int32)
@@ -125,7 +128,7 @@ def run_drafts(model, sampling, ids, drafts, one_hot=True, seed=1, position=17):
     return jitted_verify(noise, jnp.array(drafts), logits, one_hot, model.jax_map(), target, sampling)
 
 
-jitted_verify = jax.jit(verify, static_argnames="sampling")
+jitted_verify = jax.jit(verify, static_argnames="sampling", compiler_options=QUICKLY)
 
 
 def plain_tokens(model, sampling, ids, length, seed=1, position=17):
