@@ -16,7 +16,7 @@ from kernels_pallas import noise as counter
 from specrl_jax.decoding import verification
 from specrl_jax.decoding.programs import Limits
 from tests.helpers import cells
-from tests.helpers.cells import FACTORS, LAST, PROMPT, PRODUCT, TARGET, Cell, make_engine, pairwise, run_cell
+from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
 from tests.helpers.exact import block_chances, sequences, softmax
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "engine_product.csv"
@@ -39,7 +39,7 @@ def test_the_cells_that_run_have_every_pair_of_values():
         for a, b in itertools.product(firsts, seconds):
             having = [cell for cell in cells if (getattr(cell, first), getattr(cell, second)) == (a, b)]
             assert having, (first, a, second, b)
-            assert 0.0 in (a, b) and "temperature" in (first, second) or any(cell.temperature for cell in having)
+            assert (0.0 in (a, b) and "temperature" in (first, second)) or any(cell.temperature for cell in having)
     assert set(cells) < set(PRODUCT) and len(cells) < 30
 
 

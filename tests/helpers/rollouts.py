@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.programs import Limits
-from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
