@@ -13,6 +13,7 @@ import pytest
 from specrl_jax.decoding import verification
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import toys
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
@@ -76,6 +77,16 @@ def test_tokens_do_not_depend_on_the_drafter(drafter, k, in_float64):
     assert out.accepted[:, 0].sum() > 0 and out.verifications.sum() < plain().verifications.sum()
 
 
+def test_drafts_of_the_target_itself_are_always_kept():
+    """They are drawn with its noise; one that is drawn with another is kept now and then."""
+    endless, sampling = TARGET - 50 * np.eye(V, dtype=np.float32)[V - 1], Sampling(rule="coupled")
+    for rule, kept in (("coupled", True), ("rejection", False)):
+        drafter = toys.stateful_drafter(endless, 2, 1.0, rule=rule)
+        run = toys.stateful_engine(Limits(36, 3, LONGEST, 100), sampling, (99,), drafter)
+        out = run.generate(endless, PROMPTS, 1, seed=5)
+        assert (out.accepted == out.drafted).all() == kept
+
+
 def changing(*lengths):
     """Draft lengths that go through `lengths` over and over."""
     count = itertools.count()
@@ -97,8 +108,13 @@ def test_nor_on_what_a_controller_chooses(in_float64):
         ("stateful", {"num_slots": 1, "chunk": 100}),
         ("stateful", {"num_slots": 7, "chunk": 1, "free_slots": 1}),
         ("suffix", {"num_slots": 7, "chunk": 4, "free_slots": 7}),
+<<<<<<< HEAD
         ("stateful", {"num_slots": 128, "chunk": 2, "sizes": (16, 4)}),
         ("suffix", {"num_slots": 16, "chunk": 2, "new_prompts": 1, "sizes": (4,)}),
+=======
+        ("stateful", {"num_slots": 128, "chunk": 1, "sizes": (64, 16)}),
+        ("suffix", {"num_slots": 16, "chunk": 2, "prefill_rows": 1, "sizes": (4,)}),
+>>>>>>> proofs
         ("stateful", {"num_slots": 16, "chunk": 2, "width": 9}),
     ],
     ids=str,

@@ -1,5 +1,6 @@
 """`coupled` with the real policy: in parity mode equal bits whatever drafts, over whole training runs too."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,7 +15,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.training import loop
 from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
 from tests.helpers.toys import Choosing
-from tests.training.test_loop import NEVER, make_setup, samples, saved
+from tests.training.test_loop import NEVER, lower_case, make_setup, samples, saved
 
 LONGEST = 5
 # Top-p sums over the vocabulary as well: what it keeps must not hang on the order of that sum.
@@ -59,10 +60,13 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
 def trained(kind, adaptive, folder):
     """(rollouts of every step, rewards, final policy) of a small run, learning fast enough for its tokens to change."""
     config = rlzero_tiny.get_config("smoke")
-    changes = {"rollout__rule": "coupled", "rollout__parity": True, "draft__compare_rounds": 0}
+    changes = {"rollout__rule": "coupled", "rollout__parity": True, "draft__compare_rounds": 0, "draft__length": 2}
     changes |= {"optimizer__learning_rate": 3e-3, "optimizer__warmup": 0, "eval__problems": 4}
     setup = make_setup(config, draft__kind=kind, draft__adaptive=adaptive, **changes)
+    setup = dataclasses.replace(setup, reward=lower_case)
     rows = loop.train(setup, str(folder), NEVER)
+    # There was something to learn from in every step.
+    assert all(row["reward/std"] > 0 and row["policy/grad_norm"] > 0 for row in rows[1:])
     state, _ = saved(setup, folder, config.steps)
     rewards = [(row.get("reward/mean"), row.get("reward/std"), row.get("policy/loss")) for row in rows]
     steps = [samples(folder, step) for step in range(1, config.steps + 1)]
@@ -83,4 +87,4 @@ def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_pa
     assert rollouts == plain_run[0]
     assert rewards == plain_run[1]
     jax.tree.map(np.testing.assert_array_equal, policy, plain_run[2])
-    print(drafted)
+    assert drafted[0] is None and all(drafted[1:])

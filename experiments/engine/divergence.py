@@ -1,0 +1,158 @@
+"""How often `coupled` rollouts of two drafters part in plain float32, and that they part at ties only.
+
+    python -m experiments.engine.divergence --tokens 4000000 --output divergence.json
+
+Each program has its own order of float32 sums: logits differ by about 1e-6, and where the two best of logits + noise
+are closer than that, the tokens differ. From there on the rollouts are of different texts; tokens count up to there.
+Under rollout.parity there are no such places.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas import noise as counter
+from specrl_jax.data.tasks import TaskSource
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.sampling import Sampling, final_logits
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
+from specrl_jax.training.generate import Generator, load_generator
+
+POLICY, HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_head/checkpoint"
+TIE = 1e-4  # nats: far above the rounding of float32 logits, far below any other distance of two tokens
+SAMPLING = Sampling(rule="coupled")
+SAMPLES = 16  # rollouts of a prompt
+
+# tokens [B, T] -> logits [B, T, V] float32
+Forward = Callable[[np.ndarray], jax.Array]
+
+
+class Parting(NamedTuple):
+    rollout_id: int
+    position: int  # the first where the tokens differ
+    gap: float  # nats by which the worse of the two tokens is below the best of final logits + g
+
+
+def compare(a: Rollouts, b: Rollouts) -> tuple[list[tuple[int, int]], int]:
+    """([(row, first position that differs)], tokens compared) of rollouts with equal ids."""
+    assert (a.rollout_id == b.rollout_id).all()
+    partings, compared = [], 0
+    for row, first in enumerate(a.prompt_length):
+        both = min(a.length[row], b.length[row])
+        differ = np.flatnonzero(a.tokens[row, first:both] != b.tokens[row, first:both])
+        compared += int(differ[0]) + 1 if len(differ) else int(both - first)
+        if len(differ):
+            partings.append((row, int(first + differ[0])))
+    return partings, compared
+
+
+def find_gaps(
+    forward: Forward, a: Rollouts, b: Rollouts, partings: Sequence[tuple[int, int]], seed: int, sampling: Sampling
+) -> list[Parting]:
+    """How near both tokens of each parting are to the best one, by another forward over the tokens before it."""
+    found = []
+    for row, position in partings:
+        logits = final_logits(forward(a.tokens[row : row + 1])[0, position - 1], sampling)
+        ids = jnp.uint32(a.rollout_id[row])
+        scores = np.asarray(logits + counter.gumbel_rows(jnp.uint32(seed), ids, jnp.int32(position), len(logits)))
+        worse = min(scores[a.tokens[row, position]], scores[b.tokens[row, position]])
+        found.append(Parting(int(a.rollout_id[row]), position, float(scores.max() - worse)))
+    return found
+
+
+def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitioner) -> Forward:
+    """The learner's forward over whole rows, float32."""
+
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return qwen3.forward(params, model, tokens, positions, partition).logits
+
+    jitted = jax.jit(forward)
+    return lambda tokens: jitted(params, jnp.asarray(tokens))
+
+
+def load(kind: str, length: int, slots: int) -> Generator:
+    """The tiny base with one drafter; sizes as in configs/rlzero_tiny.py."""
+    return load_generator(
+        POLICY,
+        draft_kind=kind,
+        draft_path=HEAD if kind == "eagle3" else "",
+        draft_length=length,
+        adaptive=False,
+        rule="coupled",
+        max_prompt_tokens=10,
+        max_response_tokens=46,
+        num_slots=slots,
+        tokenizer="char",
+    )
+
+
+def upper_bound(count: int) -> float:
+    """Of the mean of a Poisson number found to be `count`, at 95 %: where so few have chance 0.05."""
+    low, high = float(count), 3.0 * count + 10
+    for _ in range(60):
+        mean = (low + high) / 2
+        chance = sum(math.exp(-mean + i * math.log(mean) - math.lgamma(i + 1)) for i in range(count + 1))
+        low, high = (mean, high) if chance > 0.05 else (low, mean)
+    return high
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="compared, for each drafter")
+    parser.add_argument("--kinds", nargs="+", default=["eagle3", "ngram"])
+    parser.add_argument("--length", type=int, default=3, help="k")
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--output", required=True)
+    a = parser.parse_args()
+    generators = {kind: load(kind, a.length, a.slots) for kind in ("none", *a.kinds)}
+    plain = generators["none"]
+    source = TaskSource("arithmetic", "train", 0)
+    forward = load_forward()
+    result = {kind: {"tokens": 0, "partings": []} for kind in a.kinds}
+    seed = 0
+    while min(found["tokens"] for found in result.values()) < a.tokens:
+        problems = [source[(seed * a.slots + i) % len(source)] for i in range(a.slots)]
+        prompts = [plain.tokenizer.encode(problem.prompt) for problem in problems]
+        rollouts = {
+            kind: g.engine.generate(g.weights, prompts, SAMPLES, seed, lengths=g.lengths)
+            for kind, g in generators.items()
+        }
+        for kind, found in result.items():
+            partings, compared = compare(rollouts["none"], rollouts[kind])
+            found["tokens"] += compared
+            found["partings"] += find_gaps(forward, rollouts["none"], rollouts[kind], partings, seed, SAMPLING)
+        seed += 1
+    for found in result.values():
+        count, millions = len(found["partings"]), found["tokens"] / 1e6
+        found["per_million"] = count / millions
+        found["per_million_at_most"] = upper_bound(count) / millions  # at 95 %
+        found["largest_gap"] = max((parting.gap for parting in found["partings"]), default=0.0)
+        found["partings"] = [parting._asdict() for parting in found["partings"]]
+    with open(a.output, "w") as file:
+        json.dump(result, file, indent=1)
+    for kind, found in result.items():
+        print(
+            f"{kind}: {found['per_million']:.2f} per million of {found['tokens']}, gaps <= {found['largest_gap']:.1e}"
+        )
+    if any(found["largest_gap"] > TIE for found in result.values()):
+        raise SystemExit(f"rollouts parted where the two tokens are more than {TIE} apart")
+
+
+def load_forward() -> Forward:
+    """Of the tiny base as the learner sees it."""
+    model = hf.load_config(POLICY)
+    partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
+    return learner_forward(hf.load_params(POLICY, model, partition, jnp.float32), model, partition)
+
+
+if __name__ == "__main__":
+    main()

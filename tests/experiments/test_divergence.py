@@ -1,0 +1,58 @@
+"""Plain float32 without parity: where two drafters' `coupled` rollouts part, both tokens tie."""
+
+import dataclasses
+
+import pytest
+
+from experiments.engine import divergence
+from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.sampling import Sampling
+from tests.helpers.rollouts import MODEL, engine_and_weights, policy, prompts
+
+SAMPLING, SEED = Sampling(2.0, 0, 0.95, "coupled"), 3
+LIMITS = Limits(32, 8, 24, 8)
+
+
+@pytest.fixture(scope="module")
+def forward(partition):
+    return divergence.learner_forward(policy(), MODEL, partition)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Of plain decoding, and of drafts of three: a few thousand tokens each."""
+    runs = (engine_and_weights(kind, k, LIMITS, SAMPLING) for kind, k in (("none", 0), ("ngram", 3)))
+    return [engine.generate(weights, prompts(32), 8, SEED) for engine, weights in runs]
+
+
+def test_rollouts_part_at_ties_only(rollouts, forward):
+    partings, compared = divergence.compare(*rollouts)
+    assert 3000 < compared <= rollouts[0].response_length.sum()
+    found = divergence.find_gaps(forward, *rollouts, partings, SEED, SAMPLING)
+    assert all(parting.gap < divergence.TIE for parting in found), found
+
+
+def test_every_token_is_the_best_of_logits_and_noise_by_another_forward(rollouts, forward):
+    a = rollouts[0]
+    places = [(row, position) for row in range(0, 256, 16) for position in range(a.prompt_length[row], a.length[row])]
+    found = divergence.find_gaps(forward, a, a, places, SEED, SAMPLING)
+    assert len(found) > 150 and max(parting.gap for parting in found) < divergence.TIE
+
+
+def test_a_parting_that_is_no_tie_is_found(rollouts, forward):
+    """Another token in one place: found there, tokens compared up to it, with the distance that it has."""
+    a = rollouts[0]
+    row = int(a.response_length.argmax())
+    position = int(a.prompt_length[row]) + 3
+    tokens = a.tokens.copy()
+    tokens[row, position] = (tokens[row, position] + 1) % MODEL.vocab
+    partings, compared = divergence.compare(a, dataclasses.replace(a, tokens=tokens))
+    assert partings == [(row, position)]
+    assert compared == a.response_length.sum() - a.response_length[row] + 4
+    (parting,) = divergence.find_gaps(forward, a, dataclasses.replace(a, tokens=tokens), partings, SEED, SAMPLING)
+    assert parting.gap > 1000 * divergence.TIE
+
+
+@pytest.mark.parametrize("count, bound", [(0, 2.996), (1, 4.744), (10, 16.962)])
+def test_the_bound_of_a_rate_is_the_known_one(count, bound):
+    assert abs(divergence.upper_bound(count) - bound) < 1e-3
