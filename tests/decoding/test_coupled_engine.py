@@ -108,13 +108,8 @@ def test_nor_on_what_a_controller_chooses(in_float64):
         ("stateful", {"num_slots": 1, "chunk": 100}),
         ("stateful", {"num_slots": 7, "chunk": 1, "free_slots": 1}),
         ("suffix", {"num_slots": 7, "chunk": 4, "free_slots": 7}),
-<<<<<<< HEAD
-        ("stateful", {"num_slots": 128, "chunk": 2, "sizes": (16, 4)}),
-        ("suffix", {"num_slots": 16, "chunk": 2, "new_prompts": 1, "sizes": (4,)}),
-=======
         ("stateful", {"num_slots": 128, "chunk": 1, "sizes": (64, 16)}),
-        ("suffix", {"num_slots": 16, "chunk": 2, "prefill_rows": 1, "sizes": (4,)}),
->>>>>>> proofs
+        ("suffix", {"num_slots": 16, "chunk": 2, "new_prompts": 1, "sizes": (4,)}),
         ("stateful", {"num_slots": 16, "chunk": 2, "width": 9}),
     ],
     ids=str,
