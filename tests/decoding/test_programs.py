@@ -45,7 +45,15 @@ def test_compilations_are_counted():
 @pytest.fixture(scope="module")
 def compiled():
     """(engine that drafts by cascade, its controller), compiled, and the seconds that each program reported."""
-    sizes = {"chunk": 2, "sizes": (8, 2), "groups": 20, "members": 4, "prefill_rows": 2, "new_prompts": 3, "free_slots": 2}
+    sizes = {
+        "chunk": 2,
+        "sizes": (8, 2),
+        "groups": 20,
+        "members": 4,
+        "prefill_rows": 2,
+        "new_prompts": 3,
+        "free_slots": 2,
+    }
     cell = Cell("cascade", "rejection", 1.0, 0, 1.0, "may end", "inside")
     run = make_engine(cell, Limits(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
     told = {}
