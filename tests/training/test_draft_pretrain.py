@@ -135,6 +135,12 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     # Six slots never shrink to fewer, so there is less to compile.
     config.rollout.num_slots = 6
     setup = make_setup(config)
+    # As in `made`; what is drawn by NumPy need not be compiled at all.
+    rng = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda s: rng.normal(size=s.shape) / np.sqrt(max(s.fan_in, 1)), setup.draft.specs)
+    setup.__dict__["initial_draft_params"] = lambda: jax.tree.map(lambda w: jnp.array(w, jnp.float32), drawn)
+    start = jax.device_get(setup.initial_state())
+    setup.__dict__["initial_state"] = lambda: jax.tree.map(jnp.array, start)
     log = draft_pretrain.draft_pretrain(setup, str(tmp_path), threading.Event())
     assert log[-1]["spec/acceptance_length"] > log[0]["spec/acceptance_length"] + 0.2
     config.draft.path = str(tmp_path / "draft")

@@ -64,18 +64,18 @@ PROMPTS = [
 ]
 
 
-def louder(table, by):
+def louder(table):
     """A table [V, D] whose words of the policy stand out, so that they are what it says."""
     scale = np.ones((len(table), 1), np.float32)
-    scale[WORDS] = by
-    scale[WORDS[0]] = by / 2
+    scale[WORDS] = 4
+    scale[WORDS[0]] = 2
     return table * scale
 
 
-def spoken(config, seed=0, by=4):
+def spoken(config, seed=0):
     policy = random_params(config, seed)
     name = "embed" if config.tied else "unembed"
-    return policy | {name: louder(policy[name], by)}
+    return policy | {name: louder(policy[name])}
 
 
 @functools.cache
@@ -83,7 +83,8 @@ def params_of(kind):
     """(policy, draft), learner form."""
     policy = spoken(MODELS[kind])
     if kind == "model":
-        return policy, spoken(DRAFTS[kind].config, seed=3, by=10)
+        # Of forty seeds the one that agrees most often with what the policy says: every second token.
+        return policy, spoken(DRAFTS[kind].config, seed=23)
     rng = np.random.default_rng(1)
 
     def draw(spec):
@@ -399,7 +400,7 @@ def test_the_first_draft_after_a_short_prompt_is_the_learners(kind, size):
     assert_the_learners_drafts(kind, started(kind, prompts))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_rollouts_do_not_depend_on_the_mesh(kind):
     """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
@@ -450,8 +451,9 @@ def test_behaviour_logprobs_are_the_learners(kind):
 def test_in_bfloat16_speculation_adds_nothing_to_the_mismatch():
     """Behaviour log-probs of bfloat16 rollouts against the learner's float32 forward, over some 700 tokens each.
 
-    At T = 4 a rounding of 2^-9 of logits that reach 20 is 0.01 nats, of two layers' twenty roundings, as they add up,
-    four times that. Speculation runs the same forward over other widths: it may move single roundings, not their size.
+    At T = 4 the rounding of a logit that reaches 20, half a unit of 2^-8, is up to 0.01 nats. Two layers round twenty
+    times: sqrt(20) of that at random, 20 in the worst case. Speculation runs the same forward over other widths: it may
+    move single roundings, not their size.
     """
     sizes = {}
     for k in (None, K):
@@ -459,7 +461,10 @@ def test_in_bfloat16_speculation_adds_nothing_to_the_mismatch():
         out = engine.generate(weights_of("mtp", k is not None, jnp.bfloat16), PROMPTS, samples=2, seed=0)
         difference = mismatch("mtp", WARM, out)
         sizes[k] = np.sqrt((difference**2).mean())
+        assert np.abs(difference).max() < 20 * 0.01
+        # Errors, not a shift.
         assert np.abs(difference.mean()) < 0.25 * sizes[k]
-        assert np.abs(difference).max() < 8 * sizes[k]
         print(f"k={k}: root mean square {sizes[k]:.4f} nats, largest {np.abs(difference).max():.4f}")
-    assert 0 < sizes[None] < 0.04 and sizes[K] < 1.25 * sizes[None]
+    assert 0 < sizes[None] < np.sqrt(20) * 0.01
+    # The mean of 700 squares of such errors, their tails four times as heavy as a normal law's, is known to a tenth.
+    assert sizes[K] < 1.25 * sizes[None]

@@ -25,7 +25,7 @@ SMALLER = qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=True, max_positions=40
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
 SIZES = {"max_prompt_tokens": 8, "max_response_tokens": 12, "num_slots": 6, "tokenizer": "char"}
-COMMON = SIZES | {"adaptive": False, "draft_length": 2, "temperature": 2.0, "top_k": 50, "top_p": 0.95}
+COMMON = SIZES | {"adaptive": False, "draft_length": 2, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
 COMMON |= {"match_min": 1}
 
 
@@ -134,7 +134,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         "draft.path": folders / "mtp_deepseek",
         "draft.length": 2,
         "draft.adaptive": False,
-        "rollout.temperature": 2.0,
+        "rollout.temperature": 1.0,
         "rollout.top_k": 50,
         "rollout.top_p": 0.95,
         "rollout.max_prompt_tokens": 8,
