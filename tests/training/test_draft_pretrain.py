@@ -13,9 +13,12 @@ import pytest
 import main as command_line
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.core import BadInput, Stopped
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import draft_pretrain
 from specrl_jax.training.setup import build
+from tests.helpers.policies import random_params
 
 
 def make_setup(config):
@@ -113,6 +116,39 @@ def test_a_signal_ends_it_without_a_head(made, tmp_path):
     with pytest.raises(Stopped, match="step 1 is lost"):
         draft_pretrain.draft_pretrain(changed, str(tmp_path), stop)
     assert not (tmp_path / "head").exists()
+
+
+# ---- the other kinds
+
+
+@pytest.mark.parametrize("kind", ["mtp", "model"])
+def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(kind, tmp_path):
+    """A policy that has something to say, thirty updates, and the folder read back into the same engine."""
+    nano = qwen3.preset("nano")
+    hf.save_params(str(tmp_path / "policy"), random_params(nano), nano, "float32")
+    config = smoke_config(tmp_path / "draft")
+    config.policy.preset, config.policy.path = "nano", str(tmp_path / "policy")
+    config.draft.kind, config.draft.preset, config.draft.vocab_size = kind, "nano", 0
+    config.draft.adaptive, config.draft.dialect = False, "mimo"
+    config.draft.learning_rate = 1e-2
+    config.steps = 30
+    # Six slots never shrink to fewer, so there is less to compile.
+    config.rollout.num_slots = 6
+    setup = make_setup(config)
+    # As in `made`; what is drawn by NumPy need not be compiled at all.
+    rng = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda s: rng.normal(size=s.shape) / np.sqrt(max(s.fan_in, 1)), setup.draft.specs)
+    setup.__dict__["initial_draft_params"] = lambda: jax.tree.map(lambda w: jnp.array(w, jnp.float32), drawn)
+    start = jax.device_get(setup.initial_state())
+    setup.__dict__["initial_state"] = lambda: jax.tree.map(jnp.array, start)
+    log = draft_pretrain.draft_pretrain(setup, str(tmp_path), threading.Event())
+    assert log[-1]["spec/acceptance_length"] > log[0]["spec/acceptance_length"] + 0.2
+    config.draft.path = str(tmp_path / "draft")
+    loaded = make_setup(config)
+    assert loaded.draft == setup.draft and loaded.initial_vocab_map() is None
+    state = setup.initial_state()
+    state = state.replace(draft=state.draft.replace(params=loaded.initial_draft_params()))
+    assert draft_pretrain.held_out_acceptance(setup, state).items() <= log[-1].items()
 
 
 # ---- which ids

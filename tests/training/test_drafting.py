@@ -43,8 +43,8 @@ DRAFTS = {
 KINDS = list(DRAFTS)
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
-# Fewer prompts prefilled at once than slots.
-LIMITS = Limits(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=5)
+# Fewer prompts a refill than slots, four in a forward.
+LIMITS = Limits(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5)
 SHRINKING = dataclasses.replace(LIMITS, sizes=(10,))
 GREEDY = Sampling(0.0)
 WARM = Sampling(4.0, top_k=60, top_p=0.95)  # at 1 the policy is nearly greedy, and hardly a draft is kept
@@ -64,18 +64,18 @@ PROMPTS = [
 ]
 
 
-def louder(table, by):
+def louder(table):
     """A table [V, D] whose words of the policy stand out, so that they are what it says."""
     scale = np.ones((len(table), 1), np.float32)
-    scale[WORDS] = by
-    scale[WORDS[0]] = by / 2
+    scale[WORDS] = 4
+    scale[WORDS[0]] = 2
     return table * scale
 
 
-def spoken(config, seed=0, by=4):
+def spoken(config, seed=0):
     policy = random_params(config, seed)
     name = "embed" if config.tied else "unembed"
-    return policy | {name: louder(policy[name], by)}
+    return policy | {name: louder(policy[name])}
 
 
 @functools.cache
@@ -83,7 +83,8 @@ def params_of(kind):
     """(policy, draft), learner form."""
     policy = spoken(MODELS[kind])
     if kind == "model":
-        return policy, spoken(DRAFTS[kind].config, seed=3, by=10)
+        # Of forty seeds the one that agrees most often with what the policy says: every second token.
+        return policy, spoken(DRAFTS[kind].config, seed=23)
     rng = np.random.default_rng(1)
 
     def draw(spec):
@@ -99,7 +100,7 @@ def params_of(kind):
 
 
 def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
-    return RolloutConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
+    return RolloutConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
 
 
 @functools.cache
@@ -399,7 +400,7 @@ def test_the_first_draft_after_a_short_prompt_is_the_learners(kind, size):
     assert_the_learners_drafts(kind, started(kind, prompts))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_rollouts_do_not_depend_on_the_mesh(kind):
     """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
@@ -445,3 +446,25 @@ def test_behaviour_logprobs_are_the_learners(kind):
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
     assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
+
+
+def test_in_bfloat16_speculation_adds_nothing_to_the_mismatch():
+    """Behaviour log-probs of bfloat16 rollouts against the learner's float32 forward, over some 700 tokens each.
+
+    At T = 4 the rounding of a logit that reaches 20, half a unit of 2^-8, is up to 0.01 nats. Two layers round twenty
+    times: sqrt(20) of that at random, 20 in the worst case. Speculation runs the same forward over other widths: it may
+    move single roundings, not their size.
+    """
+    sizes = {}
+    for k in (None, K):
+        engine = engine_of("mtp", WARM, k, dtype=jnp.bfloat16)
+        out = engine.generate(weights_of("mtp", k is not None, jnp.bfloat16), PROMPTS, samples=2, seed=0)
+        difference = mismatch("mtp", WARM, out)
+        sizes[k] = np.sqrt((difference**2).mean())
+        assert np.abs(difference).max() < 20 * 0.01
+        # Errors, not a shift.
+        assert np.abs(difference.mean()) < 0.25 * sizes[k]
+        print(f"k={k}: root mean square {sizes[k]:.4f} nats, largest {np.abs(difference).max():.4f}")
+    assert 0 < sizes[None] < np.sqrt(20) * 0.01
+    # The mean of 700 squares of such errors, their tails four times as heavy as a normal law's, is known to a tenth.
+    assert sizes[K] < 1.25 * sizes[None]

@@ -54,9 +54,14 @@ def test_parity_keeps_one_batch_size():
     assert (limits.sizes, limits.width) == ((), 4)
 
 
-@pytest.mark.parametrize(("num_slots", "group", "prompts"), [(32, 8, 4), (33, 8, 5), (4, 8, 1), (16, 1, 16)])
-def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, prompts):
-    assert batch_limits(num_slots, 5, 7, 1, group_size=group).prompts == prompts
+@pytest.mark.parametrize(
+    ("num_slots", "group", "ways", "prompts"),
+    [(32, 8, 1, 4), (33, 8, 1, 5), (4, 8, 1, 1), (16, 1, 1, 16), (64, 1, 8, 64), (16, 8, 8, 8), (48, 4, 8, 16)],
+)
+def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, ways, prompts):
+    """In forwards whose rows split over the mesh, of which the last may be padded."""
+    limits = batch_limits(num_slots, 5, 7, ways, group_size=group)
+    assert limits.prompts == prompts and limits.prefill_rows % ways == 0 and prompts % limits.prefill_rows == 0
 
 
 def test_nothing_is_kept_to_copy_from_unless_drafts_copy():
