@@ -3,14 +3,16 @@
     python main.py --config configs/draft_tiny.py --config.pretrain.output=runs/tiny_head
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
+
+Variant `small`: for the base that `configs/pretrain_tiny.py:small` makes. About 20 minutes.
 """
 
 from configs import common
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "smoke"):
-        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there is smoke")
+    if arg not in ("", "small", "smoke"):
+        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are small, smoke")
     c = common.base()
     c.task = "draft_pretrain"
     c.steps = 2400
@@ -28,6 +30,12 @@ def get_config(arg: str = ""):
     c.draft.ttt_steps = 4
     c.eval.problems = 512
     c.pretrain.output = "runs/tiny_head"
+    if arg == "small":
+        c.policy.preset = ""
+        c.policy.path = "runs/small_base"
+        c.steps = 800
+        c.draft.learning_rate = 1e-3
+        c.pretrain.output = "runs/small_head"
     if arg == "smoke":
         c.policy.path = ""
         c.policy.preset = "nano_deep"

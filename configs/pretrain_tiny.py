@@ -4,14 +4,17 @@
 
 About 9 minutes on 2 CPU cores. Expected at the end (log.jsonl): accuracy between 0.2 and 0.5 sampled at temperature
 1, below 0.6 greedy.
+
+Variant `small`: 20 M parameters and few mistakes in the worked solutions, a policy that is good at its task, for the
+timings of experiments/engine/speedup.py. About 20 minutes.
 """
 
 from configs import common
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "smoke"):
-        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there is smoke")
+    if arg not in ("", "small", "smoke"):
+        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are small, smoke")
     c = common.base()
     c.task = "pretrain"
     c.steps = 1200
@@ -23,6 +26,12 @@ def get_config(arg: str = ""):
     c.optimizer.weight_decay = 0.01
     c.optimizer.decay_steps = c.get_ref("steps")
     c.eval.problems = 512
+    if arg == "small":
+        c.policy.preset = "small"
+        c.steps = 600
+        c.optimizer.learning_rate = 1e-3
+        c.pretrain.error_rate = 0.1
+        c.pretrain.output = "runs/small_base"
     if arg == "smoke":
         c.policy.preset = "nano"
         c.steps = 20

@@ -53,6 +53,8 @@ PRESETS = {
     "nano_deep": Qwen3Config(128, 64, 7, 4, 2, 16, 128, tied=True, max_positions=4096),
     # The street's model: 3.5 M parameters, deep for its width so that a one-layer draft head stays cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
+    # 20 M parameters, of which no cache holds the weights: where decoding starts to be bound by reading them.
+    "small": Qwen3Config(128, 384, 12, 6, 2, 64, 1152, tied=True, max_positions=4096),
     "qwen3_0p6b": Qwen3Config(embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072, tied=True, **_PUBLISHED),
     "qwen3_1p7b": Qwen3Config(embed=2048, layers=28, heads=16, kv_heads=8, mlp=6144, tied=True, **_PUBLISHED),
     "qwen3_4b": Qwen3Config(embed=2560, layers=36, heads=32, kv_heads=8, mlp=9728, tied=True, **_PUBLISHED),
