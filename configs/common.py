@@ -15,7 +15,7 @@ def base() -> ConfigDict:
     c.policy.dtype = "float32"  # storage of the rollout weights
     c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
     c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
-    c.policy.logits_chunk = 0  # positions unembedded at once in the learner; 0 = all
+    c.policy.vocab_tile = 0  # words unembedded at once in the learner; 0 = all
 
     c.draft = ConfigDict()
     c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
@@ -33,6 +33,7 @@ def base() -> ConfigDict:
     c.draft.warmup = 0  # updates
     c.draft.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
     c.draft.clip = 0.5  # global gradient norm
+    c.draft.loss = "ce"  # ce, kl (the same gradient), tv, e2e_tv; see specrl_jax/rl/draft_losses.py
     c.draft.ttt_steps = 3  # draft steps unrolled in training
     c.draft.vocab_size = 0  # ids that task=draft_pretrain gives a new head: the most frequent; 0 = the policy's
     c.draft.compare_rounds = 5  # of the closing comparison with plain decoding; 0 = none

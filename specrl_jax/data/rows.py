@@ -11,12 +11,13 @@ Array = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Rows:
-    """Token rows, one sequence each, padded right; entry t of `targets` and `mask` belongs to token t + 1."""
+    """Token rows, padded right; entry t of `targets` and `mask` belongs to token t + 1."""
 
     tokens: Array  # [B, T] int32
     positions: Array  # [B, T] int32
     targets: Array  # [B, T] int32, the next token
     mask: Array  # [B, T] bool, true where the next token is a response token
+    segments: Array | None = None  # [B, T] int32, which sequence of a packed row, 0 padding; None: one sequence a row
 
 
 def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:

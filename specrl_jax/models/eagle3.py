@@ -228,17 +228,26 @@ def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
     return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
 
 
-def unrolled_logits(
-    params: Params, config: Eagle3Config, features: jax.Array, embedded: jax.Array, steps: int
+def unrolled(
+    params: Params,
+    config: Eagle3Config,
+    features: jax.Array,
+    embedded: jax.Array,
+    steps: int,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Training-time test (section 3.2, `recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
 
     Args:
       features: [B, T, 3, D] of the target at each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
+      positions, segments: [B, T] int32, as in `recurrent.unroll`.
     Returns:
-      [steps, B, T, Vd] float32; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are meaningless.
+      [steps, B, T, D], what the unembedding reads; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end
+      are meaningless.
     """
     head = functools.partial(layer, params, config)
-    outputs = recurrent.unroll(head, config, project_features(params, features), embedded, steps)
-    return jnp.stack([draft_logits(params, config, a) for a in outputs])
+    hidden = project_features(params, features)
+    outputs = recurrent.unroll(head, config, hidden, embedded, steps, positions, segments)
+    return rms_norm(jnp.stack(outputs), params["final_norm"], config.norm_epsilon)

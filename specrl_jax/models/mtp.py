@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.models import qwen3, recurrent
-from specrl_jax.models.layers import ParamSpec, einsum, product, rms_norm
+from specrl_jax.models.layers import ParamSpec, einsum, rms_norm
 from specrl_jax.models.recurrent import Angles, Attend, DraftCache, HeadConfig
 
 Params = dict[str, Any]
@@ -103,11 +103,6 @@ def _block(params: Params) -> Params:
     return layers[0] if isinstance(layers, list) else jax.tree.map(lambda w: w[0], layers)
 
 
-def draft_logits(a: jax.Array, unembed: jax.Array) -> jax.Array:
-    """[B, T, V] float32 from the policy's unembedding [V, D]; the head's final norm is in a."""
-    return product("BTD,VD->BTV", a, unembed)
-
-
 def write_pairs(
     params: Params,
     config: MTPConfig,
@@ -139,18 +134,25 @@ def extend(
     return recurrent.extend(head, config, hidden, embedded, positions, cache)
 
 
-def unrolled_logits(
-    params: Params, config: MTPConfig, features: jax.Array, embedded: jax.Array, steps: int, unembed: jax.Array
+def unrolled(
+    params: Params,
+    config: MTPConfig,
+    features: jax.Array,
+    embedded: jax.Array,
+    steps: int,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
 ) -> jax.Array:
     """Training-time test (`recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
 
     Args:
       features: [B, T, 1, D] hidden state of the target at each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
-      unembed: [V, D], the policy's.
+      positions, segments: [B, T] int32, as in `recurrent.unroll`.
     Returns:
-      [steps, B, T, V] float32; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are meaningless.
+      [steps, B, T, D], what the policy's unembedding reads; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of
+      the end are meaningless.
     """
     head = functools.partial(layer, params, config)
-    outputs = recurrent.unroll(head, config, project_features(params, features), embedded, steps)
-    return jnp.stack([draft_logits(a, unembed) for a in outputs])
+    hidden = project_features(params, features)
+    return jnp.stack(recurrent.unroll(head, config, hidden, embedded, steps, positions, segments))

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput, logprobs_and_entropy
+from specrl_jax.core import BadInput
 from specrl_jax.models import cache as kv
 from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.unembedding import Tiling, token_scores
 from specrl_jax.sharding import Partitioner
 
 Params = dict[str, Any]
@@ -201,9 +202,9 @@ class Output(NamedTuple):
     logits: jax.Array | None  # [B, T, V] float32
     logprobs: jax.Array | None  # [B, T] float32, of `targets`
     entropy: jax.Array | None  # [B, T] float32, nats
-    normaliser: jax.Array | None  # [B, T] float32, logsumexp of logits / temperature, behind stop_gradient
+    normaliser: jax.Array | None  # [B, T] float32, logsumexp of logits / temperature
     aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
-    hidden: jax.Array  # [B, T, D], what the unembedding reads, behind stop_gradient
+    hidden: jax.Array  # [B, T, D], what the unembedding reads
     cache: kv.KVCache | None
 
 
@@ -221,7 +222,7 @@ def forward(
     aux_layers: tuple[int, ...] = (),
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
-    logits_chunk: int = 0,
+    vocab_tile: int = 0,
     unembed: bool = True,
 ) -> Output:
     """One pass of the policy over tokens [B, T] at positions [B, T].
@@ -235,7 +236,7 @@ def forward(
       aux_layers: return the residual stream *entering* these layers (EAGLE-3's convention), in this order.
       dtype: of the activations; weights are cast to it.
       remat: recompute each layer in the backward pass instead of keeping its activations.
-      logits_chunk: with targets, unembed this many positions at a time, so [B, T, V] never exists; 0: all at once.
+      vocab_tile: with targets, unembed this many words at a time, so [B, T, V] never exists; 0: all at once.
       unembed: False skips the unembedding (prefill needs the cache only).
     Raises:
       BadInput: for a mixture-of-experts config.
@@ -252,10 +253,11 @@ def forward(
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     logits = logprobs = entropy = normaliser = None
     if targets is not None:
-        logprobs, entropy, normaliser = _score(params, config, x, targets, temperature, logits_chunk, partition)
+        tiling = Tiling(vocab_tile, temperature, partition)
+        logprobs, entropy, normaliser = token_scores(x, unembedding(params, config), targets, tiling)
     elif unembed:
         logits = to_logits(params, config, x, partition)
-    return Output(logits, logprobs, entropy, normaliser, aux, jax.lax.stop_gradient(x), cache)
+    return Output(logits, logprobs, entropy, normaliser, aux, x, cache)
 
 
 def to_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
@@ -263,8 +265,13 @@ def to_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition:
     if "to_logits" in params:
         logits = product("BTD,DV->BTV", hidden, params["to_logits"])
     else:
-        logits = product("BTD,VD->BTV", hidden, params["embed" if config.tied else "unembed"])
+        logits = product("BTD,VD->BTV", hidden, unembedding(params, config))
     return partition.constrain(logits, "batch", "sequence", "vocab")
+
+
+def unembedding(params: Params, config: Qwen3Config) -> jax.Array:
+    """[V, D] of the learner's form."""
+    return params["embed" if config.tied else "unembed"]
 
 
 def require_dense(config: Qwen3Config) -> None:
@@ -361,34 +368,3 @@ def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.A
     R = config.queries_per_kv
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
     return q, fused[..., R, :], fused[..., R + 1, :]
-
-
-def _score(
-    params: Params,
-    config: Qwen3Config,
-    x: jax.Array,
-    targets: jax.Array,
-    temperature: float,
-    chunk: int,
-    partition: Partitioner,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probs, entropy and normaliser [B, T] of targets; `chunk` positions at a time, whose logits are recomputed in
-    the backward pass."""
-
-    def score(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits = to_logits(params, config, x, partition)
-        # The sum that log-probs are made with, computed once: the compiler sees that both are the same.
-        normaliser = jax.nn.logsumexp(logits / (temperature or 1.0), axis=-1)
-        return *logprobs_and_entropy(logits, targets, temperature), jax.lax.stop_gradient(normaliser)
-
-    length = x.shape[1]
-    if not chunk or chunk >= length:
-        return score(x, targets)
-    if length % chunk:
-        raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")
-
-    def split(array: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
-        return jnp.moveaxis(array.reshape(array.shape[0], -1, chunk, *array.shape[2:]), 1, 0)
-
-    parts = jax.lax.map(jax.checkpoint(lambda pair: score(*pair)), (split(x), split(targets)))
-    return tuple(jnp.moveaxis(part, 0, 1).reshape(targets.shape) for part in parts)

@@ -83,7 +83,15 @@ def extend(
     return a, written[0]
 
 
-def unroll(layer: Layer, config: HeadConfig, hidden: jax.Array, embedded: jax.Array, steps: int) -> list[jax.Array]:
+def unroll(
+    layer: Layer,
+    config: HeadConfig,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    steps: int,
+    positions: jax.Array,
+    segments: jax.Array | None,
+) -> list[jax.Array]:
     """Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the layer over its own outputs, ground-truth tokens.
 
     Row t of step i is draft step i of a speculation that starts at pair t: it reads the step-0 keys of pairs <= t, made
@@ -97,19 +105,22 @@ def unroll(layer: Layer, config: HeadConfig, hidden: jax.Array, embedded: jax.Ar
     Args:
       hidden: [B, T, D] from the target, of each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
+      positions: [B, T] int32, of the tokens in their sequence.
+      segments: [B, T] int32 of packed rows: pairs read pairs of their own sequence only; None: one sequence a row.
     Returns:
       `steps` outputs [B, T, D]; row t of output i predicts token t + 2 + i. Rows within 1 + i of the end are
       meaningless.
     """
-    positions = jnp.broadcast_to(jnp.arange(hidden.shape[1])[None], hidden.shape[:2])
-    causal = jnp.tril(jnp.ones((hidden.shape[1],) * 2, bool))[None, None, None]
+    readable = jnp.tril(jnp.ones((hidden.shape[1],) * 2, bool))[None, None, None]
+    if segments is not None:
+        readable &= (segments[:, :, None] == segments[:, None, :])[:, None, None]
     keys: list[jax.Array] = []
     values: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys.append(k)
         values.append(v)
-        return _ttt_attention(q, keys, values, causal)
+        return _ttt_attention(q, keys, values, readable)
 
     outputs = []
     for i in range(steps):
@@ -119,13 +130,16 @@ def unroll(layer: Layer, config: HeadConfig, hidden: jax.Array, embedded: jax.Ar
     return outputs
 
 
-def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], causal: jax.Array) -> jax.Array:
-    """q [B, T, N, H] over keys[0] causally and over every later step's own row; softmax in float32."""
+def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], readable: jax.Array) -> jax.Array:
+    """q [B, T, N, H] over keys[0] where `readable` [B, 1, 1, T, T] and over every later step's own row.
+
+    Softmax in float32.
+    """
     B, T, N, H = q.shape
     K = keys[0].shape[2]
     q = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, keys[0], preferred_element_type=jnp.float32)
-    scores = [jnp.where(causal, scores, -jnp.inf)]
+    scores = [jnp.where(readable, scores, -jnp.inf)]
     for k in keys[1:]:
         own = jnp.einsum("BTKRH,BTKH->BKRT", q, k, preferred_element_type=jnp.float32)
         scores.append(own[..., None])

@@ -1,4 +1,4 @@
-"""One update of the draft from the features of the policy's own forward pass, and the acceptance which that predicts.
+"""One update of the draft from the features of the policy's own forward pass, and what that says of its drafts.
 
 Nothing of the policy is differentiated, and nothing of the draft enters the policy's update: two jitted functions, and
 what passes between them is behind stop_gradient.
@@ -16,8 +16,8 @@ import optax
 from specrl_jax.core import Mean
 from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import product
-from specrl_jax.rl.draft_losses import predicted_acceptance, soft_cross_entropy, supervised_counts, unrolled_loss
+from specrl_jax.models.unembedding import DraftTerms, Teacher, Tiling, draft_terms
+from specrl_jax.rl.draft_losses import step_losses, step_means, step_weights, supervised, survival
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.state import TrainState, apply_gradient, state_shardings
@@ -31,7 +31,9 @@ class DraftLearner:
     draft: DraftModel
     model: qwen3.Qwen3Config
     dtype: jnp.dtype  # of activations; parameters are float32
+    loss: str  # one of draft_losses.LOSSES
     ttt_steps: int  # draft steps unrolled
+    vocab_tile: int  # words of the draft vocabulary unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
 
@@ -45,11 +47,23 @@ class Tables:
 
 
 @flax.struct.dataclass
+class Outlook:
+    """What the learner's forward says of the draft's steps; each [steps] float32, an average over supervised pairs.
+
+    Cross-entropy to the target is entropy plus mismatch: the first is the target's own and stays, the second is what
+    learning can remove.
+    """
+
+    entropy: jax.Array  # of the target on the draft vocabulary, nats
+    mismatch: jax.Array  # KL(target || draft), nats
+    acceptance: jax.Array  # share of verifications that keep draft i and all before it
+
+
+@flax.struct.dataclass
 class DraftMetrics:
-    loss: jax.Array  # [] float32, nats: weighted sum over draft steps
-    cross_entropy: jax.Array  # [steps] float32, nats a token
-    acceptance: jax.Array  # [steps] float32, predicted share of verifications that keep draft i and all before it
+    loss: jax.Array  # [] float32: weighted sum over draft steps
     grad_norm: jax.Array  # [] float32, before clipping
+    outlook: Outlook  # before the update
 
 
 def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> Callable[[Any, jax.Array | None], Tables]:
@@ -69,22 +83,24 @@ def make_draft_step(
 ) -> Callable[[TrainState, Tables, Features, Rows], tuple[TrainState, DraftMetrics]]:
     """One optimizer update of the draft from one minibatch; the state is donated."""
 
+    weights = step_weights(learner.loss, learner.ttt_steps)
+
     def loss_sum(params: Any, tables: Tables, counts: jax.Array, features: Features, rows: Rows) -> Any:
-        student, teacher = _student_and_teacher(learner, partition, params, tables, features, rows)
-        loss = soft_cross_entropy(student, teacher, rows.mask, learner.temperature)
-        accepted = predicted_acceptance(student, teacher, features.normaliser, rows.mask, learner.temperature)
+        terms = _terms(learner, partition, params, tables, features, rows)
+        pairs = supervised(rows.mask, learner.ttt_steps, rows.segments)
+        loss = step_means(step_losses(learner.loss, terms), pairs)
         # Divided by the counts of the whole minibatch, so that microbatches add up.
-        return unrolled_loss(Mean(loss.total, counts)), (loss, accepted)
+        return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _outlook(terms, pairs))
 
     def update(state: TrainState, tables: Tables, features: Features, rows: Rows) -> tuple[TrainState, DraftMetrics]:
-        counts = supervised_counts(rows.mask, learner.ttt_steps)
+        counts = supervised(rows.mask, learner.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
 
         def gradient_fn(params: Any, features: Features, rows: Rows) -> Any:
             return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None
 
         parts = (features, rows)
-        (gradient, (loss, accepted)), _ = accumulate(gradient_fn, state.params, parts, learner.microbatch)
-        metrics = DraftMetrics(unrolled_loss(loss), loss.value(), accepted.value(), optax.tree.norm(gradient))
+        (gradient, (loss, outlook)), _ = accumulate(gradient_fn, state.params, parts, learner.microbatch)
+        metrics = DraftMetrics(jnp.sum(weights * loss.value()), optax.tree.norm(gradient), _averages(outlook))
         return apply_gradient(state, gradient, optimizer).replace(step=state.step + 1), metrics
 
     shardings = state_shardings(learner.draft.specs, optimizer, partition)
@@ -93,23 +109,36 @@ def make_draft_step(
 
 def make_predict_step(
     learner: DraftLearner, partition: Partitioner
-) -> Callable[[Any, Tables, Features, Rows], jax.Array]:
-    """(draft params, tables, features, rows) -> predicted acceptance [steps], of a draft that does not learn.
+) -> Callable[[Any, Tables, Features, Rows], Outlook]:
+    """(draft params, tables, features, rows) -> Outlook, of a draft that does not learn.
 
     Of the first microbatch: an estimate, for the price of its forward pass.
     """
 
-    def predict(params: Any, tables: Tables, features: Features, rows: Rows) -> jax.Array:
+    def predict(params: Any, tables: Tables, features: Features, rows: Rows) -> Outlook:
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), learner.microbatch))
-        student, teacher = _student_and_teacher(learner, partition, params, tables, features, rows)
-        return predicted_acceptance(student, teacher, features.normaliser, rows.mask, learner.temperature).value()
+        terms = _terms(learner, partition, params, tables, features, rows)
+        return _averages(_outlook(terms, supervised(rows.mask, learner.ttt_steps, rows.segments)))
 
     return jax.jit(predict, out_shardings=partition.replicated)
 
 
-def _student_and_teacher(
+def _terms(
     learner: DraftLearner, partition: Partitioner, params: Any, tables: Tables, features: Features, rows: Rows
-) -> tuple[jax.Array, jax.Array]:
-    """Logits [steps, B, T, Vd] of the draft and [B, T, Vd] of the target on the draft vocabulary."""
-    student = learner.draft.unrolled_logits(params, tables, features, rows, learner.ttt_steps, learner.dtype, partition)
-    return student, product("BTD,VD->BTV", features.hidden.astype(learner.dtype), tables.unembed)
+) -> DraftTerms:
+    outputs, unembed = learner.draft.unrolled(
+        params, tables, features, rows, learner.ttt_steps, learner.dtype, partition
+    )
+    teacher = Teacher(features.hidden.astype(learner.dtype), tables.unembed, features.normaliser)
+    return draft_terms(outputs, unembed, teacher, Tiling(learner.vocab_tile, learner.temperature, partition))
+
+
+def _outlook(terms: DraftTerms, pairs: jax.Array) -> Outlook:
+    """Of Means."""
+    terms = jax.lax.stop_gradient(terms)
+    values = terms.entropy, terms.cross_entropy - terms.entropy, survival(terms)
+    return Outlook(*[step_means(x, pairs) for x in values])
+
+
+def _averages(outlook: Outlook) -> Outlook:
+    return Outlook(outlook.entropy.value(), outlook.mismatch.value(), outlook.acceptance.value())

@@ -59,10 +59,13 @@ class DraftModel(Protocol):
 
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter: ...
 
-    def unrolled_logits(
+    def unrolled(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
-    ) -> jax.Array:
-        """[steps, B, T, Vd] float32: entry (i, t) predicts token t + 2 + i. `out` has `aux` and `hidden`."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """(outputs [steps, B, T, D], unembedding [Vd, D]): entry (i, t) predicts token t + 2 + i.
+
+        `out` has `aux` and `hidden` of the target at every token.
+        """
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         """Float32 parameters in learner form."""
@@ -122,11 +125,12 @@ class Eagle3Draft:
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return eagle3.draft_logits(weights.draft, self.config, a)
 
-    def unrolled_logits(
+    def unrolled(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
-    ) -> jax.Array:
-        embedded = tables.embed[rows.tokens].astype(dtype)
-        return eagle3.unrolled_logits(params, self.config, out.aux.astype(dtype), embedded, steps)
+    ) -> tuple[jax.Array, jax.Array]:
+        embedded, aux = tables.embed[rows.tokens].astype(dtype), out.aux.astype(dtype)
+        outputs = eagle3.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
+        return outputs, params["unembed"]
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return eagle3_formats.load_params(folder, self.config, partition, jnp.float32)
@@ -188,12 +192,12 @@ class MTPDraft:
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return product("BTD,DV->BTV", a, weights.policy["to_logits"])
 
-    def unrolled_logits(
+    def unrolled(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
-    ) -> jax.Array:
-        embedded = tables.embed[rows.tokens].astype(dtype)
-        features = out.hidden[:, :, None].astype(dtype)
-        return mtp.unrolled_logits(params, self.config, features, embedded, steps, tables.unembed)
+    ) -> tuple[jax.Array, jax.Array]:
+        embedded, hidden = tables.embed[rows.tokens].astype(dtype), out.hidden[:, :, None].astype(dtype)
+        outputs = mtp.unrolled(params, self.config, hidden, embedded, steps, rows.positions, rows.segments)
+        return outputs, tables.unembed
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return mtp_formats.load_params(folder, self.config, partition, jnp.float32)
@@ -241,12 +245,16 @@ class PolicyDraft:
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
         return policy_drafter(self.config, length, sampling, dtype, partition)
 
-    def unrolled_logits(
+    def unrolled(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         """Ground-truth tokens are what it would have been fed: step i is the same pass, shifted."""
-        logits = qwen3.forward(params, self.config, rows.tokens, rows.positions, partition, dtype=dtype).logits
-        return jnp.stack([shift_left(logits, 1 + i) for i in range(steps)])
+        text = rows.tokens, rows.positions
+        out = qwen3.forward(
+            params, self.config, *text, partition, segment_ids=rows.segments, dtype=dtype, unembed=False
+        )
+        outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
+        return outputs, qwen3.unembedding(params, self.config)
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")

@@ -16,7 +16,7 @@ class PolicySettings:
     dtype: str  # storage of the rollout weights
     compute_dtype: str  # activations of the learner
     remat: bool
-    logits_chunk: int  # positions, 0 = all at once
+    vocab_tile: int  # words unembedded at once in the learner, 0 = all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class DraftSettings:
     warmup: int  # updates
     decay_steps: int  # updates, 0 = constant
     clip: float  # global gradient norm
+    loss: str  # ce, kl, tv, e2e_tv
     ttt_steps: int  # unrolled draft steps in training
     compare_rounds: int  # of the closing comparison with plain decoding
 
@@ -131,7 +132,7 @@ class Settings:
 # Smallest value of every number that counts something or must not be negative.
 _SMALLEST = {
     "": {"steps": 0, "seed": 0, "sample_rollouts": 0},
-    "policy": {"logits_chunk": 0},
+    "policy": {"vocab_tile": 0},
     "draft": {
         "vocab_size": 0,
         "length": 0,

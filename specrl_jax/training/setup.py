@@ -224,7 +224,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         model=model,
         dtype=parse_dtype("policy.compute_dtype", policy.compute_dtype),
         remat=policy.remat,
-        logits_chunk=policy.logits_chunk,
+        vocab_tile=policy.vocab_tile,
         microbatch=grpo.microbatch,
         temperature=rollout.temperature,
         features=draft is not None,
@@ -261,7 +261,14 @@ def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learne
     if draft is None:
         return None
     return DraftLearner(
-        draft, learner.model, learner.dtype, settings.draft.ttt_steps, learner.microbatch, learner.temperature
+        draft=draft,
+        model=learner.model,
+        dtype=learner.dtype,
+        loss=settings.draft.loss,
+        ttt_steps=settings.draft.ttt_steps,
+        vocab_tile=settings.policy.vocab_tile,
+        microbatch=learner.microbatch,
+        temperature=learner.temperature,
     )
 
 

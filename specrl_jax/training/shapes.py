@@ -132,7 +132,3 @@ def check_rows(
     if grpo.microbatch and rows % grpo.microbatch:
         raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
     check_cache_length(limits, model)
-    length = limits.cache_length
-    chunk = settings.policy.logits_chunk
-    if chunk and chunk < length and length % chunk:
-        raise BadInput(f"policy.logits_chunk={chunk} must divide the row length of {length} tokens")

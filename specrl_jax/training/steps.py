@@ -24,7 +24,7 @@ class Learner:
     model: qwen3.Qwen3Config
     dtype: jnp.dtype  # of activations; parameters are float32
     remat: bool
-    logits_chunk: int  # positions unembedded at once; 0 = all
+    vocab_tile: int  # words unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's
     features: bool = False  # whether a draft learns from the forward pass
@@ -43,7 +43,8 @@ class Learner:
             aux_layers=self.aux_layers,
             dtype=self.dtype,
             remat=self.remat,
-            logits_chunk=self.logits_chunk,
+            vocab_tile=self.vocab_tile,
+            segment_ids=rows.segments,
         )
 
 
@@ -101,7 +102,7 @@ def make_feature_step(learner: Learner, partition: Partitioner) -> Callable[[Any
 
 
 def _features(out: qwen3.Output) -> Features:
-    return Features(out.aux, out.hidden, out.normaliser)
+    return jax.lax.stop_gradient(Features(out.aux, out.hidden, out.normaliser))
 
 
 def make_policy_step(
