@@ -25,11 +25,12 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.rl.advantages import group_normalised
 from specrl_jax.training.compare import compare_with_plain
-from specrl_jax.training.draft_learning import DraftMetrics
+from specrl_jax.training.draft_learning import DraftMetrics, Outlook
 from specrl_jax.training.evaluate import evaluate, score
 from specrl_jax.training.measures import (
     draft_metrics,
     mismatch_metrics,
+    outlook_metrics,
     policy_metrics,
     rollout_metrics,
     rollout_samples,
@@ -145,14 +146,14 @@ def run_step(
     with clock("train"):
         advantages = group_normalised(rewards.reshape(-1, s.grpo.group_size)).reshape(-1)
         signal = Signal(old_logprobs, ref_logprobs, advantages)
-        state, updates = learn(setup, state, rows, signal)
+        state, updates = learn(setup, state, rows, signal, speculation.draft_learns(step))
         state = jax.block_until_ready(state)
 
     row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
     row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
     row |= updates.metrics() | mismatch_metrics(behaviour, old_logprobs, rows.mask)
     if setup.engine.draft_length:
-        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.acceptance)
+        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
     if state.draft:
         row |= {"draft/version": int(state.draft.step)}
     return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts)
@@ -163,24 +164,25 @@ class Updates(NamedTuple):
 
     policy: list[UpdateMetrics]
     draft: list[DraftMetrics]  # empty where no draft learns
-    acceptance: np.ndarray | None  # [steps], predicted of the draft before these updates; None: there is none
+    outlook: Outlook | None  # on the host, of the draft before these updates; None: there is none
     draft_seconds: float
 
     def metrics(self) -> dict[str, float]:
-        return policy_metrics(self.policy) | (draft_metrics(self.draft, self.draft_seconds) if self.draft else {})
+        row = policy_metrics(self.policy) | outlook_metrics(self.outlook)
+        return row | draft_metrics(self.draft, self.draft_seconds)
 
 
-def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal) -> tuple[RunState, Updates]:
+def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learns: bool) -> tuple[RunState, Updates]:
     """One policy update per minibatch, each followed by one of the draft from the features of that update's forward.
 
     Minibatch i takes rows i, i + n, ...: some of every group. A draft that does not learn is only asked what it expects
     to be accepted.
     """
-    minibatches, online = setup.settings.grpo.minibatches, setup.settings.draft.online
+    minibatches = setup.settings.grpo.minibatches
     policy, draft, updates = state.policy, state.draft, Updates([], [], None, 0.0)
     for i in range(minibatches):
         part, part_signal = jax.tree.map(lambda x, i=i: x[i::minibatches], (rows, signal))
-        wanted = draft is not None and (online or i == 0)
+        wanted = draft is not None and (draft_learns or i == 0)
         # Before the update, which donates the tables and changes them.
         tables = setup.read_tables(policy.params, state.vocab_map) if wanted else None
         policy, metrics, features = setup.policy_step(policy, part, part_signal)
@@ -189,14 +191,14 @@ def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal) -> tuple[Ru
             continue
         jax.block_until_ready(features)
         start = time.perf_counter()
-        if online:
+        if draft_learns:
             draft, draft_update = jax.block_until_ready(setup.draft_step(draft, tables, features, part))
             updates.draft.append(draft_update)
-            acceptance = draft_update.acceptance
+            outlook = draft_update.outlook
         else:
-            acceptance = setup.predict_step(draft.params, tables, features, part)
+            outlook = setup.predict_step(draft.params, tables, features, part)
         if i == 0:
-            updates = updates._replace(acceptance=np.asarray(acceptance))
+            updates = updates._replace(outlook=jax.device_get(outlook))
         updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
     policy = policy.replace(step=policy.step + 1)
     return state.replace(policy=policy, draft=draft), updates

@@ -11,7 +11,7 @@ from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rl.grpo import k3
-from specrl_jax.training.draft_learning import DraftMetrics
+from specrl_jax.training.draft_learning import DraftMetrics, Outlook
 from specrl_jax.training.steps import UpdateMetrics
 
 
@@ -66,11 +66,21 @@ def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
 
 
 def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
+    """Nothing where no draft learnt."""
+    if not updates:
+        return {}
     return {
         "draft/loss": float(np.mean([update.loss for update in updates])),
         "draft/grad_norm": max(float(update.grad_norm) for update in updates),
         "draft/seconds": seconds,
     }
+
+
+def outlook_metrics(outlook: Outlook | None) -> dict[str, float]:
+    """Averages over the draft's steps of the two parts of its cross-entropy, nats a token."""
+    if outlook is None:
+        return {}
+    return {"draft/entropy": float(outlook.entropy.mean()), "draft/mismatch": float(outlook.mismatch.mean())}
 
 
 def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:

@@ -33,6 +33,8 @@ class DraftSettings:
     cascade: int  # tokens, match that overrides a draft with weights; 0 = never
     history: int  # rollouts of earlier epochs kept per prompt, to copy from
     online: bool  # learn in the train phase
+    update_every: int  # RL steps between two updates
+    update_growth: float  # rest until the mismatch has grown by this share; 0 = never rest
     learning_rate: float
     warmup: int  # updates
     decay_steps: int  # updates, 0 = constant
@@ -145,6 +147,8 @@ _SMALLEST = {
         "decay_steps": 0,
         "clip": 1e-12,
         "ttt_steps": 1,
+        "update_every": 1,
+        "update_growth": 0,
         "compare_rounds": 0,
     },
     "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},

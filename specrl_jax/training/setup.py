@@ -21,6 +21,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.rewards.verifiable import Reward, find_reward
+from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
@@ -260,6 +261,8 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
 def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learner) -> DraftLearner | None:
     if draft is None:
         return None
+    if settings.draft.loss not in LOSSES:
+        raise BadInput(f"draft.loss: no loss '{settings.draft.loss}'; there are {', '.join(LOSSES)}")
     return DraftLearner(
         draft=draft,
         model=learner.model,

@@ -1,4 +1,4 @@
-"""What the host decides about speculation while a run goes on: draft lengths, whether to draft, what to copy from."""
+"""What the host decides about speculation while a run goes on: draft lengths, when the draft learns, what to copy."""
 
 import contextlib
 import json
@@ -14,6 +14,8 @@ from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.engine import FixedLength, Lengths
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.training.draft_learning import Outlook
+from specrl_jax.training.draft_schedule import DraftSchedule
 from specrl_jax.training.setup import Setup
 
 # With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
@@ -23,7 +25,7 @@ HISTORY_PROMPTS = 65_536
 
 
 class Speculation:
-    """Draft lengths, alarm and history of one run; `save` keeps them in the workdir."""
+    """Draft lengths, alarm, schedule and history of one run; `save` keeps them in the workdir."""
 
     def __init__(self, setup: Setup, workdir: str) -> None:
         draft = setup.settings.draft
@@ -38,6 +40,7 @@ class Speculation:
         longest = max(draft.length, 1) if self._sampled else 1
         self.alarm = Alarm(longest=longest) if setup.draft else None
         self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
+        self._schedule = DraftSchedule(draft.update_every, draft.update_growth) if setup.draft else None
         self._step = 0
         self._load()
 
@@ -49,15 +52,22 @@ class Speculation:
             return _Guarded(self.controller, tripped)
         return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._longest)
 
-    def observe(self, rollouts: Rollouts, predicted: np.ndarray | None) -> dict[str, float]:
-        """One step: feeds alarm, controller and history; warns where acceptance collapsed.
+    def draft_learns(self, step: int) -> bool:
+        """Whether RL step `step`, counted from 1, updates the draft."""
+        return self._schedule is not None and self._draft.online and self._schedule.learns(step)
+
+    def observe(self, rollouts: Rollouts, outlook: Outlook | None) -> dict[str, float]:
+        """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.
 
         Args:
-          predicted: [steps] share of verifications that keep draft i and all before it, by the learner.
+          outlook: on the host, the learner's forward of the draft that these rollouts had; None: it has no weights.
         Returns:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
         self._step += 1
+        predicted = None if outlook is None else outlook.acceptance
+        if outlook is not None:
+            self._schedule.observe(float(outlook.mismatch.mean()))
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
@@ -84,6 +94,7 @@ class Speculation:
             "step": self._step,
             "controller": self.controller.state() if self.controller else None,
             "alarm": self.alarm.state() if self.alarm else None,
+            "schedule": self._schedule.state() if self._schedule else None,
         }
         with _replacing(os.path.join(self._workdir, "speculation.json")) as file:
             file.write(json.dumps(state).encode())
@@ -105,6 +116,8 @@ class Speculation:
                 self.controller = saved
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
+        if self._schedule and state["schedule"]:
+            self._schedule.restore(state["schedule"])
         path = os.path.join(self._workdir, "history.npz")
         # Not there where the run copied nothing so far.
         if self.history is not None and os.path.exists(path):
