@@ -31,6 +31,7 @@ def base() -> ConfigDict:
     c.draft.online = True  # a draft with weights learns in the train phase
     c.draft.update_every = 1  # RL steps between two updates of it
     c.draft.update_growth = 0.0  # rest once its mismatch has found its level, until that grew by this share; 0 = never
+    c.draft.min_coverage = 0.9  # of rollout tokens by a reduced draft vocabulary; below it the ids are chosen again
     c.draft.learning_rate = 1e-4
     c.draft.warmup = 0  # updates
     c.draft.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
@@ -84,7 +85,8 @@ def base() -> ConfigDict:
 
     c.eval = ConfigDict()
     c.eval.every = 10  # steps; 0 = before and after only
-    c.eval.path = ""  # JSONL file; '' = validation split of data.task
+    c.eval.path = ""  # JSONL file; '' = validation split of a built-in task
+    c.eval.task = ""  # that task; '' = data.task
     c.eval.problems = 256  # at most
     c.eval.samples = 1  # per problem
     c.eval.temperature = 1.0
@@ -98,9 +100,13 @@ def base() -> ConfigDict:
     c.generate.samples = 1  # answers per prompt
 
     c.pretrain = ConfigDict()
-    c.pretrain.batch_size = 64  # worked solutions per step
-    c.pretrain.error_rate = 0.6  # of the worked solutions: chance that a carry is dropped, a target missed
-    c.pretrain.output = "runs/base"  # folder for the finished policy or head
+    c.pretrain.batch_size = 64  # rows per step: worked solutions, or texts that a draft learns from
+    c.pretrain.error_rate = 0.6  # task=pretrain: chance that a worked solution drops a carry, or misses a target
+    c.pretrain.rollouts = 8192  # task=draft_pretrain: texts whose features are kept on disk and gone over in epochs
+    c.pretrain.answers = ""  # JSONL of texts: data.prompt_key, "response"; '' = the policy answers the prompts of data
+    c.pretrain.features = ""  # folder for features, found again by a later run; '' = features/ in the workdir
+    c.pretrain.patience = 0  # measurements (every eval.every steps) without a better acceptance, then done; 0 = all
+    c.pretrain.output = "runs/base"  # folder for the finished policy or draft
     c.pretrain.dtype = "bfloat16"  # storage there
 
     c.mesh = ConfigDict()  # axis sizes; -1 = the rest of the devices

@@ -16,9 +16,10 @@ def get_config(arg: str = ""):
     c = common.base()
     c.task = "draft_pretrain"
     c.steps = 2400
-    # Few rollouts and many updates: by seconds of training, four times the rows learn half as fast.
-    c.grpo.prompts_per_step = 4
-    c.rollout.num_slots = 32
+    # Small batches and many updates: by seconds of training, four times the rows learn half as fast.
+    c.pretrain.batch_size = 32
+    c.eval.every = 300
+    c.pretrain.patience = 3
     c.policy.path = "experiments/tiny_base/checkpoint"
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 46
@@ -41,7 +42,11 @@ def get_config(arg: str = ""):
         c.policy.preset = "nano_deep"
         c.steps = 12
         c.draft.warmup = 2
+        c.grpo.prompts_per_step = 4
         c.grpo.group_size = 4
+        c.pretrain.batch_size = 8
+        c.pretrain.rollouts = 48
+        c.eval.every = 6
         c.rollout.num_slots = 16
         c.rollout.max_response_tokens = 12
         c.eval.problems = 16

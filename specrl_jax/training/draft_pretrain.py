@@ -1,6 +1,8 @@
-"""Makes a draft head for a policy, from the policy's own rollouts: the law that the head will be verified against."""
+"""Makes a draft for a policy from the policy's own text: the law that the draft will be verified against."""
 
+import os
 import threading
+import time
 from typing import Any
 
 import jax
@@ -8,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput, Stopped
-from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.training.compare import compare_with_plain
+from specrl_jax.training.draft_features import batches, collect, open_store
 from specrl_jax.training.draft_models import WITHOUT_WEIGHTS
-from specrl_jax.training.loop import learner_rows
+from specrl_jax.training.draft_vocab import most_frequent
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.pretrain import LOG_EVERY, check_output, write_log
 from specrl_jax.training.progress import Display
@@ -19,68 +21,102 @@ from specrl_jax.training.settings import Settings
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import RunState
 
-# Steps' worth of rollouts whose tokens are counted to choose the draft vocabulary.
-COUNTED_STEPS = 8
+LENGTH = "spec/acceptance_length"
 
 
 def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Trains `steps` updates, each on fresh rollouts, and writes `pretrain.output`: an EAGLE-3 head in SafeAI's
-    dialect, an MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
+    """Trains at most `steps` updates over the features of `pretrain.rollouts` texts, and writes `pretrain.output`.
 
-    Starts from draft.path, or from random weights over the `draft.vocab_size` ids that rollouts use most. Returns the
-    log: loss every 50 steps, at the start and the end the acceptance on validation prompts of the weights as stored.
-    It is written to log.jsonl in the workdir and beside the weights.
+    Starts from draft.path, or from random weights over the `draft.vocab_size` ids that the texts use most. The
+    acceptance on validation prompts is measured every `eval.every` updates, since a loss that still falls can go with
+    an acceptance that has begun to; the best weights are kept, and after `pretrain.patience` measurements without
+    better ones it is over. What is written: an EAGLE-3 or MTP head in draft.dialect, a smaller policy as a folder.
+
+    Returns the log: loss every 50 steps; acceptance where it was measured; last, of the weights as stored, their
+    acceptance, what they cost in seconds and the RL step at which that is earned back (None: never). It is written to
+    log.jsonl in the workdir and beside the weights.
     """
     s = setup.settings
-    stream = ProblemStream(setup.train_source, s.grpo.prompts_per_step, s.seed)
     state = setup.initial_state()
     weights, _ = setup.prepare(state)
-    if not s.draft.path and setup.draft.vocab < setup.model.vocab:
-        counted = [generate(setup, weights, stream, -1 - i) for i in range(COUNTED_STEPS)]
-        vocab_map = most_frequent(counted, setup.draft.vocab, setup.model.vocab)
-        state = state.replace(vocab_map=jax.device_put(vocab_map, setup.learner_partition.replicated))
-    tables = setup.read_tables(state.policy.params, state.vocab_map)
-    draft = state.draft
     with Display(s.steps, 0) as display:
-        log: list[dict[str, Any]] = [{"step": 0} | held_out_acceptance(setup, state)]
-        for step in range(1, s.steps + 1):
-            if stop.is_set():
-                raise Stopped(f"draft pretraining keeps no checkpoints; step {step} is lost")
-            rows, _ = learner_rows(generate(setup, weights, stream, step), setup)
-            features = setup.feature_step(state.policy.params, rows)
-            draft, metrics = setup.draft_step(draft, tables, features, rows)
-            if step % LOG_EVERY == 0 or step == s.steps:
-                log.append({"step": step, "draft/loss": float(metrics.loss)})
-                display.finish_step(step, f"loss {log[-1]['draft/loss']:.4f}")
-        stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), draft.params)
-        log[-1] |= held_out_acceptance(setup, state.replace(draft=draft.replace(params=stored)))
-        display.finish_step(s.steps, f"acceptance length {log[-1]['spec/acceptance_length']:.3f}")
+        store = open_store(setup, s.pretrain.features or os.path.join(workdir, "features"), weights)
+        seconds = collect(setup, state.policy.params, weights, store, display, stop)
+        if not s.draft.path and setup.draft.vocab < setup.model.vocab:
+            counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
+            vocab_map = most_frequent(counts, setup.draft.vocab)
+            state = state.replace(vocab_map=jax.device_put(vocab_map, setup.learner_partition.replicated))
+        log, best, trained = learn(setup, state, batches(setup, store), display, stop)
+        stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), best)
+        state = state.replace(draft=state.draft.replace(params=stored))
+        row = {"step": log[-1]["step"]} | held_out_acceptance(setup, state)
+        log.append(row | cost(setup, state, seconds | trained))
+        display.finish_step(row["step"], f"acceptance length {row[LENGTH]:.3f}")
     setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype)
     write_log(log, workdir, s.pretrain.output)
     return log
 
 
-def generate(setup: Setup, weights: Any, stream: ProblemStream, step: int) -> Rollouts:
-    """One step's rollouts, by plain decoding: a head that is not there yet would only slow it."""
+def learn(
+    setup: Setup, state: RunState, data: Any, display: Display, stop: threading.Event
+) -> tuple[list[dict[str, Any]], Any, dict[str, float]]:
+    """(log, the weights whose acceptance was best, seconds). `state.draft` is not donated."""
     s = setup.settings
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
-    first_id = (step + COUNTED_STEPS) * s.grpo.prompts_per_step * s.grpo.group_size
-    return setup.plain_engine.generate(weights, prompts, s.grpo.group_size, s.rollout.seed, first_id)
-
-
-def most_frequent(rollouts: list[Rollouts], count: int, vocab: int) -> np.ndarray:
-    """[count] int32, ascending: the ids that occur most in the responses; ties and ids never seen by lower id."""
-    seen = [r.tokens[i, r.prompt_length[i] : r.length[i]] for r in rollouts for i in range(len(r.tokens))]
-    counts = np.bincount(np.concatenate(seen), minlength=vocab)
-    return np.sort(np.argsort(-counts, kind="stable")[:count]).astype(np.int32)
+    tables = setup.read_tables(state.policy.params, state.vocab_map)
+    draft = jax.tree.map(jnp.copy, state.draft)
+    log: list[dict[str, Any]] = [{"step": 0} | held_out_acceptance(setup, state)]
+    best, worse = jax.device_get(draft.params), 0
+    best_length = log[0][LENGTH]
+    seconds = {"train": 0.0, "evaluate": 0.0}
+    start = time.perf_counter()
+    for step in range(1, s.steps + 1):
+        if stop.is_set():
+            raise Stopped(f"draft pretraining keeps no checkpoints; step {step} is lost")
+        draft, metrics = setup.draft_step(draft, tables, *next(data))
+        measured = step == s.steps or (s.eval.every and step % s.eval.every == 0)
+        if step % LOG_EVERY == 0 or measured:
+            log.append({"step": step, "draft/loss": float(metrics.loss)})
+        if not measured:
+            continue
+        seconds["train"] += time.perf_counter() - start
+        start = time.perf_counter()
+        log[-1] |= held_out_acceptance(setup, state.replace(draft=draft))
+        seconds["evaluate"] += time.perf_counter() - start
+        start = time.perf_counter()
+        length = log[-1][LENGTH]
+        display.finish_step(step, f"loss {log[-1]['draft/loss']:.4f}  acceptance length {length:.3f}")
+        worse = 0 if length > best_length else worse + 1
+        if not worse:
+            best, best_length = jax.device_get(draft.params), length
+        if s.pretrain.patience and worse >= s.pretrain.patience:
+            break
+    return log, best, seconds
 
 
 def held_out_acceptance(setup: Setup, state: RunState) -> dict[str, float]:
-    """spec/* of one answer to each validation problem."""
+    """spec/* of one answer to each validation problem, at the full draft length."""
     weights, stamp = setup.prepare(state)
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
     rollouts = setup.engine.generate(weights, prompts, 1, setup.settings.rollout.seed, stamp=stamp)
     return speculation_metrics(rollouts)
+
+
+def cost(setup: Setup, state: RunState, seconds: dict[str, float]) -> dict[str, Any]:
+    """Seconds that the draft took, those that it saves of one RL step's rollouts, and when the two are even."""
+    s = setup.settings
+    row: dict[str, Any] = {f"seconds/{name}": value for name, value in seconds.items()}
+    if not s.draft.compare_rounds:
+        return row
+    weights, _ = setup.prepare(state)
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][: s.grpo.prompts_per_step]
+    job = (weights, prompts, s.grpo.group_size, s.rollout.seed)
+    speedup = float(np.median(compare_with_plain(setup.engine, setup.plain_engine, *job, s.draft.compare_rounds)))
+    start = time.perf_counter()
+    setup.plain_engine.generate(*job)
+    plain = time.perf_counter() - start
+    saved = plain * (1 - 1 / speedup)
+    row |= {"spec/speedup": speedup, "seconds/plain_rollouts": plain}
+    return row | {"break_even_step": sum(seconds.values()) / saved if saved > 0 else None}
 
 
 def check_draft_pretrain(settings: Settings) -> None:

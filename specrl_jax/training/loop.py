@@ -144,6 +144,7 @@ def run_step(
     _leave_if(stop)
 
     with clock("train"):
+        state, vocabulary = speculation.fit_vocabulary(state, rollouts)
         advantages = group_normalised(rewards.reshape(-1, s.grpo.group_size)).reshape(-1)
         signal = Signal(old_logprobs, ref_logprobs, advantages)
         state, updates = learn(setup, state, rows, signal, speculation.draft_learns(step))
@@ -151,7 +152,7 @@ def run_step(
 
     row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
     row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
-    row |= updates.metrics() | mismatch_metrics(behaviour, old_logprobs, rows.mask)
+    row |= updates.metrics() | vocabulary | mismatch_metrics(behaviour, old_logprobs, rows.mask)
     if setup.engine.draft_length:
         row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
     if state.draft:

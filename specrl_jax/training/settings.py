@@ -35,6 +35,7 @@ class DraftSettings:
     online: bool  # learn in the train phase
     update_every: int  # RL steps between two updates
     update_growth: float  # rest until the mismatch has grown by this share; 0 = never rest
+    min_coverage: float  # of rollout tokens by the draft vocabulary; below it the ids are chosen again
     learning_rate: float
     warmup: int  # updates
     decay_steps: int  # updates, 0 = constant
@@ -83,7 +84,8 @@ class DataSettings:
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
     every: int  # steps; 0 = only before and after
-    path: str  # JSONL; '' = the built-in task's validation split
+    path: str  # JSONL; '' = the validation split of a built-in task
+    task: str  # that task; '' = data.task
     problems: int  # at most
     samples: int
     temperature: float
@@ -97,9 +99,13 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True)
 class PretrainSettings:
-    batch_size: int  # solutions per step
+    batch_size: int  # rows per step
     error_rate: float  # of the worked solutions, per carry
-    output: str  # folder for the finished policy
+    rollouts: int  # texts that a draft is made from
+    answers: str  # JSONL of them; '' = the policy's own
+    features: str  # folder of their features; '' = in the workdir
+    patience: int  # evaluations without a better acceptance before a draft is done; 0 = all steps
+    output: str  # folder for the finished policy or draft
     dtype: str  # storage there
 
 
@@ -149,6 +155,7 @@ _SMALLEST = {
         "ttt_steps": 1,
         "update_every": 1,
         "update_growth": 0,
+        "min_coverage": 0,
         "compare_rounds": 0,
     },
     "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},
@@ -156,7 +163,7 @@ _SMALLEST = {
     "optimizer": {"learning_rate": 0, "warmup": 0, "clip": 1e-12, "weight_decay": 0, "decay_steps": 0},
     "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0},
     "checkpoint": {"every": 1, "keep": 1},
-    "pretrain": {"batch_size": 1},
+    "pretrain": {"batch_size": 1, "rollouts": 1, "patience": 0},
     "generate": {"samples": 1},
 }
 

@@ -196,9 +196,12 @@ class Setup:
     def eval_problems(self) -> Sequence[Problem]:
         """The fixed validation set."""
         s = self.settings
-        if s.data.path and not s.eval.path:
+        if s.data.path and not s.eval.path and not s.eval.task:
             raise BadInput("eval.path: prompts come from data.path, so a JSONL file to validate on is needed here")
-        source = self._jsonl("eval.path", s.eval.path) if s.eval.path else TaskSource(s.data.task, "validation", s.seed)
+        if s.eval.path:
+            source = self._jsonl("eval.path", s.eval.path)
+        else:
+            source = TaskSource(s.eval.task or s.data.task, "validation", s.seed)
         return [source[i] for i in range(min(s.eval.problems, len(source)))]
 
     def _jsonl(self, key: str, path: str) -> JsonlSource:

@@ -16,7 +16,9 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.training.draft_learning import Outlook
 from specrl_jax.training.draft_schedule import DraftSchedule
+from specrl_jax.training.draft_vocab import VocabularyWatch
 from specrl_jax.training.setup import Setup
+from specrl_jax.training.state import RunState
 
 # With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
 PROBE_STEPS = 8
@@ -41,6 +43,9 @@ class Speculation:
         self.alarm = Alarm(longest=longest) if setup.draft else None
         self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
         self._schedule = DraftSchedule(draft.update_every, draft.update_growth) if setup.draft else None
+        # A draft over the policy's whole vocabulary has nothing to choose.
+        reduced = setup.draft is not None and setup.draft.vocab < setup.model.vocab and draft.online
+        self._vocabulary = VocabularyWatch(setup.model.vocab, draft.min_coverage) if reduced else None
         self._step = 0
         self._load()
 
@@ -55,6 +60,10 @@ class Speculation:
     def draft_learns(self, step: int) -> bool:
         """Whether RL step `step`, counted from 1, updates the draft."""
         return self._schedule is not None and self._draft.online and self._schedule.learns(step)
+
+    def fit_vocabulary(self, state: RunState, rollouts: Rollouts) -> tuple[RunState, dict[str, float]]:
+        """(state, metrics): the draft over the ids that rollouts use, where it has ids of its own and learns."""
+        return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
     def observe(self, rollouts: Rollouts, outlook: Outlook | None) -> dict[str, float]:
         """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.

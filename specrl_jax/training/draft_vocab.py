@@ -1,0 +1,80 @@
+"""Which ids of the policy's vocabulary a draft head knows: chosen by how often rollouts use them, and chosen again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.training.state import RunState, TrainState
+
+# Of the counts of a step, what is left of them after the next: some 50 steps decide.
+FADE = 0.98
+
+
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """[size] int32, ascending: the ids with the largest counts [V]; ties and ids never seen by lower id."""
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def coverage(counts: np.ndarray, ids: np.ndarray) -> float:
+    """Share of the counted tokens that a draft over `ids` could draft; 1 where nothing was counted."""
+    return float(counts[ids].sum() / counts.sum()) if counts.any() else 1.0
+
+
+def count_responses(rollouts: Rollouts, vocab: int) -> np.ndarray:
+    """[V] int64: how often each id occurs in the responses."""
+    at = np.arange(rollouts.tokens.shape[1])
+    response = (at >= rollouts.prompt_length[:, None]) & (at < rollouts.length[:, None])
+    return np.bincount(rollouts.tokens[response], minlength=vocab)
+
+
+class VocabularyWatch:
+    """Keeps the draft vocabulary of a run on the ids that its rollouts use. Counts begin anew where a run is resumed.
+
+    Args:
+      vocab: V, the policy's.
+      least: coverage below which the ids are chosen again; 0 = never.
+    """
+
+    def __init__(self, vocab: int, least: float) -> None:
+        self._counts, self._least = np.zeros(vocab), least
+
+    def observe(self, rollouts: Rollouts, state: RunState) -> tuple[RunState, dict[str, float]]:
+        """(state, metrics): one step's responses counted, and the draft moved to other ids where that is due."""
+        self._counts = FADE * self._counts + count_responses(rollouts, len(self._counts))
+        ids = np.asarray(state.vocab_map)
+        found = coverage(self._counts, ids)
+        if found < self._least:
+            chosen = most_frequent(self._counts, len(ids))
+            draft = move_vocabulary(state.draft, ids, chosen)
+            state = state.replace(draft=draft, vocab_map=jax.device_put(chosen, state.vocab_map.sharding))
+        return state, {"draft/coverage": found}
+
+
+def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray) -> TrainState:
+    """The head over the ids `new` [Vd] instead of `old` [Vd]: rows of ids in both move along, others start from zero.
+
+    So do the optimizer's moments of them. A row of zeros is a logit of zero, from which it learns.
+    """
+    place = {int(token): row for row, token in enumerate(old)}
+    source = np.array([place.get(int(token), -1) for token in new])
+
+    def moved(path: Any, table: jax.Array) -> jax.Array:
+        if path[-1].key != "unembed":
+            return table
+        rows = jnp.where((source >= 0)[:, None], table[np.maximum(source, 0)], 0)
+        return jax.device_put(rows, table.sharding)
+
+    def in_tree(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(moved, tree)
+
+    # The optimizer's state has trees like the parameters', and scalars.
+    structure = jax.tree.structure(state.params)
+    opt_state = jax.tree.map(
+        lambda x: in_tree(x) if jax.tree.structure(x) == structure else x,
+        state.opt_state,
+        is_leaf=lambda x: jax.tree.structure(x) == structure,
+    )
+    return state.replace(params=in_tree(state.params), opt_state=opt_state)
