@@ -31,7 +31,6 @@ def open_store(setup: Setup, folder: str, weights: Weights) -> FeatureStore:
     made_from = {
         "policy": int(jax.jit(checksum)(weights.policy)),
         "prompts": s.pretrain.answers or s.data.path or s.data.task,
-        "seed": s.seed,
         "temperature": s.rollout.temperature,
         "aux_layers": list(setup.draft.aux_layers),
         "dtype": s.policy.compute_dtype,

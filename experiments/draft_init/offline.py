@@ -1,0 +1,116 @@
+"""Heads made offline for the tiny base, by loss, unrolled steps and prompts: how much of their drafts is kept.
+
+    python -m experiments.draft_init.offline --output experiments/draft_init/offline.csv
+
+Every head starts from random weights of its seed and has the same number of updates over the same features (stored once
+per kind of prompts, under --features). Acceptance is measured by the engine on validation prompts of the arithmetic
+task, sampled drafts at temperature 1, at every k. `generic` heads learn from the base's answers to prompts of another
+task, countdown.
+"""
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import draft_tiny
+from experiments.engine import bench
+from main import to_settings
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.training.draft_features import batches, collect, open_store
+from specrl_jax.training.draft_vocab import most_frequent
+from specrl_jax.training.progress import Display
+from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.state import RunState
+
+K = (3, 5, 7)
+RATES = [f"kept_{i}" for i in range(1, max(K) + 1)]  # share of verifications that keep draft i and all before it
+CELL = ("prompts", "loss", "ttt_steps")
+FIELDS = (*CELL, "seed", "updates", "train_seconds", "k", "acceptance_length", *RATES)
+# (prompts, loss, unrolled steps): the losses at one depth, one of them at every depth, and the generic head.
+HEADS = [
+    *[("arithmetic", loss, 4) for loss in ("ce", "tv", "e2e_tv")],
+    *[("arithmetic", "ce", steps) for steps in (1, 3, 7)],
+    ("arithmetic", "e2e_tv", 7),
+    ("countdown", "ce", 4),
+]
+
+
+def make_setup(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int) -> Setup:
+    c = draft_tiny.get_config()
+    c.data.task, c.eval.task = prompts, "arithmetic"
+    c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
+    c.steps, c.draft.decay_steps = updates, updates
+    c.seed, c.pretrain.rollouts = seed, rollouts
+    if prompts == "countdown":
+        c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 20, 36
+    return build(to_settings(c), bench.one_device())
+
+
+def train(setup: Setup, folder: str) -> tuple[RunState, float]:
+    """(the state with its head trained, seconds of the updates)."""
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    with Display(setup.settings.steps, 0) as display:
+        store = open_store(setup, folder, weights)
+        collect(setup, state.policy.params, weights, store, display, threading.Event())
+    counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
+    state = state.replace(vocab_map=jax.numpy.asarray(most_frequent(counts, setup.draft.vocab)))
+    tables, data, draft = setup.read_tables(state.policy.params, state.vocab_map), batches(setup, store), state.draft
+    start = time.perf_counter()
+    for _ in range(setup.settings.steps):
+        draft, _ = setup.draft_step(draft, tables, *next(data))
+    jax.block_until_ready(draft)
+    return state.replace(draft=draft), time.perf_counter() - start
+
+
+def measure(setup: Setup, state: RunState, problems: int) -> Iterator[bench.Row]:
+    """One row per k, over equal prompts and noise."""
+    weights, _ = setup.prepare(state)
+    prompts = bench.validation_prompts(problems, setup.tokenizer.encode)
+    for k in K:
+        rollouts = setup.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
+        verifications = int(rollouts.verifications.sum())
+        kept = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)
+        rates = {name: round(float(rate), 4) for name, rate in zip(RATES, kept[:k])}
+        yield {"k": k, "acceptance_length": round(int(rollouts.response_length.sum()) / verifications, 4)} | rates
+
+
+def report(rows: list[bench.Row]) -> None:
+    for k in K:
+        print(f"k = {k}: acceptance length, mean over seeds (spread); conditional rate of draft k over that of draft 1")
+        for cell in bench.distinct(rows, *CELL):
+            found = bench.matching(rows, k=k, **dict(zip(CELL, cell)))
+            lengths = [row["acceptance_length"] for row in found]
+            ratio = np.mean([row[f"kept_{k}"] / row[f"kept_{k - 1}"] / row["kept_1"] for row in found])
+            shown = f"{np.mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})"
+            print(f"  {cell[0]:<11} {cell[1]:<7} ttt {cell[2]}  {shown}  {ratio:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
+    parser.add_argument("--updates", type=int, default=2400)
+    parser.add_argument("--rollouts", type=int, default=8192)
+    parser.add_argument("--problems", type=int, default=512)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", default="experiments/draft_init/offline.csv")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for seed in range(a.seeds):
+            for cell in HEADS:
+                setup = make_setup(*cell, seed, a.updates, a.rollouts)
+                state, seconds = train(setup, os.path.join(a.features, cell[0]))
+                row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": a.updates}
+                for found in measure(setup, state, a.problems):
+                    write(row | {"train_seconds": round(seconds, 2)} | found)
+    report(bench.read_rows(a.output))
+
+
+if __name__ == "__main__":
+    main()
