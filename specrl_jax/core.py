@@ -58,6 +58,17 @@ class Mean(NamedTuple):
         return self.total / jnp.maximum(self.count, 1.0)
 
 
+class DraftTerms(NamedTuple):
+    """What a draft's losses are made of; each [steps, B, T], entry (i, t) of draft step i of the pair t.
+
+    p is the target's distribution and q the draft's. p~ is p renormalised on the draft vocabulary.
+    """
+
+    cross_entropy: jax.Array  # - sum p~ log q, nats
+    entropy: jax.Array  # - sum p~ log p~, nats: what of it no draft can remove; behind stop_gradient
+    overlap: jax.Array  # sum min(p, q): the chance that verification keeps a draft sampled from q
+
+
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
     """Sum and count of `values` where `mask` keeps them; both of one shape, any rank, summed in float32."""
     # `where` before the sum: a NaN outside the mask must not reach it, and 0 * NaN would.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import at_least_float32, shift_left
+from specrl_jax.core import DraftTerms, at_least_float32, shift_left
 from specrl_jax.models.layers import product
 from specrl_jax.sharding import Partitioner
 
@@ -66,17 +66,6 @@ class TokenScores(NamedTuple):
     logprobs: jax.Array  # of the targets
     entropy: jax.Array
     normaliser: jax.Array  # logsumexp of logits / temperature
-
-
-class DraftTerms(NamedTuple):
-    """What a draft's losses are made of; each [steps, B, T], entry (i, t) of draft step i of the pair t.
-
-    p is the target's distribution and q the draft's. p~ is p renormalised on the draft vocabulary.
-    """
-
-    cross_entropy: jax.Array  # - sum p~ log q, nats
-    entropy: jax.Array  # - sum p~ log p~, nats: what of it no draft can remove; behind stop_gradient
-    overlap: jax.Array  # sum min(p, q): the chance that verification keeps a draft sampled from q
 
 
 # ---- log-probs of tokens

@@ -1,4 +1,4 @@
-"""What a draft learns from its target, draft step by draft step: four losses over `unembedding.DraftTerms`.
+"""What a draft learns from its target, draft step by draft step: four losses over `core.DraftTerms`.
 
 Alignment (shared by every EAGLE-3 trainer; SafeAILab's cnets.py): pair t = (feature of position t, token t + 1), and
 its draft step i predicts token t + 2 + i, whose teacher is the target's distribution p after position t + 1 + i.
@@ -16,8 +16,7 @@ ce, kl and tv of step i weigh DECAY ** i (EAGLE-3); e2e_tv weighs its steps alik
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Mean, shift_left
-from specrl_jax.models.unembedding import DraftTerms
+from specrl_jax.core import DraftTerms, Mean, shift_left
 
 LOSSES = ("ce", "kl", "tv", "e2e_tv")
 # EAGLE-3: weight of draft step i is DECAY ** i.

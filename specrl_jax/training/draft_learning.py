@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import Mean
+from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
-from specrl_jax.models.unembedding import DraftTerms, Teacher, Tiling, draft_terms
+from specrl_jax.models.unembedding import Teacher, Tiling, draft_terms
 from specrl_jax.rl.draft_losses import step_losses, step_means, step_weights, supervised, survival
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.draft_models import DraftModel

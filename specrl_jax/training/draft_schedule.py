@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Steps without a new lowest mismatch after which a draft under `growth` rests.
+# Updates without a new lowest mismatch after which a draft under `growth` rests.
 PATIENCE = 5
 # What counts as lower: by more than this share.
 LOWER = 0.01
@@ -40,7 +40,7 @@ class DraftSchedule:
             self._lowest, self._since = mismatch, 0
         else:
             self._since += 1
-            self._resting = self._since >= PATIENCE
+            self._resting = self._since >= PATIENCE * self.every
 
     def state(self) -> dict[str, Any]:
         return {"lowest": self._lowest, "since": self._since, "resting": self._resting}
