@@ -29,6 +29,8 @@ def base() -> ConfigDict:
     c.draft.cascade = 0  # tokens: a match this long overrides a draft with weights; 0 = never
     c.draft.history = 8  # suffix, cascade: rollouts of earlier epochs kept per prompt
     c.draft.online = True  # a draft with weights learns in the train phase
+    c.draft.epochs = 1  # times over the features of a policy update
+    c.draft.minibatches = 1  # updates of the draft each time
     c.draft.update_every = 1  # RL steps between two updates of it
     c.draft.update_growth = 0.0  # rest once its mismatch has found its level, until that grew by this share; 0 = never
     c.draft.min_coverage = 0.9  # of rollout tokens by a reduced draft vocabulary; below it the ids are chosen again

@@ -25,7 +25,7 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.rl.advantages import group_normalised
 from specrl_jax.training.compare import compare_with_plain
-from specrl_jax.training.draft_learning import DraftMetrics, Outlook
+from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
 from specrl_jax.training.evaluate import evaluate, score
 from specrl_jax.training.measures import (
     draft_metrics,
@@ -39,8 +39,8 @@ from specrl_jax.training.measures import (
 from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.state import RunState
-from specrl_jax.training.steps import Signal, UpdateMetrics
+from specrl_jax.training.state import RunState, TrainState
+from specrl_jax.training.steps import Features, Signal, UpdateMetrics
 
 
 def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ class Updates(NamedTuple):
 
 
 def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learns: bool) -> tuple[RunState, Updates]:
-    """One policy update per minibatch, each followed by one of the draft from the features of that update's forward.
+    """One policy update per minibatch, each followed by those of the draft from the features of that update's forward.
 
     Minibatch i takes rows i, i + n, ...: some of every group. A draft that does not learn is only asked what it expects
     to be accepted.
@@ -193,9 +193,9 @@ def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learn
         jax.block_until_ready(features)
         start = time.perf_counter()
         if draft_learns:
-            draft, draft_update = jax.block_until_ready(setup.draft_step(draft, tables, features, part))
-            updates.draft.append(draft_update)
-            outlook = draft_update.outlook
+            draft, draft_updates = _learn_draft(setup, draft, tables, features, part)
+            updates.draft.extend(draft_updates)
+            outlook = draft_updates[0].outlook
         else:
             outlook = setup.predict_step(draft.params, tables, features, part)
         if i == 0:
@@ -203,6 +203,19 @@ def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learn
         updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
     policy = policy.replace(step=policy.step + 1)
     return state.replace(policy=policy, draft=draft), updates
+
+
+def _learn_draft(
+    setup: Setup, draft: TrainState, tables: Tables, features: Features, rows: Rows
+) -> tuple[TrainState, list[DraftMetrics]]:
+    """`draft.epochs` times over the rows, `draft.minibatches` updates each time."""
+    d = setup.settings.draft
+    found = []
+    for i in range(d.epochs * d.minibatches):
+        part = jax.tree.map(lambda x, i=i: x[i % d.minibatches :: d.minibatches], (features, rows))
+        draft, metrics = setup.draft_step(draft, tables, *part)
+        found.append(metrics)
+    return jax.block_until_ready(draft), found
 
 
 def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:

@@ -33,6 +33,8 @@ class DraftSettings:
     cascade: int  # tokens, match that overrides a draft with weights; 0 = never
     history: int  # rollouts of earlier epochs kept per prompt, to copy from
     online: bool  # learn in the train phase
+    epochs: int  # times over the features of a policy update
+    minibatches: int  # updates of the draft each time
     update_every: int  # RL steps between two updates
     update_growth: float  # rest until the mismatch has grown by this share; 0 = never rest
     min_coverage: float  # of rollout tokens by the draft vocabulary; below it the ids are chosen again
@@ -153,6 +155,8 @@ _SMALLEST = {
         "decay_steps": 0,
         "clip": 1e-12,
         "ttt_steps": 1,
+        "epochs": 1,
+        "minibatches": 1,
         "update_every": 1,
         "update_growth": 0,
         "min_coverage": 0,
