@@ -1,0 +1,120 @@
+"""Table and figure of the runs of sweep.py: acceptance by RL step, beside the paper's two workloads.
+
+    python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/online_adaptation/sweep.py
+    python -m experiments.online_adaptation.report --workdir runs/sweeps/rlzero_tiny_online_adaptation
+
+Writes results.csv (one row a step and run) and acceptance.png beside this file.
+"""
+
+import argparse
+import csv
+import os
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.launch import make_name
+from experiments.online_adaptation.sweep import DRAFTS, get_sweep
+from specrl_jax.io.metrics import read_metrics
+
+HERE = pathlib.Path(__file__).parent
+LENGTH = "spec/acceptance_length"
+FIELDS = ["draft", "seed", "step", LENGTH, *[f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]]
+FIELDS += ["spec/acceptance_predicted", "draft/loss", "draft/entropy", "draft/mismatch", "draft/seconds", "time/train"]
+FIELDS += ["eval/accuracy"]
+# Tables 3 and 5 of arXiv 2604.26779, acceptance length at k = 3: Zero, Think.
+PAPER = {
+    "in-domain, offline": (3.32, 2.77),
+    "in-domain, online": (3.29, 2.74),
+    "generic, offline": (2.88, 2.40),
+    "generic, online": (3.04, 2.55),
+}
+WINDOW = 5  # steps averaged
+CLOSED_AT = 30  # RL step at which the gap of the generic head is read
+
+
+def collect(workdir: str) -> list[dict[str, Any]]:
+    """Metrics rows of every run, with its draft and seed."""
+    rows = []
+    for run in get_sweep():
+        (name,) = [name for name, overrides in DRAFTS.items() if overrides.items() <= run.items()]
+        found = read_metrics(os.path.join(workdir, make_name(run)))
+        rows += [{"draft": name, "seed": run["seed"]} | row for row in found]
+    return rows
+
+
+def lengths(rows: list[dict[str, Any]], draft: str, seed: int) -> np.ndarray:
+    """[steps] acceptance length of one run."""
+    return np.array([r[LENGTH] for r in rows if (r["draft"], r["seed"]) == (draft, seed) and LENGTH in r])
+
+
+def around(series: np.ndarray, step: int) -> float:
+    """Mean over the WINDOW steps that end with `step`, counted from 1."""
+    return float(series[max(step - WINDOW, 0) : step].mean())
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    seeds = sorted({row["seed"] for row in rows})
+    print(
+        f"acceptance length, k = 3, mean of {WINDOW} steps: first, at step {CLOSED_AT}, last; by seed; paper Zero, Think"
+    )
+    for draft in DRAFTS:
+        shown = []
+        for seed in seeds:
+            series = lengths(rows, draft, seed)
+            shown.append(" ".join(f"{around(series, at):.3f}" for at in (WINDOW, CLOSED_AT, len(series))))
+        print(f"  {draft:<19} {'   '.join(shown)}   {PAPER.get(draft, '')}")
+    closed, share = [], []
+    for seed in seeds:
+        best, low = (lengths(rows, f"{kind}, offline", seed) for kind in ("in-domain", "generic"))
+        online, random = (lengths(rows, f"{kind}, online", seed) for kind in ("generic", "random"))
+        gap = around(best, CLOSED_AT) - around(low, CLOSED_AT)
+        closed.append((around(online, CLOSED_AT) - around(low, CLOSED_AT)) / gap)
+        share.append((around(random, len(random)) - 1) / (around(best, len(best)) - 1))
+    print(f"gap of the generic head closed at step {CLOSED_AT}: {np.round(closed, 3)}; the paper 0.36, 0.41")
+    print(f"random head's accepted drafts over the in-domain head's, last steps: {np.round(share, 3)}")
+    for draft in DRAFTS:
+        timed = [r["draft/seconds"] / r["time/train"] for r in rows if r["draft"] == draft and "draft/seconds" in r]
+        if timed:
+            print(f"draft learning's share of the train phase, {draft}: {np.median(timed):.3f}")
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for i, draft in enumerate(DRAFTS):
+        for seed in sorted({row["seed"] for row in rows}):
+            series = lengths(rows, draft, seed)
+            axis.plot(range(1, len(series) + 1), series, color=f"C{i}", alpha=0.6, label=draft if seed == 0 else None)
+        if draft in PAPER:
+            axis.axhline(PAPER[draft][0], color=f"C{i}", linestyle=":", linewidth=1)
+    axis.set(xlabel="RL step", ylabel="tokens per verification, k = 3", ylim=(1, 4))
+    axis.set_title("dotted: the paper's RL-Zero, Qwen3-8B", fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(HERE / "acceptance.png", dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", required=True, help="of the launcher")
+    workdir = parser.parse_args().workdir
+    for run in get_sweep():
+        if not read_metrics(os.path.join(workdir, make_name(run))):
+            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
+    rows = collect(workdir)
+    with open(HERE / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    plot(rows)
+    print_tables(rows)
+
+
+if __name__ == "__main__":
+    main()
