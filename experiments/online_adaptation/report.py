@@ -60,9 +60,7 @@ def around(series: np.ndarray, step: int) -> float:
 
 def print_tables(rows: list[dict[str, Any]]) -> None:
     seeds = sorted({row["seed"] for row in rows})
-    print(
-        f"acceptance length, k = 3, mean of {WINDOW} steps: first, at step {CLOSED_AT}, last; by seed; paper Zero, Think"
-    )
+    print(f"acceptance length, k = 3, mean of {WINDOW} steps: first, at step {CLOSED_AT}, last; paper Zero, Think")
     for draft in DRAFTS:
         shown = []
         for seed in seeds:

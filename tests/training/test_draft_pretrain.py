@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,14 @@ import pytest
 import main as command_line
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.core import BadInput, Stopped
+from specrl_jax.data.rows import rows_of
+from specrl_jax.data.sources import ProblemStream
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import draft_pretrain
+from specrl_jax.training.draft_features import batches, collect, open_store
+from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import build
 from tests.helpers.policies import random_params
 
@@ -63,15 +66,16 @@ def test_the_head_loads_into_a_run(made):
         assert moved > 2 * np.abs(start[name]).max() * 2.0**-8
 
 
-def test_the_ids_are_those_of_the_first_rollouts(made):
-    """Counted again here, from the stream's first eight batches and the policy's own samples."""
+def test_the_ids_are_those_that_the_texts_use_most(made):
+    """Counted again here, from the policy's own samples of the stream's first prompts."""
     setup, _, output, _ = made
     counts = np.zeros(setup.model.vocab, int)
     weights, _ = setup.prepare(setup.initial_state())
-    stream = draft_pretrain.ProblemStream(setup.train_source, 4, setup.settings.seed)
-    for i in range(8):
-        rollouts = draft_pretrain.generate(setup, weights, stream, -1 - i)
-        for row in range(len(rollouts.tokens)):
+    stream = ProblemStream(setup.train_source, 4, setup.settings.seed)
+    for wave in range(3):
+        prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
+        rollouts = setup.plain_engine.generate(weights, prompts, 4, setup.settings.rollout.seed, 16 * wave)
+        for row in range(16):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1
     chosen = setup.draft.load_vocab_map(str(output), setup.model)
@@ -80,42 +84,176 @@ def test_the_ids_are_those_of_the_first_rollouts(made):
 
 
 def test_the_log_lies_in_both_places_and_the_loss_falls(made):
-    setup, workdir, output, log = made
+    _, workdir, output, log = made
     for folder in (workdir, output):
         assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == log
-    assert [row["step"] for row in log] == list(range(setup.settings.steps + 1))
-    losses = [row["draft/loss"] for row in log[1:]]
-    # Each on fresh rollouts of 16 x 12 tokens, whose own spread is some hundredths of a nat.
+    assert [row["step"] for row in log] == [*range(13), 12]
+    losses = [row["draft/loss"] for row in log[1:-1]]
+    # Of 8 texts of 12 tokens each; six epochs over 48 of them.
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.1
+    measured = [row["step"] for row in log if "spec/acceptance_length" in row]
+    assert measured == [0, 6, 12, 12]
     for row in (log[0], log[-1]):
         assert 1.0 <= row["spec/acceptance_length"] <= 4.0
         assert 0.0 <= row["spec/acceptance_rate_pos_1"] <= 1.0
-    assert not any("spec/acceptance_length" in row for row in log[1:-1])
 
 
-def test_every_step_has_rollout_ids_of_its_own(made):
-    """Equal ids would draw equal noise."""
-    setup, ids = made[0], []
-    fake = types.SimpleNamespace(generate=lambda weights, prompts, samples, seed, first_id: ids.append(first_id))
-    changed = dataclasses.replace(setup)
-    changed.__dict__["plain_engine"] = fake
-    stream = draft_pretrain.ProblemStream(setup.train_source, 4, 0)
-    for step in [-8, -7, -1, 1, 2, 12]:
-        draft_pretrain.generate(changed, None, stream, step)
-    assert ids == [0, 16, 112, 144, 160, 320]
+def test_what_it_cost_and_when_that_is_earned_back(made):
+    last = made[-1][-1]
+    seconds = {name: last[f"seconds/{name}"] for name in ("generate", "features", "train", "evaluate")}
+    assert all(value > 0 for value in seconds.values())
+    saved = last["seconds/plain_rollouts"] * (1 - 1 / last["spec/speedup"])
+    if last["spec/speedup"] > 1:
+        np.testing.assert_allclose(last["break_even_step"], sum(seconds.values()) / saved)
+    else:
+        assert last["break_even_step"] is None
 
 
-def test_a_signal_ends_it_without_a_head(made, tmp_path):
+def with_settings(setup, **sections):
+    """The same setup with other values, and with what is compiled."""
+    settings = setup.settings
+    for name, values in sections.items():
+        settings = dataclasses.replace(settings, **{name: dataclasses.replace(getattr(settings, name), **values)})
+    changed = dataclasses.replace(setup, settings=settings)
+    changed.__dict__.update({name: x for name, x in setup.__dict__.items() if name != "settings"})
+    return changed
+
+
+def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
+    setup, workdir, _, log = made
+    used = with_settings(setup, pretrain={"features": str(workdir / "features"), "output": str(tmp_path / "head")})
+    used.__dict__["plain_engine"] = None  # nothing is generated again
+    used = with_settings(used, draft={"compare_rounds": 0})
+    again = draft_pretrain.draft_pretrain(used, str(tmp_path), threading.Event())
+    assert again[-1]["seconds/generate"] == again[-1]["seconds/features"] == 0.0
+    assert "break_even_step" not in again[-1]
+    for ours, theirs in zip(again, log):
+        assert ours.get("spec/acceptance_length") == theirs.get("spec/acceptance_length")
+
+
+def test_features_of_another_policy_are_refused(made, tmp_path):
+    setup, workdir, _, _ = made
+    used = with_settings(setup, pretrain={"features": str(workdir / "features")})
+    state = setup.initial_state()
+    changed = state.replace(policy=state.policy.replace(params=jax.tree.map(lambda x: 1.01 * x, state.policy.params)))
+    used.__dict__["initial_state"] = lambda: changed
+    with pytest.raises(BadInput, match=r"pretrain\.features: .* was made from another policy"):
+        draft_pretrain.draft_pretrain(used, str(tmp_path), threading.Event())
+
+
+def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp_path, monkeypatch):
+    """Acceptance 1.5 before, then 2.0, 1.9, 1.9: over after the third measurement, with the weights of the first."""
+    setup, workdir, _, _ = made
+    used = with_settings(
+        setup,
+        pretrain={"features": str(workdir / "features"), "patience": 2},
+        eval={"every": 2},
+        draft={"compare_rounds": 0},
+    )
+    seen, lengths = [], iter([1.5, 2.0, 1.9, 1.9])
+
+    def measure(setup, state):
+        seen.append(jax.device_get(state.draft.params))
+        return {"spec/acceptance_length": next(lengths)}
+
+    monkeypatch.setattr(draft_pretrain, "held_out_acceptance", measure)
+    state = setup.initial_state()
+    with Display(12, 0) as display:
+        store = open_store(used, str(workdir / "features"), setup.prepare(state)[0])
+        log, best, _ = draft_pretrain.learn(used, state, batches(used, store), display, threading.Event())
+    assert [row["step"] for row in log if "spec/acceptance_length" in row] == [0, 2, 4, 6]
+    assert len(seen) == 4
+    jax.tree.map(np.testing.assert_array_equal, best, seen[1])
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(seen[1]), jax.tree.leaves(seen[2])))
+
+
+def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     setup = made[0]
     stop = threading.Event()
-    stop.set()
-    pretrain = dataclasses.replace(setup.settings.pretrain, output=str(tmp_path / "head"))
-    settings = dataclasses.replace(setup.settings, pretrain=pretrain)
-    changed = dataclasses.replace(setup)
-    changed.__dict__.update(setup.__dict__ | {"settings": settings})  # with what is compiled
-    with pytest.raises(Stopped, match="step 1 is lost"):
-        draft_pretrain.draft_pretrain(changed, str(tmp_path), stop)
+    used = with_settings(setup, pretrain={"output": str(tmp_path / "head")})
+
+    class Interrupted:
+        """The first wave goes through; the signal comes while it is made."""
+
+        def generate(self, *args):
+            stop.set()
+            return setup.plain_engine.generate(*args)
+
+    used.__dict__["plain_engine"] = Interrupted()
+    with pytest.raises(Stopped, match="16 rollouts are kept; the same command goes on from there"):
+        draft_pretrain.draft_pretrain(used, str(tmp_path), stop)
     assert not (tmp_path / "head").exists()
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    store = open_store(setup, str(tmp_path / "features"), weights)
+    assert len(store) == 16
+    with Display(12, 0) as display:
+        collect(setup, state.policy.params, weights, store, display, threading.Event())
+    whole = open_store(setup, str(made[1] / "features"), weights)
+    assert len(store) == len(whole) == 48
+    for i in range(48):
+        jax.tree.map(np.testing.assert_array_equal, store[i], whole[i])
+
+
+def test_the_features_are_those_of_the_policys_own_pass(made):
+    setup, workdir, _, _ = made
+    state = setup.initial_state()
+    store = open_store(setup, str(workdir / "features"), setup.prepare(state)[0])
+    found = [store[i] for i in range(20, 36)]
+    rows = rows_of(*(np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")), 0)
+    features = setup.feature_step(state.policy.params, rows)
+    for i, row in enumerate(found):
+        n = row.length
+        for name in ("aux", "hidden", "normaliser"):
+            # The same program over the same rows in other places.
+            np.testing.assert_allclose(getattr(row, name)[:n], getattr(features, name)[i, :n], rtol=0, atol=1e-5)
+
+
+def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
+    setup, workdir, _, _ = made
+    store = open_store(setup, str(workdir / "features"), setup.prepare(setup.initial_state())[0])
+    data = batches(setup, store)
+    epochs = [[tuple(row) for _ in range(6) for row in np.asarray(next(data)[1].tokens)] for _ in range(2)]
+    texts = sorted(tuple(store[i].tokens.tolist()) for i in range(48))
+    for epoch in epochs:
+        assert sorted(tuple(map(int, row)) for row in epoch) == texts
+    assert epochs[0] != epochs[1]
+
+
+def test_answers_that_are_there_are_read(made, tmp_path):
+    """As rollouts/step_N.jsonl holds them; ended, repeated to fill a wave, cut to the number wanted."""
+    setup = made[0]
+    answers = [("12+3\n", "15"), ("4*5\n", "2=0 #20"), ("9-1\n", "8")]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "response": r, "reward": 1.0}) + "\n" for p, r in answers))
+    used = with_settings(setup, pretrain={"answers": str(path), "rollouts": 18})
+    used.__dict__["plain_engine"] = None
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    store = open_store(used, str(tmp_path / "features"), weights)
+    with Display(12, 0) as display:
+        collect(used, state.policy.params, weights, store, display, threading.Event())
+    assert len(store) == 18
+    for i in range(18):
+        prompt, answer = answers[i % 3]
+        whole = [*setup.tokenizer.encode(prompt + answer), setup.tokenizer.eos_ids[0]]
+        assert store[i].tokens[: store[i].length].tolist() == whole
+        assert store[i].prompt_length == len(prompt)
+
+
+def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
+    setup = made[0]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt": "1\n", "response": "2" * 12}) + "\n")
+    used = with_settings(setup, pretrain={"answers": str(path)})
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    store = open_store(used, str(tmp_path / "features"), weights)
+    with (
+        Display(12, 0) as display,
+        pytest.raises(BadInput, match=r"answer 1 of .* has 13 tokens, rollout\.max_response_tokens=12"),
+    ):
+        collect(used, state.policy.params, weights, store, display, threading.Event())
 
 
 # ---- the other kinds
@@ -149,40 +287,6 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     state = setup.initial_state()
     state = state.replace(draft=state.draft.replace(params=loaded.initial_draft_params()))
     assert draft_pretrain.held_out_acceptance(setup, state).items() <= log[-1].items()
-
-
-# ---- which ids
-
-
-def rollouts_of(*rows):
-    """Rollouts as `most_frequent` reads them: (prompt, response) pairs, padded with 9."""
-    tokens = np.full((len(rows), 8), 9, np.int32)
-    for row, (prompt, response) in enumerate(rows):
-        tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
-    prompt_length = np.array([len(prompt) for prompt, _ in rows])
-    return types.SimpleNamespace(
-        tokens=tokens, prompt_length=prompt_length, length=prompt_length + [len(response) for _, response in rows]
-    )
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (1, [7]),
-        (2, [2, 7]),
-        # 4 and 5 occur once each: the lower one goes first.
-        (3, [2, 4, 7]),
-        (4, [2, 4, 5, 7]),
-        # Then ids that never occur, though prompts hold 3 and padding is 9.
-        (5, [0, 2, 4, 5, 7]),
-        (10, list(range(10))),
-    ],
-)
-def test_most_frequent(count, expected):
-    batches = [rollouts_of(([3, 3, 3], [7, 2]), ([3], [7, 7, 5])), rollouts_of(([3, 3], [2, 4]), ([3], [7]))]
-    found = draft_pretrain.most_frequent(batches, count, vocab=10)
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, expected)
 
 
 # ---- refusals
