@@ -48,7 +48,8 @@ class Tiling:
         def step(i: Any, carry: Any) -> Any:
             # The last tile ends with the vocabulary and overlaps the one before it.
             start = jnp.minimum(i * M, size - M)
-            tile = Tile(start, jnp.arange(ways)[:, None] * size + start + jnp.arange(M), start + jnp.arange(M) >= i * M)
+            places = start + jnp.arange(M)
+            tile = Tile(start, jnp.arange(ways)[:, None] * size + places[None], places >= i * M)
             return body(carry, tile, *[jax.lax.dynamic_slice_in_dim(table, start, M, axis=1) for table in tables])
 
         return step(0, carry) if size == M else jax.lax.fori_loop(0, -(-size // M), step, carry)
@@ -58,6 +59,10 @@ class Tile(NamedTuple):
     start: jax.Array  # [] int32, in each part
     ids: jax.Array  # [W, M] int32
     fresh: jax.Array  # [M] bool, false where the tile before had it
+
+    def only(self, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
+        """x [..., M] where fresh."""
+        return jnp.where(jnp.broadcast_to(self.fresh, x.shape), x, otherwise)
 
 
 class TokenScores(NamedTuple):
@@ -87,10 +92,9 @@ def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tilin
     def body(carry: Any, tile: Tile, rows: jax.Array) -> Any:
         most, total, weighted, chosen = carry
         logits = tiling.logits(hidden, rows)
-        known = jnp.where(tile.fresh, logits, -jnp.inf)
-        peak = jnp.maximum(most, known.max(axis=-1))
+        peak = jnp.maximum(most, tile.only(logits, -jnp.inf).max(axis=-1))
         above = logits - peak[..., None]
-        weights = jnp.where(tile.fresh, jnp.exp(above), 0.0)
+        weights = tile.only(jnp.exp(above))
         shrink = jnp.exp(most - peak)
         weighted = shrink * (weighted + (most - peak) * total) + (weights * above).sum(axis=-1)
         hit = _hits(tile, targets)
@@ -112,7 +116,7 @@ def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tilin
 
 def _hits(tile: Tile, targets: jax.Array) -> jax.Array:
     """[B, T, W, M] bool: where the tile has the target."""
-    return (targets[..., None, None] == tile.ids) & tile.fresh
+    return (targets[..., None, None] == tile.ids[None, None]) & tile.fresh[None, None, None]
 
 
 def _token_scores_forward(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling) -> Any:
@@ -145,7 +149,7 @@ def _through_table(
 
     def body(carry: Any, tile: Tile, rows: jax.Array, *others: jax.Array) -> Any:
         to_hidden, to_parts = carry
-        gradient = jnp.where(tile.fresh, to_logits(tile, rows, *others), 0.0) / temperature
+        gradient = tile.only(to_logits(tile, rows, *others)) / temperature
         gradient = gradient.reshape(hidden.shape[0], *gradient.shape[-4:]).astype(hidden.dtype)
         exact = {"preferred_element_type": to_hidden.dtype}
         to_hidden += jnp.einsum("SBTWM,WMD->SBTD", gradient, rows.astype(hidden.dtype), **exact)
@@ -191,12 +195,12 @@ def _draft_terms(outputs: jax.Array, table: jax.Array, teacher: Teacher, tiling:
     def body(carry: Any, tile: Tile, rows: jax.Array, taught: jax.Array) -> Any:
         logits = tiling.logits(teacher.hidden, taught)
         p, log_share = jnp.exp(logits - teacher.normaliser[..., None, None]), logits - to_teacher[..., None, None]
-        share = jnp.where(tile.fresh, jnp.exp(log_share), 0.0)
+        share = tile.only(jnp.exp(log_share))
         entropy = carry.entropy - (share * log_share).sum(axis=(-2, -1))
         sums = []
         for i in range(steps):
             log_q = tiling.logits(outputs[i], rows) - to_student[i, ..., None, None]
-            q = jnp.where(tile.fresh, jnp.exp(log_q), 0.0)
+            q = tile.only(jnp.exp(log_q))
             p_then = shift_left(p, 1 + i)
             terms = shift_left(share, 1 + i) * -log_q, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
             sums.append([term.sum(axis=(-2, -1)) for term in terms])
@@ -222,7 +226,7 @@ def _normalisers(hidden: tuple[jax.Array, ...], parts: Any, tiling: Tiling) -> t
     def body(carry: Any, tile: Tile, rows: jax.Array, taught: jax.Array) -> Any:
         most, total = carry
         tables = [rows] * (len(hidden) - 1) + [taught]
-        logits = [jnp.where(tile.fresh, tiling.logits(x, table), -jnp.inf) for x, table in zip(hidden, tables)]
+        logits = [tile.only(tiling.logits(x, table), -jnp.inf) for x, table in zip(hidden, tables)]
         peak = jnp.maximum(most, jnp.stack([x.max(axis=-1) for x in logits]))
         sums = jnp.stack([jnp.exp(x - top[..., None]).sum(axis=-1) for x, top in zip(logits, peak)])
         return peak, total * jnp.exp(most - peak) + sums
