@@ -66,7 +66,8 @@ def learn(
     draft = jax.tree.map(jnp.copy, state.draft)
     log: list[dict[str, Any]] = [{"step": 0} | held_out_acceptance(setup, state)]
     best, worse = jax.device_get(draft.params), 0
-    best_length = log[0][LENGTH]
+    # Weights that were drawn are nobody's best, however lucky.
+    best_length = log[0][LENGTH] if s.draft.path else 0.0
     seconds = {"train": 0.0, "evaluate": 0.0}
     start = time.perf_counter()
     for step in range(1, s.steps + 1):
