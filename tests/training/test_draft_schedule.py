@@ -69,8 +69,8 @@ def test_growth_wakes_it(growth):
     assert not schedule.learns(1)
     schedule.observe((1 + growth) * 0.4 * 1.001)
     assert schedule.learns(1)
-    # Learning goes on at the level it was woken at, higher than the old one.
-    assert learning_steps(schedule, [(1 + growth) * 0.4] * 20) == [*range(1, 1 + PATIENCE)]
+    # The new level is higher: at it there is nothing more to learn, though the old one stays out of reach.
+    assert learning_steps(schedule, [1.05 * (1 + growth) * 0.4] * 20) == [*range(1, 1 + PATIENCE)]
 
 
 def test_falling_at_rest_does_not_wake_it():
