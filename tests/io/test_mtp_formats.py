@@ -17,6 +17,7 @@ from specrl_jax.models import mtp
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import SMALL as TARGET
 from tests.helpers.policies import random_params as random_policy
+from tests.helpers.policies import row_positions
 
 HEAD = mtp.mtp_config(TARGET)
 PREFIX = {"deepseek": f"model.layers.{TARGET.layers}.", "mimo": "model.mtp_layers.0."}
@@ -24,8 +25,13 @@ OWN = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
 }
-unrolled_logits = jax.jit(mtp.unrolled_logits, static_argnums=(1, 4))
 both_dialects = pytest.mark.parametrize("dialect", PREFIX)
+_unrolled = jax.jit(mtp.unrolled, static_argnums=(1, 4))
+
+
+def unrolled_logits(params, features, embedded, steps, table):
+    outputs = _unrolled(params, HEAD, features, embedded, steps, row_positions(embedded[..., 0]))
+    return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
 
 def random_params(dtype="float32"):
@@ -172,7 +178,7 @@ def test_a_head_written_by_hand_reads_each_input_with_its_own_half(tmp_path, par
             },
         )
         params = load(folder, partition)
-        got = unrolled_logits(params, HEAD, hidden, embedded, 1, jnp.eye(D))[0, 0, 0]
+        got = unrolled_logits(params, hidden, embedded, 1, jnp.eye(D))[0, 0, 0]
         x = 2.0 * embedded[0, 1, 0] / np.sqrt((embedded[0, 1] ** 2).mean() + HEAD.norm_epsilon)
         expected = np.zeros(D)
         expected[3] = x / np.sqrt(x * x / D + HEAD.norm_epsilon)
@@ -188,7 +194,7 @@ def test_both_dialects_give_the_same_logits(dialect, saved, partition):
     table = rng.normal(size=(TARGET.vocab, TARGET.embed)).astype(np.float32)
     params = jax.tree.map(jnp.asarray, random_params())
     ours, theirs = (
-        unrolled_logits(tree, HEAD, features, embedded, 2, table) for tree in (params, load(saved / dialect, partition))
+        unrolled_logits(tree, features, embedded, 2, table) for tree in (params, load(saved / dialect, partition))
     )
     np.testing.assert_array_equal(ours, theirs)
 

@@ -10,6 +10,7 @@ import pytest
 from specrl_jax.core import BadInput
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.models.layers import count_params, init_params, rotary_angles
+from tests.helpers.policies import row_positions
 
 # Seven layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
 TARGET = qwen3.Qwen3Config(40, 24, 7, 4, 2, 8, 32, tied=True, max_positions=64)
@@ -55,6 +56,15 @@ def test_a_policy_too_shallow_for_three_features_is_refused():
         eagle3.eagle3_config(dataclasses.replace(TARGET, layers=6), 16)
 
 
+def unrolled(params, features, embedded, steps):
+    """[steps, B, T, D], what the unembedding reads."""
+    return eagle3.unrolled(params, CONFIG, features, embedded, steps, row_positions(embedded[..., 0]))
+
+
+def logits_of(params, outputs):
+    return jnp.einsum("SBTD,VD->SBTV", outputs, params["unembed"])
+
+
 def draft_by_hand(params, features, embedded, start, steps):
     """[steps, B, Vd] logits of drafting at pair `start` as serving does it: true features up to it, then own outputs.
 
@@ -84,27 +94,31 @@ def draft_by_hand(params, features, embedded, start, steps):
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_the_unrolled_pass_is_drafting_from_every_pair_at_once(params, inputs, start):
     features, embedded = inputs
-    unrolled = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps=4)
+    logits = logits_of(params, unrolled(params, features, embedded, steps=4))
     by_hand = draft_by_hand(params, features, embedded, start, steps=4)
-    np.testing.assert_allclose(unrolled[:, :, start], by_hand, atol=ATOL)
+    np.testing.assert_allclose(logits[:, :, start], by_hand, atol=ATOL)
 
 
 def test_a_pair_reads_nothing_that_serving_would_not_have_yet(params, inputs):
     features, embedded = inputs
     t, steps = 3, 3
-    before = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps)[:, :, t]
+    before = unrolled(params, features, embedded, steps)[:, :, t]
     features = features.at[:, t + 1 :].add(1.0)
     # Step i takes the token at t + 1 + i; those after the last step's are unknown.
     embedded = embedded.at[:, t + 1 + steps :].add(1.0)
-    after = eagle3.unrolled_logits(params, CONFIG, features, embedded, steps)[:, :, t]
+    after = unrolled(params, features, embedded, steps)[:, :, t]
     np.testing.assert_array_equal(before, after)
 
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, inputs):
     features, embedded = inputs
     fused = eagle3.rollout_params(params, jnp.float32)
-    expected = eagle3.unrolled_logits(params, CONFIG, features, embedded, 2)
-    np.testing.assert_allclose(eagle3.unrolled_logits(fused, CONFIG, features, embedded, 2), expected, atol=ATOL)
+    expected = unrolled(params, features, embedded, 2)
+    np.testing.assert_allclose(unrolled(fused, features, embedded, 2), expected, atol=ATOL)
+    # The unembedding, and the norm before it, which serving applies itself.
+    a = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, CONFIG.embed)), jnp.float32)
+    by_either = (eagle3.draft_logits(form, CONFIG, a) for form in (fused, params))
+    np.testing.assert_allclose(*by_either, atol=ATOL)
     specs = eagle3.rollout_specs(CONFIG)
     assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, specs)
 
@@ -125,5 +139,5 @@ def test_the_first_output_matches_the_published_formula_in_float64(params, input
     gate = x @ w["gate"]
     a = a + (gate / (1 + np.exp(-gate)) * (x @ w["up"])) @ w["down"]
     expected = norm(a, w["final_norm"]) @ w["unembed"].T
-    got = eagle3.unrolled_logits(params, CONFIG, *inputs, steps=1)[0, :, 0]
+    got = logits_of(params, unrolled(params, *inputs, steps=1))[0, :, 0]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=ATOL)

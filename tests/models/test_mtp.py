@@ -9,8 +9,8 @@ import pytest
 
 from specrl_jax.core import BadInput
 from specrl_jax.models import mtp, qwen3
-from specrl_jax.models.layers import count_params
-from tests.helpers.policies import SMALL, numpy_forward
+from specrl_jax.models.layers import count_params, product
+from tests.helpers.policies import SMALL, numpy_forward, row_positions
 
 CONFIG = mtp.mtp_config(SMALL)
 B, T, STEPS = 2, 9, 4
@@ -44,11 +44,16 @@ def inputs():
 
 
 def unrolled(params, inputs, steps=STEPS):
+    """[steps, B, T, V] float32 logits."""
     features, embedded, unembed = inputs
-    return _unrolled(params, CONFIG, features, embedded, steps, unembed)
+    return logits_of(_unrolled(params, CONFIG, features, embedded, steps, row_positions(embedded[..., 0])), unembed)
 
 
-_unrolled = jax.jit(mtp.unrolled_logits, static_argnums=(1, 4))
+def logits_of(a, unembed):
+    return product("...D,VD->...V", a, unembed)
+
+
+_unrolled = jax.jit(mtp.unrolled, static_argnums=(1, 4))
 extend = jax.jit(mtp.extend, static_argnums=1)
 write_pairs = jax.jit(mtp.write_pairs, static_argnums=1)
 
@@ -152,7 +157,7 @@ def test_extending_a_cache_is_step_0_of_the_unrolled_pass(params, fused, inputs,
     cache, logits = empty_cache(), []
     for first in range(0, T - 1, size):
         a, cache = extend(fused, CONFIG, *committed(fused, inputs, first, min(first + size, T - 1)), cache)
-        logits.append(mtp.draft_logits(a, inputs[2]))
+        logits.append(logits_of(a, inputs[2]))
     expected = unrolled(params, inputs, 1)[0, :, : T - 1]
     np.testing.assert_allclose(jnp.concatenate(logits, axis=1), expected, atol=ATOL)
 
@@ -169,7 +174,7 @@ def test_the_recurrence_over_a_cache_is_a_row_of_the_unrolled_pass(params, fused
     for pair in range(start, start + STEPS):
         following = embedded[:, pair + 1 : pair + 2]
         hidden, cache = extend(fused, CONFIG, hidden, following, pairs_of(pair, pair + 1), cache)
-        logits.append(mtp.draft_logits(hidden, unembed)[:, 0])
+        logits.append(logits_of(hidden, unembed)[:, 0])
     np.testing.assert_allclose(jnp.stack(logits), unrolled(params, inputs)[:, :, start], atol=ATOL)
 
 

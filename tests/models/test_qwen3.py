@@ -187,8 +187,8 @@ def test_gradient_is_the_derivative_of_the_float64_formula(params, config, token
 
 @pytest.mark.parametrize(
     "static",
-    [{"logits_chunk": 4}, {"remat": True}, {"logits_chunk": 1, "remat": True, "aux_layers": (0, 2)}],
-    ids=["chunked", "remat", "all-with-features"],
+    [{"vocab_tile": 16}, {"remat": True}, {"vocab_tile": 7, "remat": True, "aux_layers": (0, 2)}],
+    ids=["tiled", "remat", "all-with-features"],
 )
 def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config, tokens, partition):
     plain, plain_grad = graded_score(config, partition)(params, tokens)
@@ -200,10 +200,10 @@ def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config,
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()), rtol=0)
 
 
-def test_logprobs_in_chunks_keep_their_places(params, config, tokens, partition):
+def test_logprobs_by_tiles_keep_their_places(params, config, tokens, partition):
     targets, at = draw_tokens(1), row_positions(tokens)
     whole = compiled(config, partition)(params, tokens, at, targets=targets)
-    parts = compiled(config, partition, logits_chunk=3)(params, tokens, at, targets=targets)
+    parts = compiled(config, partition, vocab_tile=7)(params, tokens, at, targets=targets)
     np.testing.assert_allclose(parts.logprobs, whole.logprobs, **ROUNDING)
     np.testing.assert_allclose(parts.entropy, whole.entropy, **ROUNDING)
     np.testing.assert_allclose(parts.normaliser, whole.normaliser, **ROUNDING)
@@ -217,8 +217,8 @@ def test_the_normaliser_is_that_of_the_scaled_logits_over_all_words(params, conf
 
 @pytest.mark.parametrize(
     "sizes, option",
-    [({"vocab": 4000, "layers": 1}, {"logits_chunk": 4}), ({"vocab": 40, "layers": 8}, {"remat": True})],
-    ids=["chunked", "remat"],
+    [({"vocab": 4000, "layers": 1}, {"vocab_tile": 250}), ({"vocab": 40, "layers": 8}, {"remat": True})],
+    ids=["tiled", "remat"],
 )
 def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, partition):
     """What the two options are for, read from the compiler without running."""
@@ -234,12 +234,6 @@ def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, parti
         return jax.jit(jax.grad(loss)).lower(params, rows).compile().memory_analysis().temp_size_in_bytes
 
     assert peak(**option) < 0.5 * peak()
-
-
-def test_chunk_that_does_not_divide_the_row_is_one_clear_line(tokens, partition):
-    with pytest.raises(BadInput, match=r"policy\.logits_chunk=5 must divide the row length of 12 tokens") as error:
-        score(random_params(SMALL), SMALL, tokens, partition, logits_chunk=5)
-    assert "\n" not in str(error.value)
 
 
 # Auxiliary features

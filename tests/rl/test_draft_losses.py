@@ -1,4 +1,10 @@
-"""What a draft learns and is expected to keep, against plain loops in float64: which pairs, from which position."""
+"""What a draft learns and is expected to keep, against plain loops in float64: pairs, losses, weights.
+
+The losses take `DraftTerms`; these come from the real `draft_terms`, whose unembeddings are identities, so that tests
+choose the logits.
+"""
+
+import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,19 +14,32 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import Mean
+from specrl_jax.models import eagle3, mtp, qwen3
+from specrl_jax.models.unembedding import Teacher, Tiling, draft_terms
 from specrl_jax.rl.draft_losses import (
     DECAY,
-    predicted_acceptance,
-    soft_cross_entropy,
+    LOSSES,
+    step_losses,
+    step_means,
+    step_weights,
     supervised,
-    supervised_counts,
-    unrolled_loss,
+    survival,
 )
-from tests.helpers.exact import log_softmax, softmax
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.blocks import QUICKLY
+from tests.helpers.exact import log_softmax, rejection_chances, sequences, softmax
 
-STEPS, B, T, VD = 3, 4, 10, 5
+STEPS, B, T = 3, 4, 10
+V = 9
+DRAFTED = [7, 0, 4, 8, 2]  # the draft vocabulary within the target's
 # Float32 sums of at most 40 losses of a few nats.
-CLOSE = {"rtol": 2e-6, "atol": 0}
+CLOSE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+@functools.cache
+def tiling(temperature, words=2):
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    return Tiling(words, temperature, partitioner(mesh, LEARNER))
 
 
 def mask_of(response):
@@ -35,27 +54,17 @@ def learns(response, i, t):
 
 @pytest.fixture(scope="module")
 def batch():
-    """(student, teacher, response): a usual row, one that ends with the row, one with holes, one without response."""
+    """(student [steps, B, T, Vd], target [B, T, V], response [B, T]): logits over five of nine words, and of all nine;
+    a usual row, one that ends with the row, a short one, one without response.
+    """
     rng = np.random.default_rng(0)
     response = np.zeros((B, T), bool)
-    response[0, 3:8] = response[1, 1:] = True
-    response[2] = rng.random(T) < 0.6
-    student = rng.normal(size=(STEPS, B, T, VD)).astype(np.float32) * 2
-    return student, rng.normal(size=(B, T, VD)).astype(np.float32) * 2, response
+    response[0, 3:8] = response[1, 1:] = response[2, 5:7] = True
+    student = 2 * rng.normal(size=(STEPS, B, T, len(DRAFTED)))
+    return student.astype(np.float32), 2 * rng.normal(size=(B, T, V)).astype(np.float32), response
 
 
-def by_hand(student, teacher, response, temperature):
-    """(totals [steps], counts [steps]) in float64."""
-    totals, counts = np.zeros(STEPS), np.zeros(STEPS)
-    for i in range(STEPS):
-        for b in range(B):
-            for t in range(T):
-                if learns(response[b], i, t):
-                    p = softmax(teacher[b, t + 1 + i].astype(np.float64) / temperature)
-                    totals[i] -= p @ log_softmax(student[i, b, t].astype(np.float64) / temperature)
-                    counts[i] += 1
-    return totals, counts
-
+# ---- which pairs
 
 tokens = st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=3)
 
@@ -67,182 +76,428 @@ tokens = st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, m
 @hypothesis.example([[False, True, True, False, True, True, False]])
 def test_a_pair_learns_where_decoding_could_draft_a_response_token_from_it(rows):
     response = np.array(rows)
-    counts = supervised_counts(jnp.asarray(mask_of(response)), STEPS)
-    assert counts.dtype == jnp.float32
+    found = supervised(jnp.asarray(mask_of(response)), STEPS)
+    assert found.dtype == bool
     for i in range(STEPS):
-        expected = [[learns(row, i, t) for t in range(7)] for row in response]
-        np.testing.assert_array_equal(supervised(jnp.asarray(mask_of(response)), i), expected)
-        assert counts[i] == np.sum(expected)
+        np.testing.assert_array_equal(found[i], [[learns(row, i, t) for t in range(7)] for row in response])
 
 
 def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_token():
-    """The row as it is drawn: prompt P, response r, padding .; its first response token is no draft's to predict.
+    """The row as it is drawn: prompt P, response r, padding .
 
-    tokens   P P P r r r . .      that is token 3, so pair 1 is the first that learns, and pair 3 the last
+    tokens   P P P r r r . .      the first response token is token 3: pair 1 is the first that learns, pair 3 the last
     """
     response = np.array([[0, 0, 0, 1, 1, 1, 0, 0]], bool)
-    first, second, third, fourth = (supervised(jnp.asarray(mask_of(response)), i)[0].nonzero()[0] for i in range(4))
+    first, second, third, fourth = (row[0].nonzero()[0] for row in supervised(jnp.asarray(mask_of(response)), 4))
     np.testing.assert_array_equal(first, [1, 2, 3])
     np.testing.assert_array_equal(second, [1, 2])
     np.testing.assert_array_equal(third, [1])
     assert fourth.size == 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_cross_entropy_of_each_draft_step(batch, temperature):
-    student, teacher, response = batch
-    loss = soft_cross_entropy(jnp.asarray(student), jnp.asarray(teacher), jnp.asarray(mask_of(response)), temperature)
-    totals, counts = by_hand(student, teacher, response, temperature)
-    assert loss.total.dtype == loss.count.dtype == jnp.float32
-    np.testing.assert_array_equal(loss.count, counts)
-    assert len(set(counts)) == STEPS
-    np.testing.assert_allclose(loss.total, totals, **CLOSE)
+# Of each sequence in a row: tokens of its prompt, of its response.
+packs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=3)
 
 
-def test_temperature_0_counts_as_1(batch):
-    student, teacher, response = batch
-    mask = jnp.asarray(mask_of(response))
-    greedy, sampled = (
-        soft_cross_entropy(jnp.asarray(student), jnp.asarray(teacher), mask, temperature) for temperature in (0.0, 1.0)
-    )
-    jax.tree.map(np.testing.assert_array_equal, greedy, sampled)
+@hypothesis.given(packs)
+@hypothesis.example([(4, 6), (4, 6), (4, 6)])  # the row is full
+@hypothesis.example([(1, 1), (1, 1), (1, 1)])
+@hypothesis.example([(1, 6), (1, 6)])
+@hypothesis.example([(2, 3), (1, 0), (2, 3)])
+@hypothesis.example([(2, 3), (0, 3)])  # of the mask alone one could not tell them apart
+def test_a_packed_sequence_learns_what_it_learns_alone(pack):
+    """And no draft goes on into the next one: it would be the response that follows a short prompt."""
+    responses = [np.array([False] * prompt + [True] * response, bool) for prompt, response in pack]
+    segments = np.repeat(range(1, len(pack) + 1), [len(response) for response in responses])
+    row, segments = (np.pad(x, (0, 30 - len(x)))[None] for x in (np.concatenate(responses), segments.astype(np.int32)))
+    found = np.asarray(supervised(jnp.asarray(mask_of(row)), STEPS, jnp.asarray(segments)))
+    at = 0
+    for response in responses:
+        for i in range(STEPS):
+            expected = [learns(response, i, t) for t in range(len(response))]
+            np.testing.assert_array_equal(found[i, 0, at : at + len(response)], expected)
+        at += len(response)
+    assert not found[:, 0, at:].any()
 
 
-def test_rows_add_up(batch):
-    """Sums and counts, so that microbatches put together give the whole."""
-    student, teacher, response = batch
-    mask = mask_of(response)
-    whole = soft_cross_entropy(jnp.asarray(student), jnp.asarray(teacher), jnp.asarray(mask), 1.0)
-    parts = [soft_cross_entropy(student[:, b : b + 1], teacher[b : b + 1], mask[b : b + 1], 1.0) for b in range(B)]
-    np.testing.assert_array_equal(np.sum([part.count for part in parts], axis=0), whole.count)
-    np.testing.assert_allclose(np.sum([part.total for part in parts], axis=0), whole.total, **CLOSE)
+# ---- which losses
 
 
-def test_what_is_not_supervised_does_not_matter(batch):
-    student, teacher, response = batch
-    mask = jnp.asarray(mask_of(response))
-    learning = np.array([[[learns(row, i, t) for t in range(T)] for row in response] for i in range(STEPS)])
-    read = np.zeros((B, T), bool)  # positions of the target that some draft step learns from
-    for i, b, t in np.argwhere(learning):
-        read[b, t + 1 + i] = True
-    assert 0 < learning.sum() < learning.size and 0 < read.sum() < read.size
-    junk_student = np.where(learning[..., None], student, np.nan)
-    junk_teacher = np.where(read[..., None], teacher, np.nan)
-    clean = soft_cross_entropy(jnp.asarray(student), jnp.asarray(teacher), mask, 1.0)
-    junk = soft_cross_entropy(jnp.asarray(junk_student), jnp.asarray(junk_teacher), mask, 1.0)
-    jax.tree.map(np.testing.assert_array_equal, junk, clean)
+def terms_of(student, target, temperature, drafted=DRAFTED, words=2):
+    """DraftTerms of logits: the tables are identities."""
+    eye = jnp.eye(V, dtype=jnp.asarray(target).dtype)
+    normaliser = jax.nn.logsumexp(jnp.asarray(target) / (temperature or 1.0), axis=-1)
+    teacher = Teacher(jnp.asarray(target), eye[np.array(drafted)], normaliser)
+    table = jnp.eye(len(drafted), dtype=jnp.asarray(student).dtype)
+    return draft_terms(jnp.asarray(student), table, teacher, tiling(temperature, words))
 
 
-def test_nothing_supervised_is_a_loss_of_zero(batch):
-    student, teacher, _ = map(jnp.asarray, batch)
-    loss = soft_cross_entropy(student, teacher, jnp.zeros((B, T), bool), 1.0)
-    np.testing.assert_array_equal(loss.value(), 0.0)
-    assert unrolled_loss(loss) == 0.0
+def _means_of(name, student, target, mask, temperature, whole=False):
+    """Mean [steps] of a loss, or of `survival`."""
+    terms = terms_of(student, target, temperature, list(range(V)) if whole else DRAFTED)
+    values = survival(terms) if name == "survival" else step_losses(name, terms)
+    return step_means(values, supervised(mask, len(student)))
 
 
-def test_the_teacher_gets_no_gradient_and_the_student_that_of_cross_entropy(batch):
-    """d/dz of -sum p log softmax(z / T) is (q - p) / T; step i weighs 0.8 ** i and is averaged over its own pairs."""
-    student, teacher, response = batch
-    temperature, mask = 0.6, jnp.asarray(mask_of(response))
+means_of = jax.jit(_means_of, static_argnums=(0, 4), static_argnames="whole", compiler_options=QUICKLY)
 
-    def loss(student, teacher):
-        return unrolled_loss(soft_cross_entropy(student, teacher, mask, temperature))
 
-    to_student, to_teacher = jax.grad(loss, argnums=(0, 1))(jnp.asarray(student), jnp.asarray(teacher))
-    np.testing.assert_array_equal(to_teacher, 0.0)
-    expected = np.zeros(student.shape)
-    _, counts = by_hand(student, teacher, response, temperature)
+def loss_of(name, student, target, mask, temperature):
+    means = _means_of(name, student, target, mask, temperature)
+    return jnp.sum(step_weights(name, len(student)) * means.value())
+
+
+def pair_by_hand(student, target, b, t, steps, temperature):
+    """{loss: its value} of the last of `steps` draft steps from pair t, in float64."""
+    kept = 1.0
+    for i in range(steps):
+        p = softmax(target[b, t + 1 + i].astype(np.float64) / temperature)
+        scaled = student[i, b, t].astype(np.float64) / temperature
+        q = np.zeros(V)
+        q[DRAFTED] = softmax(scaled)
+        overlap = np.minimum(p, q).sum()
+        kept *= overlap
+    share = p[DRAFTED] / p[DRAFTED].sum()
+    ce = -share @ log_softmax(scaled)
+    return {"ce": ce, "kl": ce + share @ np.log(share), "tv": 1 - overlap, "e2e_tv": 1 - kept, "survival": kept}
+
+
+def by_hand(name, student, target, response, temperature):
+    """(totals [steps], counts [steps]) in float64."""
+    totals, counts = np.zeros(STEPS), np.zeros(STEPS)
     for i, b, t in np.ndindex(STEPS, B, T):
         if learns(response[b], i, t):
-            q = softmax(student[i, b, t].astype(np.float64) / temperature)
-            p = softmax(teacher[b, t + 1 + i].astype(np.float64) / temperature)
-            expected[i, b, t] = 0.8**i * (q - p) / temperature / counts[i]
-    # Differences of two probabilities, each a few units of 2**-24.
-    np.testing.assert_allclose(to_student, expected, rtol=0, atol=1e-6)
-
-
-def test_later_draft_steps_weigh_less():
-    loss = Mean(jnp.array([3.0, 4.0, 10.0]), jnp.array([1.0, 2.0, 5.0]))
-    assert DECAY == 0.8
-    np.testing.assert_allclose(unrolled_loss(loss), 3.0 + 0.8 * 2.0 + 0.64 * 2.0, rtol=1e-6)
-
-
-# ---- predicted acceptance
-
-V = 9
-DRAFTED = [7, 0, 4, 8, 2]  # the draft vocabulary within the target's
-
-
-@pytest.fixture(scope="module")
-def verified(batch):
-    """(student [steps, B, T, Vd], the target's logits [B, T, V], response): drafts over five of nine words."""
-    student, _, response = batch
-    return student, np.random.default_rng(1).normal(size=(B, T, V)).astype(np.float32) * 2, response
-
-
-def predict(student, logits, response, temperature, drafted=DRAFTED):
-    normaliser = jax.nn.logsumexp(jnp.asarray(logits) / (temperature or 1.0), axis=-1)
-    mask = jnp.asarray(mask_of(response))
-    return predicted_acceptance(jnp.asarray(student), jnp.asarray(logits[..., drafted]), normaliser, mask, temperature)
-
-
-def accepted_by_hand(student, logits, response, temperature):
-    """(totals [steps], counts [steps]): chance that verification keeps drafts 0 to i, each sampled from its own q."""
-    totals, counts = np.zeros(STEPS), np.zeros(STEPS)
-    for b, t in np.ndindex(B, T):
-        kept = 1.0
-        for i in range(STEPS):
-            if not learns(response[b], i, t):
-                continue
-            p = softmax(logits[b, t + 1 + i].astype(np.float64) / temperature)
-            q = np.zeros(V)
-            q[DRAFTED] = softmax(student[i, b, t].astype(np.float64) / temperature)
-            kept *= np.minimum(p, q).sum()
-            totals[i] += kept
+            totals[i] += pair_by_hand(student, target, b, t, i + 1, temperature)[name]
             counts[i] += 1
     return totals, counts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_predicted_acceptance_is_the_product_of_what_is_common(verified, temperature):
-    """sum_v min(p, q) over the whole vocabulary, p not renormalised on the draft's, multiplied along the drafts."""
-    student, logits, response = verified
-    # A response without holes: with one, the first draft of a later step belongs to no draft that decoding makes.
-    response = response.copy()
-    response[2] = False
-    accepted = predict(student, logits, response, temperature)
-    totals, counts = accepted_by_hand(student, logits, response, temperature)
-    assert accepted.total.dtype == accepted.count.dtype == jnp.float32
-    np.testing.assert_array_equal(accepted.count, counts)
-    np.testing.assert_allclose(accepted.total, totals, **CLOSE)
-    rates = np.asarray(accepted.value())
-    assert 0 < rates[2] < rates[1] < rates[0] < 1
+@pytest.mark.parametrize("name", [*LOSSES, "survival"])
+def test_each_loss_of_each_draft_step(name, temperature, batch):
+    """Along the text: e2e_tv and survival multiply what each step keeps. p over all nine words but in ce and kl."""
+    student, target, response = batch
+    means = means_of(name, student, target, mask_of(response), temperature)
+    totals, counts = by_hand(name, student, target, response, temperature)
+    assert means.total.dtype == means.count.dtype == jnp.float32
+    np.testing.assert_array_equal(means.count, counts)
+    assert len(set(counts)) == STEPS
+    np.testing.assert_allclose(means.total, totals, **CLOSE)
 
 
-def test_a_draft_that_is_the_target_keeps_all_it_can_draft(verified):
-    """With the whole vocabulary, everything; on a part of it, the mass of that part where q is p renormalised."""
-    _, logits, response = verified
-    response = response[[0, 1, 1, 1]]
-    taught = np.stack([np.pad(logits, ((0, 0), (0, 1 + i), (0, 0)))[:, 1 + i :] for i in range(STEPS)])
-    whole = predict(taught, logits, response, 1.0, list(range(V)))
-    np.testing.assert_allclose(whole.value(), 1.0, rtol=1e-6)
-    part = predict(taught[..., DRAFTED], logits, response, 1.0)
-    mass = softmax(logits)[..., DRAFTED].sum(axis=-1)
-    first = [mass[b, t + 1] for b, t in np.ndindex(B, T) if learns(response[b], 0, t)]
-    np.testing.assert_allclose(part.value()[0], np.mean(first), rtol=1e-6)
+def test_kl_and_tv_are_bounded_and_survival_falls(batch):
+    student, target, response = batch
+    rates = {name: means_of(name, student, target, mask_of(response), 1.0).value() for name in [*LOSSES, "survival"]}
+    assert (rates["kl"] > 0).all() and (rates["kl"] < rates["ce"]).all()
+    assert (rates["tv"] > 0).all() and (rates["tv"] < 1).all()
+    assert 0 < rates["survival"][2] < rates["survival"][1] < rates["survival"][0] < 1
+    np.testing.assert_allclose(rates["e2e_tv"], 1 - rates["survival"], rtol=1e-6)
 
 
-def test_predictions_of_rows_add_up_and_nothing_counts_as_zero(verified):
-    student, logits, response = verified
-    whole = predict(student, logits, response, 1.0)
-    parts = [predict(student[:, b : b + 1], logits[b : b + 1], response[b : b + 1], 1.0) for b in range(B)]
+@pytest.mark.parametrize("name", LOSSES)
+def test_temperature_0_counts_as_1(name, batch):
+    student, target, response = batch
+    greedy, sampled = (means_of(name, student, target, mask_of(response), temperature) for temperature in (0.0, 1.0))
+    jax.tree.map(np.testing.assert_array_equal, greedy, sampled)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_add_up(name, batch):
+    """Sums and counts, so that microbatches put together give the whole."""
+    student, target, response = batch
+    mask = mask_of(response)
+    whole = means_of(name, student, target, mask, 1.0)
+    parts = [means_of(name, student[:, [b]], target[[b]], mask[[b]], 1.0) for b in range(B)]
     np.testing.assert_array_equal(np.sum([part.count for part in parts], axis=0), whole.count)
     np.testing.assert_allclose(np.sum([part.total for part in parts], axis=0), whole.total, **CLOSE)
-    nothing = predict(student, logits, np.zeros((B, T), bool), 1.0)
-    np.testing.assert_array_equal(nothing.value(), 0.0)
 
 
-def test_a_prediction_has_no_gradient(verified):
-    student, logits, response = verified
-    gradient = jax.grad(lambda student: predict(student, logits, response, 1.0).total.sum())(jnp.asarray(student))
+def unsupervised(response):
+    """(draft steps [steps, B, T] that learn nothing, positions [B, T] of the target from which nothing is learnt)."""
+    learning = np.array([[[learns(row, i, t) for t in range(T)] for row in response] for i in range(STEPS)])
+    read = np.zeros((B, T), bool)
+    for i, b, t in np.argwhere(learning):
+        read[b, t + 1 + i] = True
+    assert 0 < learning.sum() < learning.size and 0 < read.sum() < read.size
+    return ~learning, ~read
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_supervised_does_not_matter(name, batch):
+    student, target, response = batch
+    steps, positions = unsupervised(response)
+    junk = np.where(steps[..., None], np.nan, student), np.where(positions[..., None], np.nan, target)
+    clean, soiled = (means_of(name, *logits, mask_of(response), 1.0) for logits in ((student, target), junk))
+    jax.tree.map(np.testing.assert_array_equal, soiled, clean)
+    # Nor for the gradient, of which nothing goes there.
+    finite = (np.where(np.isnan(x), 30.0 * y, x) for x, y in zip(junk, (student, target)))
+    gradients = [graded(name)(*logits, mask_of(response), 1.0) for logits in ((student, target), finite)]
+    np.testing.assert_array_equal(gradients[1], gradients[0])
+    # Where no word of the draft has more than the target gives it, or all have, tv is flat.
+    assert (gradients[0][steps] == 0).all() and np.mean(np.abs(gradients[0][~steps]).max(axis=-1) > 0) > 0.8
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nothing_supervised_is_a_loss_of_zero(name, batch):
+    student, target, _ = batch
+    nothing = np.zeros((B, T), bool)
+    np.testing.assert_array_equal(means_of(name, student, target, nothing, 1.0).value(), 0.0)
+    assert loss_of(name, student, target, nothing, 1.0) == 0.0
+    np.testing.assert_array_equal(graded(name)(student, target, nothing, 1.0), 0.0)
+
+
+# ---- which weights
+
+
+def test_later_draft_steps_weigh_less_but_where_the_products_do_it_themselves():
+    loss = Mean(jnp.array([3.0, 4.0, 10.0]), jnp.array([1.0, 2.0, 5.0]))
+    assert DECAY == 0.8
+    for name in ("ce", "kl", "tv"):
+        np.testing.assert_allclose(jnp.sum(step_weights(name, 3) * loss.value()), 3 + 0.8 * 2 + 0.64 * 2, rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(step_weights("e2e_tv", 3) * loss.value()), (3 + 2 + 2) / 3, rtol=1e-6)
+
+
+# ---- gradients
+
+
+@functools.cache
+def graded(name):
+    """(student, target, mask, temperature) -> gradient of the student's logits."""
+    return jax.jit(jax.grad(lambda *inputs: loss_of(name, *inputs)), static_argnums=3, compiler_options=QUICKLY)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_the_losses(name, batch):
+    """Central differences in float64 of the loss by hand; each logit of some pairs that learn, one at a time."""
+    student, target, response = batch
+    temperature = 0.6
+    got = graded(name)(student, target, mask_of(response), temperature)
+    _, counts = by_hand(name, student, target, response, temperature)
+    weights = np.full(STEPS, 1 / STEPS) if name == "e2e_tv" else 0.8 ** np.arange(STEPS)
+
+    def of_pair(moved, b, t):
+        """All that the logits of pair t enter."""
+        steps = [i for i in range(STEPS) if learns(response[b], i, t)]
+        return sum(weights[i] / counts[i] * pair_by_hand(moved, target, b, t, i + 1, temperature)[name] for i in steps)
+
+    for b, t in [(0, 1), (0, 3), (1, 0), (1, 4), (1, 7), (2, 3)]:
+        for i, word in np.ndindex(STEPS, len(DRAFTED)):
+            ahead, behind = student.astype(np.float64), student.astype(np.float64)
+            ahead[i, b, t, word] += 1e-6
+            behind[i, b, t, word] -= 1e-6
+            slope = (of_pair(ahead, b, t) - of_pair(behind, b, t)) / 2e-6
+            # Differences of two probabilities, each a few units of 2**-24.
+            np.testing.assert_allclose(got[i, b, t, word], slope, rtol=0, atol=1e-6, err_msg=f"{i, b, t, word}")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_target_gets_no_gradient(name, batch):
+    student, target, response = batch
+    gradient = jax.jit(jax.grad(lambda target: loss_of(name, student, target, mask_of(response), 0.6)))(target)
     np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_cross_entropy_has_the_gradient_q_minus_p_and_so_has_kl(batch):
+    """d/dz of -sum p log softmax(z / T) is (q - p) / T; step i weighs 0.8 ** i and is averaged over its own pairs."""
+    student, target, response = batch
+    temperature = 0.6
+    to_student = graded("ce")(student, target, mask_of(response), temperature)
+    _, counts = by_hand("ce", student, target, response, temperature)
+    expected = np.zeros(student.shape)
+    for i, b, t in np.ndindex(STEPS, B, T):
+        if learns(response[b], i, t):
+            q = softmax(student[i, b, t].astype(np.float64) / temperature)
+            p = softmax(target[b, t + 1 + i, DRAFTED].astype(np.float64) / temperature)
+            expected[i, b, t] = 0.8**i * (q - p) / temperature / counts[i]
+    np.testing.assert_allclose(to_student, expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(graded("kl")(student, target, mask_of(response), temperature), to_student)
+
+
+# ---- the end to end loss is about what decoding keeps
+
+
+def expected_kept(p, q):
+    """Drafts kept of k, in expectation, from every draft there is: p [k, V] and q [k, V] by position.
+
+    Rule A: a draft is kept with chance min(1, p / q) where all before it were.
+    """
+    k = len(p)
+    total = 0.0
+    for draft in sequences(V, k):
+        chances = np.cumprod(rejection_chances(p, q, draft))
+        total += np.prod(q[range(k), draft]) * chances.sum()
+    return total
+
+
+def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
+    """Its value and its gradient, from the enumeration of the rejection rule in float64: 729 drafts of three tokens.
+
+    One pair in whose row the target says the same after any text, so that there is one law of drafts and not one for
+    every text.
+    """
+    rng = np.random.default_rng(4)
+    student = 1.5 * rng.normal(size=(STEPS, 1, 5, len(DRAFTED))).astype(np.float32)
+    target = 1.5 * rng.normal(size=(1, 5, V)).astype(np.float32)
+    # Tokens 2, 3 and 4 are the response: pair 0 drafts them all, and only it drafts three.
+    mask = mask_of(np.array([[False, False, True, True, True]]))
+    p = softmax(target[0, 1:4])
+
+    def refused(logits):
+        q = np.zeros((STEPS, V))
+        q[:, DRAFTED] = softmax(logits)
+        return 1 - expected_kept(p, q) / STEPS
+
+    @jax.jit
+    def of_pair_0(student):
+        values = step_losses("e2e_tv", terms_of(student, target, 1.0))
+        return jnp.sum(step_weights("e2e_tv", STEPS) * values[:, 0, 0])
+
+    assert supervised(mask, STEPS)[:, 0, 0].all()
+    logits = student[:, 0, 0].astype(np.float64)
+    value, gradient = jax.value_and_grad(of_pair_0)(student)
+    assert 0.05 < value < 0.95
+    np.testing.assert_allclose(value, refused(logits), rtol=1e-6)
+    for i, word in np.ndindex(logits.shape):
+        ahead, behind = logits.copy(), logits.copy()
+        ahead[i, word] += 1e-5
+        behind[i, word] -= 1e-5
+        slope = (refused(ahead) - refused(behind)) / 2e-5
+        np.testing.assert_allclose(gradient[i, 0, 0, word], slope, rtol=0, atol=1e-6)
+    gradient = np.array(gradient)
+    assert np.abs(gradient[:, 0, 0]).max(axis=-1).min() > 1e-3
+    gradient[:, 0, 0] = 0
+    np.testing.assert_array_equal(gradient, 0.0)
+
+
+def test_a_draft_that_is_the_target_keeps_all_it_can_draft(batch):
+    """With the whole vocabulary, everything; on a part of it, the mass of that part where q is p renormalised."""
+    _, target, response = batch
+    mask = mask_of(response)
+    taught = np.stack([np.pad(target, ((0, 0), (0, 1 + i), (0, 0)))[:, 1 + i :] for i in range(STEPS)])
+    whole = means_of("survival", taught, target, mask, 1.0, whole=True)
+    np.testing.assert_allclose(whole.value(), 1.0, rtol=1e-6)
+    part = means_of("survival", taught[..., DRAFTED], target, mask, 1.0)
+    mass = softmax(target)[..., DRAFTED].sum(axis=-1)
+    first = [mass[b, t + 1] for b, t in np.ndindex(B, T) if learns(response[b], 0, t)]
+    np.testing.assert_allclose(part.value()[0], np.mean(first), rtol=1e-6)
+    # What is left is the target's own entropy.
+    mismatch = means_of("kl", taught[..., DRAFTED], target, mask, 1.0)
+    np.testing.assert_allclose(mismatch.value(), 0.0, atol=1e-6)
+
+
+# ---- packed rows: several sequences in one
+
+TARGET = qwen3.Qwen3Config(24, 16, 7, 4, 2, 8, 24, tied=True, max_positions=64)
+EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
+HEADS = {"eagle3": (eagle3, EAGLE, 3), "mtp": (mtp, MTP, 1)}  # and the features it takes
+LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
+ROW = 18  # the second has two tokens of padding
+PROMPT = 2
+
+
+def packed(arrays):
+    """One array for each of the five sequences, [length, ...] -> [2, ROW, ...]; zeros where there is padding."""
+    rows, arrays = [], iter(arrays)
+    for lengths in LENGTHS:
+        row = np.concatenate([next(arrays) for _ in lengths])
+        rows.append(np.pad(row, [(0, ROW - len(row))] + [(0, 0)] * (row.ndim - 1)))
+    return np.stack(rows)
+
+
+def alone(arrays):
+    """The same, a row each: [5, ROW, ...]."""
+    return np.stack([np.pad(x, [(0, ROW - len(x))] + [(0, 0)] * (x.ndim - 1)) for x in arrays])
+
+
+@functools.cache
+def head_and_sequences(kind):
+    """(head's parameters with its unembedding, arrays of each sequence by name)."""
+    module, config, features = HEADS[kind]
+    rng = np.random.default_rng(6)
+
+    def draw(spec):
+        scale = rng.uniform(0.5, 1.5, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape) / 3
+        return scale.astype(np.float32)
+
+    params = jax.tree.map(draw, module.param_specs(config))
+    params |= {"unembed": rng.normal(size=(11, TARGET.embed)).astype(np.float32)}
+    shapes = {"features": (features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
+    lengths = [length for row in LENGTHS for length in row]
+    texts = {name: [rng.normal(size=(n, *shape)).astype("f4") for n in lengths] for name, shape in shapes.items()}
+    # Above the logsumexp of the draft's words, by what the others have.
+    texts["normaliser"] = [5 + rng.random(n).astype("f4") for n in lengths]
+    texts["positions"] = [np.arange(n, dtype=np.int32) for n in lengths]
+    texts["mask"] = [(np.arange(n) >= PROMPT - 1) & (np.arange(n) < n - 1) for n in lengths]
+    texts["segments"] = [np.full(n, 1 + i, np.int32) for row in LENGTHS for i, n in enumerate(row)]
+    return params, texts
+
+
+@functools.cache
+def losses_of_rows(kind):
+    """(params, rows) -> {loss: [steps, B, T]}, through the head's unrolled pass."""
+    module, config, _ = HEADS[kind]
+    table = np.random.default_rng(7).normal(size=(11, TARGET.embed)).astype("f4") / 2
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(params, rows):
+        head = {name: w for name, w in params.items() if name != "unembed" or kind == "eagle3"}
+        text = rows["features"], rows["embedded"], STEPS, rows["positions"], rows["segments"]
+        outputs = module.unrolled(head, config, *text)
+        teacher = Teacher(rows["hidden"], table, rows["normaliser"])
+        terms = draft_terms(outputs, params["unembed"], teacher, tiling(1.0, 4))
+        return {name: step_losses(name, terms) for name in LOSSES}
+
+    return run
+
+
+def rows_of(texts, arrange):
+    rows = {name: arrange(arrays) for name, arrays in texts.items()}
+    # A row by itself needs none.
+    return rows if arrange is packed else rows | {"segments": None}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
+    """Totals, counts and gradients of every loss: attention, rotary positions and shifts stay within a sequence."""
+    params, texts = head_and_sequences(kind)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def summed(params, rows):
+        losses = losses_of_rows(kind).__wrapped__(params, rows)
+        pairs = supervised(rows["mask"], STEPS, rows["segments"])
+        means = {name: step_means(loss, pairs) for name, loss in losses.items()}
+        # Each by another factor, so that none hides another.
+        return sum((1 + i) * means[name].total.sum() for i, name in enumerate(LOSSES)), means
+
+    (_, means), gradient = summed(params, rows_of(texts, packed))
+    (_, apart), gradient_apart = summed(params, rows_of(texts, alone))
+    for name in LOSSES:
+        np.testing.assert_array_equal(means[name].count, apart[name].count)
+        # 24 pairs, each of a few float32 layers over other shapes.
+        np.testing.assert_allclose(means[name].total, apart[name].total, rtol=2e-5, err_msg=name)
+    # Responses of 4, 5, 3, 9 and 3 tokens.
+    np.testing.assert_array_equal(apart["ce"].count, [24, 19, 14])
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_apart), strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_nothing_of_another_sequence_in_the_row_matters(kind):
+    """Each of the three by itself, junk in the other two: bit for bit the same losses of its pairs."""
+    params, texts = head_and_sequences(kind)
+    rows = rows_of(texts, packed)
+    clean, pairs = losses_of_rows(kind)(params, rows), supervised(rows["mask"], STEPS, rows["segments"])
+    for segment in (1, 2, 3):
+        own = rows["segments"] == segment
+        junk = dict(rows)
+        for name in ("features", "embedded", "hidden", "normaliser"):
+            keep = own.reshape(own.shape + (1,) * (rows[name].ndim - 2))
+            junk[name] = np.where(keep, rows[name], rows[name] + 3).astype(np.float32)
+        soiled = losses_of_rows(kind)(params, junk)
+        learning = np.asarray(pairs & own[None])
+        assert learning.any()
+        for name in LOSSES:
+            np.testing.assert_array_equal(soiled[name][learning], clean[name][learning])
+            assert (np.asarray(soiled[name] != clean[name])[np.asarray(pairs & ~own[None])]).any()

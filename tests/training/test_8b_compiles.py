@@ -38,7 +38,7 @@ def mesh():
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
-    learner = Learner(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.logits_chunk, grpo.microbatch, 1.0)
+    learner = Learner(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
     B = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
@@ -84,7 +84,8 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
-    learner = DraftLearner(DRAFT, MODEL, jnp.dtype(CONFIG.policy.compute_dtype), 3, CONFIG.grpo.microbatch, 1.0)
+    dtype, grpo = jnp.dtype(CONFIG.policy.compute_dtype), CONFIG.grpo
+    learner = DraftLearner(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)

@@ -17,11 +17,12 @@ from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import eagle3, qwen3
+from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
-from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_read_tables
-from specrl_jax.training.draft_models import Eagle3Draft
+from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step, make_read_tables
+from specrl_jax.training.draft_models import Eagle3Draft, PolicyDraft
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.setup import build
 from specrl_jax.training.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
@@ -34,7 +35,7 @@ IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
 LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
-DRAFT_LEARN = DraftLearner(HEAD, POLICY, F32, ttt_steps=3, microbatch=0, temperature=0.8)
+DRAFT_LEARN = DraftLearner(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch=0, temperature=0.8)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -109,11 +110,11 @@ KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the polic
 COMPILED = ("policy_step", "read_tables")
 
 
-def setup_of(kind, online):
+def setup_of(kind, online, loss="ce"):
     config = rlzero_tiny.get_config("smoke")
     config.policy.preset = KINDS[kind]
     config.draft.kind, config.draft.preset, config.draft.online = kind, "nano", online
-    config.draft.clip = 1e-3
+    config.draft.loss, config.draft.clip = loss, 1e-3
     config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
     config.optimizer.clip = 1e3
     config.policy.remat = False
@@ -122,11 +123,17 @@ def setup_of(kind, online):
 
 
 @functools.cache
+def compiled_setup(kind):
+    """One whose functions others of the kind take over."""
+    return setup_of(kind, True)
+
+
+@functools.cache
 def runs(kind):
     """{online: (states, updates)} of five updates on the same rollouts, with the draft learning and without; and what
     thirty more of the draft alone report, on the last of these rollouts.
     """
-    results, learning = {}, setup_of(kind, True)
+    results, learning = {}, compiled_setup(kind)
     for online in (True, False):
         setup = setup_of(kind, online)
         # All that the policy's update is made of; then it need not be compiled twice.
@@ -137,7 +144,7 @@ def runs(kind):
         states, updates = [jax.device_get(state)], []
         for i in range(5):
             rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
-            state, update = loop.learn(setup, state, rows, signal)
+            state, update = loop.learn(setup, state, rows, signal, online)
             states.append(jax.device_get(state))
             updates.append(jax.device_get(update))
         results[online] = states, updates
@@ -168,6 +175,34 @@ def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     assert int(on[5].policy.step) == 5
 
 
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ce"])
+def test_by_every_loss_the_policy_stays_bit_equal(loss):
+    """As above, for two updates of a small head; cross-entropy is above."""
+    setup, learning = setup_of("mtp", True, loss), setup_of("mtp", True)
+    off, off_updates = runs("mtp")[False]
+    assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
+    setup.__dict__.update({name: getattr(compiled_setup("mtp"), name) for name in COMPILED})
+    state = host_made_state(setup)
+    for i in range(2):
+        rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
+        before = jax.device_get(state.draft.params)
+        state, update = loop.learn(setup, state, rows, signal, True)
+        assert_trees_equal(state.policy, off[1 + i].policy)
+        assert_trees_equal(update.policy, off_updates[i].policy)
+        assert differ(before, jax.device_get(state.draft.params))
+        assert len(update.draft) == 1 and 0 < update.draft[0].loss < np.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_the_draft_learns(kind):
+    """None is behind a stop_gradient: the first moments after one update, a tenth of the clipped gradient."""
+    state = runs(kind)[True][0][1]
+    moments = optax.tree.get(state.draft.opt_state, "mu")
+    assert jax.tree.structure(moments) == jax.tree.structure(state.draft.params)
+    for path, leaf in jax.tree.leaves_with_path(moments):
+        assert np.abs(leaf).max() > 1e-4 * optax.tree.norm(moments), jax.tree_util.keystr(path)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_draft_changes_only_on_line(kind):
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
@@ -179,7 +214,7 @@ def test_the_draft_changes_only_on_line(kind):
     assert all(len(update.draft) == 1 for update in on_updates)
     assert all(not update.draft for update in off_updates)
     # Where it does not learn it is asked what it expects, at the same weights of the same rows.
-    np.testing.assert_allclose(off_updates[0].acceptance, on_updates[0].acceptance, rtol=1e-5)
+    assert_trees_close(off_updates[0].outlook, on_updates[0].outlook, rtol=1e-5)
     assert (on[5].vocab_map is None) == (kind != "eagle3")
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
@@ -189,10 +224,21 @@ def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
     """Of every draft step, from the features of the policy's own update."""
     first, *_, last = runs(kind)["draft"]
     assert last.loss < 0.8 * first.loss
-    assert (last.cross_entropy < first.cross_entropy).all()
-    assert (last.acceptance > first.acceptance).all() and last.acceptance[0] > 1.5 * first.acceptance[0]
-    for metrics in (first, last):
-        assert 1 >= metrics.acceptance[0] > metrics.acceptance[1] > metrics.acceptance[2] > 0
+    before, after = first.outlook, last.outlook
+    # All of it is mismatch: the target's own entropy is that of the same rows.
+    assert (after.mismatch < before.mismatch).all() and (after.mismatch > 0).all()
+    np.testing.assert_allclose(after.entropy, before.entropy, rtol=1e-5)
+    assert (after.acceptance > before.acceptance).all() and after.acceptance[0] > 1.5 * before.acceptance[0]
+    for outlook in (before, after):
+        assert 1 >= outlook.acceptance[0] > outlook.acceptance[1] > outlook.acceptance[2] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_entropy_is_entropy_plus_mismatch(kind):
+    """Whose weighted sum is the loss that is reported beside them."""
+    for metrics in runs(kind)["draft"]:
+        parts = metrics.outlook.entropy + metrics.outlook.mismatch
+        np.testing.assert_allclose(metrics.loss, parts @ 0.8 ** np.arange(len(parts)), rtol=1e-6)
 
 
 def test_each_has_its_own_clip():
@@ -207,7 +253,7 @@ def test_each_has_its_own_clip():
     np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
 
 
-def two_minibatches(online):
+def two_minibatches(draft_learns):
     """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
@@ -216,16 +262,14 @@ def two_minibatches(online):
 
     def draft_step(draft, tables, features, rows):
         seen.append((tables, features, rows.tokens.tolist()))
-        return draft.replace(step=draft.step + 1), types.SimpleNamespace(acceptance=[len(seen)])
+        return draft.replace(step=draft.step + 1), types.SimpleNamespace(outlook=np.array([len(seen)]))
 
     def predict_step(params, tables, features, rows):
         seen.append((params, tables, features, rows.tokens.tolist()))
-        return [0.25]
+        return np.array([0.25])
 
     setup = types.SimpleNamespace(
-        settings=types.SimpleNamespace(
-            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(online=online)
-        ),
+        settings=types.SimpleNamespace(grpo=types.SimpleNamespace(minibatches=2)),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=policy_step,
         draft_step=draft_step,
@@ -234,12 +278,12 @@ def two_minibatches(online):
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
     signal = Signal(np.zeros((4, 2)), None, np.zeros(4))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
-    return seen, *loop.learn(setup, state, rows, signal)
+    return seen, *loop.learn(setup, state, rows, signal, draft_learns)
 
 
 def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
     """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
-    seen, state, updates = two_minibatches(online=True)
+    seen, state, updates = two_minibatches(draft_learns=True)
     first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
     assert seen == [
         (("tables", 0, "map"), ("features", 0, first), first),
@@ -248,16 +292,16 @@ def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
     assert updates.policy == ["policy"] * 2 and len(updates.draft) == 2
     # Of the draft that drafted: the second update is of another one.
-    assert updates.acceptance.tolist() == [1]
+    assert updates.outlook.tolist() == [1]
 
 
 def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
     """Of the first minibatch, from the policy before its update."""
-    seen, state, updates = two_minibatches(online=False)
+    seen, state, updates = two_minibatches(draft_learns=False)
     first = [[1, 5], [3, 5]]
     assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)
-    assert (updates.policy, updates.draft, updates.acceptance.tolist()) == (["policy"] * 2, [], [0.25])
+    assert (updates.policy, updates.draft, updates.outlook.tolist()) == (["policy"] * 2, [], [0.25])
 
 
 # ---- the features that pass between them
@@ -299,11 +343,13 @@ def test_features_come_in_the_order_of_the_rows(policy_params, partition):
 
 
 def test_features_carry_no_gradient(policy_params, partition):
+    """The policy's own forward has one through the hidden state, which a smaller policy as a draft learns by."""
     rows, _ = make_batch(POLICY.vocab, 2, T)
+    features = make_feature_step(LEARN, partition)
 
     def read(params):
-        out = LEARN.score(params, rows, partition)
-        return out.aux.sum() + out.hidden.sum()
+        found = features(params, rows)
+        return found.aux.sum() + found.hidden.sum() + found.normaliser.sum()
 
     value, gradient = jax.jit(jax.value_and_grad(read))(policy_params)
     assert np.isfinite(value) and value != 0.0
@@ -340,7 +386,7 @@ def test_a_tied_policy_is_read_through_its_embedding(partition):
 
 
 @functools.cache
-def recorded_update(sizes, microbatch):
+def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
     """(gradient, metrics) of the head on the host; `sizes` are the mesh's items."""
     partition = partitioner(mesh_of(dict(sizes)), LEARNER)
     specs, rng = HEAD.specs, np.random.default_rng(3)
@@ -356,7 +402,7 @@ def recorded_update(sizes, microbatch):
         jax.device_put(policy, partition.tree(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
     )
     state = init_state(jax.device_put(draw(specs, 4), partition.tree(specs)), specs, recorder(), partition)
-    learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch)
+    learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch, loss=loss, vocab_tile=vocab_tile)
     state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
     assert int(state.step) == 1
     for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.tree(specs)), strict=True):
@@ -367,22 +413,72 @@ def recorded_update(sizes, microbatch):
 WHOLE = (tuple(ONE.items()), 0)
 
 
-def test_the_update_reports_its_own_gradient_and_the_decayed_loss():
-    gradient, metrics = recorded_update(*WHOLE)
+@pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
+def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
+    gradient, metrics = recorded_update(*WHOLE, loss)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
-    assert metrics.cross_entropy.shape == (3,)
-    np.testing.assert_allclose(metrics.loss, metrics.cross_entropy @ [1.0, 0.8, 0.64], rtol=1e-6)
+    entropy, mismatch, acceptance = (getattr(metrics.outlook, name) for name in ("entropy", "mismatch", "acceptance"))
+    assert entropy.shape == mismatch.shape == acceptance.shape == (3,)
+    expected = (entropy + mismatch) @ [1.0, 0.8, 0.64] if loss == "ce" else 1 - acceptance.mean()
+    np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
 @pytest.mark.parametrize(
-    ("sizes", "microbatch"), [(ONE, 2), (EIGHT, 4)], ids=["microbatches", "microbatches on 8 devices"]
+    ("sizes", "microbatch", "vocab_tile"),
+    [(ONE, 2, 0), (EIGHT, 4, 10)],
+    ids=["microbatches", "microbatches and tiles on 8 devices"],
 )
-def test_microbatches_and_devices_change_rounding_only(sizes, microbatch):
-    gradient, metrics = recorded_update(tuple(sizes.items()), microbatch)
+def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_tile, loss):
+    gradient, metrics = recorded_update(tuple(sizes.items()), microbatch, loss, vocab_tile)
     # Float32 sums over at most 112 positions and 96 terms in another order, as for the policy.
-    assert_trees_close(gradient, recorded_update(*WHOLE)[0], rtol=1e-5)
-    assert_trees_close(metrics, recorded_update(*WHOLE)[1], rtol=1e-5)
+    assert_trees_close(gradient, recorded_update(*WHOLE, loss)[0], rtol=1e-5)
+    assert_trees_close(metrics, recorded_update(*WHOLE, loss)[1], rtol=1e-5)
+
+
+PACKED = {"eagle3": HEAD, "model": PolicyDraft(dataclasses.replace(POLICY, layers=1))}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
+    """Eight sequences in three rows: the same gradient and metrics, from features that came with the tokens."""
+    draft, rng = PACKED[kind], np.random.default_rng(3)
+    rows, _ = make_batch(POLICY.vocab, B, T)
+    lengths = np.where(rows.mask, np.arange(T)[None] + 2, 0).max(axis=1)
+    features = Features(
+        rng.normal(size=(B, T, 3, POLICY.embed)).astype("f4"),
+        rng.normal(size=(B, T, POLICY.embed)).astype("f4"),
+        4.0 + rng.normal(size=(B, T)).astype("f4"),
+    )
+    groups = [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+    def pack(x):
+        x = np.asarray(x)
+        packed = np.zeros((len(groups), 3 * T, *x.shape[2:]), x.dtype)
+        for row, members in enumerate(groups):
+            text = np.concatenate([x[b, : lengths[b]] for b in members])
+            packed[row, : len(text)] = text
+        return packed
+
+    segments = pack(np.stack([np.full(T, 1 + group.index(b), np.int32) for group in groups for b in group]))
+    together = jax.tree.map(pack, rows).replace(segments=segments)
+    assert segments.max() == 3 and (together.positions[:, T] < T - 1).all()
+    params = draw(draft.specs, 4)
+    policy = draw(qwen3.param_specs(POLICY), 1)
+    ids = IDS if kind == "eagle3" else np.arange(POLICY.vocab)
+    tables = Tables(jnp.asarray(policy["embed"]), jnp.asarray(policy["unembed"][ids]))
+    step = make_draft_step(dataclasses.replace(DRAFT_LEARN, draft=draft, loss="e2e_tv"), recorder(), partition)
+    (gradient, metrics), (gradient_apart, metrics_apart) = (
+        jax.device_get((state.opt_state, found))
+        for text, given in ((together, jax.tree.map(pack, features)), (rows, features))
+        for state, found in [
+            step(init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition), tables, given, text)
+        ]
+    )
+    # Float32 through a layer a step over other shapes.
+    assert_trees_close(gradient, gradient_apart, rtol=2e-5)
+    assert_trees_close(metrics, metrics_apart, rtol=2e-5)
 
 
 # ---- what it learns, it drafts

@@ -177,7 +177,8 @@ def compiled_unrolled(kind):
     def logits(policy, params, rows):
         out = qwen3.forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
         tables = Tables(policy["embed"], policy["embed"])
-        return draft.unrolled_logits(params, tables, out, rows, K, jnp.dtype("float32"), LEARNS)
+        outputs, unembed = draft.unrolled(params, tables, out, rows, K, jnp.dtype("float32"), LEARNS)
+        return jnp.einsum("SBTD,VD->SBTV", outputs, unembed)
 
     return jax.jit(logits)
 

@@ -146,7 +146,7 @@ EVERY_STEP = (
     | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
     | {f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)}
     | {"spec/acceptance_predicted", "spec/alarm", "spec/share_k_3"}
-    | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version")}
+    | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version", "entropy", "mismatch")}
 )
 
 
@@ -192,6 +192,9 @@ def test_what_speculation_reports_in_every_row(whole):
         # A verification commits what it keeps and one more; the end of a response may cut some of it off.
         assert 1 <= row["spec/acceptance_length"] <= 1 + sum(rates) + 1e-9
         assert row["draft/version"] == step and row["draft/loss"] > 0 and row["draft/grad_norm"] > 0
+        # Cross-entropy of three steps that weigh 1, 0.8 and 0.64 against their plain averages.
+        assert row["draft/mismatch"] > 0 and 0 < row["draft/entropy"] < np.log(128)
+        assert row["draft/loss"] == pytest.approx(2.44 * (row["draft/entropy"] + row["draft/mismatch"]), rel=0.1)
         assert 0 < row["draft/seconds"] < row["time/train"]
 
 
@@ -380,6 +383,7 @@ def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     for row in rows[1:]:
         assert row["draft/version"] == 0 and row["spec/drafted"] > 0
         assert not {"draft/loss", "draft/grad_norm", "draft/seconds", "spec/speedup"} & row.keys()
+        assert row["draft/mismatch"] > 0 and row["draft/entropy"] > 0
     (asked, learning) = (
         {k: v for k, v in untimed(run)[1].items() if not k.startswith("draft/")} for run in (rows, whole[1])
     )
@@ -387,6 +391,28 @@ def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     predicted = [row.pop("spec/acceptance_predicted") for row in (asked, learning)]
     assert asked == learning and predicted[0] == pytest.approx(predicted[1], rel=1e-5)
     assert np.any(learnt.draft.params["fc"] != state.draft.params["fc"])
+
+
+def test_a_draft_that_learns_every_other_step_is_asked_in_between(toy, whole, tmp_path, monkeypatch):
+    """The step that rests runs the prediction alone, and reports of it what a step that learns reports of itself."""
+    draft = dataclasses.replace(toy.settings.draft, update_every=2, compare_rounds=0)
+    setup = with_settings(toy, steps=4, draft=draft, eval=dataclasses.replace(toy.settings.eval, every=0))
+    ran = []
+    for name in ("draft_step", "predict_step"):
+        function = getattr(toy, name)
+        setup.__dict__[name] = lambda *inputs, name=name, function=function: (ran.append(name), function(*inputs))[1]
+    monkeypatch.setattr(loop, "evaluation_row", lambda *_, **__: {})
+    rows = loop.train(setup, str(tmp_path), NEVER)[1:]
+    assert ran == ["predict_step", "draft_step"] * 2
+    assert [row["draft/version"] for row in rows] == [0, 1, 1, 2]
+    learnt = {"draft/loss", "draft/grad_norm", "draft/seconds"}
+    for row in rows:
+        assert (learnt & row.keys()) == (learnt if row["step"] % 2 == 0 else set())
+        assert row["draft/mismatch"] > 0 and row["draft/entropy"] > 0
+        assert {"spec/acceptance_predicted", "spec/alarm"} <= row.keys() and row["spec/drafted"] > 0
+    # The first step has the draft and the rollouts of the run in which it learns, by two programs.
+    for name in ("draft/mismatch", "draft/entropy", "spec/acceptance_predicted"):
+        assert rows[0][name] == pytest.approx(whole[1][1][name], rel=1e-5)
 
 
 def test_plain_decoding_has_nothing_of_a_draft(tmp_path, monkeypatch):

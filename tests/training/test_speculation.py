@@ -1,5 +1,6 @@
-"""What the host keeps of speculation: the alarm on and off, the controller's prior, history, and all of it saved."""
+"""What the host keeps of speculation: alarm, the controller's prior, schedule, history, and all of it saved."""
 
+import dataclasses
 import json
 import types
 import warnings
@@ -8,16 +9,31 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.training.draft_learning import Outlook
+from specrl_jax.training.draft_schedule import PATIENCE, DraftSchedule
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
 LENGTHS, SIZES = (0, 1, 3), (16, 4)
 PREDICTED = np.array([0.8, 0.5, 0.25])
+OUTLOOK = Outlook(np.array([0.9, 0.8, 0.7]), np.array([0.2, 0.3, 0.4]), PREDICTED)
 HEALTHY, GONE = (800, 500, 250), (0, 0, 0)  # drafts kept of a thousand, by position
 
 
-def setup_of(length=3, adaptive=False, temperature=1.0, weights=True, groups=0, history=2, sizes=SIZES):
+def setup_of(
+    length=3,
+    adaptive=False,
+    temperature=1.0,
+    weights=True,
+    groups=0,
+    history=2,
+    sizes=SIZES,
+    online=True,
+    every=1,
+    growth=0.0,
+):
     """As much of a Setup as is asked for."""
-    draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history)
+    draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online)
+    draft.update_every, draft.update_growth = every, growth
     engine = types.SimpleNamespace(
         draft_length=length,
         programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
@@ -52,7 +68,7 @@ def k_of(speculation):
 def tripped(speculation):
     """The same, after its acceptance collapsed."""
     with pytest.warns(UserWarning, match="acceptance collapsed"):
-        assert speculation.observe(rollouts_of(GONE), PREDICTED)["spec/alarm"] == 1.0
+        assert speculation.observe(rollouts_of(GONE), OUTLOOK)["spec/alarm"] == 1.0
     return speculation
 
 
@@ -61,26 +77,26 @@ def tripped(speculation):
 
 def test_the_predicted_length_is_that_of_the_lengths_drafted(tmp_path):
     """600 of 1000 verifications drafted three tokens, the others one: 1 + 0.8 + 0.6 (0.5 + 0.25)."""
-    row = Speculation(setup_of(), str(tmp_path)).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), PREDICTED)
+    row = Speculation(setup_of(), str(tmp_path)).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), OUTLOOK)
     assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
 
 
 def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows(tmp_path):
-    speculation = Speculation(setup_of(), str(tmp_path))
-    row = speculation.observe(rollouts_of((800, 0, 0)), PREDICTED[:1])
+    speculation, short = Speculation(setup_of(), str(tmp_path)), Outlook(*(x[:1] for x in vars(OUTLOOK).values()))
+    row = speculation.observe(rollouts_of((800, 0, 0)), short)
     assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
 
 
-@pytest.mark.parametrize("predicted", [None, PREDICTED])
-def test_greedy_rollouts_have_no_prediction(tmp_path, predicted):
+@pytest.mark.parametrize("outlook", [None, OUTLOOK], ids=["none", "known"])
+def test_greedy_rollouts_have_no_prediction(tmp_path, outlook):
     speculation = Speculation(setup_of(temperature=0.0), str(tmp_path))
-    assert speculation.observe(rollouts_of(GONE), predicted) == {"spec/alarm": 0.0}
+    assert speculation.observe(rollouts_of(GONE), outlook) == {"spec/alarm": 0.0}
 
 
 def test_a_step_that_drafted_nothing_is_no_evidence(tmp_path):
     speculation = Speculation(setup_of(), str(tmp_path))
     before = speculation.alarm.state()
-    assert speculation.observe(rollouts_of(GONE, GONE), PREDICTED) == {"spec/alarm": 0.0}
+    assert speculation.observe(rollouts_of(GONE, GONE), OUTLOOK) == {"spec/alarm": 0.0}
     assert speculation.alarm.state() == before
 
 
@@ -97,7 +113,7 @@ def test_a_healthy_draft_goes_on(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
-            assert speculation.observe(rollouts_of(), PREDICTED)["spec/alarm"] == 0.0
+            assert speculation.observe(rollouts_of(), OUTLOOK)["spec/alarm"] == 0.0
             assert k_of(speculation) == 3
 
 
@@ -110,10 +126,10 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on(tmp_p
         drafted = (1000,) * 3 if chosen[-1] else GONE
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # said once
-            assert speculation.observe(rollouts_of(GONE, drafted), PREDICTED)["spec/alarm"] == 1.0
+            assert speculation.observe(rollouts_of(GONE, drafted), OUTLOOK)["spec/alarm"] == 1.0
     assert chosen.count(3) == 2 and chosen.count(0) == 2 * PROBE_STEPS - 2
     assert np.diff(np.flatnonzero(chosen)).tolist() == [PROBE_STEPS]
-    assert speculation.observe(rollouts_of(), PREDICTED)["spec/alarm"] == 0.0
+    assert speculation.observe(rollouts_of(), OUTLOOK)["spec/alarm"] == 0.0
     assert k_of(speculation) == 3
 
 
@@ -132,31 +148,81 @@ def test_a_tripped_alarm_holds_the_controller_back(tmp_path):
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
-    speculation.observe(rollouts_of(), PREDICTED)
+    speculation.observe(rollouts_of(), OUTLOOK)
     speculation.lengths.observe(16, 3, 10.0, 10, 160, np.array([128, 80, 40]), 0.0)
     assert k_of(speculation) == 3
     tripped(speculation)
     assert k_of(speculation) == 0
-    speculation.observe(rollouts_of(), PREDICTED)
+    speculation.observe(rollouts_of(), OUTLOOK)
     assert k_of(speculation) == 3
 
 
 def test_the_controller_gets_the_prediction_of_every_sampled_step(tmp_path):
     speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
     assert speculation.controller.acceptance() == [1.0] * 3
-    speculation.observe(rollouts_of(), PREDICTED)
+    speculation.observe(rollouts_of(), OUTLOOK)
     # Nothing was observed yet, so the prior is all there is.
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     speculation.observe(rollouts_of(), None)
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     greedy = Speculation(setup_of(adaptive=True, temperature=0.0), str(tmp_path / "greedy"))
-    greedy.observe(rollouts_of(), PREDICTED)
+    greedy.observe(rollouts_of(), OUTLOOK)
     assert greedy.controller.acceptance() == [1.0] * 3
 
 
 def test_a_drafter_of_length_zero_has_nothing_to_choose(tmp_path):
     speculation = Speculation(setup_of(length=0, adaptive=True), str(tmp_path))
     assert speculation.controller is None and k_of(speculation) == 0
+
+
+# --- when the draft learns
+
+
+def mismatched(mismatch):
+    """An Outlook whose steps have this mismatch in the mean."""
+    return dataclasses.replace(OUTLOOK, mismatch=mismatch * np.array([0.5, 1.0, 1.5]))
+
+
+def test_a_draft_learns_where_its_schedule_says_so_and_the_run_lets_it(tmp_path):
+    every_third = Speculation(setup_of(every=3), str(tmp_path))
+    assert [step for step in range(1, 10) if every_third.draft_learns(step)] == [3, 6, 9]
+    for other in (setup_of(every=3, online=False), setup_of(weights=False)):
+        assert not any(Speculation(other, str(tmp_path)).draft_learns(step) for step in range(1, 10))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_the_schedule_sees_the_mean_mismatch_of_every_step(tmp_path, temperature):
+    """Also where nothing was drafted, or acceptance has no prediction."""
+    speculation = Speculation(setup_of(growth=0.5, temperature=temperature), str(tmp_path))
+    alike = DraftSchedule(1, 0.5)
+    for step, mismatch in enumerate([2.0, 1.0, *[1.0] * PATIENCE, 1.25, 1.75, 1.5], start=1):
+        assert speculation.draft_learns(step) == alike.learns(step)
+        speculation.observe(rollouts_of(HEALTHY, (1000,) * 3 if step % 2 else GONE), mismatched(mismatch))
+        alike.observe(mismatch)
+        speculation.save()
+        assert json.loads((tmp_path / "speculation.json").read_text())["schedule"] == alike.state()
+    assert not alike.state()["resting"] and alike.state()["lowest"] == 1.5
+
+
+def test_a_draft_that_rests_still_rests_after_a_restart(tmp_path):
+    setup = setup_of(growth=0.5)
+    speculation = Speculation(setup, str(tmp_path))
+    for _ in range(1 + PATIENCE):
+        assert speculation.draft_learns(1)
+        speculation.observe(rollouts_of(), mismatched(1.0))
+    speculation.save()
+    for one in (speculation, Speculation(setup, str(tmp_path))):
+        assert not one.draft_learns(2)
+        one.observe(rollouts_of(), mismatched(1.6))
+        assert one.draft_learns(3)
+
+
+def test_a_fresh_schedule_comes_back_fresh(tmp_path):
+    """Its lowest mismatch is infinite, which JSON has no word for."""
+    setup = setup_of(growth=0.5)
+    Speculation(setup, str(tmp_path)).save()
+    Speculation(setup, str(tmp_path)).save()
+    assert json.loads((tmp_path / "speculation.json").read_text())["schedule"] == DraftSchedule(1, 0.5).state()
 
 
 # --- saved and loaded
@@ -166,8 +232,8 @@ def test_everything_saved_comes_back(tmp_path):
     setup = setup_of(adaptive=True, groups=2)
     speculation = Speculation(setup, str(tmp_path))
     speculation.lengths.calibrate(16, 3, 0.5)
-    speculation.observe(rollouts_of(), PREDICTED)
-    speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), PREDICTED)
+    speculation.observe(rollouts_of(), OUTLOOK)
+    speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), OUTLOOK)
     speculation.save()
     loaded = Speculation(setup, str(tmp_path))
     assert loaded.controller.state() == speculation.controller.state()
@@ -186,7 +252,7 @@ def test_the_turn_of_a_probe_is_kept(tmp_path):
     for _ in range(PROBE_STEPS):
         assert k_of(loaded) == k_of(speculation)
         for one in (speculation, loaded):
-            one.observe(rollouts_of(GONE, GONE), PREDICTED)
+            one.observe(rollouts_of(GONE, GONE), OUTLOOK)
 
 
 def test_a_fresh_workdir_starts_anew(tmp_path):
@@ -210,7 +276,8 @@ def test_costs_of_other_shapes_are_not_taken_over(tmp_path):
 
 def test_a_run_that_chose_nothing_saves_for_one_that_does(tmp_path):
     Speculation(setup_of(weights=False), str(tmp_path)).save()
-    assert json.loads((tmp_path / "speculation.json").read_text()) == {"step": 0, "controller": None, "alarm": None}
+    saved = json.loads((tmp_path / "speculation.json").read_text())
+    assert saved == {"step": 0, "controller": None, "alarm": None, "schedule": None}
     loaded = Speculation(setup_of(adaptive=True, groups=1), str(tmp_path))
     assert loaded.controller is not None and not loaded.alarm.tripped
 
@@ -221,7 +288,7 @@ TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved(tmp_path):
     setup = setup_of(groups=1, history=2)
     speculation = Speculation(setup, str(tmp_path))
-    speculation.observe(rollouts_of(texts=TEXTS), PREDICTED)
+    speculation.observe(rollouts_of(texts=TEXTS), OUTLOOK)
     speculation.save()
     for one in (speculation, Speculation(setup, str(tmp_path))):
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
@@ -233,7 +300,7 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
     """Killed while it writes: neither file is half there."""
     setup = setup_of(groups=1)
     speculation = Speculation(setup, str(tmp_path))
-    speculation.observe(rollouts_of(texts=TEXTS[:1]), PREDICTED)
+    speculation.observe(rollouts_of(texts=TEXTS[:1]), OUTLOOK)
     speculation.save()
 
     def cut_short(file, **arrays):
@@ -241,7 +308,7 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(np, "savez", cut_short)
-    speculation.observe(rollouts_of(texts=TEXTS[3:]), PREDICTED)
+    speculation.observe(rollouts_of(texts=TEXTS[3:]), OUTLOOK)
     with pytest.raises(KeyboardInterrupt):
         speculation.save()
     loaded = Speculation(setup, str(tmp_path))

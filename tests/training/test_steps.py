@@ -27,7 +27,7 @@ from specrl_jax.training.steps import Learner, Signal, make_logprob_step, make_p
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
 B, T = 8, 16
-PLAIN = Learner(NANO, jnp.dtype("float32"), remat=False, logits_chunk=0, microbatch=0, temperature=1.0)
+PLAIN = Learner(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
 WITHOUT_KL = Objective(0.2, 0.28, 0.0)
 MESHES = {
@@ -147,6 +147,38 @@ def test_sharded_equals_unsharded(mesh, microbatch):
     np.testing.assert_allclose(sharded[0][1], one[0][1], atol=1e-5)
     assert_trees_close(sharded[1], one[1], rtol=1e-5)
     assert_trees_close(sharded[2], one[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["one", "data 2, tensor 2, fsdp 2"])
+def test_packed_rows_score_as_one_row_a_sequence(mesh):
+    """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
+
+    On eight devices the vocabulary is split besides, and gone over in tiles.
+    """
+    rows, _ = batch()
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    lengths = np.where(rows.mask, np.arange(T)[None] + 2, 0).max(axis=1)
+
+    def pack(x):
+        packed = np.zeros((len(pairs), 2 * T), x.dtype)
+        for row, (a, b) in enumerate(pairs):
+            packed[row, : lengths[a]], packed[row, lengths[a] : lengths[a] + lengths[b]] = (
+                x[a, : lengths[a]],
+                x[b, : lengths[b]],
+            )
+        return packed
+
+    segments = pack(np.broadcast_to([[1], [2]] * 4, (B, T)).astype(np.int32))
+    together = jax.tree.map(pack, rows).replace(segments=segments)
+    learner = dataclasses.replace(PLAIN, vocab_tile=0 if mesh == "one" else 30)
+    logprobs, entropy = step_functions(mesh, learner, WITH_KL)[0](params_on(mesh), together)
+    (alone, entropy_alone), _, _ = results("one", PLAIN)
+    for got, expected in ((logprobs, alone), (entropy, entropy_alone)):
+        np.testing.assert_allclose(np.asarray(got)[together.mask], expected[rows.mask], atol=1e-5)
+
+
+def params_on(mesh):
+    return jax.device_put(initial_params(), partition_of(mesh).tree(SPECS))
 
 
 def test_random_parameters_do_not_depend_on_the_mesh():
