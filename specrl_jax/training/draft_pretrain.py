@@ -55,7 +55,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), draft.params)
         log[-1] |= held_out_acceptance(setup, state.replace(draft=draft.replace(params=stored)))
         display.finish_step(s.steps, f"acceptance length {log[-1]['spec/acceptance_length']:.3f}")
-    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype)
+    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype, s.policy.path)
     write_log(log, workdir, s.pretrain.output)
     return log
 
