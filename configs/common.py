@@ -21,7 +21,7 @@ def base() -> ConfigDict:
     c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
     c.draft.path = ""  # local folder of a draft; '' = random weights (eagle3: over the policy's vocabulary)
     c.draft.preset = ""  # kind=model without a path: its sizes, see specrl_jax/models/qwen3.py
-    c.draft.dialect = "deepseek"  # kind=mtp: naming of the folder it is saved to, deepseek or mimo
+    c.draft.dialect = ""  # a head is saved in: eagle3 sglang, vllm, speculators; mtp deepseek, mimo; '' = the first
     c.draft.length = 3  # k, tokens drafted per verification; 0 keeps the draft ready and drafts nothing
     c.draft.adaptive = True  # choose k from 0, 1, 2, 3, 5, 7 up to length, by measured cost and acceptance
     c.draft.match_min = 2  # ngram, suffix: tokens, the shortest match that is copied after

@@ -11,6 +11,13 @@ pre-norm output stands in for it (the recurrence). Attention is over pairs, rota
     out = unembed(norm(a))                              # on the reduced draft vocabulary
 
 Llama-type: no q/k norm. Two forms of the weights as for the policy: learner (named matrices) and rollout (fused).
+
+Published heads vary in four places, each a field of the config:
+
+    norm_before_fc        h = fc(norm(concat(low, mid, high)))                  # one norm over all 3 D
+    fc_norm               h = fc(concat(norm(low), norm(mid), norm(high)))      # EAGLE-3.1
+    norm_before_residual  a = norm(h) + o(attention(...))                       # the norm that z has
+    norm_output           the recurrence feeds back norm(a), what is unembedded # EAGLE-3.1
 """
 
 import dataclasses
@@ -35,6 +42,10 @@ class Eagle3Config(HeadConfig):
 
     draft_vocab: int  # Vd
     aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False  # excludes fc_norm
+    fc_norm: bool = False
+    norm_output: bool = False
 
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
@@ -76,7 +87,7 @@ def param_specs(config: Eagle3Config) -> Params:
     def inward(name: str) -> ParamSpec:
         return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"midlayer.mlp.{name}.weight", "f d -> d f")
 
-    return {
+    specs = {
         "fc": ParamSpec((3, D, D), (None, None, "embed"), 3 * D, "fc.weight", "d (a e) -> a e d"),
         "input_norm": norm("midlayer.input_layernorm"),
         "hidden_norm": norm("midlayer.hidden_norm"),
@@ -97,8 +108,14 @@ def param_specs(config: Eagle3Config) -> Params:
         "final_norm": norm("norm"),
         "unembed": ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d"),
     }
+    if c.norm_before_fc:
+        specs["features_norm"] = ParamSpec((3 * D,), (None,), 0, "input_norm.weight", "a -> a")
+    if c.fc_norm:
+        specs["fc_norm"] = {name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES)}
+    return specs
 
 
+_FEATURES = ("low", "middle", "high")
 # Matrices of the learner that the rollout form has another way.
 _CHANGED = ("fc", "q", "k", "v", "unembed")
 
@@ -138,8 +155,20 @@ def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
     return jax.tree.map(lambda w: w.astype(dtype), rollout)
 
 
+def first_hidden(params: Params, config: Eagle3Config, features: jax.Array) -> jax.Array:
+    """h [B, T, D] from the target's features [B, T, 3, D]: their norms, where this head has any, and `fc`."""
+    if config.norm_before_fc:
+        joined = features.reshape(*features.shape[:2], -1)
+        features = rms_norm(joined, params["features_norm"], config.norm_epsilon).reshape(features.shape)
+    if config.fc_norm:
+        scales = [params["fc_norm"][name] for name in _FEATURES]
+        normed = [rms_norm(features[:, :, i], scale, config.norm_epsilon) for i, scale in enumerate(scales)]
+        features = jnp.stack(normed, axis=2)
+    return project_features(params, features)
+
+
 def project_features(params: Params, features: jax.Array) -> jax.Array:
-    """h [B, T, D] from the target's features [B, T, 3, D]."""
+    """`fc` of features [B, T, 3, D]: [B, T, D]."""
     if params["fc"].ndim == 2:
         return einsum("BTE,ED->BTD", features.reshape(*features.shape[:2], -1), params["fc"])
     return einsum("BTAE,AED->BTD", features, params["fc"])
@@ -153,21 +182,26 @@ def layer(
     angles: Angles,
     attend: Attend,
 ) -> jax.Array:
-    """One application of the head: hidden and embedded [B, T, D] -> pre-norm output a [B, T, D]."""
+    """One application of the head: hidden and embedded [B, T, D] -> a [B, T, D], what the next one takes as hidden.
+
+    That is its pre-norm output, or with norm_output what the unembedding reads.
+    """
     z = _inputs(params, config, hidden, embedded)
     q = _queries(z, params)
     k, v = _keys_values(z, params)
     attended = attend(rotate(q, angles), rotate(k, angles), v)
-    a = hidden + project_heads(attended, params["o"])
-    return a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
+    residual = z[:, :, 1] if config.norm_before_residual else hidden
+    a = residual + project_heads(attended, params["o"])
+    a = a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
+    return _final_norm(params, config, a) if config.norm_output else a
 
 
 def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
-    """[B, T, Vd] float32."""
-    normed = rms_norm(a, params["final_norm"], config.norm_epsilon)
+    """[B, T, Vd] float32 of a layer's output."""
+    read = _unembedded(params, config, a)
     if "to_logits" in params:
-        return product("BTD,DV->BTV", normed, params["to_logits"])
-    return product("BTD,VD->BTV", normed, params["unembed"])
+        return product("BTD,DV->BTV", read, params["to_logits"])
+    return product("BTD,VD->BTV", read, params["unembed"])
 
 
 def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
@@ -201,10 +235,19 @@ def extend(
 ) -> tuple[jax.Array, DraftCache]:
     """The whole head over pairs `positions` [B, Q], each reading pairs up to its own.
 
-    Returns the pre-norm output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
+    Returns the layer's output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
     """
     head = functools.partial(layer, params, config)
     return recurrent.extend(head, config, hidden, embedded, positions, cache)
+
+
+def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    return rms_norm(a, params["final_norm"], config.norm_epsilon)
+
+
+def _unembedded(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    """What the unembedding reads, of a layer's output."""
+    return a if config.norm_output else _final_norm(params, config, a)
 
 
 def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
@@ -248,6 +291,6 @@ def unrolled(
       are meaningless.
     """
     head = functools.partial(layer, params, config)
-    hidden = project_features(params, features)
+    hidden = first_hidden(params, config, features)
     outputs = recurrent.unroll(head, config, hidden, embedded, steps, positions, segments)
-    return rms_norm(jnp.stack(outputs), params["final_norm"], config.norm_epsilon)
+    return _unembedded(params, config, jnp.stack(outputs))

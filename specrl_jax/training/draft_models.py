@@ -73,7 +73,10 @@ class DraftModel(Protocol):
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray | None:
         """[Vd] int32 target ids; None where draft and target ids are the same. '' for a draft that is made here."""
 
-    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None: ...
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        """`target_path`: the target's folder, for those that name it; '' where it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Eagle3Draft:
     """An EAGLE-3 head: reads three layers of the target, drafts on a vocabulary of its own."""
 
     config: eagle3.Eagle3Config
+    dialect: str = "sglang"  # of the folder that it is saved to
 
     @property
     def vocab(self) -> int:
@@ -114,7 +118,7 @@ class Eagle3Draft:
         return recurrent_drafter(self, length, sampling, dtype, partition)
 
     def project(self, params: Any, features: jax.Array) -> jax.Array:
-        return eagle3.project_features(params, features)
+        return eagle3.first_hidden(params, self.config, features)
 
     def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache:
         return eagle3.write_pairs(params, self.config, hidden, embedded, pairs, cache)
@@ -140,8 +144,11 @@ class Eagle3Draft:
             return np.arange(self.vocab, dtype=np.int32)
         return eagle3_formats.load_vocab_map(folder, self.config, target)
 
-    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
-        eagle3_formats.save(folder, params, np.asarray(vocab_map), self.config, target, dtype)
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        ids = np.asarray(vocab_map)
+        eagle3_formats.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +212,9 @@ class MTPDraft:
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
         return None
 
-    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
         mtp_formats.save(folder, params, self.config, target, dtype, self.dialect)
 
 
@@ -262,7 +271,9 @@ class PolicyDraft:
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
         return None
 
-    def save(self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str) -> None:
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
         hf.save_params(folder, params, self.config, dtype)
 
 
@@ -279,7 +290,7 @@ def find_draft_model(
     target: qwen3.Qwen3Config,
     path: str = "",
     preset: str = "",
-    dialect: str = "deepseek",
+    dialect: str = "",
     vocab_size: int = 0,
 ) -> DraftModel | None:
     """The draft of a config, its sizes checked against the target's; None for a kind without weights.
@@ -289,31 +300,39 @@ def find_draft_model(
     Raises:
       BadInput: for an unknown kind, and for a draft that is missing, damaged or another policy's.
     """
+    if kind not in KINDS:
+        raise BadInput(f"draft.kind: no drafter '{kind}'; there are {', '.join(KINDS)}")
+    dialect = _dialect(kind, dialect)
     if kind in WITHOUT_WEIGHTS:
         if path:
             raise BadInput(f"draft.path={path}: draft.kind={kind} has no weights to load; leave ''")
         return None
     if kind == "eagle3":
-        return _eagle3(target, path, vocab_size)
-    if kind not in ("mtp", "model"):
-        raise BadInput(f"draft.kind: no drafter '{kind}'; there are {', '.join(KINDS)}")
+        return _eagle3(target, path, dialect, vocab_size)
     if vocab_size not in (0, target.vocab):
         raise BadInput(f"draft.vocab_size={vocab_size}: only eagle3 has a vocabulary of its own; leave 0")
     return _mtp(target, path, dialect) if kind == "mtp" else _policy(target, path, preset)
 
 
-def _eagle3(target: qwen3.Qwen3Config, path: str, vocab_size: int) -> Eagle3Draft:
+def _dialect(kind: str, dialect: str) -> str:
+    """The one that a draft is saved in: '' is the usual one of its kind, the first."""
+    dialects = {"eagle3": (*eagle3_formats.DIALECTS,), "mtp": (*mtp_formats.DIALECTS,)}.get(kind, ())
+    if dialect and dialect not in dialects:
+        there = f"there are {', '.join(dialects)}" if dialects else "leave ''"
+        raise BadInput(f"draft.dialect: no dialect '{dialect}' of draft.kind={kind}; {there}")
+    return dialect or (*dialects, "")[0]
+
+
+def _eagle3(target: qwen3.Qwen3Config, path: str, dialect: str, vocab_size: int) -> Eagle3Draft:
     if not path:
-        return Eagle3Draft(eagle3.eagle3_config(target, vocab_size or target.vocab))
+        return Eagle3Draft(eagle3.eagle3_config(target, vocab_size or target.vocab), dialect)
     head = eagle3_formats.load_config(path, target)
     if vocab_size not in (0, head.draft_vocab):
         raise BadInput(f"draft.vocab_size={vocab_size}, the head {path} has {head.draft_vocab}; leave 0")
-    return Eagle3Draft(head)
+    return Eagle3Draft(head, dialect)
 
 
 def _mtp(target: qwen3.Qwen3Config, path: str, dialect: str) -> MTPDraft:
-    if dialect not in mtp_formats.DIALECTS:
-        raise BadInput(f"draft.dialect: no dialect '{dialect}'; there are {', '.join(mtp_formats.DIALECTS)}")
     config = mtp_formats.load_config(path, target) if path else mtp.mtp_config(target)
     return MTPDraft(config, dialect)
 

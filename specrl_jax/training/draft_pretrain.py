@@ -52,7 +52,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
         row = {"step": log[-1]["step"]} | held_out_acceptance(setup, state)
         log.append(row | cost(setup, state, seconds | trained))
         display.finish_step(row["step"], f"acceptance length {row[LENGTH]:.3f}")
-    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype)
+    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype, s.policy.path)
     write_log(log, workdir, s.pretrain.output)
     return log
 

@@ -24,7 +24,7 @@ class DraftSettings:
     kind: str  # none, eagle3, mtp, model, ngram, suffix
     path: str  # folder of a draft, '' = random weights
     preset: str  # sizes of a smaller policy without a folder
-    dialect: str  # of the folder that an MTP head is saved to
+    dialect: str  # of the folder that a head is saved to; '' = its kind's usual one
     vocab_size: int  # of an EAGLE-3 head that is made here; 0 = the policy's
     length: int  # k, tokens
     adaptive: bool  # choose from 0..length; False = always length

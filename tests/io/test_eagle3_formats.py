@@ -1,4 +1,7 @@
-"""EAGLE-3 heads in and out: the names and layouts of the public dialect, the same bits back, clear refusals."""
+"""EAGLE-3 heads in and out: names and layouts as they are published, the same bits back, clear refusals.
+
+In the usual dialect; the others, and what they say differently: test_eagle3_dialects.
+"""
 
 import dataclasses
 import json
@@ -14,6 +17,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.io import eagle3_formats
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import eagle3, qwen3
+from tests.helpers.heads import torch_layout
 
 # Every size differs from every other, and N * H from D.
 TARGET = qwen3.Qwen3Config(40, 24, 7, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
@@ -53,25 +57,11 @@ def folder(saved, tmp_path):
 
 def test_tensors_have_the_names_shapes_and_layouts_of_the_dialect(saved):
     """torch stores [out, in]; the inputs of q, k, v are [embedding, hidden], those of fc [low, middle, high]."""
-    w, D, H = random_params(), TARGET.embed, TARGET.head_dim
-    expected = {
-        "fc.weight": np.concatenate([part.T for part in w["fc"]], axis=1),
-        "midlayer.input_layernorm.weight": w["input_norm"],
-        "midlayer.hidden_norm.weight": w["hidden_norm"],
-        "midlayer.post_attention_layernorm.weight": w["mlp_norm"],
-        "midlayer.self_attn.o_proj.weight": np.concatenate([head.T for head in w["o"]], axis=1),
-        "midlayer.mlp.gate_proj.weight": w["gate"].T,
-        "midlayer.mlp.up_proj.weight": w["up"].T,
-        "midlayer.mlp.down_proj.weight": w["down"].T,
-        "norm.weight": w["final_norm"],
-        "lm_head.weight": w["unembed"],
+    D, H = TARGET.embed, TARGET.head_dim
+    expected = torch_layout(random_params()) | {
         "d2t": IDS.astype(np.int64) - np.arange(VD),
         "t2d": np.array([i in set(IDS.tolist()) for i in range(TARGET.vocab)]),
     }
-    for name in "qkv":
-        # ours [2, D, heads, H]: for each head, [H, D] of the embedding beside [H, D] of the hidden state
-        rows = [np.concatenate([w[name][half, :, n].T for half in (0, 1)], axis=1) for n in range(w[name].shape[2])]
-        expected[f"midlayer.self_attn.{name}_proj.weight"] = np.concatenate(rows)
     tensors = safetensors.numpy.load_file(saved / tensor_folder.SINGLE)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -104,7 +94,8 @@ def test_the_config_of_the_folder(saved):
         "tie_word_embeddings": False,
         "hidden_act": "silu",
         "torch_dtype": "float32",
-        # Outputs of layers 1, L / 2 - 1 and L - 4: the streams that enter layers 2, L / 2 and L - 3.
+        # The streams that enter layers 2, L / 2 and L - 3, and so the outputs of 1, L / 2 - 1 and L - 4.
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
     }
 
@@ -195,7 +186,7 @@ def test_rope_scaling_would_change_the_forward(folder):
     assert "rope_scaling" in config_refusal(folder)
 
 
-@pytest.mark.parametrize("key", ["draft_vocab_size", "vocab_size", "head_dim", "rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("key", ["draft_vocab_size", "vocab_size", "num_key_value_heads", "rms_norm_eps", "rope_theta"])
 def test_a_missing_key(key, folder):
     edit_config(folder, **{key: None})
     assert f"{folder}/config.json lacks '{key}'" in config_refusal(folder)
@@ -206,13 +197,7 @@ def test_a_missing_key(key, folder):
     [
         ("vocab", 48, ["vocab_size=40", "48"]),
         ("embed", 32, ["hidden_size=24", "32"]),
-        ("heads", 4, ["num_attention_heads=8", "4"]),
-        ("kv_heads", 4, ["num_key_value_heads=2", "4"]),
-        ("head_dim", 12, ["head_dim=10", "12"]),
-        ("mlp", 40, ["intermediate_size=36", "40"]),
-        ("rope_theta", 1e6, ["rope_theta=10000.0", "1000000.0"]),
-        ("norm_epsilon", 1e-5, ["rms_norm_eps=1e-06", "1e-05"]),
-        ("vocab", 12, ["draft.vocab_size=16", "1..12"]),
+        ("vocab", 12, ["vocab_size=40", "12"]),
         ("layers", 6, ["draft.kind=eagle3", "at least 7", "6"]),
     ],
 )
@@ -220,6 +205,11 @@ def test_a_head_of_another_policy(field, value, words, saved):
     message = config_refusal(saved, dataclasses.replace(TARGET, **{field: value}))
     for word in words:
         assert word in message, message
+
+
+def test_more_words_than_the_policy_has(folder):
+    edit_config(folder, draft_vocab_size=41)
+    assert "draft.vocab_size=41 must be in 1..40" in config_refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "midlayer.hidden_norm.weight", "lm_head.weight"])

@@ -1,0 +1,113 @@
+"""Random EAGLE-3 heads, their tensors as torch stores them, and the head in float64 numpy: one pair at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.models import eagle3
+
+# What published heads declare: as in the paper, each variant by itself, and the sets that are trained together.
+VARIANTS = {
+    "paper": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "own sizes": {"heads": 6, "kv_heads": 3, "head_dim": 4, "mlp": 20, "rope_theta": 300.0, "norm_epsilon": 1e-3},
+}
+
+
+def random_params(config, seed=0, dtype=np.float32):
+    """A learner tree in which every weight matters: norm scales differ from one, logits spread over several nats."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        if spec.fan_in == 0:
+            return rng.uniform(0.5, 1.5, spec.shape).astype(jnp.dtype(dtype))
+        return (rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed))).astype(jnp.dtype(dtype))
+
+    return jax.tree.map(draw, eagle3.param_specs(config))
+
+
+def torch_layout(w, layer="midlayer."):
+    """Tensors by their published names: [out, in], inputs joined [low, middle, high] and [embedding, hidden]."""
+    tensors = {
+        "fc.weight": np.concatenate([part.T for part in w["fc"]], axis=1),
+        f"{layer}input_layernorm.weight": w["input_norm"],
+        f"{layer}hidden_norm.weight": w["hidden_norm"],
+        f"{layer}post_attention_layernorm.weight": w["mlp_norm"],
+        f"{layer}self_attn.o_proj.weight": np.concatenate([head.T for head in w["o"]], axis=1),
+        f"{layer}mlp.gate_proj.weight": w["gate"].T,
+        f"{layer}mlp.up_proj.weight": w["up"].T,
+        f"{layer}mlp.down_proj.weight": w["down"].T,
+        "norm.weight": w["final_norm"],
+        "lm_head.weight": w["unembed"],
+    }
+    for name in "qkv":
+        # ours [2, D, heads, H]: for each head, [H, D] of the embedding beside [H, D] of the hidden state
+        rows = [np.concatenate([w[name][half, :, n].T for half in (0, 1)], axis=1) for n in range(w[name].shape[2])]
+        tensors[f"{layer}self_attn.{name}_proj.weight"] = np.concatenate(rows)
+    if "features_norm" in w:
+        tensors["input_norm.weight"] = w["features_norm"]
+    if "fc_norm" in w:
+        tensors |= {f"fc_norm.{i}.weight": w["fc_norm"][name] for i, name in enumerate(("low", "middle", "high"))}
+    return tensors
+
+
+def numpy_draft(tensors, config, features, embedded, start, steps, first_position=0):
+    """Logits [steps, Vd] of drafting at pair `start`: true features up to it, then the head's own outputs.
+
+    Args:
+      tensors: by published names, the layer's without prefix or with one.
+      config: its sizes and variants, nothing else of Eagle3Config.
+      features: [T, 3, D] of one row; embedded [T, D]; `first_position` is that of pair 0.
+    """
+    w = {name.split("midlayer.")[-1].split("layers.0.")[-1]: np.asarray(t, np.float64) for name, t in tensors.items()}
+    w = {name.removesuffix(".weight"): tensor for name, tensor in w.items()}
+    features, embedded = np.asarray(features, np.float64), np.asarray(embedded, np.float64)
+    N, K, H = config.heads, config.kv_heads, config.head_dim
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean() + config.norm_epsilon) * w[name]
+
+    def turned(x, position):
+        """x [H]: entries j and j + H / 2 are one complex number, turned by its angle."""
+        half = H // 2
+        angle = position * config.rope_theta ** (-np.arange(half) / half)
+        z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+        return np.concatenate([z.real, z.imag])
+
+    def project(low_middle_high):
+        parts = list(low_middle_high)
+        if config.fc_norm:
+            parts = [norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+        g = np.concatenate(parts)
+        return w["fc"] @ (norm(g, "input_norm") if config.norm_before_fc else g)
+
+    keys, values, logits, fed = [], [], [], None
+    for pair in range(start + steps):
+        position = first_position + pair
+        h = project(features[pair]) if pair <= start else fed
+        hn = norm(h, "hidden_norm")
+        z = np.concatenate([norm(embedded[pair + 1], "input_layernorm"), hn])
+        q, k, v = (w[f"self_attn.{name}_proj"] @ z for name in "qkv")
+        keys.append([turned(k[i * H : (i + 1) * H], position) for i in range(K)])
+        values.append([v[i * H : (i + 1) * H] for i in range(K)])
+        attended = []
+        for n in range(N):
+            shared = n * K // N
+            query = turned(q[n * H : (n + 1) * H], position)
+            scores = np.array([query @ key[shared] for key in keys]) / np.sqrt(H)
+            p = np.exp(scores - scores.max())
+            attended.append(p / p.sum() @ np.array([value[shared] for value in values]))
+        a = (hn if config.norm_before_residual else h) + w["self_attn.o_proj"] @ np.concatenate(attended)
+        x = norm(a, "post_attention_layernorm")
+        gate = w["mlp.gate_proj"] @ x
+        a = a + w["mlp.down_proj"] @ (gate / (1 + np.exp(-gate)) * (w["mlp.up_proj"] @ x))
+        read = norm(a, "norm")
+        fed = read if config.norm_output else a
+        if pair >= start:
+            logits.append(w["lm_head"] @ read)
+    return np.stack(logits)
