@@ -16,8 +16,9 @@ PARITY ?=
 run: $(VENV)/installed
 	$(BIN)/python main.py --config configs/rlzero_tiny.py
 
+# A file at a time to each of two processes: what a file compiles is compiled once.
 test: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Programs of a few milliseconds: compiling them is what takes long.
 test-full: $(VENV)/installed-test

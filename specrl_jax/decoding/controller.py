@@ -55,6 +55,8 @@ class Controller:
       hysteresis: the length in use is left only for one whose rate is better by more than this share; a third
         of it brings back plain decoding, which no estimate of acceptance can make slower.
       probe_budget: share of the time that probes may lose.
+      endowment: share of a probe's time that a length may lose right after its calibration, which is a few iterations
+        on dummy work: what that puts near the best is tried once on real work.
       memory: verifications after which the weight of an observation has fallen to 1/e.
     """
 
@@ -65,11 +67,12 @@ class Controller:
         hysteresis: float = 0.03,
         probe_budget: float = 0.01,
         memory: float = 2048.0,
+        endowment: float = 0.3,
     ) -> None:
         if list(lengths) != sorted(set(lengths)) or lengths[0] != 0:
             raise ValueError(f"lengths={tuple(lengths)}: expected distinct draft lengths ascending from 0")
         self.lengths, self.sizes = tuple(lengths), tuple(sizes)
-        self.hysteresis, self.probe_budget, self.memory = hysteresis, probe_budget, memory
+        self.hysteresis, self.probe_budget, self.memory, self.endowment = hysteresis, probe_budget, memory, endowment
         # Of position i: verifications that kept all drafts before it, and those of them that kept it too.
         self._tries, self._hits = [0.0] * self.lengths[-1], [0.0] * self.lengths[-1]
         self._predicted: list[float] = []  # cumulative
@@ -146,8 +149,7 @@ class Controller:
             margin = self.hysteresis if best else self.hysteresis / 3
             if state.current is None or rates[best] > (1 + margin) * rates[state.current]:
                 state.current = best
-        fewest, most = PROBE_ITERATIONS
-        iterations = min(max(fewest, math.ceil(PROBE / running)), most)
+        iterations = _probe_iterations(running)
         due = self._due(state, tokens, costs, iterations)
         if due is not None:
             return Choice(self.lengths[due], iterations)
@@ -171,8 +173,9 @@ class Controller:
 
     def calibrate(self, size: int, k: int, seconds: float) -> None:
         """`seconds` per iteration of one program on dummy rows; replaces what was known."""
-        state = self._sizes[size]
-        state.samples[self.lengths.index(k)] = [math.log(seconds) - state.level]
+        state, i = self._sizes[size], self.lengths.index(k)
+        state.samples[i] = [math.log(seconds) - state.level]
+        state.purse[i] = self.endowment * seconds * _probe_iterations(size)
 
     def predict(self, rates: Sequence[float]) -> None:
         """The learner's cumulative acceptance a_1, a_2, ...: a prior worth PRIOR verifications.
@@ -258,7 +261,7 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
-        arguments = {name: getattr(self, name) for name in ("hysteresis", "probe_budget", "memory")}
+        arguments = {name: getattr(self, name) for name in ("hysteresis", "probe_budget", "memory", "endowment")}
         acceptance = {name: list(getattr(self, name)) for name in ("_tries", "_hits", "_predicted", "_heeded")}
         per_size = [dataclasses.asdict(self._sizes[size]) for size in self.sizes]
         shape = {"lengths": list(self.lengths), "sizes": list(self.sizes)}
@@ -273,6 +276,12 @@ class Controller:
         for size, values in zip(controller.sizes, state["per_size"]):
             controller._sizes[size] = _Size(**values)
         return controller
+
+
+def _probe_iterations(running: int) -> int:
+    """Enough for PROBE verifications of `running` rows."""
+    fewest, most = PROBE_ITERATIONS
+    return min(max(fewest, math.ceil(PROBE / running)), most)
 
 
 def _loss(iterations: int, cost: float, tokens: float, best_cost: float, best_tokens: float) -> float:

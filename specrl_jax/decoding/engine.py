@@ -22,7 +22,7 @@ from specrl_jax.decoding.rollouts import Chunk, Rollouts, Stamp
 from specrl_jax.decoding.speculative import Slots
 
 # Iterations that one calibration times, and how often: the least counts, since a pause of the machine only adds time.
-CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 3
+CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
 
 
 class Lengths(Protocol):
@@ -112,17 +112,20 @@ class Engine:
 
         On rollouts of these prompts that are thrown away: all slots run, so the times are those of a full batch.
         """
+        cycled = [prompts[j % len(prompts)] for j in range(self.limits.num_slots)]
         for size in self.programs.sizes:
-            for k in lengths.unmeasured(size):
-                timed = []
-                for i in range(1 + CALIBRATED_ROUNDS):
-                    cycled = [prompts[j % len(prompts)] for j in range(self.limits.num_slots)]
+            unmeasured = lengths.unmeasured(size)
+            timed: dict[int, list[float]] = {k: [] for k in unmeasured}
+            # All lengths once a round: while the machine is busy with something else, it slows them alike.
+            for i in range(1 + CALIBRATED_ROUNDS):
+                for k in unmeasured:
                     batch = Batch(self, params, Dealer(self.limits, self.pad_id, cycled, 1, 0, None), seed + i)
                     batch.prepare()
                     batch.shrink_to(size)
                     chunk, _ = batch.run(Choice(k, CALIBRATED_ITERATIONS))
-                    timed.append(chunk.seconds / chunk.iterations)
-                lengths.calibrate(size, k, min(timed[1:]))
+                    timed[k].append(chunk.seconds / chunk.iterations)
+            for k in unmeasured:
+                lengths.calibrate(size, k, min(timed[k][1:]))
 
 
 class Batch:

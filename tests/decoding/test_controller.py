@@ -196,6 +196,21 @@ def test_recovers_from_a_calibration_that_was_wrong(wrong, factor):
     assert share >= 0.97
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_near_the_best_are_tried_once_before_it_is_earned(seed):
+    """k = 7 looks best by a calibration that was wrong: a step of 20 chunks puts it right, not four of them."""
+
+    def share(**options):
+        machine = Machine(COSTS["paper, Think"], ACCEPTANCE["paper, Think"], seed=seed, rows=16, chunk=16)
+        controller = calibrated(machine, **options)
+        controller.calibrate(SIZE, 7, 0.4 * AR_SECONDS * machine.costs[7])
+        drive(controller, machine, chunks=20)
+        return drive(controller, machine, chunks=40)[0]
+
+    assert share() >= 0.95
+    assert share(endowment=0.0) < 0.8
+
+
 # --- probes
 
 
@@ -211,8 +226,8 @@ def test_probes_lose_no_more_than_their_budget(costs):
 
 
 def two_lengths():
-    """Drafting one token takes half as long again."""
-    controller = Controller((0, 1), (SIZE,))
+    """Drafting one token takes half as long again; no probe before it is earned."""
+    controller = Controller((0, 1), (SIZE,), endowment=0.0)
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 1, 0.015)
     return controller
@@ -361,7 +376,7 @@ def test_costs_follow_and_shrug_off_pauses():
 def test_the_length_in_use_is_left_only_for_a_better_one():
     def choice(current, gain):
         """Of lengths 0 and 2, from `current`, where the other is `gain` times as fast; every draft is kept."""
-        controller = Controller((0, 2), (SIZE,), hysteresis=0.03)
+        controller = Controller((0, 2), (SIZE,), hysteresis=0.03, endowment=0.0)
         for ratio in (0.5, 1.0) if current == 2 else (2.0, 1.0):
             c_2 = 0.030 * ratio * (gain if current == 2 else 1 / gain) ** (ratio == 1.0)
             controller.calibrate(SIZE, 0, 0.010)
@@ -374,7 +389,7 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
 
 
 def test_drafts_that_add_nothing_are_not_chosen_for_a_cost_that_looks_lower():
-    controller = Controller((0, 1), (SIZE,))
+    controller = Controller((0, 1), (SIZE,), endowment=0.0)
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 1, 0.009)
     controller.observe(SIZE, 1, 0.009, 1, 10_000, [100])
