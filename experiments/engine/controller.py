@@ -4,9 +4,10 @@
 
 The tiny base on validation prompts of the arithmetic task, eight answers each, temperature 1, through the engines that
 a training run builds. In every round the plain engine (draft.kind=none), every fixed k and the controller answer the
-same prompts once, in random order. One controller lasts over all rounds of a cell, as over the steps of a training run:
-round 0, in which it measures costs and learns acceptance, is recorded and reported apart. `random` is a head of random
-weights: next to nothing that it drafts is kept. The best fixed k is that of the best median over the rounds that count.
+same prompts once, in random order. One controller lasts over all rounds of a cell, as over the steps of a training run.
+Before them it answers alone `--learning` times, in which it measures costs and learns acceptance; these have rounds up
+to 0, and the first is reported apart. `random` is a head of random weights: next to nothing that it drafts is kept. The
+best fixed k is that of the best median over the rounds.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Verdict(NamedTuple):
     best: int  # k
     over_best: bench.Quartiles
     over_plain: bench.Quartiles
-    first_over_best: float  # the learning round
+    first_over_best: float  # the very first answers, calibration included, over the median of the best
     passed: bool
 
 
@@ -63,7 +64,7 @@ def make_setup(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> 
     return build(to_settings(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
 
 
-def measure(setup: Setup, rounds: int) -> Iterator[bench.Row]:
+def measure(setup: Setup, learning: int, rounds: int) -> Iterator[bench.Row]:
     """Rows of one cell."""
     weights, engine = setup.initial_weights(), setup.engine
     programs = engine.programs
@@ -80,28 +81,31 @@ def measure(setup: Setup, rounds: int) -> Iterator[bench.Row]:
     for who in sides:
         if who != ADAPTIVE:
             run(who, 0)
-    for i, who in bench.in_turn(list(sides), rounds):
-        yield {"rollouts": GROUP * len(prompts), "who": who, "round": i} | run(who, 1 + i)
+    turns = [(i, ADAPTIVE) for i in range(1 - learning, 1)]
+    turns += [(1 + i, who) for i, who in bench.in_turn(list(sides), rounds)]
+    for i, who in turns:
+        yield {"rollouts": GROUP * len(prompts), "who": who, "round": i} | run(who, learning + i)
 
 
 def judge(rows: list[bench.Row]) -> Verdict:
-    """Of one cell's rows: round 0 apart, the rest together."""
+    """Of one cell's rows: what was learnt on apart, the rest together."""
+    counted = [row for row in rows if row["round"] > 0]
+    first = min(bench.matching(rows, who=ADAPTIVE), key=lambda row: row["round"])
 
     def speeds(who: Any) -> np.ndarray:
-        return bench.by_round(rows, "tokens_per_second", who=who)
+        return bench.by_round(counted, "tokens_per_second", who=who)
 
     fixed = {k: speeds(k) for (k,) in bench.distinct(rows, "who") if k not in (ADAPTIVE, PLAIN)}
-    best = max(fixed, key=lambda k: np.median(fixed[k][1:]))
-    over_best = speeds(ADAPTIVE) / fixed[best]
-    over_plain = bench.quartiles(speeds(ADAPTIVE)[1:] / speeds(PLAIN)[1:])
-    quartiles = bench.quartiles(over_best[1:])
+    best = max(fixed, key=lambda k: np.median(fixed[k]))
+    over_plain = bench.quartiles(speeds(ADAPTIVE) / speeds(PLAIN))
+    quartiles = bench.quartiles(speeds(ADAPTIVE) / fixed[best])
     passed = quartiles.median >= OVER_BEST and quartiles.low >= OVER_BEST_LOW and over_plain.median >= OVER_PLAIN
-    return Verdict(best, quartiles, over_plain, float(over_best[0]), passed)
+    return Verdict(best, quartiles, over_plain, float(first["tokens_per_second"] / np.median(fixed[best])), passed)
 
 
 def report(rows: list[bench.Row]) -> None:
     verdicts = {cell: judge(bench.matching(rows, **dict(zip(CELL, cell)))) for cell in bench.distinct(rows, *CELL)}
-    print("drafter  slots  best k  adaptive / best fixed     adaptive / none           round 0  verdict")
+    print("drafter  slots  best k  adaptive / best fixed     adaptive / none             first  verdict")
     for (drafter, slots), v in verdicts.items():
         shown = f"{v.over_best!s:<24}  {v.over_plain!s:<24}  {v.first_over_best:7.3f}  {'pass' if v.passed else 'FAIL'}"
         print(f"{drafter:<8} {slots:5d}  {v.best:6d}  {shown}")
@@ -115,19 +119,20 @@ def main() -> None:
     parser.add_argument("--mtp", default="", help="folder of an MTP head; '': that drafter is left out")
     parser.add_argument("--drafters", nargs="+", default=None, help="some of those; default: all")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--rounds", type=int, default=8, help="the learning one included")
+    parser.add_argument("--learning", type=int, default=4, help="calls of the controller before the rounds")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", default="experiments/engine/controller.csv")
     a = parser.parse_args()
     known = drafters(a.head, a.mtp)
     if unknown := set(a.drafters or ()) - set(known):
         parser.error(f"--drafters {' '.join(sorted(unknown))}: there are {', '.join(known)}")
-    if a.rounds < 2:
-        parser.error(f"--rounds {a.rounds}: at least 2, since round 0 does not count")
+    if a.learning < 1 or a.rounds < 1:
+        parser.error(f"--learning {a.learning} --rounds {a.rounds}: at least one of each")
     with bench.csv_writer(a.output, FIELDS) as write:
         for name in a.drafters or known:
             for slots in a.slots:
                 setup = make_setup(a.policy, known[name], slots, max(8, slots))
-                for row in measure(setup, a.rounds):
+                for row in measure(setup, a.learning, a.rounds):
                     write({"drafter": name, "slots": slots} | row)
     report(bench.read_rows(a.output))
 

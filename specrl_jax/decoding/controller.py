@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 # Verifications: the weight of a prior; below which old evidence does not fade; what a probe tries to see.
 PRIOR, FLOOR, PROBE = 8.0, 64.0, 64
 PROBE_ITERATIONS = (4, 32)  # fewest, most
-SAMPLES, RECENT = 9, 7  # chunks whose lower third counts: cost of one length against the others; level of all
+SAMPLES, RECENT = 49, 7  # chunks that count: for the cost of one length against the others; for the level of all
 PAIRED = 3  # chunks after a change of length that compare the two
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
@@ -299,5 +299,7 @@ def _jumped(accepted: float, reached: float, hits: float, tries: float) -> bool:
 
 
 def _typical(values: Sequence[float]) -> float:
-    """The lower third: a pause of the machine only ever adds time, so most of the values may be hit by one."""
-    return sorted(values)[(len(values) - 1) // 3]
+    """Mean of the middle half, of few values of the lower ones: a pause of the machine only ever adds time."""
+    n = len(values)
+    kept = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
+    return sum(kept) / len(kept)
