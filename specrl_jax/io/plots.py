@@ -23,7 +23,7 @@ def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
     _pair(axes[1, 1], steps, "mismatch/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
     if speculates:
         _acceptance(axes[0, 2], steps)
-        _pair(axes[1, 2], steps, "draft/loss", "draft loss, nats", "draft/grad_norm", "draft gradient norm")
+        _pair(axes[1, 2], steps, "draft/loss", "draft loss", "draft/grad_norm", "draft gradient norm")
     for axis in axes.flat:
         axis.set_xlabel("RL step")
         axis.grid(alpha=0.3)

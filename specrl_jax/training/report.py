@@ -43,7 +43,7 @@ def _speculation_table(steps: list[dict[str, Any]]) -> rich.table.Table:
     labels = {"tokens per verification": "spec/acceptance_length"}
     rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
     labels |= {f"drafted token {name.rpartition('_')[2]} kept": name for name in rates}
-    labels["draft loss, nats"] = "draft/loss"
+    labels["draft loss"] = "draft/loss"
     for label, name in labels.items():
         if name in steps[-1]:
             table.add_row(label, *(f"{row[name]:.3f}" if name in row else "" for row in (steps[0], steps[-1])))

@@ -125,7 +125,7 @@ class Speculation:
                 self.controller = saved
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
-        if self._schedule and state["schedule"]:
+        if self._schedule and state.get("schedule"):
             self._schedule.restore(state["schedule"])
         path = os.path.join(self._workdir, "history.npz")
         # Not there where the run copied nothing so far.
