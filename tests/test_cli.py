@@ -41,7 +41,7 @@ def no_work(monkeypatch):
     monkeypatch.setattr(loop, "evaluation_row", began)
     monkeypatch.setattr(evaluate, "evaluate", began)
     monkeypatch.setattr(pretrain, "make_pretrain_step", began)
-    monkeypatch.setattr(draft_pretrain, "generate", began)
+    monkeypatch.setattr(draft_pretrain, "collect", began)
     monkeypatch.setattr(generate, "generator_of", began)
 
 

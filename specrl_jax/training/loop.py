@@ -212,7 +212,9 @@ def _learn_draft(
     d = setup.settings.draft
     found = []
     for i in range(d.epochs * d.minibatches):
-        part = jax.tree.map(lambda x, i=i: x[i % d.minibatches :: d.minibatches], (features, rows))
+        part = features, rows
+        if d.minibatches > 1:
+            part = jax.tree.map(lambda x, i=i: x[i % d.minibatches :: d.minibatches], part)
         draft, metrics = setup.draft_step(draft, tables, *part)
         found.append(metrics)
     return jax.block_until_ready(draft), found

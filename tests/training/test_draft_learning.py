@@ -269,7 +269,9 @@ def two_minibatches(draft_learns):
         return np.array([0.25])
 
     setup = types.SimpleNamespace(
-        settings=types.SimpleNamespace(grpo=types.SimpleNamespace(minibatches=2)),
+        settings=types.SimpleNamespace(
+            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(epochs=1, minibatches=1)
+        ),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=policy_step,
         draft_step=draft_step,

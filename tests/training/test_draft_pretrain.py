@@ -267,7 +267,7 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     config = smoke_config(tmp_path / "draft")
     config.policy.preset, config.policy.path = "nano", str(tmp_path / "policy")
     config.draft.kind, config.draft.preset, config.draft.vocab_size = kind, "nano", 0
-    config.draft.adaptive, config.draft.dialect = False, "mimo"
+    config.draft.adaptive, config.draft.dialect = False, "mimo" if kind == "mtp" else ""
     config.draft.learning_rate = 1e-2
     config.steps = 30
     # Six slots never shrink to fewer, so there is less to compile.

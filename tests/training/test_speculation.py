@@ -33,7 +33,7 @@ def setup_of(
 ):
     """As much of a Setup as is asked for."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online)
-    draft.update_every, draft.update_growth = every, growth
+    draft.update_every, draft.update_growth, draft.min_coverage = every, growth, 0.9
     engine = types.SimpleNamespace(
         draft_length=length,
         programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
@@ -43,7 +43,8 @@ def setup_of(
         settings=types.SimpleNamespace(draft=draft),
         rollout=types.SimpleNamespace(sampling=Sampling(temperature)),
         engine=engine,
-        draft="weights" if weights else None,
+        draft=types.SimpleNamespace(vocab=9) if weights else None,
+        model=types.SimpleNamespace(vocab=9),
     )
 
 
