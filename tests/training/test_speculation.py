@@ -144,8 +144,9 @@ def test_without_a_prediction_a_collapse_is_one_against_earlier_steps(tmp_path):
 
 
 def test_a_tripped_alarm_holds_the_controller_back(tmp_path):
-    """It would draft three: they cost next to nothing and nearly all are kept."""
+    """It would draft three: they cost next to nothing and nearly all are kept. No probe before it is earned."""
     speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    speculation.controller.endowment = 0.0
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
