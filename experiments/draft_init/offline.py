@@ -23,7 +23,7 @@ from experiments.engine import bench
 from main import to_settings
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.training.draft_features import batches, collect, open_store
-from specrl_jax.training.draft_vocab import most_frequent
+from specrl_jax.training.draft_pretrain import choose_vocabulary
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup, build
 from specrl_jax.training.state import RunState
@@ -59,8 +59,7 @@ def train(setup: Setup, folder: str) -> tuple[RunState, float]:
     with Display(setup.settings.steps, 0) as display:
         store = open_store(setup, folder, weights)
         collect(setup, state.policy.params, weights, store, display, threading.Event())
-    counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
-    state = state.replace(vocab_map=jax.numpy.asarray(most_frequent(counts, setup.draft.vocab)))
+    state = state.replace(vocab_map=choose_vocabulary(setup, store))
     tables, data, draft = setup.read_tables(state.policy.params, state.vocab_map), batches(setup, store), state.draft
     start = time.perf_counter()
     for _ in range(setup.settings.steps):

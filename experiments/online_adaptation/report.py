@@ -6,8 +6,6 @@
 Writes results.csv (one row a step and run) and acceptance.png beside this file.
 """
 
-import argparse
-import csv
 import os
 import pathlib
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 
 from experiments.launch import make_name
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
+from experiments.sweep_report import run_report
 from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent
@@ -98,21 +97,5 @@ def plot(rows: list[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", required=True, help="of the launcher")
-    workdir = parser.parse_args().workdir
-    for run in get_sweep():
-        if not read_metrics(os.path.join(workdir, make_name(run))):
-            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
-    rows = collect(workdir)
-    with open(HERE / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows)
-    print_tables(rows)
-
-
 if __name__ == "__main__":
-    main()
+    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (plot, print_tables))

@@ -6,8 +6,6 @@
 Writes results.csv (one row a step and run) and learning.png beside this file.
 """
 
-import argparse
-import csv
 import os
 import pathlib
 from typing import Any
@@ -21,6 +19,7 @@ from scipy import stats
 
 from experiments.launch import make_name
 from experiments.rlzero_tiny.sweep import get_sweep
+from experiments.sweep_report import run_report
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import read_metrics
 
@@ -96,21 +95,5 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
         print(f"median step, {KINDS[kind]:<12} {shown} s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", required=True, help="of the launcher")
-    workdir = parser.parse_args().workdir
-    for run in get_sweep():
-        if not read_metrics(os.path.join(workdir, make_name(run))):
-            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
-    rows = collect(workdir)
-    with open(HERE / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    plot(rows)
-    print_tables(rows)
-
-
 if __name__ == "__main__":
-    main()
+    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (plot, print_tables))

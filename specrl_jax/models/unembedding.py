@@ -125,7 +125,7 @@ def _token_scores_forward(hidden: jax.Array, table: jax.Array, targets: jax.Arra
 
 
 def _token_scores_backward(tiling: Tiling, saved: Any, gradient: TokenScores) -> Any:
-    hidden, table, targets, entropy, normaliser = (x for x in saved)
+    hidden, table, targets, entropy, normaliser = saved
     to_chosen, to_entropy, to_normaliser = (g[..., None, None] for g in gradient)
     entropy, normaliser = entropy[..., None, None], normaliser[..., None, None]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput, Stopped
+from specrl_jax.data.features import FeatureStore
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_features import batches, collect, open_store
 from specrl_jax.training.draft_models import WITHOUT_WEIGHTS
@@ -43,9 +44,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
         store = open_store(setup, s.pretrain.features or os.path.join(workdir, "features"), weights)
         seconds = collect(setup, state.policy.params, weights, store, display, stop)
         if not s.draft.path and setup.draft.vocab < setup.model.vocab:
-            counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
-            vocab_map = most_frequent(counts, setup.draft.vocab)
-            state = state.replace(vocab_map=jax.device_put(vocab_map, setup.learner_partition.replicated))
+            state = state.replace(vocab_map=choose_vocabulary(setup, store))
         log, best, trained = learn(setup, state, batches(setup, store), display, stop)
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), best)
         state = state.replace(draft=state.draft.replace(params=stored))
@@ -55,6 +54,12 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
     setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype, s.policy.path)
     write_log(log, workdir, s.pretrain.output)
     return log
+
+
+def choose_vocabulary(setup: Setup, store: FeatureStore) -> jax.Array:
+    """[Vd] int32: the ids that the texts' responses use most."""
+    counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
+    return jax.device_put(most_frequent(counts, setup.draft.vocab), setup.learner_partition.replicated)
 
 
 def learn(

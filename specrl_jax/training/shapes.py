@@ -129,6 +129,8 @@ def check_rows(
         raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown}")
     if rows % ways:
         raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
+    if grpo.microbatch and rows % grpo.microbatch:
+        raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
     d = settings.draft
     if draft and (rows % d.minibatches or rows // d.minibatches % ways):
         raise BadInput(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
@@ -136,6 +138,4 @@ def check_rows(
         raise BadInput(
             f"grpo.microbatch={grpo.microbatch} must divide the {rows // d.minibatches} rows of an update of the draft"
         )
-    if grpo.microbatch and rows % grpo.microbatch:
-        raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
     check_cache_length(limits, model)

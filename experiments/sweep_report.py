@@ -1,0 +1,41 @@
+"""The command line of a sweep's report: rows of all its runs to results.csv, then the figure and the tables."""
+
+import argparse
+import csv
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.launch import make_name
+from specrl_jax.io.metrics import read_metrics
+
+# Metrics rows of every run, with what tells the runs apart
+Table = list[dict[str, Any]]
+
+
+def run_report(
+    doc: str,
+    folder: pathlib.Path,
+    sweep: Sequence[dict[str, Any]],
+    fields: Sequence[str],
+    collect: Callable[[str], Table],
+    shows: Sequence[Callable[[Table], None]],
+) -> None:
+    """Reads `--workdir`, the launcher's; writes results.csv in `folder` and calls `shows` with the rows.
+
+    A run of the sweep that is not there ends it in one line.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--workdir", required=True, help="of the launcher")
+    workdir = parser.parse_args().workdir
+    for run in sweep:
+        if not read_metrics(os.path.join(workdir, make_name(run))):
+            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
+    rows = collect(workdir)
+    with open(folder / "results.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for show in shows:
+        show(rows)
