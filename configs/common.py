@@ -19,7 +19,7 @@ def base() -> ConfigDict:
 
     c.draft = ConfigDict()
     c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
-    c.draft.path = ""  # local folder of a draft; '' = random weights (eagle3: over the policy's vocabulary)
+    c.draft.path = ""  # local folder of a draft; '' = random weights, but for what the policy lends (its unembedding)
     c.draft.preset = ""  # kind=model without a path: its sizes, see specrl_jax/models/qwen3.py
     c.draft.dialect = ""  # a head is saved in: eagle3 sglang, vllm, speculators; mtp deepseek, mimo; '' = the first
     c.draft.length = 3  # k, tokens drafted per verification; 0 keeps the draft ready and drafts nothing
@@ -40,7 +40,7 @@ def base() -> ConfigDict:
     c.draft.clip = 0.5  # global gradient norm
     c.draft.loss = "ce"  # ce, kl (the same gradient), tv, e2e_tv; see specrl_jax/rl/draft_losses.py
     c.draft.ttt_steps = 3  # draft steps unrolled in training
-    c.draft.vocab_size = 0  # ids that task=draft_pretrain gives a new head: the most frequent; 0 = the policy's
+    c.draft.vocab_size = 0  # ids of a new eagle3 head, the most frequent in its texts; 0 = the policy's
     c.draft.compare_rounds = 5  # of the closing comparison with plain decoding; 0 = none
 
     c.rollout = ConfigDict()

@@ -59,7 +59,7 @@ def train(setup: Setup, folder: str) -> tuple[RunState, float]:
     with Display(setup.settings.steps, 0) as display:
         store = open_store(setup, folder, weights)
         collect(setup, state.policy.params, weights, store, display, threading.Event())
-    state = state.replace(vocab_map=choose_vocabulary(setup, store))
+    state = choose_vocabulary(setup, state, store)
     tables, data, draft = setup.read_tables(state.policy.params, state.vocab_map), batches(setup, store), state.draft
     start = time.perf_counter()
     for _ in range(setup.settings.steps):

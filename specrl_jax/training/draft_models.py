@@ -67,6 +67,15 @@ class DraftModel(Protocol):
         `out` has `aux` and `hidden` of the target at every token.
         """
 
+    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+        """Random parameters with what the target can lend them.
+
+        Args:
+          params: learner form, of which new arrays replace some.
+          target: the policy's parameters in learner form.
+          unembedding: [Vd, D], the rows of the draft's ids in the policy's unembedding.
+        """
+
     def load(self, folder: str, partition: Partitioner) -> Any:
         """Float32 parameters in learner form."""
 
@@ -135,6 +144,10 @@ class Eagle3Draft:
         embedded, aux = tables.embed[rows.tokens].astype(dtype), out.aux.astype(dtype)
         outputs = eagle3.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
         return outputs, params["unembed"]
+
+    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+        """Unembedding and the norm before it, as speculators does: the target reads what it writes."""
+        return params | {"unembed": unembedding, "final_norm": target["final_norm"]}
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return eagle3_formats.load_params(folder, self.config, partition, jnp.float32)
@@ -206,6 +219,10 @@ class MTPDraft:
         outputs = mtp.unrolled(params, self.config, hidden, embedded, steps, rows.positions, rows.segments)
         return outputs, tables.unembed
 
+    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+        """The norm before the unembedding, which is the target's own."""
+        return params | {"final_norm": target["final_norm"]}
+
     def load(self, folder: str, partition: Partitioner) -> Any:
         return mtp_formats.load_params(folder, self.config, partition, jnp.float32)
 
@@ -264,6 +281,10 @@ class PolicyDraft:
         )
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
         return outputs, qwen3.unembedding(params, self.config)
+
+    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+        """Nothing: its widths are its own."""
+        return params
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")

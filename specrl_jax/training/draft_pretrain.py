@@ -14,7 +14,7 @@ from specrl_jax.data.features import FeatureStore
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_features import batches, collect, open_store
 from specrl_jax.training.draft_models import WITHOUT_WEIGHTS
-from specrl_jax.training.draft_vocab import most_frequent
+from specrl_jax.training.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.pretrain import LOG_EVERY, check_output, write_log
 from specrl_jax.training.progress import Display
@@ -44,7 +44,7 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
         store = open_store(setup, s.pretrain.features or os.path.join(workdir, "features"), weights)
         seconds = collect(setup, state.policy.params, weights, store, display, stop)
         if not s.draft.path and setup.draft.vocab < setup.model.vocab:
-            state = state.replace(vocab_map=choose_vocabulary(setup, store))
+            state = choose_vocabulary(setup, state, store)
         log, best, trained = learn(setup, state, batches(setup, store), display, stop)
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), best)
         state = state.replace(draft=state.draft.replace(params=stored))
@@ -56,10 +56,10 @@ def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[di
     return log
 
 
-def choose_vocabulary(setup: Setup, store: FeatureStore) -> jax.Array:
-    """[Vd] int32: the ids that the texts' responses use most."""
+def choose_vocabulary(setup: Setup, state: RunState, store: FeatureStore) -> RunState:
+    """The state with its head over the ids that the texts' responses use most."""
     counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
-    return jax.device_put(most_frequent(counts, setup.draft.vocab), setup.learner_partition.replicated)
+    return change_vocabulary(state, most_frequent(counts, setup.draft.vocab), setup.model)
 
 
 def learn(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models import qwen3
 from specrl_jax.training.state import RunState, TrainState
 
 # Of the counts of a step, what is left of them after the next: some 50 steps decide.
@@ -34,12 +35,12 @@ class VocabularyWatch:
     """Keeps the draft vocabulary of a run on the ids that its rollouts use. Counts begin anew where a run is resumed.
 
     Args:
-      vocab: V, the policy's.
+      model: the policy's sizes.
       least: coverage below which the ids are chosen again; 0 = never.
     """
 
-    def __init__(self, vocab: int, least: float) -> None:
-        self._counts, self._least = np.zeros(vocab), least
+    def __init__(self, model: qwen3.Qwen3Config, least: float) -> None:
+        self._model, self._counts, self._least = model, np.zeros(model.vocab), least
 
     def observe(self, rollouts: Rollouts, state: RunState) -> tuple[RunState, dict[str, float]]:
         """(state, metrics): one step's responses counted, and the draft moved to other ids where that is due."""
@@ -47,34 +48,36 @@ class VocabularyWatch:
         ids = np.asarray(state.vocab_map)
         found = coverage(self._counts, ids)
         if found < self._least:
-            chosen = most_frequent(self._counts, len(ids))
-            draft = move_vocabulary(state.draft, ids, chosen)
-            state = state.replace(draft=draft, vocab_map=jax.device_put(chosen, state.vocab_map.sharding))
+            state = change_vocabulary(state, most_frequent(self._counts, len(ids)), self._model)
         return state, {"draft/coverage": found}
 
 
-def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray) -> TrainState:
-    """The head over the ids `new` [Vd] instead of `old` [Vd]: rows of ids in both move along, others start from zero.
+def change_vocabulary(state: RunState, ids: np.ndarray, model: qwen3.Qwen3Config) -> RunState:
+    """The state with its head over `ids` [Vd]."""
+    unembedding = qwen3.unembedding(state.policy.params, model)
+    draft = move_vocabulary(state.draft, np.asarray(state.vocab_map), ids, unembedding)
+    return state.replace(draft=draft, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
 
-    So do the optimizer's moments of them. A row of zeros is a logit of zero, from which it learns.
+
+def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, unembedding: jax.Array) -> TrainState:
+    """The head over the ids `new` [Vd] instead of `old` [Vd].
+
+    Rows of ids in both move along with the optimizer's moments of them. Others begin as the policy's, `unembedding`
+    [V, D], with moments of zero.
     """
     place = {int(token): row for row, token in enumerate(old)}
     source = np.array([place.get(int(token), -1) for token in new])
 
-    def moved(path: Any, table: jax.Array) -> jax.Array:
-        if path[-1].key != "unembed":
-            return table
-        rows = jnp.where((source >= 0)[:, None], table[np.maximum(source, 0)], 0)
-        return jax.device_put(rows, table.sharding)
-
-    def in_tree(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(moved, tree)
+    def in_tree(tree: Any, fresh: jax.Array | float) -> Any:
+        table = tree["unembed"]
+        rows = jnp.where((source >= 0)[:, None], table[np.maximum(source, 0)], fresh)
+        return tree | {"unembed": jax.device_put(rows, table.sharding)}
 
     # The optimizer's state has trees like the parameters', and scalars.
     structure = jax.tree.structure(state.params)
     opt_state = jax.tree.map(
-        lambda x: in_tree(x) if jax.tree.structure(x) == structure else x,
+        lambda x: in_tree(x, 0.0) if jax.tree.structure(x) == structure else x,
         state.opt_state,
         is_leaf=lambda x: jax.tree.structure(x) == structure,
     )
-    return state.replace(params=in_tree(state.params), opt_state=opt_state)
+    return state.replace(params=in_tree(state.params, unembedding[new]), opt_state=opt_state)

@@ -141,13 +141,18 @@ class Setup:
         specs = qwen3.param_specs(self.model)
         return init_random_params(jax.random.key(self.settings.seed), specs, self.learner_partition)
 
-    def initial_draft_params(self) -> Any:
-        """Float32 learner parameters of the draft: from draft.path, or random from the seed."""
+    def initial_draft_params(self, policy: Any) -> Any:
+        """Float32 learner parameters of the draft: from draft.path, or random with what `policy`'s parameters lend."""
         if self.settings.draft.path:
             return self.draft.load(self.settings.draft.path, self.learner_partition)
         # Another key than the policy's: shapes coincide.
         key = jax.random.fold_in(jax.random.key(self.settings.seed), 1)
-        return init_random_params(key, self.draft.specs, self.learner_partition)
+        drawn = init_random_params(key, self.draft.specs, self.learner_partition)
+        # Jitted, so that nothing of the policy's is shared: an update donates the draft's parameters.
+        begin = jax.jit(self.draft.begin, donate_argnums=0, out_shardings=self.learner_partition.tree(self.draft.specs))
+        ids = self.initial_vocab_map()
+        unembedding = qwen3.unembedding(policy, self.model)
+        return begin(drawn, policy, unembedding if ids is None else unembedding[ids])
 
     def initial_vocab_map(self) -> jax.Array | None:
         """[Vd] int32: from draft.path, or the policy's first ids; None where draft and policy share their ids."""
@@ -159,14 +164,16 @@ class Setup:
         policy = init_state(self.initial_params(), qwen3.param_specs(self.model), self.optimizer, partition)
         if self.draft is None:
             return RunState(policy, None, None)
-        draft = init_state(self.initial_draft_params(), self.draft.specs, self.draft_optimizer, partition)
+        params = self.initial_draft_params(policy.params)
+        draft = init_state(params, self.draft.specs, self.draft_optimizer, partition)
         return RunState(policy, draft, self.initial_vocab_map())
 
     def initial_weights(self) -> Weights:
         """The same weights ready to generate, without the optimizers' memory."""
+        policy = self.initial_params()
         if self.draft is None:
-            return self._prepare(self.initial_params(), None, None)
-        return self._prepare(self.initial_params(), self.initial_draft_params(), self.initial_vocab_map())
+            return self._prepare(policy, None, None)
+        return self._prepare(policy, self.initial_draft_params(policy), self.initial_vocab_map())
 
     def abstract_state(self) -> RunState:
         """ShapeDtypeStructs of `initial_state`, which a checkpoint is restored into."""

@@ -117,10 +117,12 @@ def check_rows(
     if draft:
         learner.tree(draft.specs)
         rollout.tree(draft.rollout_specs)
-    if draft and not settings.draft.path and draft.vocab < model.vocab and settings.task != "draft_pretrain":
+    d = settings.draft
+    chooses = settings.task == "draft_pretrain" or (settings.task == "train" and d.online and d.min_coverage)
+    if draft and not d.path and draft.vocab < model.vocab and not chooses:
         raise BadInput(
-            f"draft.vocab_size={draft.vocab}: which ids those are is for task=draft_pretrain to find out; "
-            "give its result as draft.path, or leave 0"
+            f"draft.vocab_size={draft.vocab}: which ids those are is found out by task=draft_pretrain, and by training "
+            "with draft.online and draft.min_coverage; give a draft.path, or leave 0"
         )
     ways = learner.ways("batch")
     shown = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in LEARNER["batch"])
@@ -131,7 +133,6 @@ def check_rows(
         raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
     if grpo.microbatch and rows % grpo.microbatch:
         raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
-    d = settings.draft
     if draft and (rows % d.minibatches or rows // d.minibatches % ways):
         raise BadInput(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
     if draft and grpo.microbatch and rows // d.minibatches % grpo.microbatch:

@@ -45,7 +45,7 @@ class Speculation:
         self._schedule = DraftSchedule(draft.update_every, draft.update_growth) if setup.draft else None
         # A draft over the policy's whole vocabulary has nothing to choose.
         reduced = setup.draft is not None and setup.draft.vocab < setup.model.vocab and draft.online
-        self._vocabulary = VocabularyWatch(setup.model.vocab, draft.min_coverage) if reduced else None
+        self._vocabulary = VocabularyWatch(setup.model, draft.min_coverage) if reduced else None
         self._step = 0
         self._load()
 

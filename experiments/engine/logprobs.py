@@ -1,0 +1,81 @@
+"""How far the engine's log-probs of its own tokens are from the learner's, by dtype.
+
+    python -m experiments.engine.logprobs --output experiments/engine/logprobs.csv
+
+The tiny base with its head (k = 3) answers validation prompts, eight answers each at temperature 1; the learner's
+forward in float32 parameters goes over what came out, as the logprob phase of a training run does.
+"""
+
+import argparse
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs import rlzero_tiny
+from experiments.engine import bench
+from main import to_settings
+from specrl_jax.training.loop import learner_rows
+from specrl_jax.training.measures import mismatch_metrics
+from specrl_jax.training.setup import Setup, build
+
+GROUP = 8
+QUANTILES = {"median": 0.5, "q90": 0.9, "q99": 0.99, "q999": 0.999, "max": 1.0}
+FIELDS = ("weights", "decoding", "learner", "k", "tokens", *QUANTILES, "kl")
+
+
+class Dtypes(NamedTuple):
+    weights: str  # policy.dtype: of the rollout weights
+    decoding: str  # rollout.compute_dtype and rollout.cache_dtype
+    learner: str  # policy.compute_dtype: its activations
+
+
+CELLS = [
+    Dtypes("float32", "float32", "float32"),
+    Dtypes("bfloat16", "float32", "float32"),
+    Dtypes("bfloat16", "bfloat16", "float32"),
+    Dtypes("bfloat16", "bfloat16", "bfloat16"),
+]
+
+
+def make_setup(dtypes: Dtypes, k: int, prompts: int) -> Setup:
+    c = rlzero_tiny.get_config()
+    c.policy.dtype, c.policy.compute_dtype = dtypes.weights, dtypes.learner
+    c.rollout.compute_dtype = c.rollout.cache_dtype = dtypes.decoding
+    c.draft.length, c.eval.problems = k, prompts
+    return build(to_settings(c), bench.one_device())
+
+
+def measure(setup: Setup) -> bench.Row:
+    """Quantiles, in nats, of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
+    rows, behaviour = learner_rows(setup.engine.generate(weights, prompts, GROUP, 0), setup)
+    learner, _ = setup.logprob_step(state.policy.params, rows)
+    apart = np.abs(behaviour - np.asarray(learner))[np.asarray(rows.mask)]
+    found: dict[str, Any] = {name: float(np.quantile(apart, q)) for name, q in QUANTILES.items()}
+    return {"tokens": apart.size} | found | {"kl": mismatch_metrics(behaviour, learner, rows.mask)["mismatch/kl"]}
+
+
+def report(rows: list[bench.Row]) -> None:
+    print("weights   decoding  learner   k   " + "".join(f"{name:>10}" for name in (*QUANTILES, "kl")))
+    for row in rows:
+        shown = "".join(f"{row[name]:10.1e}" for name in (*QUANTILES, "kl"))
+        print(f"{row['weights']:<9} {row['decoding']:<9} {row['learner']:<9} {row['k']}   {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[0, 3], help="k")
+    parser.add_argument("--output", default="experiments/engine/logprobs.csv")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for dtypes in CELLS:
+            for k in a.lengths:
+                write(dtypes._asdict() | {"k": k} | measure(make_setup(dtypes, k, a.prompts)))
+    report(bench.read_rows(a.output))
+
+
+if __name__ == "__main__":
+    main()

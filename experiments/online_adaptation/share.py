@@ -1,0 +1,115 @@
+"""Draft learning's share of a train phase, by counted operations of the products that the jitted steps really do.
+
+    python -m experiments.online_adaptation.share --output experiments/online_adaptation/share.csv
+
+Traces policy step and draft step of two configs, rlzero_8b with a fresh EAGLE-3 head and rlzero_tiny, without weights
+and without compiling, and counts the multiplications and additions of every matrix product in them: loops times their
+length, recomputed layers twice. What is no product is left out; attention counts all T x T pairs on both sides.
+"""
+
+import argparse
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from configs import rlzero_8b, rlzero_tiny
+from experiments.engine import bench
+from main import to_settings
+from specrl_jax.data.rows import Rows
+from specrl_jax.training.draft_learning import Tables
+from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.steps import Features, Signal
+
+DRAFT_VOCAB = 32_000  # of the 8B head, as published ones have
+FIELDS = ("config", "ttt_steps", "rows", "tokens", "policy_operations", "draft_operations", "share")
+
+
+def count_operations(jaxpr: Any) -> int:
+    """Multiplications and additions of the matrix products of a jaxpr; the dearest branch of a conditional."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            total += _product(equation)
+            continue
+        inner = [count_operations(found) for found in _inner(equation.params)]
+        if equation.primitive.name == "while" and any(inner):
+            raise ValueError("a product inside a loop without a length cannot be counted")
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * (max(inner) if equation.primitive.name == "cond" else sum(inner))
+    return total
+
+
+def _product(equation: Any) -> int:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    summed = math.prod(equation.invars[0].aval.shape[i] for i in contracting)
+    return 2 * summed * math.prod(equation.outvars[0].aval.shape)
+
+
+def _inner(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs among an equation's parameters."""
+    found = []
+    for value in params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                found.append(x)
+    return found
+
+
+def without_files(name: str, ttt_steps: int) -> ConfigDict:
+    """The config with random weights and built-in prompts: only shapes matter here."""
+    c = {"rlzero_8b": rlzero_8b, "rlzero_tiny": rlzero_tiny}[name].get_config()
+    if name == "rlzero_8b":
+        c.draft.kind, c.draft.vocab_size = "eagle3", DRAFT_VOCAB
+        c.policy.path = c.data.path = c.eval.path = ""
+        c.data.tokenizer, c.reward.name = "char", "exact"
+    c.draft.ttt_steps = ttt_steps
+    return c
+
+
+def measure(setup: Setup) -> bench.Row:
+    """One policy update and the draft updates that follow it, counted."""
+    s, D = setup.settings, setup.model.embed
+    B, T = s.grpo.prompts_per_step * s.grpo.group_size // s.grpo.minibatches, setup.rollout.limits.cache_length
+    dtype = setup.learner.dtype
+
+    def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    ints = shape(B, T, dtype=jnp.int32)
+    rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
+    state = setup.abstract_state()
+    reference = shape(B, T) if s.grpo.kl_coef else None
+    policy = jax.make_jaxpr(setup.policy_step)(state.policy, rows, Signal(shape(B, T), reference, shape(B)))
+    part = B // s.draft.minibatches
+    rows = jax.tree.map(lambda x: shape(part, *x.shape[1:], dtype=x.dtype), rows)
+    aux = shape(part, T, len(setup.draft.aux_layers), D, dtype=dtype)
+    features = Features(aux, shape(part, T, D, dtype=dtype), shape(part, T))
+    tables = Tables(shape(setup.model.vocab, D), shape(setup.draft.vocab, D))
+    draft = jax.make_jaxpr(setup.draft_step)(state.draft, tables, features, rows)
+    ours = count_operations(policy.jaxpr)
+    theirs = count_operations(draft.jaxpr) * s.draft.epochs * s.draft.minibatches
+    share = round(theirs / (ours + theirs), 4)
+    return {"rows": B, "tokens": T, "policy_operations": ours, "draft_operations": theirs, "share": share}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", default=["rlzero_8b", "rlzero_tiny"])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 3, 7], help="draft steps unrolled")
+    parser.add_argument("--output", default="experiments/online_adaptation/share.csv")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for name in a.configs:
+            for steps in a.steps:
+                setup = build(to_settings(without_files(name, steps)), bench.one_device())
+                row = {"config": name, "ttt_steps": steps} | measure(setup)
+                write(row)
+                print(f"{name}, {steps} unrolled: {row['share']:.3f} of the operations of a train phase")
+
+
+if __name__ == "__main__":
+    main()
