@@ -34,7 +34,7 @@ def get_config(arg: str = ""):
     if arg == "small":
         c.policy.preset = ""
         c.policy.path = "runs/small_base"
-        c.steps = 800
+        c.steps = 500
         c.draft.learning_rate = 1e-3
         c.pretrain.output = "runs/small_head"
     if arg == "smoke":

@@ -28,8 +28,9 @@ def get_config(arg: str = ""):
     c.eval.problems = 512
     if arg == "small":
         c.policy.preset = "small"
-        c.steps = 600
+        c.steps = 300
         c.optimizer.learning_rate = 1e-3
+        c.optimizer.warmup = 50
         c.pretrain.error_rate = 0.1
         c.pretrain.output = "runs/small_base"
     if arg == "smoke":

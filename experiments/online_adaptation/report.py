@@ -25,7 +25,7 @@ HERE = pathlib.Path(__file__).parent
 LENGTH = "spec/acceptance_length"
 FIELDS = ["draft", "seed", "step", LENGTH, *[f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]]
 FIELDS += ["spec/acceptance_predicted", "draft/loss", "draft/entropy", "draft/mismatch", "draft/seconds", "time/train"]
-FIELDS += ["eval/accuracy"]
+FIELDS += ["spec/length_chosen", "time/generate", "reward/mean"]
 # Tables 3 and 5 of arXiv 2604.26779, acceptance length at k = 3: Zero, Think.
 PAPER = {
     "in-domain, offline": (3.32, 2.77),
@@ -34,6 +34,7 @@ PAPER = {
     "generic, online": (3.04, 2.55),
 }
 WINDOW = 5  # steps averaged
+ON = 0.5  # drafts a verification; probes of a controller that drafts nothing come to less
 CLOSED_AT = 30  # RL step at which the gap of the generic head is read
 
 
@@ -57,6 +58,12 @@ def around(series: np.ndarray, step: int) -> float:
     return float(series[max(step - WINDOW, 0) : step].mean())
 
 
+def switched_on(rows: list[dict[str, Any]]) -> int | None:
+    """The step after the last one whose verifications had fewer than ON drafts on average; None: it never is on."""
+    off = [row["step"] for row in rows if row.get("spec/length_chosen", ON) < ON]
+    return None if off and off[-1] == rows[-1]["step"] else off[-1] + 1 if off else 1
+
+
 def print_tables(rows: list[dict[str, Any]]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     print(f"acceptance length, k = 3, mean of {WINDOW} steps: first, at step {CLOSED_AT}, last; paper Zero, Think")
@@ -66,15 +73,22 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             series = lengths(rows, draft, seed)
             shown.append(" ".join(f"{around(series, at):.3f}" for at in (WINDOW, CLOSED_AT, len(series))))
         print(f"  {draft:<19} {'   '.join(shown)}   {PAPER.get(draft, '')}")
-    closed, share = [], []
+    closed, share, on = [], {"offline": [], "online": []}, []
     for seed in seeds:
         best, low = (lengths(rows, f"{kind}, offline", seed) for kind in ("in-domain", "generic"))
         online, random = (lengths(rows, f"{kind}, online", seed) for kind in ("generic", "random"))
         gap = around(best, CLOSED_AT) - around(low, CLOSED_AT)
         closed.append((around(online, CLOSED_AT) - around(low, CLOSED_AT)) / gap)
-        share.append((around(random, len(random)) - 1) / (around(best, len(best)) - 1))
+        for kind, found in share.items():
+            series = lengths(rows, f"in-domain, {kind}", seed)
+            found.append((around(random, len(random)) - 1) / (around(series, len(series)) - 1))
+        on.append(switched_on([r for r in rows if (r["draft"], r["seed"]) == ("random, adaptive", seed)]))
     print(f"gap of the generic head closed at step {CLOSED_AT}: {np.round(closed, 3)}; the paper 0.36, 0.41")
-    print(f"random head's accepted drafts over the in-domain head's, last steps: {np.round(share, 3)}")
+    for kind, found in share.items():
+        print(
+            f"random head's accepted drafts over those of the in-domain head, {kind}, last steps: {np.round(found, 3)}"
+        )
+    print(f"first step from which on the controller drafts with a random head: {on}")
     for draft in DRAFTS:
         timed = [r["draft/seconds"] / r["time/train"] for r in rows if r["draft"] == draft and "draft/seconds" in r]
         if timed:
