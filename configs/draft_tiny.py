@@ -36,6 +36,7 @@ def get_config(arg: str = ""):
         c.policy.path = "runs/small_base"
         c.steps = 500
         c.draft.learning_rate = 1e-3
+        c.pretrain.rollouts = 4096
         c.pretrain.output = "runs/small_head"
     if arg == "smoke":
         c.policy.path = ""

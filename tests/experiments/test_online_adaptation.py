@@ -1,0 +1,26 @@
+"""What the report of the drafts that learn inside RL reads from its rows."""
+
+import numpy as np
+import pytest
+
+from experiments.online_adaptation.report import around, switched_on
+from experiments.online_adaptation.sweep import DRAFTS, get_sweep
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step"), [([0, 0.1, 2, 3], 3), ([0, 2, 0, 3], 4), ([2, 2], 1), ([0, 3, 0.2], None), ([0, 0], None)]
+)
+def test_the_step_from_which_on_a_draft_is_used(chosen, step):
+    rows = [{"step": i, "spec/length_chosen": x} for i, x in enumerate(chosen, 1)]
+    # The row of the evaluation before the first step has none.
+    assert switched_on([{"step": 0}, *rows]) == step
+
+
+def test_a_window_ends_with_its_step():
+    series = np.arange(1.0, 41.0)
+    assert around(series, 30) == 28.0 and around(series, 2) == 1.5
+
+
+def test_every_run_is_of_one_draft():
+    for run in get_sweep():
+        assert sum(overrides.items() <= run.items() for overrides in DRAFTS.values()) == 1

@@ -1,0 +1,19 @@
+"""What the memory script reads from a program."""
+
+from experiments.unembedding.memory import compile_gradient, largest_buffer, run
+
+SIZES = {"tokens": 64, "vocab": 96, "embed": 8}
+
+
+def test_the_largest_buffer_is_read_from_the_text():
+    text = "%a = f32[2,3]{1,0} add(%b), %c = bf16[1,7]{1,0} copy(), %d = (s32[], pred[30]{0}) tuple()"
+    assert largest_buffer(text) == 30
+
+
+def test_whole_logits_are_seen_and_tiles_have_none():
+    logits = 4 * SIZES["tokens"] * SIZES["vocab"]
+    assert largest_buffer(compile_gradient(**SIZES, tile=0).as_text()) == logits
+    tiled = compile_gradient(**SIZES, tile=16)
+    assert largest_buffer(tiled.as_text()) < logits
+    found = run(tiled, **SIZES)
+    assert found["seconds"] >= 0 and found["peak"] >= 0
