@@ -1,6 +1,6 @@
 # make run    virtual environment, install, the tiny config from start to closing table
 # make test   the whole suite; `make test PARITY=1` adds the comparisons with transformers (installs torch)
-# make test-full  every cell of the engine's product, about 20 minutes of one core; writes tests/results
+# make test-full  every cell of the engine's product, about 30 minutes of one core; writes tests/results
 # make lock   writes requirements.lock from the environment
 
 PYTHON ?= python3
