@@ -2,7 +2,7 @@
 
     python -m experiments.draft_init.offline --output experiments/draft_init/offline.csv
 
-Every head starts from random weights of its seed and has the same number of updates over the same features (stored once
+Every head starts afresh from its seed and has the same number of updates over the same features (stored once
 per kind of prompts, under --features). Acceptance is measured by the engine on validation prompts of the arithmetic
 task, sampled drafts at temperature 1, at every k. `generic` heads learn from the base's answers to prompts of another
 task, countdown.
