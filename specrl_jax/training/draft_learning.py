@@ -70,7 +70,7 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> Callab
     """(policy params, vocab_map) -> Tables. Copies, so that they outlive an update that donates the params."""
 
     def read(params: Any, vocab_map: jax.Array | None) -> Tables:
-        unembed = params["embed" if model.tied else "unembed"]
+        unembed = qwen3.unembedding(params, model)
         return Tables(params["embed"], unembed if vocab_map is None else unembed[vocab_map])
 
     table = partition.sharding(("vocab", "embed"))

@@ -28,10 +28,10 @@ LENGTH = "spec/acceptance_length"
 def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
     """Trains at most `steps` updates over the features of `pretrain.rollouts` texts, and writes `pretrain.output`.
 
-    Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. The
-    acceptance on validation prompts is measured every `eval.every` updates, since a loss that still falls can go with
-    an acceptance that has begun to; the best weights are kept, and after `pretrain.patience` measurements without
-    better ones it is over. What is written: an EAGLE-3 or MTP head in draft.dialect, a smaller policy as a folder.
+    Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. The acceptance on
+    validation prompts is measured every `eval.every` updates, since a loss that still falls can go with an acceptance
+    that has begun to; the best weights are kept, and after `pretrain.patience` measurements without better ones it is
+    over. What is written: an EAGLE-3 or MTP head in draft.dialect, a smaller policy as a folder.
 
     Returns the log: loss every 50 steps; acceptance where it was measured; last, of the weights as stored, their
     acceptance, what they cost in seconds and the RL step at which that is earned back (None: never). It is written to

@@ -150,9 +150,7 @@ class Setup:
         drawn = init_random_params(key, self.draft.specs, self.learner_partition)
         # Jitted, so that nothing of the policy's is shared: an update donates the draft's parameters.
         begin = jax.jit(self.draft.begin, donate_argnums=0, out_shardings=self.learner_partition.tree(self.draft.specs))
-        ids = self.initial_vocab_map()
-        unembedding = qwen3.unembedding(policy, self.model)
-        return begin(drawn, policy, unembedding if ids is None else unembedding[ids])
+        return begin(drawn, policy, self.read_tables(policy, self.initial_vocab_map()).unembed)
 
     def initial_vocab_map(self) -> jax.Array | None:
         """[Vd] int32: from draft.path, or the policy's first ids; None where draft and policy share their ids."""
