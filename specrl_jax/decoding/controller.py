@@ -226,6 +226,11 @@ class Controller:
         if moved:
             self._start_probes_over()
 
+    def replay(self, verifications: int, accepted: Sequence[int]) -> None:
+        """What drafts of as many positions would have had accepted in a chunk that drafted nothing; as in `observe`."""
+        if self._observe_acceptance(len(accepted), verifications, accepted):
+            self._start_probes_over()
+
     def _observe_acceptance(self, k: int, verifications: int, accepted: Sequence[int]) -> bool:
         """Adds a chunk's counts; whether the acceptance of a position has jumped."""
         moved = False

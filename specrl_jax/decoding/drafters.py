@@ -28,11 +28,13 @@ class Drafter:
       draft: may assume that its state is that of at most k + 1 committed tokens ago.
       catch_up: brings that state level with any number of committed tokens; called after a prefill, and before k
         changes to anything but 0.
+      copies: its drafts are one-hot functions of committed tokens alone, so that they can be made afterwards too.
     """
 
     length: int
     draft: DraftFn
     catch_up: CatchUpFn
+    copies: bool = False
 
 
 NO_DRAFTER = Drafter(

@@ -39,6 +39,7 @@ class Lengths(Protocol):
         accepted: np.ndarray,
         switch_seconds: float,
     ) -> None: ...
+    def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
     def unmeasured(self, size: int) -> Sequence[int]: ...
     def calibrate(self, size: int, k: int, seconds: float) -> None: ...
 
@@ -53,6 +54,9 @@ class FixedLength:
         return Choice(self.k, None)
 
     def observe(self, *chunk: Any) -> None:
+        pass
+
+    def replay(self, verifications: int, accepted: np.ndarray) -> None:
         pass
 
     def unmeasured(self, size: int) -> Sequence[int]:
@@ -104,6 +108,8 @@ class Engine:
             choice = lengths.choose(batch.size, batch.dealer.running)
             chunk, tally = batch.run(choice)
             lengths.observe(*chunk[:5], tally.accepted, chunk.switch_seconds)
+            if tally.replayed is not None:
+                lengths.replay(int(tally.replayed[0]), tally.replayed[1:])
             on_progress(batch.finished, batch.dealer.total)
         return batch.rollouts(samples, stamp)
 

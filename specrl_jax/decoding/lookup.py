@@ -130,7 +130,7 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
         tokens, _ = _look_up(slots, k, min_match, max_match)
         return Draft(tokens, None, jnp.ones(slots.length.shape, bool), None), slots.cache
 
-    return Drafter(length, draft, lambda params, tokens, length, cache: cache)
+    return Drafter(length, draft, lambda params, tokens, length, cache: cache, copies=True)
 
 
 def cascade(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:

@@ -20,6 +20,7 @@ import numpy as np
 
 from specrl_jax.decoding.corpus import Corpus, admit, empty_corpus, record
 from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Draft, Slots, TargetFn, VerifyFn, no_draft, speculative_step
 
@@ -112,6 +113,7 @@ class Tally(NamedTuple):
     verifications: jax.Array  # [] int32, by running rows
     drafted: jax.Array  # [longest draft] int32
     accepted: jax.Array  # [longest draft] int32
+    replayed: jax.Array | None  # [1 + k] int32, by `replay`: after plain decoding, of drafters that copy
 
 
 def empty_slots(model: Model, limits: Limits) -> tuple[Slots, Prompts]:
@@ -187,6 +189,9 @@ def _prefill(params: Any, carried: Prompts, admission: Admission, model: Model, 
 
     def prefill_some(i: jax.Array, pool: Any) -> Any:
         tokens, length = (jax.lax.dynamic_slice_in_dim(x, i * r, r) for x in (admission.tokens, admission.length))
+        # Always true here. Without it nothing but the loop's own count would keep XLA from lifting a prefill that is
+        # the same in every turn (r = P) out of the loop, where it runs at every refill, also of none.
+        tokens = jnp.where(i * r < admission.count, tokens, 0)
         cache = model.prefill(params, tokens, positions, model.init_cache(r, T))
         if model.drafter.length:
             cache = model.drafter.catch_up(params, tokens, length, cache)
@@ -258,10 +263,15 @@ def run(
         # Over no tokens where nothing was missed: a loop of no turns, which costs no copy of the cache, as a cond does.
         length = jnp.where(stale, slots.length, 0)
         slots = slots.replace(cache=drafter.catch_up(params, slots.tokens, length, slots.cache))
-    before = _counters(slots)
+    before = slots
     count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
-    counted = jax.tree.map(jnp.subtract, _counters(slots), before)
-    return slots, Tally(slots.done, count, *counted)
+    counted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
+    replayed = None
+    if drafter.copies and not k:
+        # Half a chunk at most, so that the other half is left to be gone over.
+        looked_at = min(drafter.length, limits.chunk // 2)
+        replayed = replay(before, slots, lambda then: drafter.draft(params, then, seed, looked_at)[0].tokens, looked_at)
+    return slots, Tally(slots.done, count, *counted, replayed)
 
 
 def _counters(slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,0 +1,155 @@
+"""What copies would have had accepted: moments gone back to, the counts, and that a controller acts on them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.dealer import Dealer
+from specrl_jax.decoding.engine import Batch
+from specrl_jax.decoding.lookup import lookup_drafter
+from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.replay import replay
+from specrl_jax.decoding.sampling import Sampling
+from tests.decoding.test_lookup import make_slots
+from tests.helpers import toys
+
+TABLE = toys.make_table(seed=0, V=4, scale=2.0)
+PROMPTS = [[1, 2], [2], [1, 1, 2, 0]]
+SAMPLES, K, CHUNK = 4, 3, 8
+
+
+def engine(drafter, groups=0, chunk=CHUNK):
+    limits = Limits(6, 4, 16, chunk, groups=groups, members=SAMPLES if groups else 0)
+    return toys.toy_engine(limits, Sampling(1.0), (3,), 0, drafter)
+
+
+def copied(drafter, slots):
+    return np.asarray(drafter.draft(None, slots, jnp.uint32(0), K)[0].tokens)
+
+
+def slots_of(texts, length):
+    tokens = np.array([[int(c) for c in text] for text in texts], np.int32)
+    zeros = np.zeros(len(texts), np.int32)
+    slots = make_slots(tokens, np.array(length, np.int32), zeros, zeros, None)
+    return slots.replace(verifications=slots.length)
+
+
+@pytest.mark.parametrize("groups", [0, 2], ids=["ngram", "suffix"])
+def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
+    """At every moment of a chunk when all rows come back to it at once; siblings' texts as long as they were."""
+    drafter = lookup_drafter(K, 1, 4)
+    engine_ = engine(drafter, groups)
+
+    def slots_after(*chunks):
+        batch = Batch(engine_, TABLE, Dealer(engine_.limits, 0, PROMPTS, 2, 0, None), seed=1)
+        batch.prepare()
+        for n in chunks:
+            batch.run(Choice(0, n))
+        return jax.tree.map(jnp.copy, batch._slots)
+
+    before, after = slots_after(1), slots_after(1, CHUNK)
+    assert (after.done & ~before.done).any() and not after.done.all(), "some rows ended"
+    lengths, drafts = [], []
+
+    def one_token_a_turn(then):
+        """Nothing is ever accepted, so every moment is visited."""
+        lengths.append(np.asarray(then.length))
+        drafts.append(copied(drafter, then))
+        return jnp.full((6, K), -1)
+
+    with jax.disable_jit():
+        replay(before, after, one_token_a_turn, K)
+    assert len(lengths) == CHUNK - K + 1
+    for moment, (length, draft) in enumerate(zip(lengths, drafts)):
+        then = slots_after(1, moment) if moment else before
+        np.testing.assert_array_equal(length, then.length)
+        np.testing.assert_array_equal(draft, copied(drafter, then))
+
+
+def test_counts_are_of_verifications_after_the_first():
+    """By hand, k = 3: drafts right at positions 4 and 5 of the first row only, nothing drafted in the second.
+
+    The third did not run. From 2 nothing is kept: to 3, where nothing is: to 4, where two are: to 7, which is too near
+    the end.
+    """
+    before = slots_of(["00123456"] * 3, [2] * 3).replace(done=jnp.array([False, False, True]))
+    after = before.replace(length=jnp.array([9 - 1, 6, 8]))
+
+    def draft(then):
+        right = jnp.take_along_axis(after.tokens, then.length[:, None] + jnp.arange(3)[None], axis=1, mode="clip")
+        two = jnp.where(jnp.arange(3)[None] < 2, right, -1)
+        return jnp.where((then.length == 4)[:, None] & (jnp.arange(3) != 1)[:, None], two, -1)
+
+    found = replay(before, after, draft, 3)
+    # Row 0 counts 3 and 4; row 1 counts 3 (4 has too few tokens after it).
+    np.testing.assert_array_equal(found, [3, 1, 1, 0])
+
+
+def test_only_plain_chunks_of_drafters_that_copy_are_replayed():
+    drafter = lookup_drafter(K, 1, 4)
+    for drafts, k, replays in (
+        (drafter, 0, True),
+        (drafter, 2, False),
+        (dataclasses.replace(drafter, copies=False), 0, False),
+    ):
+        engine_ = engine(drafts)
+        batch = Batch(engine_, TABLE, Dealer(engine_.limits, 0, PROMPTS, SAMPLES, 0, None), seed=0)
+        batch.prepare()
+        _, tally = batch.run(Choice(k, None))
+        assert (tally.replayed is not None) == replays
+
+
+class Recorder:
+    """Always k; what was seen of acceptance, really and in replays: verifications, and those that kept draft i."""
+
+    def __init__(self, k):
+        self.k, self.real, self.replayed = k, np.zeros(1 + K), np.zeros(1 + K)
+
+    def choose(self, size, running):
+        return Choice(self.k, None)
+
+    def observe(self, size, k, seconds, iterations, verifications, accepted, switch_seconds):
+        self.real += [verifications, *accepted]
+
+    def replay(self, verifications, accepted):
+        self.replayed += [verifications, *accepted]
+
+    def unmeasured(self, size):
+        return ()
+
+
+def test_replays_foretell_the_tokens_a_verification():
+    """Text in which long copies and surprises alternate: a plain mean over positions would be a quarter too high."""
+    # After 0 mostly one of three letters, after those the way back to 0 is nearly certain.
+    step = np.full((4, 4), -6.0, np.float32)
+    step[0, :3] = 0.0
+    step[1, 2] = step[2, 0] = step[3, 0] = 6.0
+    table = np.broadcast_to(step, (toys.HASHES, 4, 4))
+    drafter = lookup_drafter(K, 1, 4)
+    limits = Limits(6, 4, 64, CHUNK, groups=0, members=0)
+    engine_ = toys.toy_engine(limits, Sampling(1.0), (), 0, drafter, lengths=(0, K))
+    recorders = [Recorder(0), Recorder(K)]
+    for recorder in recorders:
+        engine_.generate(table, PROMPTS, 100, seed=0, lengths=recorder)
+    foretold, real = recorders[0].replayed, recorders[1].real
+    assert not recorders[1].replayed.any() and foretold[0] > 300
+    foretold, real = (counts.sum() / counts[0] for counts in (foretold, real))
+    assert 1.5 < real < K + 0.5
+    assert foretold == pytest.approx(real, rel=0.05)
+
+
+def test_a_controller_that_drafts_nothing_acts_on_replays():
+    """Without a probe: copies that were never right begin to be."""
+    controller = Controller((0, 1, 3), (8,), probe_budget=0.0, endowment=0.0)
+    for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
+        controller.calibrate(8, k, seconds)
+    controller.observe(8, 3, 1.3, 1, 2000, [0, 0, 0])
+    assert controller.choose(8, 8) == Choice(0, None)
+    for _ in range(100):
+        controller.observe(8, 0, 16.0, 16, 128, [0, 0, 0])
+        controller.replay(6.0, [4.0, 3.5, 3.0])
+    assert controller.choose(8, 8) == Choice(3, None)
