@@ -15,6 +15,8 @@ PRIOR, FLOOR, PROBE = 8.0, 64.0, 64
 PROBE_ITERATIONS = (4, 32)  # fewest, most
 SAMPLES, RECENT = 49, 7  # chunks that count: for the cost of one length against the others; for the level of all
 PAIRED = 3  # chunks after a change of length that compare the two
+SPREAD_CHUNKS = 16  # chunks that the spread of acceptance is a running mean of
+SQUARED_ERRORS = 36.0  # most that one chunk counts in that mean: what is a jump must not hide the next one
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
 
@@ -75,6 +77,7 @@ class Controller:
         self.hysteresis, self.probe_budget, self.memory, self.endowment = hysteresis, probe_budget, memory, endowment
         # Of position i: verifications that kept all drafts before it, and those of them that kept it too.
         self._tries, self._hits = [0.0] * self.lengths[-1], [0.0] * self.lengths[-1]
+        self._spread = 1.0  # variance of a chunk's share of kept first drafts over that of independent verifications
         self._predicted: list[float] = []  # cumulative
         self._heeded: list[float] = []  # the prediction that last sent the probes out again
         n = len(self.lengths)
@@ -235,8 +238,13 @@ class Controller:
         """Adds a chunk's counts; whether the acceptance of a position has jumped."""
         moved = False
         reached = [verifications, *accepted]  # by position: verifications that kept all drafts before it
+        errors = 4 * math.sqrt(max(1.0, self._spread))
+        if k:
+            # Copies come in bursts: of chunks that always differ by many errors none is a jump.
+            square = _squared_errors(accepted[0], reached[0], self._hits[0], self._tries[0])
+            self._spread += (min(square, SQUARED_ERRORS) - self._spread) / SPREAD_CHUNKS
         for i, (hits, tries) in enumerate(zip(self._hits, self._tries)):
-            moved = moved or (i < k and _jumped(accepted[i], reached[i], hits, tries))
+            moved = moved or (i < k and _jumped(accepted[i], reached[i], hits, tries, errors))
             # After a jump the old counts are about another head, those of later positions as well.
             keep = max(math.exp(-verifications / self.memory), min(1.0, FLOOR / tries)) if tries and not moved else 0.0
             self._hits[i] = keep * hits + (accepted[i] if i < k else 0)
@@ -270,7 +278,12 @@ class Controller:
         acceptance = {name: list(getattr(self, name)) for name in ("_tries", "_hits", "_predicted", "_heeded")}
         per_size = [dataclasses.asdict(self._sizes[size]) for size in self.sizes]
         shape = {"lengths": list(self.lengths), "sizes": list(self.sizes)}
-        return {"arguments": shape | arguments, "acceptance": acceptance, "per_size": per_size}
+        return {
+            "arguments": shape | arguments,
+            "acceptance": acceptance,
+            "spread": self._spread,
+            "per_size": per_size,
+        }
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> "Controller":
@@ -278,6 +291,7 @@ class Controller:
         controller = cls(**state["arguments"])
         for name, values in state["acceptance"].items():
             setattr(controller, name, list(values))
+        controller._spread = state["spread"]
         for size, values in zip(controller.sizes, state["per_size"]):
             controller._sizes[size] = _Size(**values)
         return controller
@@ -294,13 +308,20 @@ def _loss(iterations: int, cost: float, tokens: float, best_cost: float, best_to
     return iterations * (cost - tokens * best_cost / best_tokens)
 
 
-def _jumped(accepted: float, reached: float, hits: float, tries: float) -> bool:
-    """Whether two shares differ by more than 0.1 and by more than four standard errors (false alarm below 1e-4)."""
-    if not reached or not tries:
+def _jumped(accepted: float, reached: float, hits: float, tries: float, errors: float) -> bool:
+    """Whether two shares differ by more than 0.1 and by so many standard errors (four: false alarm below 1e-4)."""
+    if not reached or not tries or abs(accepted / reached - hits / tries) <= 0.1:
         return False
+    return _squared_errors(accepted, reached, hits, tries) > errors**2
+
+
+def _squared_errors(accepted: float, reached: float, hits: float, tries: float) -> float:
+    """How far two shares are from each other, over the variance if all verifications were independent."""
+    if not reached or not tries:
+        return 1.0
     share = (accepted + hits) / (reached + tries)
-    error = math.sqrt(max(share * (1 - share), 0.0) * (1 / reached + 1 / tries))
-    return abs(accepted / reached - hits / tries) > max(0.1, 4 * error)
+    variance = share * (1 - share) * (1 / reached + 1 / tries)
+    return (accepted / reached - hits / tries) ** 2 / variance if variance > 0 else 0.0
 
 
 def _typical(values: Sequence[float]) -> float:

@@ -100,6 +100,25 @@ def usual(choices):
     return max(set(lengths), key=lengths.count)
 
 
+class Bursts(Machine):
+    """Long stretches of chunks keep next to nothing, others nearly all, as copies from siblings do."""
+
+    def __init__(self, costs, share, chunks, **options):
+        super().__init__(costs, (0.9,) * 7, **options)
+        self.share, self.chunks, self.t = share, chunks, 0
+        self.burst = False
+
+    def tokens(self, k):
+        return 1 + self.share * np.cumprod((0.9,) * 7)[:k].sum()
+
+    def run(self, choice):
+        if self.t % self.chunks == 0:
+            self.burst = self.rng.random() < self.share
+        self.t += 1
+        self.ratios = (0.9,) * 7 if self.burst else (0.02,) + (0.5,) * 6
+        return super().run(choice)
+
+
 # --- against the best fixed length
 
 
@@ -111,6 +130,17 @@ def test_as_fast_as_the_best_fixed_length(acceptance, costs, rows):
         machine = Machine(COSTS[costs], ACCEPTANCE[acceptance], seed, rows)
         share, _ = drive(calibrated(machine), machine, chunks=500)
         assert share >= (0.985 if machine.best() == 0 else 0.97)
+
+
+@pytest.mark.parametrize("rows, costs", [(1, "nearly free"), (4, "paper, Zero"), (8, "dear")])
+def test_bursts_are_no_jumps(rows, costs):
+    """A stretch of chunks in which all is kept says little about the next one: the mean decides."""
+    for seed in range(5):
+        machine = Bursts(COSTS[costs], share=0.35, chunks=4, seed=seed, rows=rows, chunk=16)
+        controller = calibrated(machine)
+        drive(controller, machine, 400)
+        share, _ = drive(controller, machine, 2000)
+        assert share > 0.96
 
 
 def test_the_grid_holds_every_kind_of_answer():
