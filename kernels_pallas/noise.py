@@ -6,9 +6,11 @@ one draw, or the Gumbel noise of two tokens, from
 
     key      (seed, rollout id)
     counter  (position, stream << 28 | offset)      of a draw
-             (position, GUMBEL << 28 | token // 2)  of token's noise, which is word token % 2
+             (position, GUMBEL << 28 | token // 512 * 256 + token % 256)
+                                                      of token's noise, which is word token // 256 % 2
 
-Written in plain uint32 arithmetic, so that the same few lines run under XLA and inside a Pallas kernel.
+256 blocks are the noise of a tile of 512 tokens, one word for each half: nothing has to be interleaved. Written in
+plain uint32 arithmetic, so that the same few lines run under XLA and inside a Pallas kernel.
 """
 
 import jax
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 DRAFT, ACCEPT, RESIDUAL = 0, 1, 2
 # Shared by the draft's draw and the target's on purpose: only a rule that accepts equal tokens and no other may use it.
 GUMBEL = 3
+
+HALF = 256  # tokens of half a tile
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -63,16 +67,29 @@ def gumbel(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, token: j
         vocabulary below 2**29.
     """
     token = jnp.asarray(token).astype(jnp.uint32)
-    first, second = _block(seed, rollout_id, position, GUMBEL, token >> jnp.uint32(1))
-    return _gumbel(jnp.where((token & jnp.uint32(1)) == 0, first, second))
+    half, lane = token // jnp.uint32(HALF), token % jnp.uint32(HALF)
+    first, second = gumbel_halves(seed, rollout_id, position, half // jnp.uint32(2) * jnp.uint32(HALF) + lane)
+    return jnp.where(half % jnp.uint32(2) == 0, first, second)
 
 
 def gumbel_rows(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, V: int) -> jax.Array:
     """`gumbel` of tokens 0 to V - 1: [...] ids and positions -> [..., V] float32, at one block for two tokens."""
     rollout_id, position = (jnp.asarray(x)[..., None] for x in (rollout_id, position))
-    words = _block(seed, rollout_id, position, GUMBEL, jnp.arange((V + 1) // 2))
-    bits = jnp.stack(words, axis=-1)
-    return _gumbel(bits.reshape(*bits.shape[:-2], -1)[..., :V])
+    whole = V // (2 * HALF) * HALF
+    blocks = whole + min(V - 2 * whole, HALF)  # the last tile's second half may be empty
+    first, second = gumbel_halves(seed, rollout_id, position, jnp.arange(blocks))
+    shape = (*first.shape[:-1], -1, 1, HALF)
+    tiles = jnp.concatenate([x[..., :whole].reshape(shape) for x in (first, second)], axis=-2)
+    parts = (tiles.reshape(*first.shape[:-1], -1), first[..., whole:], second[..., whole:])
+    return jnp.concatenate(parts, axis=-1)[..., :V]
+
+
+def gumbel_halves(
+    seed: jax.Array, rollout_id: jax.Array, position: jax.Array, block: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`gumbel` of two tokens a block: tokens block // 256 * 512 + block % 256 and those 256 further on."""
+    first, second = _block(seed, rollout_id, position, GUMBEL, block)
+    return _gumbel(first), _gumbel(second)
 
 
 def _block(
@@ -96,4 +113,8 @@ def _gumbel(bits: jax.Array) -> jax.Array:
     low = (bits & jnp.uint32(0xFF)).astype(jnp.int32).astype(jnp.float32)
     u = _unit(bits) + (low + 0.5) * jnp.float32(2**-32)
     # The last 128 of the 2**32 would round to one.
-    return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1 - 2**-24)))
+    u = jnp.minimum(u, 1 - 2**-24)
+    # Kahan's log1p, which Mosaic GPU has not: the rounding of 1 - u is the same in numerator and denominator.
+    rest = 1 - u
+    exponential = jnp.where(rest == 1, u, u * (jnp.log(rest) / jnp.where(rest == 1, -1, rest - 1)))
+    return -jnp.log(exponential)

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
+from kernels_pallas.verify import rules
+from kernels_pallas.verify.draws import final_logits
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding import rules
 from specrl_jax.decoding.dealer import Dealer
 from specrl_jax.decoding.programs import Limits, Model, empty_slots, refill
-from specrl_jax.decoding.sampling import Sampling, final_logits
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots, speculative_step
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner

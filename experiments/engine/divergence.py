@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import noise as counter
+from kernels_pallas.verify.draws import final_logits
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.decoding.sampling import Sampling, final_logits
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner

@@ -12,9 +12,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Noise, Verified, verify
 from specrl_jax.decoding.corpus import Corpus, record
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.verification import Noise, Verified, verify
 
 
 @flax.struct.dataclass
@@ -48,7 +48,7 @@ class Draft(NamedTuple):
 TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # (slots, seed) -> (draft, cache)
 DraftFn = Callable[[Slots, jax.Array], tuple[Draft, Any]]
-# The signature of `verification.verify`
+# The signature of `kernels_pallas.verify.op.verify`, up to `sampling`
 VerifyFn = Callable[..., Verified]
 
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Noise
 from specrl_jax.decoding.drafters import Drafter, sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Draft, Slots
-from specrl_jax.decoding.verification import Noise
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.recurrent import DraftCache

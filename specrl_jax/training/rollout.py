@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Noise, Verified, verify
 from specrl_jax.core import BadInput
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.drafters import Drafter
@@ -15,7 +16,6 @@ from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.programs import Limits, Model, Prompts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
-from specrl_jax.decoding.verification import Noise, Verified, verify
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import Partitioner
@@ -187,10 +187,13 @@ def sharded_verify(
 ) -> Verified:
     """`verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
 
-    The results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.
+    Where the batch has become too small to be split that finely, it stays split as it is, and logits are gathered. The
+    results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.
     """
-    target_logits = partition.constrain(target_logits, "sampled_rows", None, None)
-    verified = verify(noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits, sampling)
+    rows = "batch" if len(draft_tokens) % partition.ways("sampled_rows") else "sampled_rows"
+    target_logits = partition.constrain(target_logits, rows, None, None)
+    arguments = noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits, sampling
+    verified = verify(*arguments, mesh=partition.mesh, rows=partition.spec((rows,))[0])
     return Verified(
         tokens=partition.constrain(verified.tokens, "batch", None),
         num_accepted=partition.constrain(verified.num_accepted, "batch"),

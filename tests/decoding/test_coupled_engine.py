@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from specrl_jax.decoding import verification
+from kernels_pallas.verify import reference
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
@@ -49,13 +49,13 @@ def assert_same_tokens(out):
 @pytest.fixture
 def in_float64(monkeypatch):
     """What the target's choice is made from is float64 throughout."""
-    inner, seen = verification._coupled_draws, set()
+    inner, seen = reference._coupled_draws, set()
 
     def spy(noise, logits):
         seen.add(str(logits.dtype))
         return inner(noise, logits)
 
-    monkeypatch.setattr(verification, "_coupled_draws", spy)
+    monkeypatch.setattr(reference, "_coupled_draws", spy)
     yield
     assert seen == {"float64"}
 

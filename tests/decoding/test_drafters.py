@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
+from kernels_pallas.verify.draws import TILE, draw
+from kernels_pallas.verify.op import Noise
 from specrl_jax.decoding.drafters import sample_draft
-from specrl_jax.decoding.sampling import TILE, Sampling, draw
-from specrl_jax.decoding.verification import Noise
+from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.exact import joint, softmax
 from tests.helpers.statistics import assert_drawn_from
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from specrl_jax.decoding import verification
+from kernels_pallas.verify import reference
 from specrl_jax.decoding.programs import Limits
 from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
@@ -80,7 +80,7 @@ def test_noise_of_the_absolute_position_is_seen(monkeypatch):
             position, offset = position + offset, 0
         return right(seed, rollout_id, position, offset, stream)
 
-    monkeypatch.setattr(verification.counter, "uniforms", by_position)
+    monkeypatch.setattr(reference.counter, "uniforms", by_position)
     # The rejection rule looks at nothing beyond the first failure, so there this keying would do.
     assert_lawful(BLOCKS._replace(rule="rejection"))
     with pytest.raises(AssertionError, match="distance="):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from specrl_jax.decoding import verification
+from kernels_pallas.verify import reference
 from specrl_jax.decoding.dealer import Dealer
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup import cascade, lookup_drafter
@@ -90,20 +90,20 @@ def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
         rollout_id = jnp.where(position == len(PROMPT) + 2, rollout_id // 2, rollout_id)
         return right(seed, rollout_id, position, offset, stream)
 
-    monkeypatch.setattr(verification.counter, "uniforms", shared)
+    monkeypatch.setattr(reference.counter, "uniforms", shared)
     with pytest.raises(AssertionError, match="total variation"):
         assert_independent(2, 4, 2**16, at_most=0.0385)
 
 
 def test_copies_that_are_kept_too_willingly_are_seen(monkeypatch):
     """In every eighth rollout all of them are."""
-    right = verification._by_equality
+    right = reference.by_equality
 
     def willing(draft_tokens, drawn):
         drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
         always = (jnp.arange(len(drafted)) % 8 == 0)[:, None] & (drafted >= 0)
         return right(draft_tokens, jnp.where(always, drafted, drawn))
 
-    monkeypatch.setattr(verification, "_by_equality", willing)
+    monkeypatch.setattr(reference, "by_equality", willing)
     with pytest.raises(AssertionError, match="total variation"):
         assert_independent(2, 4, 2**16, at_most=0.0385)

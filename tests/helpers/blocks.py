@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.verify.op import Noise, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.verification import Noise, verify
 from tests.helpers.exact import final_probs, flat_index, softmax
 
 NO = -200.0  # a logit of probability zero in float32

@@ -168,13 +168,15 @@ def exact_gumbel(bits):
 
 
 def test_a_gumbel_is_one_word_of_the_block_of_its_pair_of_tokens():
-    """Pins the layout: counter (position, GUMBEL << 28 | token // 2), word token % 2."""
-    for token in (0, 1, 8, 9, 2**29 - 1):
-        block = noise.threefry(words(7, 1234), words(56, GUMBEL << 28 | token // 2))
-        np.testing.assert_allclose(gumbel(token=token), exact_gumbel(int(block[token % 2])), rtol=1e-6, atol=1e-6)
+    """Pins the layout: counter (position, GUMBEL << 28 | token // 512 * 256 + token % 256), word token // 256 % 2."""
+    for token in (0, 1, 9, 255, 256, 511, 512, 1000, 2**29 - 1):
+        block = noise.threefry(words(7, 1234), words(56, GUMBEL << 28 | token // 512 * 256 + token % 256))
+        np.testing.assert_allclose(
+            gumbel(token=token), exact_gumbel(int(block[token // 256 % 2])), rtol=1e-6, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("V", [1, 2, 7, 1000])
+@pytest.mark.parametrize("V", [1, 2, 7, 256, 257, 700, 1000, 1024])
 def test_rows_of_a_vocabulary_are_its_tokens_one_by_one(V):
     """Bit for bit, whatever the shape. Jitted: alone on 3 or 7 numbers, XLA's log on a CPU rounds otherwise."""
     rows, single = jax.jit(noise.gumbel_rows, static_argnums=3), jax.jit(noise.gumbel)
@@ -195,8 +197,8 @@ def test_rows_cost_one_block_for_two_tokens(monkeypatch):
         return right(key, counter)
 
     monkeypatch.setattr(noise, "threefry", counted)
-    noise.gumbel_rows(jnp.uint32(3), jnp.arange(4, dtype=jnp.uint32), jnp.arange(4), 101)
-    assert sizes == [4 * 51]
+    noise.gumbel_rows(jnp.uint32(3), jnp.arange(4, dtype=jnp.uint32), jnp.arange(4), 512)
+    assert sizes == [4 * 256]
 
 
 BITS = [0, 1, 2, 127, 255, 256, 2**23, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 2**20, 2**32 - 257]
@@ -219,7 +221,7 @@ def test_no_bits_give_an_infinite_gumbel(monkeypatch, bits):
 
 
 GUMBEL_PAIRS = {
-    "the two tokens of a block": ({"token": 8}, {"token": 9}),
+    "the two tokens of a block": ({"token": 8}, {"token": 8 + 256}),
     "neighbouring blocks": ({"token": 9}, {"token": 10}),
     "tokens a power of two apart": ({"token": 9}, {"token": 9 + 2**17}),
     "neighbouring positions": ({"position": 9}, {"position": 10}),
@@ -245,8 +247,8 @@ def test_two_gumbels_have_the_joint_law_of_independent_ones(name):
 @pytest.mark.parametrize("word", [0, 1])
 def test_gumbels_are_independent_of_the_other_streams(stream, word):
     """At the offset that would be the same block but for the stream. Error rates as above."""
-    a = cell(gumbel(rollout_id=IDS, token=4 + word))
-    u = uniforms(rollout_id=IDS, stream=stream, offset=2)[word]
+    a = cell(gumbel(rollout_id=IDS, token=4 + 256 * word))
+    u = uniforms(rollout_id=IDS, stream=stream, offset=4)[word]
     assert_drawn_from(a * 8 + (u * 8).astype(int), np.full(64, 1 / 64), at_most=0.015)
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas import noise
+from kernels_pallas.verify.draws import TILE, draw, final_logits
 from specrl_jax.core import BadInput
-from specrl_jax.decoding.sampling import TILE, Sampling, draw, final_logits
+from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.exact import final_probs, kept, softmax
 from tests.helpers.statistics import assert_drawn_from
 

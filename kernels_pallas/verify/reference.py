@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
-from specrl_jax.core import at_least_float32, logprobs_and_entropy
-from specrl_jax.decoding import rules
-from specrl_jax.decoding.sampling import Sampling, draw, final_logits
+from kernels_pallas.verify import rules
+from kernels_pallas.verify.draws import Sampling, draw, final_logits, widened
 
 
 class Noise(NamedTuple):
@@ -63,33 +62,34 @@ def verify(
     """
     k = draft_tokens.shape[1]
     if sampling.temperature == 0:
-        tokens, num_accepted = _by_equality(draft_tokens, jnp.argmax(target_logits, axis=-1))
+        tokens, num_accepted = by_equality(draft_tokens, jnp.argmax(target_logits, axis=-1))
     elif sampling.rule == "coupled":
-        tokens, num_accepted = _by_equality(draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling)))
+        tokens, num_accepted = by_equality(draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling)))
     else:
         logits = final_logits(target_logits, sampling)[:, : k + 1]
 
         def without_probabilities() -> tuple[jax.Array, jax.Array]:
-            return _by_equality(draft_tokens, _plain_draws(noise, logits))
+            return by_equality(draft_tokens, _plain_draws(noise, logits))
 
         if draft_logits is None or k == 0:
             tokens, num_accepted = without_probabilities()
         else:
-            scaled = at_least_float32(draft_logits) / sampling.temperature
+            scaled = widened(draft_logits) / sampling.temperature
             by_ratio = _by_ratio(noise, draft_tokens, scaled, vocab_map, logits, sampling.rule)
             # k + 1 draws a row: not for a batch that needs none.
-            by_equality = jax.lax.cond(one_hot.any(), without_probabilities, lambda: by_ratio)
-            tokens = jnp.where(one_hot[:, None], by_equality[0], by_ratio[0])
-            num_accepted = jnp.where(one_hot, by_equality[1], by_ratio[1])
+            equal = jax.lax.cond(one_hot.any(), without_probabilities, lambda: by_ratio)
+            tokens = jnp.where(one_hot[:, None], equal[0], by_ratio[0])
+            num_accepted = jnp.where(one_hot, equal[1], by_ratio[1])
     tokens = jnp.pad(tokens, ((0, 0), (0, target_logits.shape[1] - tokens.shape[1])))
-    logprobs, _ = logprobs_and_entropy(target_logits, tokens, sampling.temperature)
+    logits = widened(target_logits) / (sampling.temperature or 1.0)
+    logprobs = _pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
     return Verified(tokens[:, : k + 1], num_accepted, logprobs[:, : k + 1])
 
 
-def _by_equality(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def by_equality(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(tokens [B, Q], num_accepted [B]) where `drawn` [B, Q] is emitted up to the first of k drafts that differs."""
     drawn = drawn.astype(jnp.int32)
-    return drawn, _leading(draft_tokens == drawn[:, : draft_tokens.shape[1]])
+    return drawn, leading(draft_tokens == drawn[:, : draft_tokens.shape[1]])
 
 
 def _plain_draws(noise: Noise, logits: jax.Array) -> jax.Array:
@@ -130,7 +130,7 @@ def _by_ratio(
         num_accepted = jnp.max(jnp.where(u < chances, places + 1, 0), axis=1)
         scale = _row(scales, num_accepted)
     else:
-        num_accepted, scale = _leading(u < rules.rejection_chances(p_x, q_x)), None
+        num_accepted, scale = leading(u < rules.rejection_chances(p_x, q_x)), None
     p_last = jnp.exp(_row(logits, num_accepted) - _row(p_norm, num_accepted)[:, None])
     drafted = jnp.minimum(num_accepted, k - 1)
     q_last = _spread(jnp.exp(_row(draft_logits, drafted) - _row(q_norm, drafted)[:, None]), vocab_map, V)
@@ -143,7 +143,7 @@ def _by_ratio(
     return jnp.where(jnp.arange(k + 1)[None] == num_accepted[:, None], final[:, None], tokens), num_accepted
 
 
-def _leading(kept: jax.Array) -> jax.Array:
+def leading(kept: jax.Array) -> jax.Array:
     """[B, k] bool -> [B] int32: how many are true before the first false."""
     return jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
 

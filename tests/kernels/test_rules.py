@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.decoding import rules
+from kernels_pallas.verify import rules
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import exact
 from tests.helpers.blocks import KINDS, SAMPLINGS, make_model

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from specrl_jax.decoding import sampling as sampling_module
-from specrl_jax.decoding import verification
+from kernels_pallas.verify import draws, reference
+from kernels_pallas.verify.op import Noise, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.verification import Noise, verify
 from tests.helpers import exact
 from tests.helpers.blocks import (
     KINDS,
@@ -92,7 +91,7 @@ def verify_with(uniform, drafts, draft_logits, one_hot, vocab_map, target_logits
 
     rows = len(drafts)
     noise = Noise(jnp.uint32(0), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
-    with mock.patch.object(verification.counter, "uniforms", tabulated):
+    with mock.patch.object(reference.counter, "uniforms", tabulated):
         return verify(noise, drafts, draft_logits, one_hot, vocab_map, target_logits, sampling)
 
 
@@ -276,7 +275,7 @@ def test_the_joint_law_holds_where_the_vocabulary_takes_several_tiles(monkeypatc
 
     Tiles of two tokens; 25 outcomes, error rates 1e-6 at 0.02 against 0.04.
     """
-    monkeypatch.setattr(sampling_module, "TILE", 2)
+    monkeypatch.setattr(draws, "TILE", 2)
     model, sampling = make_model("random", 5, 1), Sampling()
     with jax.disable_jit():  # what was compiled knows the usual tile
         drafts, out = run_block(model, sampling, np.arange(50_000))
@@ -379,7 +378,7 @@ def test_noise_of_the_absolute_position_makes_the_second_block_depend_on_the_fir
             position, offset = position + offset, 0
         return right(seed, rollout_id, position, offset, stream)
 
-    monkeypatch.setattr(verification.counter, "uniforms", by_position)
+    monkeypatch.setattr(reference.counter, "uniforms", by_position)
     # The rejection rule looks at nothing beyond the first failure, so there this keying would do.
     assert_four_tokens_follow_the_target(seven_deep, with_rule("rejection"))
     with pytest.raises(AssertionError, match="total variation"):
@@ -521,7 +520,7 @@ def greedy_block(target_logits, drafts):
     )
 
 
-def test_greedy_accepts_the_leading_matches_and_emits_the_argmax():
+def test_greedy_accepts_theleading_matches_and_emits_the_argmax():
     best = np.array([2, 0, 3, 1])
     logits = np.broadcast_to(3.0 * np.eye(4, dtype=np.float32)[best], (5, 4, 4))
     drafts = np.array([[2, 0, 3], [2, 0, 1], [2, 1, 3], [0, 0, 3], [1, 1, 1]], np.int32)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from specrl_jax.decoding import verification
+from kernels_pallas.verify import reference
+from kernels_pallas.verify.op import Noise, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.verification import Noise, verify
 from tests.helpers.blocks import SAMPLINGS, completed, make_model, plain_tokens, run_block, run_drafts
 from tests.helpers.exact import flat_index, joint, sequences, softmax
 from tests.helpers.statistics import assert_drawn_from
@@ -67,7 +67,7 @@ def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, na
     def chosen(seed, rollout_id, position, V):
         return 100 * jax.nn.one_hot(winners[rollout_id, position], V)
 
-    monkeypatch.setattr(verification.counter, "gumbel_rows", chosen)
+    monkeypatch.setattr(reference.counter, "gumbel_rows", chosen)
     tiled = np.tile(drafts, (len(paths), 1))
     target = model.along(model.target, tiled)
     rows = len(tiled)

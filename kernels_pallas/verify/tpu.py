@@ -1,0 +1,146 @@
+"""The tiles' kernels on a TPU: Pallas Mosaic TPU.
+
+A block is eight rows of 128 tiles, 2 MiB, so that its results are one [8, 128] register tile. Columns beyond the
+vocabulary and rows beyond the last hold anything; the former are masked, the latter never written.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.noise import HALF
+from kernels_pallas.verify import tiles
+from kernels_pallas.verify.draws import TILE
+from kernels_pallas.verify.tiles import Options, Statistics
+
+ROWS, TILES = 8, 128  # of a block
+
+
+def statistics(
+    options: Options,
+    logits: jax.Array,
+    cut: jax.Array | None = None,
+    outside: jax.Array | None = None,
+    noise: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    interpret: Any = False,
+) -> Statistics:
+    """As `gpu.statistics`."""
+    R, blocks = len(logits), _blocks(options.V)
+    column = {"cut": cut, "ids": noise and noise[1], "positions": noise and noise[2].astype(jnp.uint32)}
+    column = {name: x[:, None] for name, x in column.items() if x is not None}
+    row = {"seed": noise and noise[0].astype(jnp.uint32), "outside": outside}
+    row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
+    specs = [_block(), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
+    specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(1) for name in row]
+    names = [*column, *row]
+
+    def body(logits_ref: Any, *refs: Any) -> None:
+        given, results = dict(zip(names, refs)), refs[len(names) :]
+        whole = {name: given[name][...] for name in ("cut", "ids", "positions", "seed") if name in given}
+
+        def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array, ...]:
+            return tiles.statistics(
+                options,
+                _halves(logits_ref, i),
+                columns,
+                whole.get("cut"),
+                _halves(given["outside"], i) if options.outside else None,
+                tiles.halves_of_noise(whole["seed"], whole["ids"], whole["positions"], columns)
+                if options.noise
+                else None,
+                keepdims=True,
+            )
+
+        _each([jnp.int32 if name == "token" else jnp.float32 for name in options.results], results, reduce)
+
+    found = pl.pallas_call(
+        body,
+        out_shape=[
+            jax.ShapeDtypeStruct((R, blocks * TILES), jnp.int32 if name == "token" else jnp.float32)
+            for name in options.results
+        ],
+        grid=(-(-R // ROWS), blocks),
+        in_specs=specs,
+        out_specs=[_results()] * len(options.results),
+        interpret=interpret,
+    )(logits, *column.values(), *row.values())
+    named = {name: x[:, : -(-options.V // TILE)] for name, x in zip(options.results, found)}
+    return Statistics(*(named.get(name) for name in Statistics._fields))
+
+
+def excess(
+    options: Options,
+    target: jax.Array,
+    row: jax.Array,
+    draft: jax.Array,
+    scale: jax.Array,
+    p_norm: jax.Array,
+    q_norm: jax.Array,
+    cut: jax.Array | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """As `gpu.excess`, after one copy of the rows asked for: a block is eight rows that follow each other."""
+    N, blocks = len(row), _blocks(options.V)
+    per_row = [scale, p_norm, q_norm, *([cut] if options.cut else [])]
+
+    def body(target_ref: Any, draft_ref: Any, *refs: Any) -> None:
+        values = [ref[...] for ref in refs[: len(per_row)]]
+
+        def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array]:
+            found = tiles.excess(
+                options,
+                _halves(target_ref, i),
+                _halves(draft_ref, i),
+                columns,
+                values[3] if options.cut else None,
+                *values[:3],
+                keepdims=True,
+            )
+            return (found,)
+
+        _each([jnp.float32], refs[len(per_row) :], reduce)
+
+    found = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((N, blocks * TILES), jnp.float32),
+        grid=(-(-N // ROWS), blocks),
+        in_specs=[_block(), _block(), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in per_row)],
+        out_specs=_results(),
+        interpret=interpret,
+    )(target[row], draft, *(x[:, None] for x in per_row))
+    return found[:, : -(-options.V // TILE)]
+
+
+def _each(dtypes: list[Any], results: Any, reduce: Any) -> None:
+    """Writes what `reduce` (tile of the block, its columns) returns, [ROWS, 1] each, for every tile."""
+    first = pl.program_id(1) * TILES
+    place = jax.lax.broadcasted_iota(jnp.int32, (ROWS, TILES), 1)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (ROWS, HALF), 1)
+
+    def step(i: jax.Array, collected: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        start = (first + i) * TILE
+        found = reduce(i, [lanes + start, lanes + (start + HALF)])
+        return tuple(jnp.where(place == i, new, old) for new, old in zip(found, collected, strict=True))
+
+    collected = jax.lax.fori_loop(0, TILES, step, tuple(jnp.zeros((ROWS, TILES), dtype) for dtype in dtypes))
+    for result, values in zip(results, collected, strict=True):
+        result[...] = values
+
+
+def _halves(ref: Any, i: jax.Array) -> list[jax.Array]:
+    start = pl.multiple_of(i * TILE, TILE)
+    return [ref[:, pl.ds(start + h * HALF, HALF)] for h in (0, 1)]
+
+
+def _block(rows: int = ROWS) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, TILES * TILE), (lambda r, b: (r, b)) if rows > 1 else (lambda r, b: (0, b)))
+
+
+def _results() -> pl.BlockSpec:
+    return pl.BlockSpec((ROWS, TILES), lambda r, b: (r, b))
+
+
+def _blocks(V: int) -> int:
+    return -(-V // (TILE * TILES))

@@ -1,0 +1,206 @@
+"""The kernels against their definition, and verification by them against the reference, in every interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import noise as counter
+from kernels_pallas.verify import reference
+from kernels_pallas.verify.draws import TILE
+from kernels_pallas.verify.op import KERNELS as PLATFORMS
+from kernels_pallas.verify.op import Noise, verify
+from kernels_pallas.verify.tiles import Options, Statistics
+from specrl_jax.decoding.sampling import Sampling
+from tests.helpers.interpreted import KERNELS
+
+
+def logits_of(seed, *shape, scale=3.0, impossible=0.1):
+    rng = np.random.default_rng(seed)
+    x = (scale * rng.normal(size=shape)).astype(np.float32)
+    x[rng.random(shape) < impossible] = -np.inf
+    return x
+
+
+def tiled(x, fill):
+    R, V = x.shape
+    return np.pad(x, ((0, 0), (0, -V % TILE)), constant_values=fill).reshape(R, -1, TILE)
+
+
+def noise_of(rows):
+    ids = np.arange(rows, dtype=np.uint32) * 7 + 3
+    return jnp.uint32(5), jnp.array(ids), jnp.arange(rows, dtype=jnp.int32) + 11
+
+
+# --- the kernels
+
+
+@pytest.mark.parametrize("V", [300, TILE, 700, 5000])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_statistics_equal_the_definition(backend, V):
+    """All parts at once; rows that fill no block, a tile of impossible tokens, a vocabulary that fills no tile."""
+    R, temperature = 3, 0.7
+    x = logits_of(V, R, V)
+    x[1, -200:] = -np.inf
+    cut = np.array([-1.0, -np.inf, 2.0], np.float32)
+    outside = (np.random.default_rng(0).random(V) < 0.3).astype(np.float32)
+    options = Options(V, temperature, cut=True, outside=True, best=True, noise=True)
+    found = KERNELS[backend].statistics(options, x, cut, outside, noise_of(R))
+    scaled = x / np.float32(temperature)
+    top = tiled(scaled, -np.inf).max(axis=-1)
+    weights = np.exp(tiled(scaled, -np.inf).astype(np.float64) - np.where(top > -np.inf, top, 0)[..., None])
+    kept = weights * (tiled(x, -np.inf) >= cut[:, None, None])
+    seed, ids, positions = noise_of(R)
+    noisy = np.where(x >= cut[:, None], scaled, -np.inf) + np.asarray(counter.gumbel_rows(seed, ids, positions, V))
+    noisy = tiled(noisy, -np.inf)
+    np.testing.assert_allclose(found.top, top, rtol=3e-7)
+    np.testing.assert_allclose(found.whole, weights.sum(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found.kept, kept.sum(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found.outside, (kept * tiled(outside[None], 0)).sum(axis=-1), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(found.best, noisy.max(axis=-1), rtol=1e-6)
+    possible = noisy.max(axis=-1) > -np.inf
+    best = noisy.argmax(axis=-1) + np.arange(noisy.shape[1]) * TILE
+    np.testing.assert_array_equal(np.asarray(found.token)[possible], best[possible])
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_only_what_is_asked_for_is_made(backend):
+    found = KERNELS[backend].statistics(Options(600, 1.0), logits_of(0, 2, 600))
+    assert [name for name in Statistics._fields if getattr(found, name) is not None] == ["top", "whole"]
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_of_equal_tokens_the_first_is_the_best(backend):
+    x = np.zeros((1, 1200), np.float32)
+    x[0, [3, 300, 700]] = 5.0
+    found = KERNELS[backend].statistics(Options(1200, 1.0, best=True), x)
+    assert np.asarray(found.token)[0].tolist() == [3, 700, 1024]
+
+
+@pytest.mark.parametrize("cut", [None, 0.5])
+@pytest.mark.parametrize("V", [300, 700, 5000])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_excess_equals_the_definition(backend, V, cut):
+    N, temperature = 5, 1.3
+    target, draft = logits_of(V, 4, V), logits_of(V + 1, N, V, impossible=0.6)
+    row = np.array([2, 0, 0, 3, 1], np.int32)
+    scale = np.array([1.0, 0.3, 0.9, 0.0, 1.0], np.float32)
+    p_norm, q_norm = np.full(N, 9.0, np.float32), np.linspace(8, 10, N).astype(np.float32)
+    cuts = None if cut is None else np.full(N, cut, np.float32)
+    options = Options(V, temperature, cut is not None)
+    found = KERNELS[backend].excess(options, target, row, draft, scale, p_norm, q_norm, cuts)
+    p = np.exp(target[row].astype(np.float64) / temperature - 9.0) * (target[row] >= (-np.inf if cut is None else cut))
+    q = np.exp(draft.astype(np.float64) / temperature - q_norm[:, None])
+    expected = tiled(np.maximum(scale[:, None] * p - q, 0), 0).sum(axis=-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+# --- verification
+
+V, VD, B = 1100, 400, 6
+
+
+def case(k, seed, reduced, kind="drawn"):
+    """A batch of drafts, drawn from the draft's law; or from the target's own, or made impossible for the target."""
+    rng = np.random.default_rng(seed)
+    target = logits_of(seed, B, k + 1, V)
+    vocab_map = np.sort(rng.permutation(V)[:VD]).astype(np.int32) if reduced else None
+    ids = vocab_map if reduced else np.arange(V)
+    draft = (target[:, :k][..., ids] + 0.7 * rng.normal(size=(B, k, len(ids)))).astype(np.float32)
+    if kind == "equal" and not reduced:
+        draft = target[:, :k].copy()
+    noisy = np.where(np.isfinite(draft), draft, -1e9) + rng.gumbel(size=draft.shape)
+    tokens = ids[noisy.argmax(axis=-1)].astype(np.int32)
+    if kind == "refused":
+        np.put_along_axis(target[:, :k], tokens[..., None], -np.inf, axis=-1)
+    return jnp.array(tokens), jnp.array(draft), None if vocab_map is None else jnp.array(vocab_map), jnp.array(target)
+
+
+def compare(backend, sampling, tokens, draft, one_hot, vocab_map, target, seed=0):
+    noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32) * 5 + seed, jnp.arange(B, dtype=jnp.int32) + 30)
+    arguments = noise, tokens, draft, jnp.asarray(one_hot), vocab_map, target, sampling
+    expected = jax.jit(reference.verify, static_argnames="sampling")(*arguments)
+    found = verify(*arguments, kernels=KERNELS[backend])
+    np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
+    emitted = np.arange(tokens.shape[1] + 1)[None] <= np.asarray(expected.num_accepted)[:, None]
+    np.testing.assert_array_equal(np.asarray(found.tokens)[emitted], np.asarray(expected.tokens)[emitted])
+    np.testing.assert_allclose(np.asarray(found.logprobs)[emitted], np.asarray(expected.logprobs)[emitted], atol=1e-5)
+    return np.asarray(found.num_accepted)
+
+
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cut": Sampling(0.8, 20, 0.9),
+    "top-k 1": Sampling(1.0, 1),
+    "greedy": Sampling(0.0),
+}
+NONE, ALL, SOME = np.zeros(B, bool), np.ones(B, bool), np.arange(B) % 2 == 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_verification_is_the_references(backend, name, rule):
+    """Neural and one-hot rows mixed, a reduced vocabulary that fills no tile."""
+    sampling = Sampling(*[getattr(SAMPLINGS[name], f) for f in ("temperature", "top_k", "top_p")], rule)
+    accepted = compare(backend, sampling, *case(3, 1, True)[:2], SOME, *case(3, 1, True)[2:])
+    assert accepted.max() > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("k", [0, 1, 2, 5, 7])
+def test_every_draft_length(k, rule):
+    tokens, draft, vocab_map, target = case(k, 2, True)
+    compare("tpu", Sampling(rule=rule), tokens, draft, NONE, vocab_map, target)
+
+
+@pytest.mark.parametrize("kind, wanted", [("equal", 3), ("refused", 0)])
+@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_all_kept_and_all_refused(backend, rule, kind, wanted):
+    tokens, draft, vocab_map, target = case(3, 3, False, kind)
+    accepted = compare(backend, Sampling(rule=rule), tokens, draft, NONE, vocab_map, target)
+    assert rule == "coupled" or (accepted == wanted).all()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_without_draft_logits_and_with_empty_drafts(backend, rule):
+    tokens, _, _, target = case(3, 4, True)
+    tokens = tokens.at[1, 1:].set(-1).at[2].set(-1)
+    compare(backend, Sampling(rule=rule), tokens, None, ALL, None, target)
+
+
+def test_a_platform_without_kernels_takes_the_reference_and_others_have_them():
+    assert PLATFORMS["cpu"] is None and PLATFORMS["gpu"] and PLATFORMS["tpu"]
+    tokens, draft, vocab_map, target = case(2, 5, True)
+    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B))
+    arguments = noise, tokens, draft, jnp.asarray(NONE), vocab_map, target, Sampling()
+    for a, b in zip(verify(*arguments), reference.verify(*arguments), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+WRONG = {
+    "one_hot": r"one_hot is \[5\], expected \[6\]",
+    "draft_logits": r"draft_logits is \[6, 2, 400\], expected \[6, 3, 400\]",
+    "vocab_map": r"draft_logits is \[6, 3, 400\], expected \[6, 3, 399\]",
+    "target_logits": r"target_logits is \[6, 3, 1100\], expected \[6, 4, 1100\]",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_that_do_not_fit_are_refused(name):
+    tokens, draft, vocab_map, target = case(3, 6, True)
+    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B))
+    given = {"one_hot": jnp.asarray(NONE), "draft_logits": draft, "vocab_map": vocab_map, "target_logits": target}
+    given[name] = given[name][:, :-1] if name in ("draft_logits", "target_logits") else given[name][:-1]
+    with pytest.raises(ValueError, match=WRONG[name]):
+        verify(
+            noise,
+            tokens,
+            given["draft_logits"],
+            given["one_hot"],
+            given["vocab_map"],
+            given["target_logits"],
+            Sampling(),
+        )
