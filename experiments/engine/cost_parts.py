@@ -40,11 +40,13 @@ class Case(NamedTuple):
         return self.parts.init_cache(self.config.limits.num_slots, self.config.limits.cache_length)
 
 
-def build(model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, lengths: tuple[int, ...]) -> Case:
+def build(
+    model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, lengths: tuple[int, ...], cache: str = "float32"
+) -> Case:
     partition = partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
     limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype("float32"))
+    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
     drafter = draft.drafter(max(lengths), config.sampling, config.dtype, partition)
     stops = bench.Stops((model.vocab,))  # no id of the vocabulary: every row runs on
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)

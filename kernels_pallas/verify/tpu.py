@@ -1,6 +1,6 @@
 """The tiles' kernels on a TPU: Pallas Mosaic TPU.
 
-A block is eight rows of 128 tiles, 2 MiB, so that its results are one [8, 128] register tile. Columns beyond the
+A block is eight rows of up to 128 tiles, 2 MiB, so that its results are one [8, 128] register tile. Columns beyond the
 vocabulary and rows beyond the last hold anything; the former are masked, the latter never written.
 """
 
@@ -15,7 +15,7 @@ from kernels_pallas.verify import tiles
 from kernels_pallas.verify.draws import TILE
 from kernels_pallas.verify.tiles import Options, Statistics
 
-ROWS, TILES = 8, 128  # of a block
+ROWS, MOST_TILES = 8, 128  # of a block
 
 
 def statistics(
@@ -27,13 +27,13 @@ def statistics(
     interpret: Any = False,
 ) -> Statistics:
     """As `gpu.statistics`."""
-    R, blocks = len(logits), _blocks(options.V)
+    R, (blocks, n) = len(logits), _blocks(options.V)
     column = {"cut": cut, "ids": noise and noise[1], "positions": noise and noise[2].astype(jnp.uint32)}
     column = {name: x[:, None] for name, x in column.items() if x is not None}
     row = {"seed": noise and noise[0].astype(jnp.uint32), "outside": outside}
     row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
-    specs = [_block(), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
-    specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(1) for name in row]
+    specs = [_block(n), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
+    specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(n, 1) for name in row]
     names = [*column, *row]
 
     def body(logits_ref: Any, *refs: Any) -> None:
@@ -53,17 +53,17 @@ def statistics(
                 keepdims=True,
             )
 
-        _each([jnp.int32 if name == "token" else jnp.float32 for name in options.results], results, reduce)
+        _each([jnp.int32 if name == "token" else jnp.float32 for name in options.results], results, n, reduce)
 
     found = pl.pallas_call(
         body,
         out_shape=[
-            jax.ShapeDtypeStruct((R, blocks * TILES), jnp.int32 if name == "token" else jnp.float32)
+            jax.ShapeDtypeStruct((R, blocks * n), jnp.int32 if name == "token" else jnp.float32)
             for name in options.results
         ],
         grid=(-(-R // ROWS), blocks),
         in_specs=specs,
-        out_specs=[_results()] * len(options.results),
+        out_specs=[_results(n)] * len(options.results),
         interpret=interpret,
     )(logits, *column.values(), *row.values())
     named = {name: x[:, : -(-options.V // TILE)] for name, x in zip(options.results, found)}
@@ -82,7 +82,7 @@ def excess(
     interpret: Any = False,
 ) -> jax.Array:
     """As `gpu.excess`, after one copy of the rows asked for: a block is eight rows that follow each other."""
-    N, blocks = len(row), _blocks(options.V)
+    N, (blocks, n) = len(row), _blocks(options.V)
     per_row = [scale, p_norm, q_norm, *([cut] if options.cut else [])]
 
     def body(target_ref: Any, draft_ref: Any, *refs: Any) -> None:
@@ -100,23 +100,23 @@ def excess(
             )
             return (found,)
 
-        _each([jnp.float32], refs[len(per_row) :], reduce)
+        _each([jnp.float32], refs[len(per_row) :], n, reduce)
 
     found = pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((N, blocks * TILES), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((N, blocks * n), jnp.float32),
         grid=(-(-N // ROWS), blocks),
-        in_specs=[_block(), _block(), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in per_row)],
-        out_specs=_results(),
+        in_specs=[_block(n), _block(n), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in per_row)],
+        out_specs=_results(n),
         interpret=interpret,
     )(target[row], draft, *(x[:, None] for x in per_row))
     return found[:, : -(-options.V // TILE)]
 
 
-def _each(dtypes: list[Any], results: Any, reduce: Any) -> None:
-    """Writes what `reduce` (tile of the block, its columns) returns, [ROWS, 1] each, for every tile."""
-    first = pl.program_id(1) * TILES
-    place = jax.lax.broadcasted_iota(jnp.int32, (ROWS, TILES), 1)
+def _each(dtypes: list[Any], results: Any, n: int, reduce: Any) -> None:
+    """Writes what `reduce` (tile of the block, its columns) returns, [ROWS, 1] each, for all n tiles."""
+    first = pl.program_id(1) * n
+    place = jax.lax.broadcasted_iota(jnp.int32, (ROWS, n), 1)
     lanes = jax.lax.broadcasted_iota(jnp.int32, (ROWS, HALF), 1)
 
     def step(i: jax.Array, collected: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -124,7 +124,7 @@ def _each(dtypes: list[Any], results: Any, reduce: Any) -> None:
         found = reduce(i, [lanes + start, lanes + (start + HALF)])
         return tuple(jnp.where(place == i, new, old) for new, old in zip(found, collected, strict=True))
 
-    collected = jax.lax.fori_loop(0, TILES, step, tuple(jnp.zeros((ROWS, TILES), dtype) for dtype in dtypes))
+    collected = jax.lax.fori_loop(0, n, step, tuple(jnp.zeros((ROWS, n), dtype) for dtype in dtypes))
     for result, values in zip(results, collected, strict=True):
         result[...] = values
 
@@ -134,13 +134,15 @@ def _halves(ref: Any, i: jax.Array) -> list[jax.Array]:
     return [ref[:, pl.ds(start + h * HALF, HALF)] for h in (0, 1)]
 
 
-def _block(rows: int = ROWS) -> pl.BlockSpec:
-    return pl.BlockSpec((rows, TILES * TILE), (lambda r, b: (r, b)) if rows > 1 else (lambda r, b: (0, b)))
+def _blocks(V: int) -> tuple[int, int]:
+    """How many blocks a row has, and their tiles."""
+    n = min(MOST_TILES, -(-V // TILE))
+    return -(-V // (TILE * n)), n
 
 
-def _results() -> pl.BlockSpec:
-    return pl.BlockSpec((ROWS, TILES), lambda r, b: (r, b))
+def _block(n: int, rows: int = ROWS) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, n * TILE), (lambda r, b: (r, b)) if rows > 1 else (lambda r, b: (0, b)))
 
 
-def _blocks(V: int) -> int:
-    return -(-V // (TILE * TILES))
+def _results(n: int) -> pl.BlockSpec:
+    return pl.BlockSpec((ROWS, n), lambda r, b: (r, b))

@@ -6,6 +6,7 @@ tests/results/engine_product.csv. All false alarms together have a chance below 
 """
 
 import csv
+import functools
 import itertools
 import pathlib
 
@@ -14,10 +15,12 @@ import pytest
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
+from kernels_pallas.verify.op import verify
 from specrl_jax.decoding.programs import Limits
 from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
 from tests.helpers.exact import block_chances, sequences, softmax
+from tests.helpers.interpreted import KERNELS
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "engine_product.csv"
 
@@ -48,6 +51,27 @@ def test_the_engine_returns_the_targets_distribution(cell):
     outcome = assert_lawful(cell)
     # Drafts of every place were kept, and were not.
     assert (outcome.accepted > 0).all() and (outcome.accepted < 1).all()
+
+
+KERNEL_CELLS = [
+    Cell("table", "rejection", 1.0, 0, 1.0, "may end", "inside"),
+    Cell("table", "block", 1.0, 2, 0.9, "may end", "inside"),
+    Cell("table", "coupled", 1.0, 0, 1.0, "may end", "inside"),
+    Cell("ngram", "rejection", 1.0, 0, 0.9, "may end", "inside"),
+]
+
+
+@pytest.mark.parametrize("cell", KERNEL_CELLS, ids=name)
+@pytest.mark.parametrize("backend, rollouts", [("tpu", 64), ("gpu", 3)])
+def test_with_interpreted_kernels_the_rollouts_are_the_references(cell, backend, rollouts):
+    """Token for token, over successive blocks: the reference's law, proven above, is theirs."""
+    limits = Limits(rollouts, len(PROMPT), 5, chunk=100)
+    found = [
+        make_engine(cell, limits, k=2, lengths=(2,), **more).generate(TARGET, [PROMPT], rollouts, seed=0)
+        for more in ({}, {"verify": functools.partial(verify, kernels=KERNELS[backend])})
+    ]
+    np.testing.assert_array_equal(found[1].tokens, found[0].tokens)
+    np.testing.assert_array_equal(found[1].accepted, found[0].accepted)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from kernels_pallas.verify.op import KERNELS as PLATFORMS
 from kernels_pallas.verify.op import Noise, verify
 from kernels_pallas.verify.tiles import Options, Statistics
 from specrl_jax.decoding.sampling import Sampling
+from tests.helpers.blocks import QUICKLY, jitted_verify
 from tests.helpers.interpreted import KERNELS
 
 
@@ -116,11 +117,14 @@ def case(k, seed, reduced, kind="drawn"):
     return jnp.array(tokens), jnp.array(draft), None if vocab_map is None else jnp.array(vocab_map), jnp.array(target)
 
 
+by_kernels = jax.jit(verify, static_argnames=("sampling", "kernels"), compiler_options=QUICKLY)
+
+
 def compare(backend, sampling, tokens, draft, one_hot, vocab_map, target, seed=0):
     noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32) * 5 + seed, jnp.arange(B, dtype=jnp.int32) + 30)
     arguments = noise, tokens, draft, jnp.asarray(one_hot), vocab_map, target, sampling
-    expected = jax.jit(reference.verify, static_argnames="sampling")(*arguments)
-    found = verify(*arguments, kernels=KERNELS[backend])
+    expected = jitted_verify(*arguments)
+    found = by_kernels(*arguments, kernels=KERNELS[backend])
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
     emitted = np.arange(tokens.shape[1] + 1)[None] <= np.asarray(expected.num_accepted)[:, None]
     np.testing.assert_array_equal(np.asarray(found.tokens)[emitted], np.asarray(expected.tokens)[emitted])

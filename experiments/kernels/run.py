@@ -1,0 +1,269 @@
+"""The kernels on the device that is here: checked on fresh random data, timed beside XLA and the machine's limits.
+
+    python -m experiments.kernels.run --output experiments/kernels/results/h200.json
+
+Needs this repository, jax and flax; under eight minutes on an H200. Every rule is compared with the reference in
+float64; verification is timed by kernels and by XLA over rotating buffers, and set beside the copy bandwidth and the
+rate of integer noise measured in the same call; then the token log-probs, forward and backward, beside the measured
+bfloat16 matrix products, and fused iterations of a random Qwen3-8B with its EAGLE-3 head beside the time that its
+weights take to be read. Where there is no such device, `--small` runs all of it at small shapes, the kernels through
+the TPU interpreter: that the script runs, no number means anything.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.engine import bench, cost_parts
+from kernels_pallas import noise as counter
+from kernels_pallas.verify import reference, tpu
+from kernels_pallas.verify.op import KERNELS, Kernels, Noise, verify
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.models import qwen3
+from specrl_jax.models.unembedding import Tiling, token_scores
+from specrl_jax.sharding import LEARNER, partitioner
+
+NOISE_OPERATIONS = 75  # integer operations of one Threefry block
+CHECKED = {
+    "rejection": Sampling(),
+    "block": Sampling(rule="block"),
+    "coupled": Sampling(rule="coupled"),
+    "greedy": Sampling(0.0),
+    "cut": Sampling(0.7, 50, 0.95, "block"),
+}
+
+
+class Shapes(NamedTuple):
+    """What is timed; `SMALL` where the kernels are interpreted."""
+
+    vocab: int
+    draft_vocab: int
+    verified: tuple[tuple[int, int], ...]  # (B, k)
+    copied: int  # float32 numbers
+    matrix: int
+    tokens: int
+    embed: int
+    preset: str
+    batches: tuple[int, ...]
+    iterations: int
+    rounds: int
+
+
+FULL = Shapes(151_936, 32_000, ((64, 3), (256, 3), (64, 7)), 2**28, 8192, 8192, 4096, "qwen3_8b", (1, 8, 32), 50, 20)
+SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, "nano_deep", (1,), 3, 2)
+
+
+class Batch(NamedTuple):
+    """Arguments of `verify` before `sampling`."""
+
+    noise: Noise
+    draft_tokens: jax.Array
+    draft_logits: jax.Array
+    one_hot: jax.Array
+    vocab_map: jax.Array
+    target_logits: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> Batch:
+    """Drafts drawn from draft logits that are the target's, disturbed."""
+    V, Vd = sizes
+    keys = jax.random.split(jax.random.key(seed), 5)
+    target = 3 * jax.random.normal(keys[0], (B, k + 1, V))
+    vocab_map = jnp.sort(jax.random.choice(keys[1], V, (Vd,), replace=False)).astype(jnp.int32)
+    draft = target[:, :k][..., vocab_map] + 0.5 * jax.random.normal(keys[2], (B, k, Vd))
+    tokens = vocab_map[jax.random.categorical(keys[3], draft)]
+    noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
+    return Batch(noise, tokens, draft, jnp.zeros(B, bool), vocab_map, target)
+
+
+def check(shapes: Shapes, kernels: Kernels, seeds: int = 4) -> Iterator[dict[str, Any]]:
+    """Each rule against the reference in float64: rows whose tokens differ, and the largest error of a log-prob."""
+    B, k = shapes.verified[0]
+    for name, sampling in CHECKED.items():
+        differ, error = 0, 0.0
+        for seed in range(seeds):
+            batch = random_batch(seed, B, k, (shapes.vocab, shapes.draft_vocab))
+            found = jax.device_get(jax.jit(functools.partial(verify, sampling=sampling, kernels=kernels))(*batch))
+            with jax.enable_x64(True):
+                exact = batch._replace(
+                    draft_logits=batch.draft_logits.astype(jnp.float64),
+                    target_logits=batch.target_logits.astype(jnp.float64),
+                )
+                expected = jax.device_get(jax.jit(functools.partial(reference.verify, sampling=sampling))(*exact))
+            emitted = np.arange(k + 1) <= expected.num_accepted[:, None]
+            same = ((found.tokens == expected.tokens) | ~emitted).all(axis=1)
+            same &= found.num_accepted == expected.num_accepted
+            differ += int((~same).sum())
+            wrong = np.abs(found.logprobs - expected.logprobs)[emitted & same[:, None]]
+            error = max(error, float(wrong.max(initial=0.0)))
+        yield {"rule": name, "rows": seeds * B, "rows_that_differ": differ, "logprob_error": error}
+
+
+def timed(fn: Callable[..., Any], buffers: list[Any], rounds: int) -> bench.Quartiles:
+    """Seconds a call: calls are queued one behind the other, over buffers in turn, and waited for once a round."""
+    for buffer in buffers:
+        jax.block_until_ready(fn(*buffer))
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        results = [fn(*buffer) for buffer in buffers for _ in range(4)]
+        jax.block_until_ready(results)
+        seconds.append((time.perf_counter() - start) / len(results))
+    return bench.quartiles(seconds)
+
+
+def ceilings(shapes: Shapes) -> dict[str, float]:
+    """Bytes a second of a copy, integer operations a second of the noise, bfloat16 operations a second of a product."""
+    numbers = [(jnp.full(shapes.copied, i, jnp.float32),) for i in range(2)]
+    copy = timed(jax.jit(lambda x: x + 1), numbers, shapes.rounds).median
+    blocks = [(jnp.arange(shapes.copied // 16, dtype=jnp.uint32) + i,) for i in range(2)]
+
+    def noise(x: jax.Array) -> jax.Array:
+        for _ in range(16):  # so that arithmetic, not memory, takes the time
+            x, _ = counter.threefry((x, x), (x, x))
+        return x
+
+    integers = timed(jax.jit(noise), blocks, shapes.rounds).median
+    n = shapes.matrix
+    matrices = [(jnp.full((n, n), 1 + i, jnp.bfloat16),) for i in range(2)]
+    product = timed(jax.jit(lambda a: a @ a), matrices, shapes.rounds).median
+    return {
+        "copy_bytes_per_second": 8 * shapes.copied / copy,
+        "integer_operations_per_second": NOISE_OPERATIONS * shapes.copied / integers,
+        "bfloat16_operations_per_second": 2 * n**3 / product,
+    }
+
+
+def bytes_of(rule: str, B: int, k: int, V: int, Vd: int) -> int:
+    """That the passes of `tiled.verify` move, as its docstring counts them."""
+    target, draft, last = B * (k + 1) * V, B * k * Vd, B * V
+    if rule in ("coupled", "greedy"):
+        return 4 * target
+    inner = 3 * B * (k - 1) * Vd if rule == "block" else 0
+    return 4 * (target + draft + last + 2 * last + inner)
+
+
+def time_verify(shapes: Shapes, kernels: Kernels, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for B, k in shapes.verified:
+        batches = [random_batch(seed, B, k, (shapes.vocab, shapes.draft_vocab)) for seed in range(3)]
+        for rule in ("rejection", "block", "coupled", "greedy"):
+            sampling = CHECKED[rule]
+            by_kernels = timed(
+                jax.jit(functools.partial(verify, sampling=sampling, kernels=kernels)), batches, shapes.rounds
+            )
+            by_xla = timed(jax.jit(functools.partial(reference.verify, sampling=sampling)), batches, shapes.rounds)
+            moved = bytes_of(rule, B, k, shapes.vocab, shapes.draft_vocab)
+            least = moved / limits["copy_bytes_per_second"]
+            if rule == "coupled":
+                blocks = B * (k + 1) * shapes.vocab / 2
+                least = max(least, NOISE_OPERATIONS * blocks / limits["integer_operations_per_second"])
+            yield {
+                "rule": rule,
+                "B": B,
+                "k": k,
+                "seconds": by_kernels._asdict(),
+                "xla_seconds": by_xla._asdict(),
+                "bytes": moved,
+                "share_of_limit": least / by_kernels.median,
+                "times_xla": by_xla.median / by_kernels.median,
+            }
+
+
+def time_logprobs(shapes: Shapes, limits: dict[str, float]) -> dict[str, Any]:
+    """Forward and backward with respect to hidden states and table: three products that count, one made twice."""
+    tokens, D, V = shapes.tokens, shapes.embed, shapes.vocab
+    tiling = Tiling(16_384, 1.0, partitioner(bench.one_device(), LEARNER))
+
+    def loss(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+        return -token_scores(hidden, table, targets, tiling).logprobs.mean()
+
+    hidden = jnp.ones((1, tokens, D), jnp.bfloat16)
+    table = (jax.random.normal(jax.random.key(0), (V, D)) / D**0.5).astype(jnp.bfloat16)
+    targets = jnp.zeros((1, tokens), jnp.int32)
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    seconds = timed(gradient, [(hidden, table, targets)], max(1, shapes.rounds // 2))
+    operations = 6 * tokens * D * V
+    rate = operations / seconds.median
+    return {
+        "tokens": tokens,
+        "seconds": seconds._asdict(),
+        "operations": operations,
+        "share_of_limit": rate / limits["bfloat16_operations_per_second"],
+    }
+
+
+def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Fused iterations of the engine, plain and with three drafted tokens."""
+    model = qwen3.preset(shapes.preset)
+    for B in shapes.batches:
+        case = cost_parts.build(model, min(shapes.draft_vocab, model.vocab), B, "bfloat16", (0, 3), "bfloat16")
+        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(case.weights.policy))
+        # Of the embedding one row a sequence is read; where it is not tied, the unembedding is another table.
+        read -= 0 if model.tied else case.weights.policy["embed"].nbytes
+        runs = {k: cost_parts.iteration(case, k, shapes.iterations) for k in (0, 3)}
+        found: dict[int, list[float]] = {k: [] for k in runs}
+        for _ in range(1 + max(1, shapes.rounds // 4)):
+            for k, run in runs.items():
+                found[k].append(run())
+        plain, speculative = (float(np.median(found[k][1:])) for k in (0, 3))
+        yield {
+            "B": B,
+            "plain_seconds": plain,
+            "k3_seconds": speculative,
+            "c3": speculative / plain,
+            "share_of_limit": read / limits["copy_bytes_per_second"] / plain,
+        }
+        del case, runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="a JSON file")
+    parser.add_argument("--small", action="store_true", help="small shapes, interpreted kernels: no device needed")
+    a = parser.parse_args()
+    device = jax.devices()[0]
+    kernels = KERNELS[device.platform]
+    if a.small:
+        kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.excess)))
+    if kernels is None:
+        parser.error(f"no kernels for {device.platform}: a GPU or a TPU is needed, or --small")
+    shapes = SMALL if a.small else FULL
+    result: dict[str, Any] = {
+        "device": device.device_kind,
+        "interpreted": a.small,
+        "machine": platform.platform(),
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "date": datetime.date.today().isoformat(),
+        "shapes": shapes._asdict(),
+    }
+
+    def keep(name: str, value: Any) -> Any:
+        """Written after every part: what was measured stays if a later part fails."""
+        result[name] = value
+        print(name, json.dumps(value), flush=True)
+        os.makedirs(os.path.dirname(a.output) or ".", exist_ok=True)
+        with open(a.output, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+        return value
+
+    keep("check", list(check(shapes, kernels)))
+    limits = keep("ceilings", ceilings(shapes))
+    keep("verify", list(time_verify(shapes, kernels, limits)))
+    keep("logprobs", time_logprobs(shapes, limits))
+    keep("iterations", list(time_iterations(shapes, limits)))
+
+
+if __name__ == "__main__":
+    main()
