@@ -27,7 +27,7 @@ import numpy as np
 from experiments.engine import bench, cost_parts
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference, tpu
-from kernels_pallas.verify.op import KERNELS, Kernels, Noise, verify
+from kernels_pallas.verify.op import Kernels, Noise, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
 from specrl_jax.models.unembedding import Tiling, token_scores
@@ -233,11 +233,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small shapes, interpreted kernels: no device needed")
     a = parser.parse_args()
     device = jax.devices()[0]
-    kernels = KERNELS[device.platform]
+    kernels = kernels_of(device)
     if a.small:
         kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.excess)))
     if kernels is None:
-        parser.error(f"no kernels for {device.platform}: a GPU or a TPU is needed, or --small")
+        parser.error(f"no kernels for {device.device_kind}: a Hopper or newer GPU or a TPU is needed, or --small")
     shapes = SMALL if a.small else FULL
     result: dict[str, Any] = {
         "device": device.device_kind,

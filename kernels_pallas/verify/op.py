@@ -13,14 +13,11 @@ from kernels_pallas.verify.draws import Sampling
 from kernels_pallas.verify.reference import Noise, Verified
 from kernels_pallas.verify.tiled import Kernels
 
-__all__ = ["KERNELS", "Kernels", "Noise", "Verified", "verify"]
+__all__ = ["KERNELS", "Kernels", "Noise", "Verified", "kernels_of", "verify"]
 
-# By `jax.Device.platform`. None: the definition itself, which XLA compiles; elsewhere the same with kernels.
-KERNELS: dict[str, Kernels | None] = {
-    "cpu": None,
-    "gpu": Kernels(gpu.statistics, gpu.excess),
-    "tpu": Kernels(tpu.statistics, tpu.excess),
-}
+# By `jax.Device.platform`. What is not here takes the definition itself, which XLA compiles.
+KERNELS = {"gpu": Kernels(gpu.statistics, gpu.excess), "tpu": Kernels(tpu.statistics, tpu.excess)}
+OLDEST_GPU = 9.0  # compute capability: Hopper, whose instructions Mosaic GPU is made of
 
 
 def verify(
@@ -49,8 +46,7 @@ def verify(
       ValueError: shapes that do not fit each other.
     """
     _check_shapes(noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits)
-    platform = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform
-    kernels = kernels or KERNELS[platform]
+    kernels = kernels or kernels_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
     if kernels is None or target_logits.dtype == jnp.float64:
         fn = functools.partial(reference.verify, sampling=sampling)
     else:
@@ -63,6 +59,13 @@ def verify(
             # XLA cannot split a kernel over devices: each verifies its own rows, without communication.
             fn = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(rows), check_vma=False)
     return fn(noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits)
+
+
+def kernels_of(device: jax.Device) -> Kernels | None:
+    """Those for a device; None where it takes the definition: a CPU, and a GPU that is older than the kernels."""
+    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) < OLDEST_GPU:
+        return None
+    return KERNELS.get(device.platform)
 
 
 def _check_shapes(
