@@ -62,7 +62,7 @@ def statistics(
         r, block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
         _ask(options.V, block, [(logits_ref, r, buffer)], barriers)
 
-        def reduce(i: int, start: jax.Array) -> None:
+        def reduce(i: jax.Array, start: jax.Array) -> None:
             columns = _columns(lanes_ref, start)
             found = tiles.statistics(
                 options,
@@ -128,7 +128,7 @@ def excess(
         n, block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
         _ask(options.V, block, [(target_ref, row_ref[n], x), (draft_ref, n, d)], barriers)
 
-        def reduce(i: int, start: jax.Array) -> None:
+        def reduce(i: jax.Array, start: jax.Array) -> None:
             values = [number[n] for number in numbers]
             result[n, block * TILES + i] = tiles.excess(
                 options,
@@ -168,12 +168,17 @@ def _ask(V: int, block: jax.Array, sources: list[tuple[Any, jax.Array, Any]], ba
 
 
 def _each(V: int, block: jax.Array, barriers: Any, reduce: Any) -> None:
-    """Calls `reduce` (place in the block, first column) for each tile once it is there."""
-    for i in range(TILES):
+    """Calls `reduce` (place in the block, first column) for each tile once it is there.
+
+    A loop, not unrolled: how long layouts take to be inferred grows with the square of a kernel's length (jax 0.12).
+    """
+
+    @pl.loop(0, TILES)
+    def _(i: jax.Array) -> None:
         start = (block * TILES + i) * TILE
 
         @pl.when(start < V)
-        def _(i: int = i, start: jax.Array = start) -> None:
+        def _() -> None:
             plgpu.barrier_wait(barriers.at[i])
             reduce(i, start)
 
