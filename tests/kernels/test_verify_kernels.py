@@ -1,5 +1,6 @@
 """The kernels against their definition, and verification by them against the reference, in every interpreter."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -173,6 +174,19 @@ def test_without_draft_logits_and_with_empty_drafts(backend, rule):
     tokens, _, _, target = case(3, 4, True)
     tokens = tokens.at[1, 1:].set(-1).at[2].set(-1)
     compare(backend, Sampling(rule=rule), tokens, None, ALL, None, target)
+
+
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_each_device_verifies_its_own_rows(rule):
+    tokens, draft, vocab_map, target = case(2, 8, True)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "rows")
+    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
+    arguments = noise, tokens, draft, jnp.asarray(SOME), vocab_map, target, Sampling(rule=rule)
+    split = functools.partial(verify, mesh=mesh, rows="rows")
+    found = jax.jit(split, static_argnames=("sampling", "kernels"))(*arguments, kernels=KERNELS["tpu"])
+    assert len(found.tokens.sharding.device_set) == 2
+    for a, b in zip(found, by_kernels(*arguments, kernels=KERNELS["tpu"]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 class Device(NamedTuple):
