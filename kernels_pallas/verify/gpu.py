@@ -80,12 +80,9 @@ def statistics(
 
         _each(options.V, block, barriers, reduce)
 
-    types = {"token": jnp.int32}
     found = plgpu.kernel(
         body,
-        out_type=tuple(
-            jax.ShapeDtypeStruct((R, blocks * TILES), types.get(name, jnp.float32)) for name in options.results
-        ),
+        out_type=tuple(options.shapes(R, blocks * TILES)),
         scratch_types=[
             plgpu.SMEM((TILES, 2, HALF), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=TILES),
@@ -94,8 +91,7 @@ def statistics(
         grid_names=("row", "block"),
         interpret=interpret,
     )(logits, _lanes(), *arrays.values())
-    named = {name: x[:, : -(-options.V // TILE)] for name, x in zip(options.results, found)}
-    return Statistics(*(named.get(name) for name in Statistics._fields))
+    return options.named(found)
 
 
 def excess(

@@ -205,7 +205,11 @@ def _inner_mass(
 ) -> jax.Array:
     """[B, k-1]: sum of max(scale p - q, 0) over the draft's vocabulary, of entries `row` and `draft_row` [B, k-1]."""
     row, draft_row = row.reshape(-1), draft_row.reshape(-1)
-    p, at = (target.logits, row) if vocab_map is None else (target.logits[row][:, vocab_map], jnp.arange(len(row)))
+    p, at = (
+        (target.logits, row)
+        if vocab_map is None
+        else (target.logits[row[:, None], vocab_map[None]], jnp.arange(len(row)))
+    )
     options = Options(draft.logits.shape[1], target.temperature, target.cut is not None)
     norms = target.norm[row], draft.norm[draft_row]
     cut = None if target.cut is None else target.cut[row]

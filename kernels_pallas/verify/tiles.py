@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.noise import HALF
+from kernels_pallas.verify.draws import TILE
 
 Halves = Sequence[jax.Array]
 
@@ -32,6 +33,16 @@ class Options(NamedTuple):
         """Fields of `Statistics` that there are, in order."""
         asked = {"kept": self.cut, "outside": self.outside, "best": self.best, "token": self.best}
         return tuple(name for name in Statistics._fields if asked.get(name, True))
+
+    def shapes(self, rows: int, tiles: int) -> list[jax.ShapeDtypeStruct]:
+        """Of the results of a kernel that writes `tiles` a row."""
+        dtypes = [jnp.int32 if name == "token" else jnp.float32 for name in self.results]
+        return [jax.ShapeDtypeStruct((rows, tiles), dtype) for dtype in dtypes]
+
+    def named(self, found: Sequence[jax.Array]) -> "Statistics":
+        """A kernel's results, without the tiles beyond the vocabulary."""
+        cropped = {name: x[:, : -(-self.V // TILE)] for name, x in zip(self.results, found, strict=True)}
+        return Statistics(*(cropped.get(name) for name in Statistics._fields))
 
 
 class Statistics(NamedTuple):

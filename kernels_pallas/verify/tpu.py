@@ -34,7 +34,7 @@ def statistics(
     row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
     specs = [_block(n), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
     specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(n, 1) for name in row]
-    names = [*column, *row]
+    names, shapes = [*column, *row], options.shapes(R, blocks * n)
 
     def body(logits_ref: Any, *refs: Any) -> None:
         given, results = dict(zip(names, refs)), refs[len(names) :]
@@ -53,21 +53,17 @@ def statistics(
                 keepdims=True,
             )
 
-        _each([jnp.int32 if name == "token" else jnp.float32 for name in options.results], results, n, reduce)
+        _each([shape.dtype for shape in shapes], results, n, reduce)
 
     found = pl.pallas_call(
         body,
-        out_shape=[
-            jax.ShapeDtypeStruct((R, blocks * n), jnp.int32 if name == "token" else jnp.float32)
-            for name in options.results
-        ],
+        out_shape=shapes,
         grid=(-(-R // ROWS), blocks),
         in_specs=specs,
         out_specs=[_results(n)] * len(options.results),
         interpret=interpret,
     )(logits, *column.values(), *row.values())
-    named = {name: x[:, : -(-options.V // TILE)] for name, x in zip(options.results, found)}
-    return Statistics(*(named.get(name) for name in Statistics._fields))
+    return options.named(found)
 
 
 def excess(

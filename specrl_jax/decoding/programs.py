@@ -189,8 +189,8 @@ def _prefill(params: Any, carried: Prompts, admission: Admission, model: Model, 
 
     def prefill_some(i: jax.Array, pool: Any) -> Any:
         tokens, length = (jax.lax.dynamic_slice_in_dim(x, i * r, r) for x in (admission.tokens, admission.length))
-        # Always true here. Without it nothing but the loop's own count would keep XLA from lifting a prefill that is
-        # the same in every turn (r = P) out of the loop, where it runs at every refill, also of none.
+        # Always true here, and another value each turn: a prefill that is the same in all of them (r = P) XLA would
+        # lift out of the loop, where it runs at every refill, also of none.
         tokens = jnp.where(i * r < admission.count, tokens, 0)
         cache = model.prefill(params, tokens, positions, model.init_cache(r, T))
         if model.drafter.length:

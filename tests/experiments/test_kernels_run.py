@@ -1,10 +1,7 @@
 """The device script where there is no device: its checks, and what it sets times beside."""
 
-import functools
-
 from experiments.kernels import run
-from kernels_pallas.verify import tpu
-from kernels_pallas.verify.op import Kernels
+from tests.helpers.interpreted import KERNELS
 
 
 def test_the_bytes_are_those_of_the_docstring():
@@ -17,7 +14,6 @@ def test_the_bytes_are_those_of_the_docstring():
 
 
 def test_every_rule_is_checked_against_float64():
-    kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.excess)))
-    rows = list(run.check(run.SMALL, kernels, seeds=1))
+    rows = list(run.check(run.SMALL, KERNELS["tpu"], seeds=1))
     assert [row["rule"] for row in rows] == list(run.CHECKED)
     assert all(row["rows_that_differ"] == 0 and row["logprob_error"] < 1e-5 for row in rows), rows

@@ -16,7 +16,8 @@ def interpreted(module, interpret):
     return Kernels(*(functools.partial(f, interpret=interpret) for f in (module.statistics, module.excess)))
 
 
-# The plain interpreter of the TPU leaves unwritten blocks to be seen, the other one raises on blocks out of bounds.
+# The plain interpreter of the TPU leaves unwritten blocks to be seen; the other simulates its memory and its copies,
+# with NaN where a last block goes beyond its array.
 KERNELS = {
     "gpu": interpreted(gpu, GPU),
     "tpu": interpreted(tpu, True),
