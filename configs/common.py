@@ -80,16 +80,27 @@ def base() -> ConfigDict:
 
     c.data = ConfigDict()
     c.data.task = "arithmetic"  # built-in: arithmetic, countdown; used where data.path is ''
-    c.data.path = ""  # JSONL file of prompts
-    c.data.prompt_key = "prompt"  # its prompt: text, or chat messages
+    c.data.path = ""  # JSONL or Parquet files of prompts, separated by commas; a prompt counts once
+    c.data.weights = ()  # how often each of several files is drawn from; () = by their numbers of prompts
+    c.data.schema = ""  # gsm8k, dapo, verl, math: one for all files or one each, with commas; '' = these three keys
+    c.data.prompt_key = "prompt"  # its prompt: text, or chat messages; a.b goes into an object
     c.data.answer_key = "answer"  # its answer: text or number
+    c.data.answer_after = ""  # the answer is what follows the last of this text in it; '' = all of it
+    c.data.template = "{prompt}"  # around a prompt that is text
+    c.data.chat = False  # such a prompt becomes a user's message; messages always go through the chat template
+    c.data.system = ""  # system message for a chat that has none
+    c.data.thinking = True  # the chat template's enable_thinking, where it has one
+    c.data.skip_malformed = False  # leave malformed rows out and count them; False = the first is an error
+    c.data.skip_long = False  # the same for prompts longer than rollout.max_prompt_tokens
     c.data.tokenizer = "char"  # char, a folder with tokenizer.json, or '' = policy.path
 
     c.eval = ConfigDict()
     c.eval.every = 10  # steps; 0 = before and after only
-    c.eval.path = ""  # JSONL file; '' = validation split of a built-in task
+    c.eval.path = ""  # files as in data.path, each a set of its own; '' = validation split of a built-in task
+    c.eval.schema = ""  # '' = as data
+    c.eval.template = ""  # '' = as data
     c.eval.task = ""  # that task; '' = data.task
-    c.eval.problems = 256  # at most
+    c.eval.problems = 256  # at most, of each set
     c.eval.samples = 1  # per problem
     c.eval.temperature = 1.0
 

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def apply_chat_template(self, messages: Messages) -> str: ...
+    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str: ...
 
 
 class CharTokenizer:
@@ -50,8 +50,8 @@ class CharTokenizer:
         """Text of `ids`; pad and eos become nothing, ids of the unused end of the model's vocabulary a '?'."""
         return "".join(self._character(i) for i in ids)
 
-    def apply_chat_template(self, messages: Messages) -> str:
-        """The built-in tasks have no roles: contents in order."""
+    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
+        """The built-in tasks have no roles: contents in order. There is nothing to think with."""
         return "".join(message["content"] for message in messages)
 
     def _character(self, i: int) -> str:
@@ -87,12 +87,17 @@ class HFTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def apply_chat_template(self, messages: Messages) -> str:
-        """The prompt text, ending where the assistant's answer begins."""
+    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
+        """The prompt text, ending where the assistant's answer begins.
+
+        `thinking` is the variable enable_thinking of Qwen3's template; one that does not read it is as it is.
+        """
         if self._template is None:
             raise BadInput("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
+            )
         except Exception as error:  # downloaded code: a TypeError in it is its own fault, not ours
             reason = " ".join(str(error).split())
             raise BadInput(f"data.tokenizer: the chat template fails: {reason}") from None

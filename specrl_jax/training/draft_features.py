@@ -11,8 +11,9 @@ import numpy as np
 
 from specrl_jax.core import BadInput, Stopped
 from specrl_jax.data.features import FeatureRow, FeatureStore
+from specrl_jax.data.files import read_rows
+from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, parse_problem
 from specrl_jax.data.rows import Rows, rows_of
-from specrl_jax.data.sources import JsonlSource, ProblemStream
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.steps import Features
@@ -84,7 +85,7 @@ class _Generated:
     def __init__(self, setup: Setup, weights: Weights) -> None:
         s = setup.settings
         self._setup, self._weights, self._number = setup, weights, 0
-        self._stream = ProblemStream(setup.train_source, s.grpo.prompts_per_step, s.seed)
+        self._stream = setup.problems.stream(s.grpo.prompts_per_step)
 
     def skip(self) -> None:
         next(self._stream)
@@ -104,17 +105,19 @@ class _Answers:
 
     def __init__(self, setup: Setup, wave: int) -> None:
         s, limits = setup.settings, setup.rollout.limits
-        path, encode = s.pretrain.answers, setup.tokenizer.encode
-        source = JsonlSource(
-            path, s.data.prompt_key, RESPONSE, setup.tokenizer, limits.max_prompt_tokens, "pretrain.answers"
-        )
+        path = s.pretrain.answers
+        # Prompts stand there as they were read: nothing is put around them, and a prompt may have several answers.
+        schema = Schema(s.data.prompt_key, RESPONSE)
         self._texts = []
-        for i in range(len(source)):
-            answer = [*encode(source[i].answer), setup.tokenizer.eos_ids[0]]
-            if len(answer) > limits.max_response_tokens:
-                limit = f"rollout.max_response_tokens={limits.max_response_tokens}"
-                raise BadInput(f"pretrain.answers: answer {i + 1} of {path} has {len(answer)} tokens, {limit}")
-            self._texts.append((encode(source[i].prompt), answer))
+        for row in read_rows(path, "pretrain.answers"):
+            problem = parse_problem(row, schema, PromptFormat(), setup.tokenizer)
+            prompt, answer = (encode_row(row.where, text, setup.tokenizer) for text in problem[:2])
+            answer = [*answer, setup.tokenizer.eos_ids[0]]
+            for name, part in (("prompt", prompt), ("response", answer)):
+                limit = getattr(limits, f"max_{name}_tokens")
+                if len(part) > limit:
+                    raise BadInput(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
+            self._texts.append((prompt, answer))
         self._wave, self._number, self._length, self._pad = wave, 0, limits.cache_length, setup.tokenizer.pad_id
 
     def skip(self) -> None:

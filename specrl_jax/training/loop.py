@@ -56,7 +56,7 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     """
     s = setup.settings
     problems = setup.eval_problems
-    stream = ProblemStream(setup.train_source, s.grpo.prompts_per_step, s.seed)
+    stream = setup.problems.stream(s.grpo.prompts_per_step)
     checkpoints = Checkpoints(workdir, s.checkpoint.keep)
     state, first = _restore(setup, checkpoints, stream)
     reference = setup.initial_params() if s.grpo.kl_coef else None

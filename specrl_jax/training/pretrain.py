@@ -33,7 +33,7 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
     """
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
-    stream = ProblemStream(source, s.pretrain.batch_size, s.seed)
+    stream = ProblemStream([source], s.pretrain.batch_size, s.seed)
     state = setup.initial_state().policy
     step_fn = make_pretrain_step(setup.learner, setup.optimizer, setup.learner_partition)
     log: list[dict[str, Any]] = []

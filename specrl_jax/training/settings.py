@@ -77,18 +77,29 @@ class GRPOSettings:
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
     task: str  # built-in task, where path is ''
-    path: str  # JSONL
+    path: str  # JSONL or Parquet files, separated by commas
+    weights: tuple[float, ...]  # of several files; () = by their numbers of problems
+    schema: str  # of the files, one name or one each; '' = the three keys
     prompt_key: str
     answer_key: str
+    answer_after: str  # the answer follows the last of this; '' = all of it
+    template: str  # around a prompt that is text
+    chat: bool  # such a prompt becomes a user's message
+    system: str  # message before a chat that has none
+    thinking: bool  # what the chat template is told
+    skip_malformed: bool  # leave such rows out
+    skip_long: bool  # leave prompts longer than max_prompt_tokens out
     tokenizer: str  # 'char', a folder, or '' = policy.path
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
     every: int  # steps; 0 = only before and after
-    path: str  # JSONL; '' = the validation split of a built-in task
-    task: str  # that task; '' = data.task
-    problems: int  # at most
+    path: str  # files, separated by commas; '' = the validation split of a built-in task
+    schema: str  # of the files; '' = data.schema
+    template: str  # '' = data.template
+    task: str  # the built-in task; '' = data.task
+    problems: int  # at most, of each file
     samples: int
     temperature: float
 

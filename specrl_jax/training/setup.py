@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from specrl_jax.core import BadInput
-from specrl_jax.data.sources import JsonlSource
-from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.engine import Engine, check_prompts
@@ -26,6 +24,7 @@ from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
 from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
+from specrl_jax.training.problems import Problems
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.settings import DraftSettings, Settings, check_values, parse_dtype
 from specrl_jax.training.shapes import check_rows, draft_lengths, find_limits, policy_sizes
@@ -186,33 +185,23 @@ class Setup:
         return RunState(policy, draft, ids)
 
     @functools.cached_property
-    def train_source(self) -> JsonlSource | TaskSource:
-        data = self.settings.data
-        return self._jsonl("data.path", data.path) if data.path else TaskSource(data.task, "train", self.settings.seed)
+    def problems(self) -> Problems:
+        s = self.settings
+        return Problems(s.data, s.eval, self.tokenizer, s.rollout.max_prompt_tokens, s.seed)
 
     def check_problems(self, train: bool = True) -> None:
-        """Raises BadInput for data that cannot be used, before anything long or lasting."""
+        """Raises BadInput for data that cannot be used, before anything long or lasting; says what files hold."""
         problems = list(self.eval_problems)
         if train:
-            problems += [self.train_source[i] for i in range(min(256, len(self.train_source)))]
+            problems += [source[i] for source in self.problems.train for i in range(min(256, len(source)))]
         check_prompts([self.tokenizer.encode(p.prompt) for p in problems], self.rollout.limits.max_prompt_tokens)
+        for line in self.problems.reports:
+            print(line)
 
-    @functools.cached_property
-    def eval_problems(self) -> Sequence[Problem]:
-        """The fixed validation set."""
-        s = self.settings
-        if s.data.path and not s.eval.path and not s.eval.task:
-            raise BadInput("eval.path: prompts come from data.path, so a JSONL file to validate on is needed here")
-        if s.eval.path:
-            source = self._jsonl("eval.path", s.eval.path)
-        else:
-            source = TaskSource(s.eval.task or s.data.task, "validation", s.seed)
-        return [source[i] for i in range(min(s.eval.problems, len(source)))]
-
-    def _jsonl(self, key: str, path: str) -> JsonlSource:
-        data = self.settings.data
-        limit = self.settings.rollout.max_prompt_tokens
-        return JsonlSource(path, data.prompt_key, data.answer_key, self.tokenizer, limit, key)
+    @property
+    def eval_problems(self) -> list[Problem]:
+        """Every fixed validation set, one after the other."""
+        return [problem for problems in self.problems.validation.values() for problem in problems]
 
 
 def build(settings: Settings, mesh: Mesh) -> Setup:

@@ -13,7 +13,6 @@ import main as command_line
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.core import BadInput, Stopped
 from specrl_jax.data.rows import rows_of
-from specrl_jax.data.sources import ProblemStream
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
@@ -74,7 +73,7 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     setup, _, output, _ = made
     counts = np.zeros(setup.model.vocab, int)
     weights, _ = setup.prepare(setup.initial_state())
-    stream = ProblemStream(setup.train_source, 4, setup.settings.seed)
+    stream = setup.problems.stream(4)
     for wave in range(3):
         prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
         rollouts = setup.plain_engine.generate(weights, prompts, 4, setup.settings.rollout.seed, 16 * wave)
@@ -254,7 +253,7 @@ def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
     store = open_store(used, str(tmp_path / "features"), weights)
     with (
         Display(12, 0) as display,
-        pytest.raises(BadInput, match=r"answer 1 of .* has 13 tokens, rollout\.max_response_tokens=12"),
+        pytest.raises(BadInput, match=r":1: the response has 13 tokens, rollout\.max_response_tokens=12"),
     ):
         collect(used, state.policy.params, weights, store, display, threading.Event())
 

@@ -1,0 +1,67 @@
+"""Rows of JSONL and Parquet files, each with where it stands."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+from specrl_jax.core import BadInput
+
+PARQUET = (".parquet", ".pq")
+
+
+class Row(NamedTuple):
+    where: str  # file:line, or file:number of a Parquet row; both count from 1
+    content: dict[str, Any]
+    fault: str  # why it is no object; '' where it is one
+
+
+def read_rows(path: str, key: str) -> Iterator[Row]:
+    """Every row of a file, the blank lines of JSONL left out; by its ending Parquet, else JSONL.
+
+    Args:
+      key: of the config that named the file, for messages.
+    Raises:
+      BadInput: for a file that is missing, empty or not Parquet though its name says so. A line that is no JSON object
+        raises nothing: it comes as a Row with a fault, since some callers go on without it.
+    """
+    if not os.path.isfile(path):
+        raise BadInput(f"{key}: no file '{path}'")
+    read = _parquet_rows if path.endswith(PARQUET) else _jsonl_rows
+    empty = True
+    for row in read(path, key):
+        empty = False
+        yield row
+    if empty:
+        raise BadInput(f"{key}: '{path}' is empty")
+
+
+def _jsonl_rows(path: str, key: str) -> Iterator[Row]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse(f"{path}:{number}", line)
+
+
+def _parse(where: str, line: bytes) -> Row:
+    try:
+        content = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, thousands of digits, thousands of brackets
+        return Row(where, {}, f"not JSON: {getattr(error, 'msg', error)}")
+    return Row(where, content, "") if isinstance(content, dict) else Row(where, {}, "needs an object")
+
+
+def _parquet_rows(path: str, key: str) -> Iterator[Row]:
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for content in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}:{number}", content, "")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"{key}: {path}: not a readable Parquet file after row {number}: {reason}") from None
