@@ -93,14 +93,14 @@ def to_settings(config: ConfigDict) -> Any:
         rollout=settings.RolloutSettings(**config.rollout),
         grpo=settings.GRPOSettings(**config.grpo),
         optimizer=OptimizerConfig(**config.optimizer),
-        reward=config.reward.name,
+        reward=settings.RewardSettings(**config.reward),
         data=settings.DataSettings(**config.data),
         eval=settings.EvalSettings(**config.eval),
         checkpoint=settings.CheckpointSettings(**config.checkpoint),
         generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
         pretrain=settings.PretrainSettings(**config.pretrain),
-        sample_rollouts=config.logging.rollouts,
-        profile_steps=tuple(config.logging.profile_steps),
+        export=settings.ExportSettings(**config.export),
+        logging=settings.LoggingSettings(**config.logging),
     )
 
 
@@ -113,6 +113,7 @@ def find_task(name: str) -> Callable[..., None]:
         "pretrain": run_pretrain,
         "draft_pretrain": run_draft_pretrain,
         "generate": run_generate,
+        "export": run_export,
     }
     if name not in tasks:
         raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
@@ -129,7 +130,8 @@ def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) ->
     setup = build(settings, mesh)
     setup.check_problems()
     open_workdir(workdir, config)
-    rows = train(setup, workdir, stop_on_signal())
+    with setup.scorer:
+        rows = train(setup, workdir, stop_on_signal())
     print_report(rows, plot_run(rows, workdir))
 
 
@@ -141,7 +143,8 @@ def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
     setup = build(settings, mesh)
     setup.check_problems(train=False)
     open_workdir(workdir, config)
-    run_evaluation(setup, workdir)
+    with setup.scorer:
+        run_evaluation(setup, workdir)
 
 
 def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
@@ -153,7 +156,8 @@ def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
     check_pretrain(settings)
     setup.check_problems()
     open_workdir(workdir, config)
-    pretrain(setup, workdir, stop_on_signal())
+    with setup.scorer:
+        pretrain(setup, workdir, stop_on_signal())
 
 
 def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
@@ -178,6 +182,17 @@ def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
         setup.check_problems(train=False)
     open_workdir(workdir, config)
     run_generation(setup, workdir)
+
+
+def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import check_workdir
+    from specrl_jax.training.export import check_export, export
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    check_workdir(workdir, config)
+    check_export(settings.export)
+    export(setup, workdir)
 
 
 def stop_on_signal() -> threading.Event:

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from specrl_jax.core import BadInput
@@ -35,9 +36,26 @@ class Checkpoints:
         try:
             restored = self._manager.restore(step, args=items)
         except (ValueError, KeyError, FileNotFoundError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise BadInput(f"checkpoint {self._manager.directory}/{step} does not fit this config: {reason}") from None
+            raise self._misfit(step, error) from None
         return restored["state"], restored["position"]
+
+    def restore_part(self, step: int, abstract_part: Any) -> Any:
+        """Some of a step's arrays, those of `abstract_part`, whose tree is a part of the state's; the others are not
+        read. Raises BadInput where there is no such step, or it does not fit.
+        """
+        if step not in self._manager.all_steps():
+            there = ", ".join(map(str, self._manager.all_steps())) or "none"
+            raise BadInput(f"checkpoint {self._manager.directory}/{step}: there is none; there are {there}")
+        shardings = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), abstract_part)
+        items = ocp.args.PyTreeRestore(abstract_part, restore_args=shardings, partial_restore=True)
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(state=items))["state"]
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise self._misfit(step, error) from None
+
+    def _misfit(self, step: int, error: Exception) -> BadInput:
+        reason = str(error).strip().splitlines()[0]
+        return BadInput(f"checkpoint {self._manager.directory}/{step} does not fit this config: {reason}")
 
     def close(self) -> None:
         """Waits for a save under way."""

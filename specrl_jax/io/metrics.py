@@ -1,13 +1,20 @@
-"""Metrics of a run: a JSON object a step in metrics.jsonl, the same scalars in TensorBoard, sample rollouts beside."""
+"""Metrics of a run: a JSON object a step in metrics.jsonl; the same scalars, histograms and sample rollouts in
+TensorBoard and, where asked for, Weights & Biases.
+"""
 
 import json
 import math
 import os
 from typing import Any
 
+import numpy as np
 import tensorboardX
 
 from specrl_jax.core import BadInput
+from specrl_jax.io.wandb import WandbRun
+
+# Of the sample rollouts, those that TensorBoard shows.
+SHOWN = 4
 
 
 class MetricsWriter:
@@ -16,7 +23,7 @@ class MetricsWriter:
     A step always has exactly one row: the file is line-buffered, and a half-written last line is dropped too.
     """
 
-    def __init__(self, workdir: str, last_step: int) -> None:
+    def __init__(self, workdir: str, last_step: int, wandb: WandbRun | None = None) -> None:
         self._rollouts = os.path.join(workdir, "rollouts")
         os.makedirs(self._rollouts, exist_ok=True)
         path = os.path.join(workdir, "metrics.jsonl")
@@ -26,22 +33,46 @@ class MetricsWriter:
         os.replace(path + ".tmp", path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
+        self._wandb = wandb
 
-    def write(self, row: dict[str, Any]) -> None:
-        """One step; `row` has its number under "step". Non-finite values become null: JSON has no NaN."""
+    def write(self, row: dict[str, Any], histograms: dict[str, np.ndarray] | None = None) -> None:
+        """One step; `row` has its number under "step". Non-finite values become null: JSON has no NaN.
+
+        `histograms`: values by name, for TensorBoard and Weights & Biases only.
+        """
         clean = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
         for name, value in clean.items():
             if name != "step" and value is not None:
                 self._board.add_scalar(name, value, row["step"])
+        for name, values in (histograms or {}).items():
+            self._board.add_histogram(name, values, row["step"])
+        if self._wandb:
+            self._wandb.log(clean, histograms or {})
 
     def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Sample rollouts: rollouts/step_N.jsonl, and a table of the first few elsewhere."""
         with open(os.path.join(self._rollouts, f"step_{step}.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._board.add_text("rollouts", _markdown(rows[:SHOWN]), step)
+        if self._wandb:
+            self._wandb.log_rollouts(step, rows)
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    """A table whose cells are literal text."""
+
+    def cell(text: str) -> str:
+        return "`" + " ".join(text.split()).replace("`", "'").replace("|", "/") + "`"
+
+    lines = [f"| {row['reward']:.3g} | {cell(row['prompt'])} | {cell(row['response'])} |" for row in rows]
+    return "\n".join(["| reward | prompt | response |", "|---|---|---|", *lines])
 
 
 def read_metrics(workdir: str) -> list[dict[str, Any]]:

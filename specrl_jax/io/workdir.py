@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 import specrl_jax
-from specrl_jax.core import BadInput
+from specrl_jax.core import BadInput, read_json
 
 # What may change between two starts of one run.
-MAY_CHANGE = ("steps", "eval", "checkpoint", "logging")
+MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export")
 
 
 def open_workdir(path: str, config: dict[str, Any]) -> None:
@@ -31,6 +31,18 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
     except OSError as error:
         raise BadInput(f"--workdir {path}: {error.strerror}") from None
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+
+
+def check_workdir(path: str, config: dict[str, Any]) -> None:
+    """Raises BadInput unless `path` is the folder of a run of `config`, whatever its task; writes nothing."""
+    file = os.path.join(path, "config.json")
+    if not os.path.exists(file):
+        raise BadInput(f"--workdir {path}: there is no run (it has no config.json)")
+    try:
+        before = read_json(file)["config"]
+        _check_same(path, before, config | {"task": before["task"]})
+    except (KeyError, TypeError, AttributeError):
         raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
 

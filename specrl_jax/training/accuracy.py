@@ -1,4 +1,4 @@
-"""What a validation set says of a policy: mean@n, pass@k and maj@n, each a value a problem, and intervals over problems.
+"""What a validation set says of a policy: mean@n, pass@k, maj@n, a value a problem each, and intervals over problems.
 
 `correct` is [P, n] bool: n samples of each of P problems.
 """

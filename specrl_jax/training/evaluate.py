@@ -1,4 +1,4 @@
-"""Accuracy of a policy on a fixed set of problems."""
+"""A policy on fixed sets of problems: how often it is right, and what it wrote."""
 
 import json
 import os
@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from specrl_jax.rewards.scorer import Scorer, Scores
 
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.rewards.verifiable import Reward
+from specrl_jax.training.accuracy import accuracy_metrics
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup
 
@@ -20,18 +21,48 @@ EVAL_SEED_OFFSET = 1_000_003
 
 
 class Evaluation(NamedTuple):
-    rewards: np.ndarray  # [P, n] float32
+    problems: Sequence[Problem]  # [P]
+    samples: int  # n, answers to each
+    scores: Scores  # of the P x n rollouts, problem by problem
     rollouts: Rollouts
+
+    @property
+    def correct(self) -> np.ndarray:
+        """[P, n] bool."""
+        return self.scores.correct.reshape(-1, self.samples)
 
     @property
     def accuracy(self) -> float:
         """Mean over problems and samples (mean@n)."""
-        return float((self.rewards > 0).mean())
+        return float(self.correct.mean())
 
-    @property
-    def pass_at_k(self) -> float:
-        """Share of problems solved by at least one of the n samples; k = n."""
-        return float((self.rewards > 0).any(axis=1).mean())
+    def metrics(self, sets: dict[str, list[Problem]]) -> dict[str, float]:
+        """eval/*: accuracy, pass@k and maj@n of all problems; where there are several sets, eval/<set>/* of each."""
+        stated = [self.scores.stated[i : i + self.samples] for i in range(0, len(self.scores.stated), self.samples)]
+        row = accuracy_metrics(self.correct, stated, "eval/")
+        first = 0
+        for name, problems in sets.items() if len(sets) > 1 else ():
+            part = slice(first, first + len(problems))
+            row |= accuracy_metrics(self.correct[part], stated[part], f"eval/{name}/")
+            first += len(problems)
+        response = self.rollouts.response_length
+        row |= {"eval/response_length_mean": float(response.mean())}
+        return row | {"eval/truncated": float(1 - self.rollouts.ended.mean())}
+
+    def write(self, path: str, tokenizer: Tokenizer) -> None:
+        """Every answer as a JSON object a line."""
+        with open(path, "w") as file:
+            for row, prompt in enumerate(self.rollouts.prompt_index):
+                problem = self.problems[prompt]
+                record = {
+                    "prompt": problem.prompt,
+                    "answer": problem.answer,
+                    "response": tokenizer.decode(self.rollouts.response(row)),
+                    "stated": self.scores.stated[row],
+                    "reward": float(self.scores.total[row]),
+                    "correct": bool(self.scores.correct[row]),
+                }
+                file.write(json.dumps(record) + "\n")
 
 
 def evaluate(
@@ -40,7 +71,7 @@ def evaluate(
     problems: Sequence[Problem],
     samples: int,
     tokenizer: Tokenizer,
-    reward: Reward,
+    scorer: Scorer,
     seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     lengths: Lengths | None = None,
@@ -53,43 +84,36 @@ def evaluate(
     rollouts = engine.generate(
         params, prompts, samples, seed + EVAL_SEED_OFFSET, on_progress=on_progress, lengths=lengths
     )
-    return Evaluation(score(rollouts, problems, tokenizer, reward).reshape(len(problems), samples), rollouts)
+    return Evaluation(problems, samples, score(rollouts, problems, tokenizer, scorer), rollouts)
 
 
-def score(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, reward: Reward) -> np.ndarray:
-    """[R] float32 rewards. A response that was cut at the limit is scored as it stands."""
-    return np.array(
-        [
-            reward(tokenizer.decode(rollouts.response(row)), problems[prompt].answer)
-            for row, prompt in enumerate(rollouts.prompt_index)
-        ],
-        np.float32,
-    )
+def score(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:
+    """Of every rollout. A response that was cut at the limit is scored as it stands."""
+    responses = [tokenizer.decode(rollouts.response(row)) for row in range(len(rollouts.length))]
+    return scorer(responses, [problems[prompt].answer for prompt in rollouts.prompt_index])
 
 
 def run_evaluation(setup: Setup, workdir: str) -> None:
-    """task=evaluate: scores the policy on the validation set, into evaluation.json and generations.jsonl."""
+    """task=evaluate: scores the policy on the validation sets, into evaluation.json and generations.jsonl."""
     s = setup.settings
-    problems = setup.eval_problems
-    weights = setup.initial_weights()
     result = evaluate(
-        setup.eval_engine, weights, problems, s.eval.samples, setup.tokenizer, setup.reward, s.rollout.seed
+        setup.eval_engine,
+        setup.initial_weights(),
+        setup.eval_problems,
+        s.eval.samples,
+        setup.tokenizer,
+        setup.scorer,
+        s.rollout.seed,
     )
-    summary = {
-        "eval/accuracy": result.accuracy,
-        "eval/pass_at_k": result.pass_at_k,
-        "problems": len(problems),
+    summary = result.metrics(setup.problems.validation) | {
+        "problems": len(result.problems),
         "samples": s.eval.samples,
         "temperature": s.eval.temperature,
+        "unscored": sum(result.scores.failures.values()),
     }
     if setup.eval_engine.draft_length:
         summary |= speculation_metrics(result.rollouts)
     with open(os.path.join(workdir, "evaluation.json"), "w") as file:
         json.dump(summary, file, indent=2)
-    with open(os.path.join(workdir, "generations.jsonl"), "w") as file:
-        for row, prompt in enumerate(result.rollouts.prompt_index):
-            problem = problems[prompt]
-            response = setup.tokenizer.decode(result.rollouts.response(row))
-            record = {"prompt": problem.prompt, "answer": problem.answer, "response": response}
-            file.write(json.dumps(record | {"reward": float(result.rewards.reshape(-1)[row])}) + "\n")
+    result.write(os.path.join(workdir, "generations.jsonl"), setup.tokenizer)
     print(json.dumps(summary))

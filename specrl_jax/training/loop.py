@@ -6,10 +6,10 @@ in the train phase from the features of that forward, and nothing of it reaches 
 """
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,25 +18,27 @@ import numpy as np
 from specrl_jax.core import PHASES, BadInput, Stopped
 from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
+from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rl.advantages import group_normalised
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
-from specrl_jax.training.evaluate import evaluate, score
+from specrl_jax.training.evaluate import Evaluation, evaluate, score
 from specrl_jax.training.measures import (
     draft_metrics,
     mismatch_metrics,
     outlook_metrics,
     policy_metrics,
+    reward_metrics,
     rollout_metrics,
     rollout_samples,
     speculation_metrics,
 )
 from specrl_jax.training.progress import Display, PhaseClock
+from specrl_jax.training.settings import Settings
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.state import RunState, TrainState
@@ -55,32 +57,30 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
       BadInput: a checkpoint or data position that does not fit.
     """
     s = setup.settings
-    problems = setup.eval_problems
+    setup.scorer.start()
     stream = setup.problems.stream(s.grpo.prompts_per_step)
     checkpoints = Checkpoints(workdir, s.checkpoint.keep)
     state, first = _restore(setup, checkpoints, stream)
     reference = setup.initial_params() if s.grpo.kl_coef else None
     speculation = Speculation(setup, workdir)
-    writer = MetricsWriter(workdir, last_step=first if first is not None else -1)
+    writer = MetricsWriter(workdir, first if first is not None else -1, open_wandb(s, workdir))
     step = first or 0
     position = stream.position
     with Display(s.steps, step) as display:
         try:
             announce_programs(setup, state, display)
             if first is None:
-                writer.write({"step": 0} | evaluation_row(setup, state, problems, display, speculation, greedy=True))
+                writer.write({"step": 0} | evaluation_row(setup, state, workdir, 0, display, speculation))
             while step < s.steps:
-                with profiled(workdir, step + 1 in s.profile_steps):
-                    state, row, samples = run_step(
-                        setup, state, reference, stream, step + 1, display, stop, speculation
-                    )
-                step, position = step + 1, stream.position
+                with profiled(workdir, step + 1 in s.logging.profile_steps):
+                    state, report = run_step(setup, state, reference, stream, step + 1, display, stop, speculation)
+                step, position, row = step + 1, stream.position, report.row
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
-                    row |= evaluation_row(setup, state, problems, display, speculation, greedy=step == s.steps)
+                    row |= evaluation_row(setup, state, workdir, step, display, speculation)
                 if step == s.steps and setup.engine.draft_length and s.draft.compare_rounds:
-                    row |= comparison_row(setup, state, problems, display, speculation)
-                writer.write(row)
-                writer.write_rollouts(step, samples)
+                    row |= comparison_row(setup, state, display, speculation)
+                writer.write(row, report.histograms)
+                writer.write_rollouts(step, report.samples)
                 if step == s.steps or step % s.checkpoint.every == 0:
                     checkpoints.save(step, state, position)
                     speculation.save()
@@ -97,6 +97,14 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     return read_metrics(workdir)
 
 
+class StepReport(NamedTuple):
+    """What one step says of itself."""
+
+    row: dict[str, Any]  # of metrics.jsonl
+    samples: list[dict[str, Any]]  # of rollouts/step_N.jsonl
+    histograms: dict[str, np.ndarray]  # values by name
+
+
 def run_step(
     setup: Setup,
     state: RunState,
@@ -106,8 +114,8 @@ def run_step(
     display: Display,
     stop: threading.Event,
     speculation: Speculation,
-) -> tuple[RunState, dict[str, Any], list[dict[str, Any]]]:
-    """One RL step: (new state, metrics row, sample of rollouts). Raises Stopped only while `state` is still whole."""
+) -> tuple[RunState, StepReport]:
+    """One RL step. Raises Stopped only while `state` is still whole."""
     s, tokenizer = setup.settings, setup.tokenizer
     clock = PhaseClock(display)
 
@@ -133,7 +141,7 @@ def run_step(
             speculation.lengths,
             speculation.history,
         )
-        rewards = score(rollouts, problems, tokenizer, setup.reward)
+        scores = score(rollouts, problems, tokenizer, setup.scorer)
     _leave_if(stop)
 
     with clock("logprob"):
@@ -145,19 +153,24 @@ def run_step(
 
     with clock("train"):
         state, vocabulary = speculation.fit_vocabulary(state, rollouts)
-        advantages = group_normalised(rewards.reshape(-1, s.grpo.group_size)).reshape(-1)
+        advantages = group_normalised(scores.total.reshape(-1, s.grpo.group_size)).reshape(-1)
         signal = Signal(old_logprobs, ref_logprobs, advantages)
         state, updates = learn(setup, state, rows, signal, speculation.draft_learns(step))
         state = jax.block_until_ready(state)
 
     row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
-    row |= rollout_metrics(rollouts, rewards, clock.seconds["generate"])
+    row |= reward_metrics(scores) | rollout_metrics(rollouts, clock.seconds["generate"])
+    row |= setup.performance.metrics(rollouts, clock.seconds, row["time/total"])
     row |= updates.metrics() | vocabulary | mismatch_metrics(behaviour, old_logprobs, rows.mask)
     if setup.engine.draft_length:
         row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
     if state.draft:
         row |= {"draft/version": int(state.draft.step)}
-    return state, row, rollout_samples(rollouts, problems, rewards, tokenizer, s.sample_rollouts)
+    if scores.failures:
+        display.say(f"step {step}: rewards that failed count 0: {scores.failures}")
+    histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
+    samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
+    return state, StepReport(row, samples, histograms)
 
 
 class Updates(NamedTuple):
@@ -234,53 +247,50 @@ def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
     programs.compile_all(weights, lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s"))
 
 
+def open_wandb(settings: Settings, workdir: str) -> WandbRun | None:
+    """The run at Weights & Biases, where the config asks for one."""
+    log = settings.logging
+    if not log.wandb_project:
+        return None
+    return WandbRun(log.wandb_project, log.wandb_name, workdir, dataclasses.asdict(settings))
+
+
 def profiled(workdir: str, wanted: bool) -> contextlib.AbstractContextManager[None]:
     """A jax.profiler trace of what runs inside, for Perfetto or TensorBoard; nothing where it is not wanted."""
     return jax.profiler.trace(os.path.join(workdir, "profile")) if wanted else contextlib.nullcontext()
 
 
 def evaluation_row(
-    setup: Setup,
-    state: RunState,
-    problems: Sequence[Problem],
-    display: Display,
-    speculation: Speculation | None,
-    greedy: bool,
+    setup: Setup, state: RunState, workdir: str, step: int, display: Display, speculation: Speculation | None
 ) -> dict[str, Any]:
-    """eval/* metrics of the current policy. `speculation` None: always draft.length."""
-    s = setup.settings
+    """eval/* metrics of the current policy, its answers in evaluations/step_N.jsonl; before the first and after the
+    last step greedy accuracy too. `speculation` None: always draft.length.
+    """
+    s, problems = setup.settings, setup.eval_problems
     weights, _ = setup.prepare(state)
 
-    def run(engine: Engine, samples: int) -> Any:
+    def run(engine: Engine, samples: int) -> Evaluation:
         # What is known of lengths is known of the training engine's programs.
         lengths = speculation.lengths if speculation and engine is setup.engine else None
-        return evaluate(
-            engine,
-            weights,
-            problems,
-            samples,
-            setup.tokenizer,
-            setup.reward,
-            s.rollout.seed,
-            display.update_phase,
-            lengths,
-        )
+        words, scorer, seed = setup.tokenizer, setup.scorer, s.rollout.seed
+        return evaluate(engine, weights, problems, samples, words, scorer, seed, display.update_phase, lengths)
 
     clock = PhaseClock(display)
     with clock("evaluate"):
         sampled = run(setup.eval_engine, s.eval.samples)
-        row = {"eval/accuracy": sampled.accuracy, "eval/pass_at_k": sampled.pass_at_k}
-        if greedy:
+        row = sampled.metrics(setup.problems.validation)
+        if step in (0, s.steps):
             row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
+    os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)
+    sampled.write(os.path.join(workdir, "evaluations", f"step_{step}.jsonl"), setup.tokenizer)
     return row | {"time/evaluate": clock.seconds["evaluate"]}
 
 
-def comparison_row(
-    setup: Setup, state: RunState, problems: Sequence[Problem], display: Display, speculation: Speculation
-) -> dict[str, float]:
+def comparison_row(setup: Setup, state: RunState, display: Display, speculation: Speculation) -> dict[str, float]:
     """spec/speedup*: this run's own engine against draft.kind=none, on as many validation rollouts as a step has."""
     s = setup.settings
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems][: s.grpo.prompts_per_step]
+    problems = setup.eval_problems[: s.grpo.prompts_per_step]
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
     weights, _ = setup.prepare(state)
     clock = PhaseClock(display)
     with clock("compare"):

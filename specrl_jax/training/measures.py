@@ -1,11 +1,14 @@
 """What a step reports: metrics of its rollouts and updates, and a sample of the rollouts themselves."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from specrl_jax.rewards.scorer import Scores
 
 from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
@@ -15,11 +18,19 @@ from specrl_jax.training.draft_learning import DraftMetrics, Outlook
 from specrl_jax.training.steps import UpdateMetrics
 
 
-def rollout_metrics(rollouts: Rollouts, rewards: np.ndarray, seconds: float) -> dict[str, float]:
+def reward_metrics(scores: Scores) -> dict[str, float]:
+    """reward/*: of the weighted sum, of each part where there are several, and how many answers a fault cost theirs."""
+    row = {"reward/mean": float(scores.total.mean()), "reward/std": float(scores.total.std())}
+    row |= {"reward/correct": float(scores.correct.mean()), "reward/unscored": sum(scores.failures.values())}
+    row |= {f"reward/unscored_{cause}": count for cause, count in scores.failures.items() if count}
+    if len(scores.parts) > 1:
+        row |= {f"reward/{name}": float(values.mean()) for name, values in scores.parts.items()}
+    return row
+
+
+def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
     tokens = int(rollouts.response_length.sum())
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / seconds,
         "rollout/response_length_mean": float(rollouts.response_length.mean()),
@@ -84,16 +95,25 @@ def outlook_metrics(outlook: Outlook | None) -> dict[str, float]:
 
 
 def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
-    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb."""
+    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb.
+
+    kl is the k3 estimate; the correlation is Pearson's, of the tokens' probabilities, and absent where they do not vary
+    (a greedy rollout of a policy that is sure of itself).
+    """
     difference = abs(behaviour - learner)
-    return {
+    row = {
         "mismatch/kl": float(masked_mean(k3(behaviour, learner, mask), mask).value()),
+        "mismatch/logprob_abs_mean": float(masked_mean(difference, mask).value()),
         "mismatch/logprob_abs_max": float(masked_max(difference, mask)),
     }
+    # Centred first: float32 would lose a difference of squares.
+    x, y = (p - masked_mean(p, mask).value() for p in (jnp.exp(behaviour), jnp.exp(learner)))
+    xx, yy, xy = (float(masked_mean(product, mask).value()) for product in (x * x, y * y, x * y))
+    return row | ({"mismatch/probs_pearson": xy / math.sqrt(xx * yy)} if xx * yy > 0 else {})
 
 
 def rollout_samples(
-    rollouts: Rollouts, problems: Sequence[Problem], rewards: np.ndarray, tokenizer: Any, count: int
+    rollouts: Rollouts, problems: Sequence[Problem], scores: Scores, tokenizer: Any, count: int
 ) -> list[dict[str, Any]]:
     """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
     return [
@@ -103,10 +123,10 @@ def rollout_samples(
             "response": tokenizer.decode(rollouts.response(row)),
             "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
             "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
-            "reward": float(rewards[row]),
+            "reward": float(scores.total[row]),
             "weights_version": int(rollouts.weights_version[row]),
             "draft_version": int(rollouts.draft_version[row]),
             "weights_checksum": int(rollouts.checksum[row]),
         }
-        for row in range(min(count, len(rewards)))
+        for row in range(min(count, len(scores.total)))
     ]

@@ -47,7 +47,7 @@ def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
         stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), state.params)
         log[-1] |= evaluation_row(
-            setup, RunState(state.replace(params=stored), None, None), setup.eval_problems, display, None, greedy=True
+            setup, RunState(state.replace(params=stored), None, None), workdir, s.steps, display, None
         )
     hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
     write_log(log, workdir, s.pretrain.output)

@@ -166,11 +166,14 @@ class Target:
         return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
 
 
-def check_cache_length(limits: Limits, model: qwen3.Qwen3Config) -> None:
-    """Raises BadInput where a sequence could outgrow the positions that the policy was made for."""
+def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
+    """Raises BadInput where a sequence could outgrow the positions that the policy was made for.
+
+    `section` of the config says how long responses may be.
+    """
     if limits.cache_length > model.max_positions:
         raise BadInput(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {limits.cache_length} tokens, "
+            f"rollout.max_prompt_tokens + {section}.max_response_tokens = {limits.cache_length} tokens, "
             f"the policy was made for {model.max_positions}"
         )
 

@@ -75,6 +75,15 @@ class GRPOSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardSettings:
+    name: str  # of several, separated by commas, the first says what is right
+    weights: tuple[float, ...]  # of their sum; () = 1 each
+    timeout: float  # seconds, for one answer
+    workers: int  # processes; 0 = as many as cores, at most 8
+    memory: float  # GiB, of each
+
+
+@dataclasses.dataclass(frozen=True)
 class DataSettings:
     task: str  # built-in task, where path is ''
     path: str  # JSONL or Parquet files, separated by commas
@@ -102,6 +111,9 @@ class EvalSettings:
     problems: int  # at most, of each file
     samples: int
     temperature: float
+    top_k: int  # 0 = off
+    top_p: float  # 1.0 = off
+    max_response_tokens: int  # 0 = the rollouts'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,21 @@ class GenerateSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExportSettings:
+    output: str  # folder; '' = export/ in the workdir
+    dtype: str  # storage there
+    step: int  # whose checkpoint; -1 = the last
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingSettings:
+    rollouts: int  # rows of rollouts/step_N.jsonl
+    profile_steps: tuple[int, ...]  # RL steps that are traced
+    wandb_project: str  # '' = not there
+    wandb_name: str  # of the run there; '' = the workdir's
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """The final config, frozen: what main.py hands down."""
 
@@ -140,19 +167,19 @@ class Settings:
     rollout: RolloutSettings
     grpo: GRPOSettings
     optimizer: OptimizerConfig
-    reward: str
+    reward: RewardSettings
     data: DataSettings
     eval: EvalSettings
     checkpoint: CheckpointSettings
     pretrain: PretrainSettings
     generate: GenerateSettings
-    sample_rollouts: int  # rows of rollouts/step_N.jsonl
-    profile_steps: tuple[int, ...]  # RL steps that are traced
+    export: ExportSettings
+    logging: LoggingSettings
 
 
 # Smallest value of every number that counts something or must not be negative.
 _SMALLEST = {
-    "": {"steps": 0, "seed": 0, "sample_rollouts": 0},
+    "": {"steps": 0, "seed": 0},
     "policy": {"vocab_tile": 0},
     "draft": {
         "vocab_size": 0,
@@ -176,10 +203,12 @@ _SMALLEST = {
     "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},
     "grpo": {"prompts_per_step": 1, "group_size": 1, "minibatches": 1, "microbatch": 0},
     "optimizer": {"learning_rate": 0, "warmup": 0, "clip": 1e-12, "weight_decay": 0, "decay_steps": 0},
-    "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0},
+    "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0, "top_k": 0, "max_response_tokens": 0},
     "checkpoint": {"every": 1, "keep": 1},
     "pretrain": {"batch_size": 1, "rollouts": 1, "patience": 0},
     "generate": {"samples": 1},
+    "logging": {"rollouts": 0},
+    "export": {"step": -1},
 }
 
 
@@ -190,8 +219,7 @@ def check_values(settings: Settings) -> None:
         for key, smallest in keys.items():
             value = getattr(values, key)
             if not smallest <= value < math.inf:
-                name = "logging.rollouts" if key == "sample_rollouts" else f"{section}.{key}".lstrip(".")
-                raise BadInput(f"{name}={value}: at least {smallest} is needed")
+                raise BadInput(f"{f'{section}.{key}'.lstrip('.')}={value}: at least {smallest} is needed")
     if not 0 <= settings.optimizer.b2 < 1:
         raise BadInput(f"optimizer.b2={settings.optimizer.b2}: 0 <= b2 < 1 is needed")
 

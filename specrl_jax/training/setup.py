@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from specrl_jax.rewards.scorer import Scorer
 
 from specrl_jax.core import BadInput
 from specrl_jax.data.tasks import Problem
@@ -18,15 +19,16 @@ from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
-from specrl_jax.rewards.verifiable import Reward, find_reward
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
+from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
 from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
+from specrl_jax.training.performance import Performance
 from specrl_jax.training.problems import Problems
-from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
-from specrl_jax.training.settings import DraftSettings, Settings, check_values, parse_dtype
+from specrl_jax.training.rollout import RolloutConfig, check_cache_length, make_prepare, make_rollout_engine
+from specrl_jax.training.settings import DraftSettings, RewardSettings, Settings, check_values, parse_dtype
 from specrl_jax.training.shapes import check_rows, draft_lengths, find_limits, policy_sizes
 from specrl_jax.training.state import (
     OptimizerConfig,
@@ -50,7 +52,7 @@ class Setup:
     learner_partition: Partitioner
     rollout_partition: Partitioner
     tokenizer: Tokenizer
-    reward: Reward
+    scorer: Scorer
     rollout: RolloutConfig
     learner: Learner
     draft_learner: DraftLearner | None
@@ -102,14 +104,29 @@ class Setup:
 
     @functools.cached_property
     def eval_engine(self) -> Engine:
-        """Sampled at eval.temperature over the whole vocabulary; the training engine itself where that is the same."""
-        sampling = dataclasses.replace(self.rollout.sampling, temperature=self.settings.eval.temperature)
-        sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
-        return self.engine if sampling == self.rollout.sampling else self._fixed_engine(sampling)
+        """Sampled as `eval` says; the training engine itself where that is the same."""
+        e = self.settings.eval
+        config = self.eval_rollout(temperature=e.temperature, top_k=e.top_k, top_p=e.top_p)
+        return self.engine if config == self.rollout else self._fixed_engine(config)
 
     @functools.cached_property
     def greedy_engine(self) -> Engine:
-        return self._fixed_engine(dataclasses.replace(self.rollout.sampling, temperature=0.0, top_k=0, top_p=1.0))
+        return self._fixed_engine(self.eval_rollout(temperature=0.0, top_k=0, top_p=1.0))
+
+    def eval_rollout(self, **sampling: Any) -> RolloutConfig:
+        """That of training but for the longest answer, and for `sampling`."""
+        limits, longest = self.rollout.limits, self.settings.eval.max_response_tokens
+        return dataclasses.replace(
+            self.rollout,
+            sampling=dataclasses.replace(self.rollout.sampling, **sampling),
+            limits=dataclasses.replace(limits, max_response_tokens=longest or limits.max_response_tokens),
+        )
+
+    @functools.cached_property
+    def performance(self) -> Performance:
+        mesh, scored = self.learner_partition.mesh, 2 if self.settings.grpo.kl_coef else 1
+        devices = tuple(mesh.devices.flat)
+        return Performance(self.model, devices, peak_flops(jax.local_devices()[0], self.learner.dtype), scored)
 
     @functools.cached_property
     def plain_engine(self) -> Engine:
@@ -124,9 +141,9 @@ class Setup:
         parts = (self.draft, d.length, sampling, self.rollout.compute_dtype, self.rollout_partition)
         return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
 
-    def _fixed_engine(self, sampling: Sampling) -> Engine:
+    def _fixed_engine(self, config: RolloutConfig) -> Engine:
         """One draft length: evaluation is short, and its programs few."""
-        return self._engine(dataclasses.replace(self.rollout, sampling=sampling), self.drafter(sampling), None)
+        return self._engine(config, self.drafter(config.sampling), None)
 
     def _engine(self, config: RolloutConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
         return make_rollout_engine(
@@ -235,7 +252,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         learner_partition=partitioner(mesh, LEARNER),
         rollout_partition=partitioner(mesh, ROLLOUT),
         tokenizer=tokenizer,
-        reward=find_reward(settings.reward),
+        scorer=_scorer(settings.reward),
         rollout=RolloutConfig(
             sampling=sampling,
             limits=limits,
@@ -252,7 +269,13 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     )
     # Made to be checked: what goes with what is known where a drafter is put together.
     setup.drafter(sampling)
+    check_cache_length(setup.eval_rollout().limits, model, "eval")
     return setup
+
+
+def _scorer(r: RewardSettings) -> Scorer:
+    names = tuple(name.strip() for name in r.name.split(",") if name.strip())
+    return Scorer(names, r.weights, r.timeout, r.workers, r.memory)
 
 
 def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learner) -> DraftLearner | None:

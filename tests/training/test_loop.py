@@ -25,6 +25,7 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import evaluate, loop, measures, pretrain
 from specrl_jax.training.setup import build
+from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
 
 ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
@@ -82,7 +83,7 @@ def toy():
         checkpoint__keep=9,
         eval__every=3,
     )
-    return dataclasses.replace(setup, reward=lower_case)
+    return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +360,7 @@ def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeyp
     )
     # Engines of other temperatures would be compiled for it.
     monkeypatch.setattr(loop, "evaluation_row", lambda *_, **__: {})
-    rows = loop.train(dataclasses.replace(setup, reward=lower_case), str(tmp_path), NEVER)
+    rows = loop.train(dataclasses.replace(setup, scorer=FunctionScorer(lower_case)), str(tmp_path), NEVER)
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         # The learner scores at the same temperature, before top-k and top-p.

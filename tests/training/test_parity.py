@@ -13,6 +13,7 @@ from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.training import loop
+from tests.helpers.rewards import FunctionScorer
 from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
 from tests.helpers.toys import Choosing
 from tests.training.test_loop import NEVER, lower_case, make_setup, samples, saved
@@ -63,7 +64,7 @@ def trained(kind, adaptive, folder):
     changes = {"rollout__rule": "coupled", "rollout__parity": True, "draft__compare_rounds": 0, "draft__length": 2}
     changes |= {"optimizer__learning_rate": 3e-3, "optimizer__warmup": 0, "eval__problems": 4}
     setup = make_setup(config, draft__kind=kind, draft__adaptive=adaptive, **changes)
-    setup = dataclasses.replace(setup, reward=lower_case)
+    setup = dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
     rows = loop.train(setup, str(folder), NEVER)
     # There was something to learn from in every step.
     assert all(row["reward/std"] > 0 and row["policy/grad_norm"] > 0 for row in rows[1:])

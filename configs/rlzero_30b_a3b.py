@@ -1,0 +1,39 @@
+"""RL-Zero on a mixture of experts: GRPO on Qwen3-30B-A3B-Base from DAPO-Math-17k.
+
+    python main.py --config configs/rlzero_30b_a3b.py
+
+one process per node of 8 nodes x 4 GPUs of 141 GB or more (H200, GB200): parameters, gradient and moments in float32
+take 15 GB a GPU, rollout weights in bfloat16 10 GB (experts split in 8), keys and values of 1,024 slots 10,240 tokens x
+98 kB = 32 GB.
+
+Weights and data are read from local folders:
+
+    hf download Qwen/Qwen3-30B-A3B-Base --local-dir checkpoints/Qwen3-30B-A3B-Base
+    data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)
+    data/aime-2024.jsonl        rows of `problem` and `answer` (AIME-2024)
+
+Expected: the paper has no numbers for this model, and this project has not run the config on such hardware: hours and
+accuracies are unknown. Lengths and batch are those of configs/rlzero_8b.py.
+
+`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+"""
+
+from configs import common
+
+
+def get_config(arg: str = ""):
+    if arg not in ("", "smoke"):
+        raise ValueError(f"configs/rlzero_30b_a3b.py: no variant '{arg}'; there is smoke")
+    c = common.dapo_math()
+    c.steps = 400
+    c.policy.preset = "qwen3_30b_a3b"
+    c.policy.path = "checkpoints/Qwen3-30B-A3B-Base"
+    c.rollout.max_response_tokens = 8192
+    c.rollout.num_slots = 1024
+    c.grpo.prompts_per_step = 64
+    c.grpo.group_size = 16
+    c.grpo.minibatches = 4
+    c.grpo.microbatch = 32  # rows: one per batch shard
+    c.mesh.fsdp = 4
+    c.mesh.expert = 8
+    return common.shrink(c, "nano_moe") if arg else c

@@ -1,0 +1,61 @@
+"""A run's policy and draft as Hugging Face folders, for transformers, vLLM and SGLang."""
+
+import os
+from typing import Any
+
+from specrl_jax.core import BadInput
+from specrl_jax.io import hf
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.training.settings import ExportSettings, parse_dtype
+from specrl_jax.training.setup import Setup
+
+
+def export(setup: Setup, workdir: str) -> list[str]:
+    """task=export: writes policy/ and, where the draft has weights, draft/ (in draft.dialect) under `export.output`.
+
+    Only the parameters are read of the checkpoint, not the optimizers' moments.
+
+    Returns the folders. Raises BadInput where the run has no such checkpoint.
+    """
+    s, state = setup.settings, setup.abstract_state()
+    checkpoints = Checkpoints(workdir, s.checkpoint.keep)
+    try:
+        step = checkpoints.latest() if s.export.step == -1 else s.export.step
+        if step is None:
+            raise BadInput(f"--workdir {workdir}: the run has no checkpoint yet")
+        # As the checkpoint spells the state; its other leaves are not read.
+        part: dict[str, Any] = {"policy": {"params": state.policy.params}}
+        if state.draft:
+            part["draft"] = {"params": state.draft.params}
+        if state.vocab_map is not None:
+            part["vocab_map"] = state.vocab_map
+        found = checkpoints.restore_part(step, part)
+    finally:
+        checkpoints.close()
+    output, dtype = s.export.output or os.path.join(workdir, "export"), s.export.dtype
+    folders = [os.path.join(output, "policy")]
+    hf.save_params(folders[0], found["policy"]["params"], setup.model, dtype, _tokenizer_folder(setup))
+    if state.draft:
+        folders.append(os.path.join(output, "draft"))
+        setup.draft.save(
+            folders[1], found["draft"]["params"], found.get("vocab_map"), setup.model, dtype, s.policy.path
+        )
+    for folder in folders:
+        print(f"step {step}: {folder}")
+    return folders
+
+
+def check_export(e: ExportSettings) -> None:
+    """Raises BadInput for what would fail at the end; makes `export.output`."""
+    parse_dtype("export.dtype", e.dtype)
+    try:
+        if e.output:
+            os.makedirs(e.output, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"export.output={e.output}: {error.strerror}") from None
+
+
+def _tokenizer_folder(setup: Setup) -> str:
+    """'' where the tokenizer is our own."""
+    name = setup.settings.data.tokenizer or setup.settings.policy.path
+    return "" if name == "char" else name

@@ -1,0 +1,49 @@
+"""How well a step used its devices: tokens, operations and memory."""
+
+import dataclasses
+import resource
+import sys
+
+import jax
+import numpy as np
+
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.simulator.cost import forward_flops
+
+GIB = 2**30
+# Bytes in which the system counts a process' largest resident size.
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Performance:
+    """perf/* of steps of one run.
+
+    Model FLOP utilisation (MFU) counts what the policy's mathematics needs, once: one forward of each token that was
+    kept in generation and of each token in logprob, a forward and a backward of two in train. What is recomputed,
+    padded, drafted, refused or learnt by a draft is cost without credit.
+    """
+
+    model: Qwen3Config
+    devices: tuple[jax.Device, ...]
+    peak: float  # FLOP/s a device
+    scored: int  # log-prob passes of a step: 2 with a reference
+
+    def metrics(self, rollouts: Rollouts, seconds: dict[str, float], total: float) -> dict[str, float]:
+        """`seconds` of the phases, and of the whole step."""
+        length, prompt = (x.astype(float) for x in (rollouts.length, rollouts.prompt_length))
+        whole = forward_flops(self.model, length.sum(), (length**2).sum() / 2)
+        prompts = forward_flops(self.model, prompt.sum(), (prompt**2).sum() / 2)
+        flops = {"generate": whole - prompts, "logprob": self.scored * whole, "train": 3 * whole}
+        ceiling = self.peak * len(self.devices)
+        row = {f"perf/mfu_{phase}": count / seconds[phase] / ceiling for phase, count in flops.items()}
+        row["perf/tokens_per_second_per_device"] = float(rollouts.length.sum()) / total / len(self.devices)
+        return row | self._memory()
+
+    def _memory(self) -> dict[str, float]:
+        """Largest so far, GiB: of this process, and of the fullest of its devices where the runtime tells."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / GIB
+        stats = [device.memory_stats() or {} for device in self.devices if device.process_index == jax.process_index()]
+        peaks = [s["peak_bytes_in_use"] / GIB for s in stats if "peak_bytes_in_use" in s]
+        return {"perf/host_memory": host} | ({"perf/device_memory": float(np.max(peaks))} if peaks else {})

@@ -1,0 +1,70 @@
+"""task=export: a run's policy and draft as folders that load again, and say what is missing."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.core import BadInput
+from specrl_jax.io import eagle3_formats, hf
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.training.export import export
+from specrl_jax.training.generate import load_generator
+from tests.training.test_loop import make_setup, saved
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(setup, workdir) with two checkpoints, of different weights."""
+    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__vocab_size=32)
+    workdir = tmp_path_factory.mktemp("run")
+    checkpoints, state = Checkpoints(str(workdir), keep=2), setup.initial_state()
+    ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner_partition.replicated)
+    checkpoints.save(1, state.replace(vocab_map=ids), {})
+    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), {})
+    checkpoints.close()
+    return setup, workdir
+
+
+def exporting(setup, **changes):
+    settings = dataclasses.replace(setup.settings, export=dataclasses.replace(setup.settings.export, **changes))
+    return dataclasses.replace(setup, settings=settings)
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
+    setup, workdir = run
+    export(exporting(setup, output=str(tmp_path), dtype="float32", step=step), str(workdir))
+    state, _ = saved(setup, workdir, 2 if step == -1 else 1)
+    policy = str(tmp_path / "policy")
+    assert hf.load_config(policy) == setup.model
+    same(hf.load_params(policy, setup.model, setup.learner_partition), state.policy.params)
+    draft = str(tmp_path / "draft")
+    same(setup.draft.load(draft, setup.learner_partition), state.draft.params)
+    ids = eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model)
+    np.testing.assert_array_equal(ids, state.vocab_map)
+
+
+def same(ours, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), expected)
+
+
+def test_an_exported_policy_generates(run, tmp_path):
+    setup, workdir = run
+    policy, draft = export(exporting(setup, output=str(tmp_path)), str(workdir))
+    sizes = {"max_prompt_tokens": 10, "max_response_tokens": 8, "num_slots": 8, "adaptive": False}
+    generator = load_generator(policy, draft_kind="eagle3", draft_path=draft, tokenizer="char", **sizes)
+    assert len(generator.generate(["1+1\n"], samples=2).texts) == 2
+
+
+def test_a_step_that_was_not_kept_is_named(run, tmp_path):
+    setup, workdir = run
+    with pytest.raises(BadInput, match=r"checkpoint .*/7: there is none; there are 1, 2"):
+        export(exporting(setup, output=str(tmp_path), step=7), str(workdir))
+
+
+def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
+    with pytest.raises(BadInput, match="no checkpoint yet"):
+        export(run[0], str(tmp_path))

@@ -1,0 +1,69 @@
+"""Operations against counts by hand and by the compiler, and what is made of them."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import abstract_params, count_params
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from specrl_jax.simulator.cost import forward_flops, products_per_token
+from specrl_jax.simulator.hardware import PEAK_FLOPS, peak_flops
+from specrl_jax.training.performance import Performance
+
+
+def test_products_are_the_weights_but_for_norms_and_the_embedding():
+    for name in ("nano", "tiny", "qwen3_8b"):
+        c = qwen3.preset(name)
+        norms = c.layers * (2 * c.embed + 2 * c.head_dim) + c.embed
+        embedding = 0 if c.tied else c.vocab * c.embed
+        assert products_per_token(c) == count_params(qwen3.param_specs(c)) - norms - embedding
+
+
+def test_a_mixture_counts_the_experts_that_a_token_sees():
+    """Qwen3-30B-A3B is named for its 30.5 and 3.3 billion weights (its card); the embedding is not multiplied with."""
+    c = qwen3.preset("qwen3_30b_a3b")
+    assert products_per_token(c) + c.vocab * c.embed == pytest.approx(3.3e9, rel=0.02)
+
+
+def test_operations_are_those_that_the_compiler_counts():
+    c, (B, T) = qwen3.preset("nano"), (2, 64)
+    partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
+    specs = qwen3.param_specs(c)
+    # Layers one by one: the compiler counts the body of a scan once.
+    params = abstract_params(qwen3.rollout_specs(c), jnp.float32, partition.tree(qwen3.rollout_specs(c)))
+    cache = jax.eval_shape(lambda: qwen3.kv.init_cache(c.layers, B, T, c.kv_heads, c.head_dim, jnp.float32))
+    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    compiled = (
+        jax.jit(lambda *x: qwen3.forward(x[0], c, x[1], x[2], partition, cache=x[3]).logits)
+        .lower(params, tokens, tokens, cache)
+        .compile()
+    )
+    # Every query reads all T keys of the cache there, masked or not; the rest is element by element.
+    expected = forward_flops(c, B * T, B * T * T)
+    assert compiled.cost_analysis()["flops"] == pytest.approx(expected, rel=0.1)
+    assert count_params(specs) > 0
+
+
+def test_utilisation_is_operations_over_time_and_ceiling():
+    c = qwen3.preset("nano")
+    rollouts = types.SimpleNamespace(prompt_length=np.array([3, 5]), length=np.array([10, 25]))
+    performance = Performance(c, (jax.devices()[0],) * 4, peak=1e9, scored=2)
+    row = performance.metrics(rollouts, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0)
+    whole = forward_flops(c, 35, (100 + 625) / 2)
+    assert row["perf/mfu_train"] == pytest.approx(3 * whole / 4e9)
+    assert row["perf/mfu_logprob"] == pytest.approx(2 * whole / 0.5 / 4e9)
+    assert row["perf/mfu_generate"] == pytest.approx((whole - forward_flops(c, 8, (9 + 25) / 2)) / 2.0 / 4e9)
+    assert row["perf/tokens_per_second_per_device"] == 35 / 4 / 4
+    assert 0.01 < row["perf/host_memory"] < 1000
+
+
+def test_a_known_device_has_its_data_sheets_peak_and_another_one_is_measured():
+    class Known:
+        device_kind = "NVIDIA H200 141GB"
+
+    assert peak_flops(Known(), jnp.float32) == PEAK_FLOPS["NVIDIA H200"]
+    assert 1e8 < peak_flops(jax.devices()[0], jnp.float32) < 1e14

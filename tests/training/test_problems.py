@@ -1,0 +1,94 @@
+"""Which problems a config trains and validates on."""
+
+import json
+
+import pytest
+
+from specrl_jax.core import BadInput
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.training.problems import Problems
+from specrl_jax.training.settings import DataSettings, EvalSettings
+
+DATA = {
+    "task": "arithmetic",
+    "path": "",
+    "weights": (),
+    "schema": "",
+    "prompt_key": "prompt",
+    "answer_key": "answer",
+    "answer_after": "",
+    "template": "{prompt}",
+    "chat": False,
+    "system": "",
+    "thinking": True,
+    "skip_malformed": False,
+    "skip_long": False,
+    "tokenizer": "char",
+}
+EVAL = {"every": 0, "path": "", "schema": "", "template": "", "task": "", "problems": 3, "samples": 1}
+EVAL |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_response_tokens": 0}
+
+
+def problems(data=None, evaluation=None):
+    settings = DataSettings(**DATA | (data or {})), EvalSettings(**EVAL | (evaluation or {}))
+    return Problems(*settings, CharTokenizer(), 20, seed=0)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, *rows):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def texts(found):
+    return [problem[:2] for problem in found]
+
+
+def test_a_built_in_task_validates_on_its_own_split():
+    sets = problems().validation
+    assert [*sets] == ["arithmetic"] and len(sets["arithmetic"]) == 3
+    assert [*problems(evaluation={"task": "countdown"}).validation] == ["countdown"]
+
+
+def test_validation_sets_have_keys_and_templates_of_their_own(write):
+    train = write("train.jsonl", *({"question": str(i), "answer": f"so #### {i}"} for i in range(5)))
+    first = write("aime.jsonl", *({"problem": f"a{i}", "answer": i} for i in range(5)))
+    second = write("more.jsonl", {"problem": "b", "answer": "1"})
+    found = problems(
+        {"path": train, "schema": "gsm8k", "template": "Q{prompt}"},
+        {"path": f"{first},{second}", "schema": "math", "template": "E{prompt}"},
+    )
+    assert texts(found.validation["aime"]) == [("Ea0", "0"), ("Ea1", "1"), ("Ea2", "2")]
+    assert texts(found.validation["more"]) == [("Eb", "1")]
+    assert sorted(texts(next(found.stream(5)))) == [(f"Q{i}", str(i)) for i in range(5)]
+    assert [report.split(": ")[0] for report in found.reports] == [first, second, train]
+
+
+def test_what_eval_does_not_say_is_as_in_data(write):
+    path = write("a.jsonl", {"q": "1", "a": "2"})
+    keys = {"path": path, "prompt_key": "q", "answer_key": "a", "template": "<{prompt}>"}
+    assert texts(problems(keys, {"path": path}).validation["a"]) == [("<1>", "2")]
+
+
+def test_files_are_drawn_from_by_weight(write):
+    one = write("one.jsonl", {"prompt": "1", "answer": "1"})
+    two = write("two.jsonl", *({"prompt": str(i), "answer": "1"} for i in range(2, 9)))
+    batch = next(problems({"path": f"{one},{two}", "weights": (1.0, 1.0)}).stream(14))
+    assert sum(problem.prompt == "1" for problem in batch) == 7
+
+
+def test_prompts_of_a_file_need_a_file_to_validate_on(write):
+    path = write("a.jsonl", {"prompt": "1", "answer": "2"})
+    with pytest.raises(BadInput, match=r"eval\.path"):
+        _ = problems({"path": path}).validation
+
+
+def test_sets_of_one_name_are_refused(write):
+    paths = [write(f"{folder}/a.jsonl", {"prompt": "1", "answer": "2"}) for folder in "xy"]
+    with pytest.raises(BadInput, match=r"eval\.path: two files are called 'a'"):
+        _ = problems(evaluation={"path": ",".join(paths)}).validation
