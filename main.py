@@ -186,12 +186,13 @@ def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import check_workdir
-    from specrl_jax.training.export import check_export, export
+    from specrl_jax.training.export import export, output_folder
+    from specrl_jax.training.settings import open_output
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
     check_workdir(workdir, config)
-    check_export(settings.export)
+    open_output("export", output_folder(settings.export, workdir), settings.export.dtype)
     export(setup, workdir)
 
 

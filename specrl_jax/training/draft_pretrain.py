@@ -16,9 +16,9 @@ from specrl_jax.training.draft_features import batches, collect, open_store
 from specrl_jax.training.draft_models import WITHOUT_WEIGHTS
 from specrl_jax.training.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.training.measures import speculation_metrics
-from specrl_jax.training.pretrain import LOG_EVERY, check_output, write_log
+from specrl_jax.training.pretrain import LOG_EVERY, write_log
 from specrl_jax.training.progress import Display
-from specrl_jax.training.settings import Settings
+from specrl_jax.training.settings import Settings, open_output
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import RunState
 
@@ -131,4 +131,4 @@ def check_draft_pretrain(settings: Settings) -> None:
         raise BadInput("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
     if settings.draft.length < 1:
         raise BadInput("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
-    check_output(settings.pretrain)
+    open_output("pretrain", settings.pretrain.output, settings.pretrain.dtype)

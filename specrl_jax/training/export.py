@@ -6,7 +6,7 @@ from typing import Any
 from specrl_jax.core import BadInput
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints
-from specrl_jax.training.settings import ExportSettings, parse_dtype
+from specrl_jax.training.settings import ExportSettings
 from specrl_jax.training.setup import Setup
 
 
@@ -32,7 +32,7 @@ def export(setup: Setup, workdir: str) -> list[str]:
         found = checkpoints.restore_part(step, part)
     finally:
         checkpoints.close()
-    output, dtype = s.export.output or os.path.join(workdir, "export"), s.export.dtype
+    output, dtype = output_folder(s.export, workdir), s.export.dtype
     folders = [os.path.join(output, "policy")]
     hf.save_params(folders[0], found["policy"]["params"], setup.model, dtype, _tokenizer_folder(setup))
     if state.draft:
@@ -45,14 +45,8 @@ def export(setup: Setup, workdir: str) -> list[str]:
     return folders
 
 
-def check_export(e: ExportSettings) -> None:
-    """Raises BadInput for what would fail at the end; makes `export.output`."""
-    parse_dtype("export.dtype", e.dtype)
-    try:
-        if e.output:
-            os.makedirs(e.output, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"export.output={e.output}: {error.strerror}") from None
+def output_folder(e: ExportSettings, workdir: str) -> str:
+    return e.output or os.path.join(workdir, "export")
 
 
 def _tokenizer_folder(setup: Setup) -> str:

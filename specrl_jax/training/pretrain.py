@@ -17,7 +17,7 @@ from specrl_jax.io import hf
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.loop import evaluation_row
 from specrl_jax.training.progress import Display
-from specrl_jax.training.settings import PretrainSettings, Settings, parse_dtype
+from specrl_jax.training.settings import Settings, open_output
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import RunState, TrainState, apply_gradient
 from specrl_jax.training.steps import Learner
@@ -72,16 +72,7 @@ def check_pretrain(settings: Settings) -> None:
         )
     if not 0 <= p.error_rate <= 1:
         raise BadInput(f"pretrain.error_rate={p.error_rate}: 0 to 1 is needed")
-    check_output(p)
-
-
-def check_output(p: PretrainSettings) -> None:
-    """Raises BadInput where `pretrain.output` cannot be written; makes it."""
-    parse_dtype("pretrain.dtype", p.dtype)
-    try:
-        os.makedirs(p.output, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"pretrain.output={p.output}: {error.strerror}") from None
+    open_output("pretrain", p.output, p.dtype)
 
 
 def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import jax.numpy as jnp
 
@@ -229,3 +230,12 @@ def parse_dtype(key: str, name: str) -> jnp.dtype:
     if name not in ("float32", "bfloat16"):
         raise BadInput(f"{key}: '{name}' is not float32 or bfloat16")
     return jnp.dtype(name)
+
+
+def open_output(section: str, folder: str, dtype: str) -> None:
+    """Makes `section`.output, the folder of a task's result in `dtype`. Raises BadInput where it cannot be written."""
+    parse_dtype(f"{section}.dtype", dtype)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{section}.output={folder}: {error.strerror}") from None

@@ -22,6 +22,7 @@ from specrl_jax.data.tasks import in_validation
 from specrl_jax.decoding.rollouts import Chunk
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import evaluate, loop, measures, pretrain
 from specrl_jax.training.setup import build
@@ -116,7 +117,7 @@ def saved(setup, workdir, step):
 
 def untimed(rows):
     """Rows without what depends on the clock."""
-    timed = ("time/", "draft/seconds", "spec/speedup", "rollout/tokens_per_second")
+    timed = ("time/", "perf/", "draft/seconds", "spec/speedup", "rollout/tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
@@ -139,11 +140,13 @@ def assert_same_run(setup, workdir, whole):
 # ---- what a run writes
 
 EVERY_STEP = (
-    {"step", "reward/mean", "reward/std"}
+    {"step", "reward/mean", "reward/std", "reward/correct", "reward/unscored"}
     | {f"time/{name}" for name in ("data", "prepare", "generate", "logprob", "train", "total")}
     | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
     | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction")}
-    | {f"mismatch/{name}" for name in ("kl", "logprob_abs_max")}
+    | {f"mismatch/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")}
+    | {f"perf/mfu_{phase}" for phase in ("generate", "logprob", "train")}
+    | {"perf/tokens_per_second_per_device", "perf/host_memory"}
     | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
     | {f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)}
     | {"spec/acceptance_predicted", "spec/alarm", "spec/share_k_3"}
@@ -293,7 +296,7 @@ def test_files_of_the_command(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     names = {path.name for path in workdir.iterdir()}
     files = {"config.json", "metrics.jsonl", "speculation.json"}
-    assert names == files | {"rollouts", "checkpoints", "tensorboard", "plots"}
+    assert names == files | {"rollouts", "evaluations", "checkpoints", "tensorboard", "plots"}
     written = json.loads((workdir / "config.json").read_text())
     assert written["config"]["policy"]["preset"] == "nano_deep" and written["config"]["steps"] == 3
     assert set(written["versions"]) == {"specrl_jax", "jax"}
@@ -426,6 +429,49 @@ def test_plain_decoding_has_nothing_of_a_draft(tmp_path, monkeypatch):
     assert (state.draft, state.vocab_map) == (None, None)
     for sample in samples(tmp_path, 1):
         assert (sample["weights_version"], sample["draft_version"]) == (0, 0)
+
+
+def test_answers_of_every_evaluation_are_kept(whole):
+    workdir, rows = whole
+    assert sorted(path.name for path in (workdir / "evaluations").iterdir()) == [f"step_{n}.jsonl" for n in (0, 3, 6)]
+    for step in (0, 3, 6):
+        kept = [json.loads(line) for line in (workdir / f"evaluations/step_{step}.jsonl").read_text().splitlines()]
+        assert len(kept) == 16
+        assert rows[step]["eval/accuracy"] == np.mean([row["correct"] for row in kept])
+        assert all(row["reward"] == pytest.approx(lower_case(row["response"], "")) for row in kept)
+
+
+def test_mismatch_is_what_numpy_says():
+    rng = np.random.default_rng(0)
+    mask = rng.random((4, 9)) < 0.7
+    b = np.where(mask, -rng.random((4, 9)), np.nan).astype(np.float32)
+    p = (b + 0.1 * rng.standard_normal((4, 9))).astype(np.float32)
+    row = measures.mismatch_metrics(b, p, mask)
+    x, y = b[mask].astype(float), p[mask].astype(float)
+    expected = [np.mean(np.expm1(y - x) - (y - x)), abs(x - y).mean(), abs(x - y).max()]
+    expected.append(np.corrcoef(np.exp(x), np.exp(y))[0, 1])
+    assert [*row] == [f"mismatch/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")]
+    np.testing.assert_allclose([*row.values()], expected, rtol=1e-4)
+
+
+def test_probabilities_that_do_not_vary_correlate_with_nothing():
+    zeros = np.zeros((2, 3), np.float32)
+    assert "mismatch/probs_pearson" not in measures.mismatch_metrics(zeros, zeros, np.ones((2, 3), bool))
+
+
+def test_faults_of_a_reward_are_counted_by_cause():
+    values = np.array([1.0, 0.0, 0.5], np.float32)
+    scores = Scores(values * 2, {"a": values, "b": values}, values > 0, {"timeout": 2, "died": 0}, [None] * 3)
+    row = measures.reward_metrics(scores)
+    assert row == {
+        "reward/mean": 1.0,
+        "reward/std": pytest.approx(np.std(values * 2)),
+        "reward/correct": pytest.approx(2 / 3),
+        "reward/unscored": 2,
+        "reward/unscored_timeout": 2,
+        "reward/a": 0.5,
+        "reward/b": 0.5,
+    }
 
 
 def test_evaluation_of_a_policy(toy, tmp_path):
