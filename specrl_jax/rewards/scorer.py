@@ -1,39 +1,121 @@
-"""STUB, replaced at merge."""
+"""Rewards of a batch of answers, computed in worker processes: an answer can cost its own reward, never the run."""
 
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.rewards.verifiable import find_reward, stated_answer
+from specrl_jax.core import BadInput
+from specrl_jax.rewards.pool import Workers, cores
+from specrl_jax.rewards.worker import BUILT_IN, Outcome, Row
+
+GIB = 2**30
+MOST_WORKERS = 8  # that are started unasked
+LARGEST_WEIGHT = 1e6  # with worker.LARGEST: a total is finite in float32
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class Scores(NamedTuple):
-    total: np.ndarray
-    parts: dict
-    correct: np.ndarray
-    failures: dict
-    stated: list
+    """Of R answers. One that failed has 0 from every reward."""
+
+    total: np.ndarray  # [R] float32, weighted sum
+    parts: dict[str, np.ndarray]  # reward name -> [R] float32, unweighted
+    correct: np.ndarray  # [R] bool: the first reward is positive
+    failures: dict[str, int]  # cause ("timeout", "died", "error", "memory") -> answers that it cost their reward
+    stated: list[str | None]  # [R] answers as stated by the first reward's reading, equal text for equal answers
 
 
 class Scorer:
-    def __init__(self, names, weights=(), timeout=10.0, workers=0, memory=4.0):
-        self.fs = {n: find_reward(n) for n in names if n != "math"}
-        if "math" in names:
-            self.fs["math"] = find_reward("exact")
+    """Scores answers in worker processes, which start when first needed and end with `close` or the program.
 
-    def start(self):
-        pass
+    A reward that hangs, raises, crashes, eats memory or returns no finite number gives its answer 0, which
+    `Scores.failures` counts; `first_failure` keeps what the first one said.
 
-    def __call__(self, responses, answers):
-        parts = {n: np.array([f(r, a) for r, a in zip(responses, answers)], np.float32) for n, f in self.fs.items()}
-        total = sum(parts.values())
-        return Scores(total, parts, next(iter(parts.values())) > 0, {}, [stated_answer(r) for r in responses])
+    Args:
+      names: rewards, of `BUILT_IN` or `package.module:function` of a user's own, which is imported in workers only.
+      weights: of the rewards in the total; () is 1 for each.
+      timeout: seconds that one answer may take, for all its rewards.
+      workers: processes; 0 is one per core, at most 8.
+      memory: GiB that a worker may take beyond its imports.
+    Raises:
+      BadInput naming `reward.name`, `reward.weights`, `reward.timeout`, `reward.workers` or `reward.memory`. A user's
+      function is looked for here, in a worker: about 2 s and what importing it takes.
+    """
 
-    def close(self):
-        pass
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        weights: tuple[float, ...] = (),
+        timeout: float = 10.0,
+        workers: int = 0,
+        memory: float = 4.0,
+    ):
+        _check(names, weights, timeout, workers, memory)
+        self.names = tuple(names)
+        self.weights = tuple(weights) or (1.0,) * len(names)
+        self.first_failure = ""
+        self._workers = Workers(self.names, timeout, workers or min(cores(), MOST_WORKERS), int(memory * GIB))
+        if any(name not in BUILT_IN for name in names) and (problem := self._workers.problem()):
+            self.close()
+            raise BadInput(f"reward.name: {problem}")
 
-    def __enter__(self):
+    def start(self) -> None:
+        """Starts the workers and does not wait for them."""
+        self._workers.start()
+
+    def __call__(self, responses: Sequence[str], answers: Sequence[str]) -> Scores:
+        """Scores R responses against as many answers."""
+        rows = [Row(response, answer) for response, answer in zip(responses, answers, strict=True)]
+        outcomes = self._workers.score(rows)
+        failed = [outcome for outcome in outcomes if outcome.failure]
+        if failed and not self.first_failure:
+            self.first_failure = f"{failed[0].failure}: {failed[0].detail}"
+        rewards = self._table(outcomes)
+        return Scores(
+            total=(rewards @ np.array(self.weights, np.float64)).astype(np.float32),
+            parts={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
+            correct=rewards[:, 0] > 0,
+            failures=dict(Counter(outcome.failure for outcome in failed)),
+            stated=[outcome.stated for outcome in outcomes],
+        )
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._workers.close()
+
+    def __enter__(self) -> "Scorer":
         return self
 
-    def __exit__(self, *a):
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _table(self, outcomes: Sequence[Outcome]) -> np.ndarray:
+        """[R, rewards] float64."""
+        none = (0.0,) * len(self.names)
+        table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
+        return np.array(table, np.float64).reshape(len(table), len(self.names))
+
+
+def _check(names: Sequence[str], weights: Sequence[float], timeout: float, workers: int, memory: float) -> None:
+    if not names:
+        raise BadInput("reward.name: name at least one reward")
+    for name in names:
+        if name not in BUILT_IN and not _PATH.fullmatch(name):
+            known = ", ".join(BUILT_IN)
+            raise BadInput(f"reward.name: no reward '{name}'; there are {known}, or package.module:function")
+    if len(set(names)) < len(names):
+        raise BadInput(f"reward.name: a reward is named twice in {', '.join(names)}")
+    if weights and len(weights) != len(names):
+        raise BadInput(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
+    if not all(abs(weight) <= LARGEST_WEIGHT for weight in weights):
+        raise BadInput(f"reward.weights: {tuple(weights)}: each must be within -1e6 and 1e6")
+    if not 0 < timeout < math.inf:
+        raise BadInput(f"reward.timeout: {timeout} s; must be positive and finite")
+    if workers < 0:
+        raise BadInput(f"reward.workers: {workers}; must be positive, or 0 for one per core")
+    if not 0 < memory < math.inf:
+        raise BadInput(f"reward.memory: {memory} GiB; must be positive and finite")

@@ -8,8 +8,6 @@ import ast
 from collections.abc import Callable
 from fractions import Fraction
 
-from specrl_jax.core import BadInput
-
 Reward = Callable[[str, str], float]
 
 
@@ -37,17 +35,16 @@ def answer_line(response: str, answer: str) -> float:
 
     The form that DAPO-Math-17k's prompts ask for; its answers are integers.
     """
-    _, mark, tail = response.rpartition("Answer:")
-    stated = tail.strip().split("\n", 1)[0].strip().strip("$").strip()
-    if stated.startswith("\\boxed{") and stated.endswith("}"):
-        stated = stated[len("\\boxed{") : -1]
-    return float(bool(mark) and stated.strip() == answer.strip())
+    return float(stated_line(response) == answer.strip())
 
 
 REWARDS: dict[str, Reward] = {"exact": exact, "answer_line": answer_line, "countdown": countdown}
 
 
 def find_reward(name: str) -> Reward:
+    """Raises BadInput for another name."""
+    from specrl_jax.core import BadInput  # core imports jax, and reward workers import this module
+
     if name not in REWARDS:
         raise BadInput(f"reward.name: no reward '{name}'; there are {', '.join(REWARDS)}")
     return REWARDS[name]
@@ -57,6 +54,21 @@ def stated_answer(response: str) -> str | None:
     """Text after the last `#` up to the line's end, or None."""
     _, mark, tail = response.rpartition("#")
     return tail.split("\n", 1)[0].strip() if mark else None
+
+
+def stated_line(response: str) -> str | None:
+    """Text of the last "Answer:" line without `$` and \\boxed{}, or None."""
+    _, mark, tail = response.rpartition("Answer:")
+    stated = tail.strip().split("\n", 1)[0].strip().strip("$").strip()
+    if stated.startswith("\\boxed{") and stated.endswith("}"):
+        stated = stated[len("\\boxed{") : -1]
+    return stated.strip() if mark else None
+
+
+def stated_expression(response: str) -> str | None:
+    """The stated answer without its spaces, or None."""
+    stated = stated_answer(response)
+    return None if stated is None else "".join(stated.split())
 
 
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
