@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specrl_jax.rewards.scorer import Scores
 
 from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.grpo import k3
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook
 from specrl_jax.training.steps import UpdateMetrics
@@ -109,7 +109,7 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     # Centred first: float32 would lose a difference of squares.
     x, y = (p - masked_mean(p, mask).value() for p in (jnp.exp(behaviour), jnp.exp(learner)))
     xx, yy, xy = (float(masked_mean(product, mask).value()) for product in (x * x, y * y, x * y))
-    return row | ({"mismatch/probs_pearson": xy / math.sqrt(xx * yy)} if xx * yy > 0 else {})
+    return row | ({"mismatch/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
 
 
 def rollout_samples(

@@ -1,0 +1,84 @@
+"""The configs of published checkpoints: each loads, and its steps are built without weights, for eight devices."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import main as command_line
+from specrl_jax.data.rows import Rows
+from specrl_jax.decoding.programs import Program
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import abstract_params
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.draft_learning import Tables
+from specrl_jax.training.setup import build
+from specrl_jax.training.steps import Features, Signal
+from specrl_jax.training.weights import Weights
+
+# Their meshes, folded onto eight devices: (fsdp, expert, tensor).
+MESHES = {
+    "rlzero_0p6b": (8, 1, 1),
+    "rlzero_1p7b": (8, 1, 1),
+    "rlzero_8b": (2, 1, 4),
+    "rlthink_8b": (2, 1, 4),
+    "rlzero_30b_a3b": (2, 4, 1),
+    "rlzero_235b_a22b": (2, 2, 2),
+}
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def setup(request):
+    config = importlib.import_module(f"configs.{request.param}").get_config()
+    config.policy.path = config.data.path = config.data.schema = config.eval.path = config.eval.schema = ""
+    config.data.tokenizer, config.data.chat = "char", False
+    fsdp, expert, tensor = MESHES[request.param]
+    return build(
+        command_line.to_settings(config), make_mesh({"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor})
+    )
+
+
+def shape(*sizes, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.fixture(scope="module")
+def rows(setup):
+    """(rows, signal) of a minibatch."""
+    g, limits = setup.settings.grpo, setup.rollout.limits
+    B, T = g.prompts_per_step * g.group_size // g.minibatches, limits.cache_length
+    rows = Rows(shape(B, T), shape(B, T), shape(B, T), shape(B, T, dtype=jnp.bool_))
+    return rows, Signal(shape(B, T, dtype=jnp.float32), None, shape(B, dtype=jnp.float32))
+
+
+def test_policy_and_logprob_steps_are_built(setup, rows):
+    state = setup.abstract_state()
+    setup.policy_step.lower(state.policy, *rows)
+    setup.logprob_step.lower(state.policy.params, rows[0])
+
+
+def test_the_draft_step_is_built(setup, rows):
+    state, model, dtype = setup.abstract_state(), setup.model, jnp.bfloat16
+    B, T = rows[0].tokens.shape
+    D = model.embed
+    features = Features(shape(B, T, 3, D, dtype=dtype), shape(B, T, D, dtype=dtype), shape(B, T, dtype=jnp.float32))
+    tables = Tables(*(shape(V, D, dtype=jnp.float32) for V in (model.vocab, setup.draft.vocab)))
+    setup.draft_step.lower(state.draft, tables, features, rows[0])
+
+
+def test_the_generation_loop_is_built(setup):
+    partition, dtype = setup.rollout_partition, setup.rollout.dtype
+
+    def tree(specs):
+        return abstract_params(specs, dtype, partition.tree(specs))
+
+    weights = Weights(
+        tree(qwen3.rollout_specs(setup.model)),
+        tree(setup.draft.rollout_specs),
+        jax.ShapeDtypeStruct((setup.draft.vocab,), jnp.int32, sharding=partition.replicated),
+        None,
+    )
+    program = Program("run", setup.settings.rollout.num_slots, setup.settings.draft.length)
+    run, arguments = setup.engine.programs._describe(program, weights)
+    run.lower(*arguments)
