@@ -66,8 +66,9 @@ class Problems:
         )
         found = [*split_paths(paths)]
         keys = Schema(d.prompt_key, d.answer_key, d.answer_after)
+        named_by = "eval" if section == "eval" and self.eval.schema else "data"
         sets = {}
-        for path, schema in zip(found, find_schemas(schemas, keys, len(found), f"{section}.schema")):
+        for path, schema in zip(found, find_schemas(schemas, keys, len(found), f"{named_by}.schema")):
             name = os.path.splitext(os.path.basename(path))[0]
             if name in sets:
                 raise BadInput(f"{section}.path: two files are called '{name}'")

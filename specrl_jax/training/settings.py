@@ -223,6 +223,8 @@ def check_values(settings: Settings) -> None:
                 raise BadInput(f"{f'{section}.{key}'.lstrip('.')}={value}: at least {smallest} is needed")
     if not 0 <= settings.optimizer.b2 < 1:
         raise BadInput(f"optimizer.b2={settings.optimizer.b2}: 0 <= b2 < 1 is needed")
+    if not 0 < settings.eval.top_p <= 1:
+        raise BadInput(f"eval.top_p={settings.eval.top_p}: 0 < top_p <= 1 is needed")
 
 
 def parse_dtype(key: str, name: str) -> jnp.dtype:

@@ -210,6 +210,7 @@ class Setup:
         """Raises BadInput for data that cannot be used, before anything long or lasting; says what files hold."""
         problems = list(self.eval_problems)
         if train:
+            self.problems.stream(1)  # weights that fit the files
             problems += [source[i] for source in self.problems.train for i in range(min(256, len(source)))]
         check_prompts([self.tokenizer.encode(p.prompt) for p in problems], self.rollout.limits.max_prompt_tokens)
         for line in self.problems.reports:
