@@ -9,7 +9,10 @@ Letters used in shapes everywhere in this project:
     k drafted tokens    Vd draft vocabulary
 """
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +45,14 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
+
+
+@contextlib.contextmanager
+def replacing(path: str, mode: str = "w") -> Iterator[Any]:
+    """A file that takes the place of `path` once it is whole: what is killed meanwhile leaves the one before."""
+    with open(path + ".tmp", mode) as file:
+        yield file
+    os.replace(path + ".tmp", path)
 
 
 class Mean(NamedTuple):

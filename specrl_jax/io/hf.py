@@ -83,7 +83,8 @@ def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str,
 def _folder(path: str, key: str) -> TensorFolder:
     # The usual layout is checkpoints/<model>; name the command that makes exactly this folder.
     model = os.path.basename(os.path.normpath(path))
-    return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`")
+    published = model.startswith("Qwen3-")
+    return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else "")
 
 
 _TOKENIZER_FILES = (

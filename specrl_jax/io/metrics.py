@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import BadInput, replacing
 from specrl_jax.io.wandb import WandbRun
 
 # Of the sample rollouts, those that TensorBoard shows.
@@ -28,9 +28,8 @@ class MetricsWriter:
         os.makedirs(self._rollouts, exist_ok=True)
         path = os.path.join(workdir, "metrics.jsonl")
         kept = [row for row in read_metrics(workdir) if row["step"] <= last_step]
-        with open(path + ".tmp", "w") as file:
+        with replacing(path) as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
-        os.replace(path + ".tmp", path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
         self._wandb = wandb

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 import specrl_jax
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import BadInput, read_json, replacing
 
 # What may change between two starts of one run.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export")
@@ -25,9 +25,8 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
             with open(file) as f:
                 _check_same(path, json.load(f)["config"], config)
             _check_steps(path, config)
-        with open(file + ".tmp", "w") as f:
+        with replacing(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
-        os.replace(file + ".tmp", file)
     except OSError as error:
         raise BadInput(f"--workdir {path}: {error.strerror}") from None
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from specrl_jax.rewards.scorer import Scorer
 
 from specrl_jax.core import BadInput
 from specrl_jax.data.tasks import Problem
@@ -19,6 +18,7 @@ from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
+from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner

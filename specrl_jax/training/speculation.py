@@ -1,14 +1,12 @@
 """What the host decides about speculation while a run goes on: draft lengths, when the draft learns, what to copy."""
 
-import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from typing import BinaryIO
 
 import numpy as np
 
+from specrl_jax.core import replacing
 from specrl_jax.decoding.alarm import Alarm
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.engine import FixedLength, Lengths
@@ -105,10 +103,10 @@ class Speculation:
             "alarm": self.alarm.state() if self.alarm else None,
             "schedule": self._schedule.state() if self._schedule else None,
         }
-        with _replacing(os.path.join(self._workdir, "speculation.json")) as file:
-            file.write(json.dumps(state).encode())
+        with replacing(os.path.join(self._workdir, "speculation.json")) as file:
+            json.dump(state, file)
         if self.history is not None:
-            with _replacing(os.path.join(self._workdir, "history.npz")) as file:
+            with replacing(os.path.join(self._workdir, "history.npz"), "wb") as file:
                 np.savez(file, **self.history.to_arrays())
 
     def _load(self) -> None:
@@ -132,14 +130,6 @@ class Speculation:
         if self.history is not None and os.path.exists(path):
             with np.load(path) as arrays:
                 self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
-
-
-@contextlib.contextmanager
-def _replacing(path: str) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it is whole: a run that is killed meanwhile keeps the one before."""
-    with open(path + ".tmp", "wb") as file:
-        yield file
-    os.replace(path + ".tmp", path)
 
 
 class _Guarded:
