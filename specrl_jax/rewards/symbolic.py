@@ -21,7 +21,7 @@ _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)", re.ASCII)
 _MIXED = re.compile(rf"(?<![\d.])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])", re.ASCII)
 # Two numbers side by side, as in "12 34", "3(4)" or "3{4}": math-verify adds them.
 _SIDE_BY_SIDE = re.compile(
-    rf"\d{_SPACE}+\d|\d\s*\)?\s*\(\s*[+-]?\d|(?:^|[^\w\\{{}}\]^_])\{{?\d+\}}?\s*\{{\s*\d", re.ASCII
+    rf"(?:^|[^_\d])\d+{_SPACE}+\d|\d\s*\)?\s*\(\s*[+-]?\d|(?:^|[^\w\\{{}}\]^_])\{{?\d+\}}?\s*\{{\s*\d", re.ASCII
 )
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 _WORDS = re.compile(r"(?!inf(?:inity)?$)[A-Za-z][A-Za-z' -]{2,}")
@@ -120,6 +120,8 @@ def _clean(text: str) -> str:
     if len(text) > 2 * LONGEST:
         return text  # no answer, whatever is taken off
     text = _AFTER.sub("", _BEFORE.sub("", text.replace("−", "-"))).removeprefix("+")
+    if (plain := _TEXT.fullmatch(text)) and re.search(r"\d", plain[1]):
+        text = plain[1]  # "\\text{5}" is a number
     text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
     return _MIXED.sub(r"\1\\frac{\2}{\3}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
 
@@ -153,7 +155,7 @@ def _parse_tail(response: str) -> list[Any]:
     """As `_parse`, of the last expression in the response's end; [] where there is none."""
     tail = response[-TAIL:]
     if len(tail) < len(response):
-        tail = re.sub(r"^\S+\s", "", tail)  # not the second half of a number
+        tail = re.sub(r"^\S+(?:\s|$)", "", tail)  # not the second half of a number
     return _read(tail)
 
 
@@ -173,7 +175,7 @@ def _equal(gold: list[Any], stated: list[Any]) -> bool:
     from math_verify import verify
 
     try:
-        return verify(gold, stated, timeout_seconds=None, raise_on_error=True)
+        return verify(gold, stated, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except MemoryError:
         raise
     except Exception:  # as above
