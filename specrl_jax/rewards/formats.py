@@ -25,7 +25,7 @@ def answer_line_format(response: str, answer: str) -> float:
 
 def think_format(response: str, answer: str) -> float:
     """1 where the response is <think>, a text, </think> and an answer, both not blank, each tag once; else 0."""
-    before, opening, rest = response.partition("<think>")
+    before, _, rest = response.partition("<think>")
     thoughts, closing, stated = rest.partition("</think>")
     once = response.count("<think>") == response.count("</think>") == 1
     return float(once and not before.strip() and bool(closing and thoughts.strip() and stated.strip()))

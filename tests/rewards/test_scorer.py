@@ -165,6 +165,16 @@ def test_an_answer_slower_than_a_chunk_may_be(monkeypatch):
     assert scores.failures == {} and scores.total.sum() == 8
 
 
+def test_a_worker_returns_what_it_has_when_its_time_is_over(monkeypatch):
+    """The slow answer is the second of five: the others go to whoever is free."""
+    slow = worker.Worker(
+        (lambda response, _: time.sleep(float(response)) or 1.0,), None, "", GIB, worker.address_space()
+    )
+    monkeypatch.setattr(worker, "_worker", slow)
+    rows = [Row(seconds, "") for seconds in ("0", "0.3", "0", "0", "0")]
+    assert [len(worker.score_rows(rows, seconds)) for seconds in (0.0, 0.2, 10.0)] == [1, 2, 5]
+
+
 def test_memory_that_answers_leave_behind_is_not_the_next_ones():
     """Each keeps 0.6 of the limit for good: a worker must end after it."""
     with Scorer((OBEY,), workers=1, memory=0.25) as scorer:
