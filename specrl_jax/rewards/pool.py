@@ -137,13 +137,12 @@ class Workers:
             running[future] = Task(number, chunk, time.monotonic() + limit + START_SECONDS)
 
     def _schedule(self, number: int, rows: list[Row], begin_within: float, limit: float) -> Future:
-        """Gives rows to a worker, a new one if it was lost while idle."""
-        if not self._all_pools()[number].active:
-            self._replace(number)
         try:
             return self._all_pools()[number].schedule(worker.score_rows, (rows, begin_within), timeout=limit)
-        except RuntimeError:  # lost since
-            return Future()
+        except RuntimeError:  # its worker ended while it had nothing to do
+            future: Future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
 
     def _wait(self, running: dict[Future, Task]) -> set[Future]:
         """Those that are done, and those that never will be, since their pool has lost them."""
@@ -228,7 +227,7 @@ _STARTING = threading.Lock()
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Processes that this thread starts are told of no main module; multiprocessing has no option for that."""
-    prepare, thread = spawn.get_preparation_data, threading.get_ident()
+    thread = threading.get_ident()
 
     def without_main(name: str) -> dict[str, Any]:
         data = prepare(name)

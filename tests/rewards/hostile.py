@@ -1,6 +1,8 @@
 """A reward that does what its answer says; imported by reward workers, so it must not import jax."""
 
+import collections
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -48,7 +50,8 @@ def spin(_: float) -> float:
 
 
 def compute(_: float) -> float:
-    return float(9**9**9 > 0)  # holds the interpreter's lock in C: no Python handler of a signal runs
+    collections.deque(itertools.repeat(0), maxlen=0)  # in C, with the interpreter's lock: it hears no signal
+    return 1.0
 
 
 def fail(_: float) -> float:

@@ -167,7 +167,7 @@ def test_other_answers_are_stated_otherwise():
     assert len({stated_value(f"\\boxed{{{text}}}") for text in texts}) == len(texts)
 
 
-ODD = ["0", "-0", "00", "7", "-7", "+7", "007", "1,000", "1000", "-1,000", "01,000"]
+ODD = ["0", "-0", "00", "7", "-7", "+7", "007", "1,000", "1000", "-1,000", "+1,000", "01,000"]
 INTEGERS = st.one_of(st.integers(-2000, 2000), st.integers(-(10**40), 10**40))
 WRITINGS = ["{}", "{:,}", "+{}", "{}.", "${}$", "00{}", "{:,}.", "\\text{{{}}}", "**{}**", "\\${:,}"]
 
