@@ -1,8 +1,10 @@
-"""Worker processes that score answers: pebble's pool, and what to do when one hangs, dies or grows.
+"""Worker processes that score answers: pebble's pools, and what to do when one hangs, dies or grows.
 
 Answers travel in chunks, since handing one over costs more than scoring an integer. A chunk has a short limit; when it
 is over, or its worker dies, the chunk's answers are scored again one by one, each with the whole limit. So an answer
 fails only alone, and an answer that is merely slow is not lost.
+
+Each worker is a pool of its own with one task at a time: with more, pebble may blame a death on the task before.
 """
 
 import atexit
@@ -15,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import context, reduction, spawn
@@ -29,13 +31,21 @@ from specrl_jax.rewards.worker import Outcome, Row
 MOST_ROWS = 32  # of a chunk
 CHUNK_SECONDS = 2.0  # at most, for a chunk; half of it to begin an answer in
 START_SECONDS = 120.0  # a worker may take to start and import
-ATTEMPTS = 3  # of a chunk whose pool broke down
-LAUNCHES = 5  # of pools in a row in which no worker did anything
+ATTEMPTS = 3  # of a chunk whose worker ended without a word
+LOSSES = 5  # such ends in a row, per worker, after which nothing can be hoped for
 
 
 class Chunk(NamedTuple):
     rows: list[int]  # indices of the call's answers
     attempts: int = 0
+
+
+class Task(NamedTuple):
+    """A chunk in the hands of a worker."""
+
+    worker: int
+    chunk: Chunk
+    deadline: float  # of the monotonic clock; later only if pebble fails
 
 
 class Workers:
@@ -50,35 +60,37 @@ class Workers:
 
     def __init__(self, names: Sequence[str], timeout: float, count: int, memory: int):
         self.names, self.timeout, self.count, self.memory = tuple(names), timeout, count, memory
-        self._lock = threading.RLock()  # a call at a time
-        self._pool: ProcessPool | None = None
-        self._over = threading.Event()
-        self._launches = 0  # since a worker last did something
+        self._calls = threading.RLock()  # one at a time
+        self._pools: list[ProcessPool] = []
+        self._starter: ThreadPoolExecutor | None = None
+        self._losses = 0  # since a worker last did something
 
     def start(self) -> None:
         """Starts the processes and does not wait for them."""
-        with self._lock:
-            if self._pool is None:
-                self._pool, self._over = ProcessPool(**self._options()), threading.Event()
-                _start_in_thread(self._pool, self._over)
+        with self._calls:
+            if not self._pools:
+                # The kernel ends a worker with the thread that started it: this one lives until `close`.
+                self._starter = ThreadPoolExecutor(1, "reward workers")
+                self._pools = [self._start_one() for _ in range(self.count)]
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the processes; nothing when there are none. A later call starts new ones."""
-        with self._lock:
-            if self._pool is not None:
-                atexit.unregister(self.close)
-                self._pool.stop()
-                self._pool.join()
-                self._over.set()
-                self._pool = None
+        """Ends the processes and, with RuntimeError, a call in another thread. A later call starts new ones."""
+        pools, self._pools = self._pools, []
+        if pools:
+            atexit.unregister(self.close)
+            for pool in pools:
+                pool.stop()
+            for pool in pools:
+                pool.join()
+            self._starter.shutdown()
 
     def problem(self) -> str:
         """Why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
-        with self._lock:
+        with self._calls:
             self.start()
             try:
-                return self._pool.schedule(worker.problem).result(timeout=START_SECONDS)
+                return self._pools[0].schedule(worker.problem).result(timeout=START_SECONDS)
             except TimeoutError:
                 cause = f"takes more than {START_SECONDS:g} s"
             except (BrokenProcessPool, ProcessExpired, RuntimeError):
@@ -87,67 +99,66 @@ class Workers:
             return f"loading {', '.join(self.names)} {cause}"
 
     def score(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Their outcomes, in order. Raises RuntimeError where no worker can be started."""
-        with self._lock:
+        """Their outcomes, in order. Raises RuntimeError where no worker can be started, and when closed meanwhile."""
+        with self._calls:
             self.start()
             outcomes: dict[int, Outcome] = {}
             waiting = self._split(range(len(rows)))
-            running: dict[Future, Chunk] = {}
+            running: dict[Future, Task] = {}
             try:
                 while waiting or running:
                     self._hand_out(waiting, running, rows)
-                    done = self._wait(running)
-                    if not done:
-                        self._start_again(waiting, running)
-                    for future in done:
+                    for future in self._wait(running):
                         waiting.extendleft(reversed(self._settle(future, running.pop(future), outcomes)))
             finally:
                 for future in running:
                     future.cancel()
             return [outcomes[i] for i in range(len(rows))]
 
-    def _options(self) -> dict[str, Any]:
-        return {
-            "max_workers": self.count,
-            "initializer": worker.begin,
-            "initargs": (self.names, self.memory, os.getpid()),
-            "context": _Spawn(),
-        }
+    def _start_one(self) -> ProcessPool:
+        arguments = self.names, self.memory, os.getpid()
+        pool = ProcessPool(1, initializer=worker.begin, initargs=arguments, context=_Spawn())
+        self._starter.submit(getattr, pool, "active").result()  # the first look starts it
+        return pool
 
     def _split(self, rows: Sequence[int]) -> deque[Chunk]:
         """Chunks of one size, at least two per worker where there are as many answers."""
         size = min(MOST_ROWS, max(1, len(rows) // (2 * self.count)))
         return deque(Chunk(list(rows[i : i + size])) for i in range(0, len(rows), size))
 
-    def _hand_out(self, waiting: deque[Chunk], running: dict[Future, Chunk], rows: Sequence[Row]) -> None:
-        """Two chunks per worker: one to work on and one at hand."""
-        limit = min(self.timeout, CHUNK_SECONDS)
-        while waiting and len(running) < 2 * self.count:
+    def _hand_out(self, waiting: deque[Chunk], running: dict[Future, Task], rows: Sequence[Row]) -> None:
+        """A chunk to each worker that has none."""
+        idle = set(range(self.count)) - {task.worker for task in running.values()}
+        for number in sorted(idle)[: len(waiting)]:
             chunk = waiting.popleft()
-            alone = len(chunk.rows) == 1
-            arguments = [rows[i] for i in chunk.rows], limit / 2
-            try:
-                task = self._pool.schedule(worker.score_rows, arguments, timeout=self.timeout if alone else limit)
-            except RuntimeError:  # it has broken down
-                waiting.appendleft(chunk)
-                self._start_again(waiting, running)
-            else:
-                running[task] = chunk
+            begin_within = min(self.timeout, CHUNK_SECONDS) / 2
+            limit = self.timeout if len(chunk.rows) == 1 else 2 * begin_within
+            future = self._schedule(number, [rows[i] for i in chunk.rows], begin_within, limit)
+            running[future] = Task(number, chunk, time.monotonic() + limit + START_SECONDS)
 
-    def _wait(self, running: dict[Future, Chunk]) -> set[Future]:
-        """Those that are done, at least one; none where the pool broke down or does nothing."""
-        end = time.monotonic() + self.timeout + START_SECONDS
-        while time.monotonic() < end and self._pool.active:
-            done, _ = wait(running, 1.0, FIRST_COMPLETED)
-            if done:
-                return done
-        return set()
-
-    def _settle(self, task: Future, chunk: Chunk, outcomes: dict[int, Outcome]) -> list[Chunk]:
-        """Puts what a task brought into `outcomes`; chunks that are still to do."""
+    def _schedule(self, number: int, rows: list[Row], begin_within: float, limit: float) -> Future:
         try:
-            found = task.result()
+            return self._all_pools()[number].schedule(worker.score_rows, (rows, begin_within), timeout=limit)
+        except RuntimeError:  # its worker ended while it had nothing to do
+            future: Future = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    def _wait(self, running: dict[Future, Task]) -> set[Future]:
+        """Those that are done, and those that never will be, since their pool has lost them."""
+        done, _ = wait(running, 1.0, FIRST_COMPLETED)
+        pools, now = self._all_pools(), time.monotonic()
+        return done | {f for f, task in running.items() if not pools[task.worker].active or now > task.deadline}
+
+    def _settle(self, future: Future, task: Task, outcomes: dict[int, Outcome]) -> list[Chunk]:
+        """Puts what a task has brought into `outcomes`; chunks that are still to do."""
+        chunk = task.chunk
+        try:
+            if not future.done():
+                raise BrokenProcessPool
+            found = future.result()
         except BrokenProcessPool:  # says nothing of this chunk, unless it happens again and again
+            self._replace(task.worker)
             if chunk.attempts + 1 < ATTEMPTS:
                 return [chunk._replace(attempts=chunk.attempts + 1)]
             failure, detail = "died", "the worker ended"
@@ -160,7 +171,7 @@ class Workers:
         except Exception as error:
             failure, detail = "error", worker.one_line(error)
         else:
-            self._launches = 0
+            self._losses = 0
             outcomes |= zip(chunk.rows, found)
             rest = chunk.rows[len(found) :]
             return [Chunk(rest)] if rest else []
@@ -169,33 +180,20 @@ class Workers:
         outcomes[chunk.rows[0]] = Outcome((), None, failure, detail)
         return []
 
-    def _start_again(self, waiting: deque[Chunk], running: dict[Future, Chunk]) -> None:
-        """A new pool for one that broke down or does nothing; what it was doing is to be done."""
-        self._launches += 1
-        if self._launches >= LAUNCHES:
-            raise RuntimeError(f"reward workers: {LAUNCHES} times in a row none of them could be started")
-        self.close()
-        waiting.extendleft(reversed(running.values()))
-        running.clear()
-        self.start()
+    def _replace(self, number: int) -> None:
+        """A new pool for one that broke down or does nothing."""
+        self._losses += 1
+        if self._losses >= LOSSES * self.count:
+            raise RuntimeError(f"reward workers: {self._losses} in a row ended without having done anything")
+        pools = self._all_pools()
+        pools[number].stop()
+        pools[number].join()
+        pools[number] = self._start_one()
 
-
-def _start_in_thread(pool: ProcessPool, over: threading.Event) -> None:
-    """Starts a pool from a thread that lives as long as it does.
-
-    A worker asks the kernel to die with its parent, which to the kernel is the thread that started it.
-    """
-    started = threading.Event()
-
-    def live() -> None:
-        try:
-            _ = pool.active  # the first look starts it
-        finally:
-            started.set()
-        over.wait()
-
-    threading.Thread(target=live, daemon=True, name="reward workers").start()
-    started.wait()
+    def _all_pools(self) -> list[ProcessPool]:
+        if not self._pools:
+            raise RuntimeError("reward workers: closed while they were at work")
+        return self._pools
 
 
 class _Process(context.SpawnProcess):
@@ -229,7 +227,7 @@ _STARTING = threading.Lock()
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Processes that this thread starts are told of no main module; multiprocessing has no option for that."""
-    prepare, thread = spawn.get_preparation_data, threading.get_ident()
+    thread = threading.get_ident()
 
     def without_main(name: str) -> dict[str, Any]:
         data = prepare(name)

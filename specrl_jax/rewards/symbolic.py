@@ -4,10 +4,12 @@ math-verify and sympy are imported where they are used: it takes a second, and o
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 LONGEST = 1_000  # characters of a stated answer; a longer one is no answer
 TAIL = 1_000  # characters at a response's end that are searched where nothing marks the answer
+SMALL = 1e-3  # numbers that are compared by digits, not by places
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -21,8 +23,10 @@ _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(\d)\s*(\d)", re.ASCII)
 _MIXED = re.compile(rf"(?<![\d.])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])", re.ASCII)
 # Two numbers side by side, as in "12 34", "3(4)" or "3{4}": math-verify adds them.
 _SIDE_BY_SIDE = re.compile(
-    rf"\d{_SPACE}+\d|\d\s*\)?\s*\(\s*[+-]?\d|(?:^|[^\w\\{{}}\]^_])\{{?\d+\}}?\s*\{{\s*\d", re.ASCII
+    rf"(?:^|[^_\d])\d+{_SPACE}+\d|\d\s*\)?\s*\(\s*[+-]?\d|(?:^|[^\w\\{{}}\]^_])\{{?\d+\}}?\s*\{{\s*\d", re.ASCII
 )
+# A last letter or two, as in "2 + t" or "3ab": math-verify would take them for a unit and drop them.
+_LETTERS = re.compile(r"(?<![A-Za-z\\{])(?!(?:cm|mm|km|kg|ft|lb|hr)$)[A-Za-z]{1,2}$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 _WORDS = re.compile(r"(?!inf(?:inity)?$)[A-Za-z][A-Za-z' -]{2,}")
 
@@ -37,9 +41,10 @@ def symbolic(response: str, answer: str) -> float:
     3. the rest of the line after its last "####";
     4. the last mathematical expression that math-verify finds in its last 1,000 characters.
 
-    `answer` is an expression ("34", "\\frac{3}{2}", "x \\in [2,5)"), also within \\boxed{} or after "####". Integers are
-    compared as such, words as text without case, all else by math-verify: exactly, decimals by six places. Its units
-    are ignored ("50 cm" is 50), "18%" is both 18 and 0.18, and other words after a number make it another answer.
+    `answer` is an expression ("34", "\\frac{3}{2}", "x \\in [2,5)"), also within \\boxed{} or after "####". Integers
+    are compared as such, words as text without case, all else by math-verify: exactly, decimals by six places, small
+    numbers by five digits. Its units are ignored ("50 cm" is 50), "18%" is both 18 and 0.18, and other words after a
+    number make it another answer.
     """
     text, gold = stated_text(response), _clean(_gold_text(answer))
     if text is None:
@@ -120,6 +125,8 @@ def _clean(text: str) -> str:
     if len(text) > 2 * LONGEST:
         return text  # no answer, whatever is taken off
     text = _AFTER.sub("", _BEFORE.sub("", text.replace("−", "-"))).removeprefix("+")
+    if (plain := _TEXT.fullmatch(text)) and re.search(r"\d", plain[1]):
+        text = plain[1]  # "\\text{5}" is a number
     text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
     return _MIXED.sub(r"\1\\frac{\2}{\3}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
 
@@ -146,14 +153,17 @@ def _parse(text: str) -> list[Any]:
 
     if not _balanced(text) or _SIDE_BY_SIDE.search(text):
         return [text]
-    return _read("\\boxed{" + text + "}", extraction_config=[LatexExtractionConfig()]) or [text]
+    latex = LatexExtractionConfig()
+    if _LETTERS.search(text):
+        latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
+    return _read("\\boxed{" + text + "}", extraction_config=[latex]) or [text]
 
 
 def _parse_tail(response: str) -> list[Any]:
     """As `_parse`, of the last expression in the response's end; [] where there is none."""
     tail = response[-TAIL:]
     if len(tail) < len(response):
-        tail = re.sub(r"^\S+\s", "", tail)  # not the second half of a number
+        tail = re.sub(r"^\S+(?:\s|$)", "", tail)  # not the second half of a number
     return _read(tail)
 
 
@@ -173,11 +183,25 @@ def _equal(gold: list[Any], stated: list[Any]) -> bool:
     from math_verify import verify
 
     try:
-        return verify(gold, stated, timeout_seconds=None, raise_on_error=True)
+        same = verify(gold, stated, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return same and _close(gold[0], stated[0])
     except MemoryError:
         raise
     except Exception:  # as above
-        return gold[-1:] == stated[-1:]
+        return bool(stated) and gold[-1:] == stated[-1:]
+
+
+def _close(gold: Any, stated: Any) -> bool:
+    """False for two small numbers that differ in their first five digits: math-verify counts decimal places only."""
+    from sympy import Expr
+
+    if not all(isinstance(value, Expr) and value.is_number for value in (gold, stated)):
+        return True
+    try:
+        a, b = complex(gold.doit().evalf()), complex(stated.doit().evalf())
+    except TypeError:
+        return True  # infinite, or not evaluated
+    return not 0 < abs(a) < SMALL or abs(a - b) <= 1e-5 * abs(a)
 
 
 def _canonical(parsed: list[Any]) -> str | None:

@@ -1,0 +1,76 @@
+"""Rewards for a response's form: 1 for it, 0 for anything near it."""
+
+import pytest
+
+from specrl_jax.rewards.formats import answer_line_format, boxed_format, think_format
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("so it is \\boxed{17}", 1),
+        ("so it is $\\boxed{\\frac{1}{2}}$.\n", 1),
+        ("\\[ \\boxed{17} \\]", 1),
+        ("**\\(\\boxed{17}\\)**.", 1),
+        ("\\boxed{17} apples", 0),
+        ("\\boxed{17} \\boxed{17}", 0),
+        ("\\boxed{1\\boxed{7}}", 0),
+        ("\\boxed{}", 0),
+        ("\\boxed{ }", 0),
+        ("\\boxed{17", 0),
+        ("\\boxed 17", 0),
+        ("17", 0),
+        ("", 0),
+    ],
+)
+def test_boxed_format(response, reward):
+    assert boxed_format(response, "17") == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("10 + 7\nAnswer: 17", 1),
+        ("Answer:17\n\n", 1),
+        ("10 + 7\n  Answer: $17$  ", 1),
+        ("Answer: 17\nthat is it", 0),
+        ("so Answer: 17", 0),
+        ("Answer: 3\nAnswer: 17", 0),
+        ("Answer:", 0),
+        ("Answer:  \n", 0),
+        ("answer: 17", 0),
+        ("17", 0),
+        ("", 0),
+    ],
+)
+def test_answer_line_format(response, reward):
+    assert answer_line_format(response, "17") == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>10 + 7</think>17", 1),
+        (" \n<think>\n10 + 7\n</think>\n\n17\n", 1),
+        ("<think></think>17", 0),
+        ("<think> \n</think>17", 0),
+        ("<think>10 + 7</think>", 0),
+        ("<think>10 + 7</think> \n", 0),
+        ("<think>10 + 7", 0),
+        ("10 + 7</think>17", 0),
+        ("so <think>10 + 7</think>17", 0),
+        ("<think>10</think><think>7</think>17", 0),
+        ("<think>10<think>7</think>17", 0),
+        ("</think>10<think>17", 0),
+        ("17", 0),
+        ("", 0),
+    ],
+)
+def test_think_format(response, reward):
+    assert think_format(response, "17") == reward
+
+
+@pytest.mark.parametrize("form", [boxed_format, answer_line_format, think_format])
+def test_any_text_has_a_form_or_none(form):
+    for text in ("\x00", "\ud800", "\\boxed{" * 100_000, "<think>" * 100_000, "Answer:" * 100_000, "{" * 1_000_000):
+        assert form(text, "17") == 0

@@ -1,0 +1,508 @@
+"""Scoring in workers: an answer may cost its own reward, never its neighbours', the run or the console."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from experiments.robustness import rewards as robustness
+from specrl_jax.core import BadInput
+from specrl_jax.rewards import pool, worker
+from specrl_jax.rewards.pool import Workers
+from specrl_jax.rewards.scorer import GIB, Scorer
+from specrl_jax.rewards.worker import Row
+
+ROOT = pathlib.Path(__file__).parents[2]
+OBEY = "tests.rewards.hostile:obey"
+LIMIT = 2.0
+
+
+@pytest.fixture(scope="module")
+def obey():
+    """A scorer of tests/rewards/hostile.py: 2 s and 0.5 GiB an answer."""
+    with Scorer((OBEY,), timeout=LIMIT, workers=2, memory=0.5) as scorer:
+        yield scorer
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    with Scorer(("math",), timeout=LIMIT, workers=2) as scorer:
+        yield scorer
+
+
+def score(scorer, responses):
+    return scorer(responses, ["17"] * len(responses))
+
+
+# ---- what comes back
+
+
+def test_parts_total_and_correct():
+    names = ("math", "boxed_format", "tests.rewards.hostile:length")
+    with Scorer(names, (2.0, 0.5, -0.25), workers=1) as scorer:
+        scores = scorer(["\\boxed{17}", "\\boxed{18}", "17", "x"], ["17", "17", "17", "17"])
+    assert list(scores.parts) == list(names)
+    np.testing.assert_array_equal(scores.parts["math"], [1, 0, 1, 0])
+    np.testing.assert_array_equal(scores.parts["boxed_format"], [1, 1, 0, 0])
+    np.testing.assert_array_equal(scores.parts[names[2]], [10, 10, 2, 1])
+    np.testing.assert_array_equal(scores.total, [0.0, -2.0, 1.5, -0.25])
+    np.testing.assert_array_equal(scores.correct, [True, False, True, False])
+    assert scores.total.dtype == scores.parts["math"].dtype == np.float32 and scores.correct.dtype == bool
+    assert scores.failures == {} and scores.stated == ["17", "18", "17", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "stated"),
+    [
+        ("exact", "1 #2 # 3 \nx", "3"),
+        ("exact", "#", None),
+        ("exact", "3", None),
+        ("answer_line", "Answer: $3$", "3"),
+        ("answer_line", "3", None),
+        ("countdown", "# 1 + 2", "1+2"),
+        ("countdown", "1 + 2", None),
+        ("math", "so 0.5", "1/2"),
+        ("math", "so", None),
+        ("boxed_format", "\\boxed{3}", None),
+        ("answer_line_format", "Answer: 3", None),
+        ("think_format", "<think>1</think>3", None),
+        (OBEY, "\\boxed{3}", None),
+    ],
+)
+def test_stated(name, response, stated):
+    reader = worker.BUILT_IN[name].stated if name in worker.BUILT_IN else None
+    outcome = worker.score_row(
+        worker.Worker((lambda *_: 1.0,), reader, "", 4 * GIB, worker.address_space()), Row(response, "")
+    )
+    assert outcome == ((1.0,), stated, "", "")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 31, 33, 500])
+def test_order_is_kept(count, scorer):
+    scores = scorer([f"\\boxed{{{i}}}" for i in range(count)], [str(i - i % 3) for i in range(count)])
+    np.testing.assert_array_equal(scores.correct, np.arange(count) % 3 == 0)
+    assert scores.stated == [str(i) for i in range(count)]
+    assert scores.total.shape == scores.parts["math"].shape == (count,)
+
+
+def test_text_that_hardly_travels(obey):
+    responses = ["\x00", "\ud800", "\udfff" * 1000, "a" * 2**20, "", "🎉", "\x00" * 2**20]
+    with Scorer(("tests.rewards.hostile:length",), workers=1) as scorer:
+        np.testing.assert_array_equal(score(scorer, responses).total, [len(response) for response in responses])
+
+
+def test_as_many_answers_as_responses(obey):
+    with pytest.raises(ValueError, match="zip"):
+        obey(["a"], [])
+
+
+# ---- what an answer may do
+
+
+def test_a_failure_costs_one_answer(obey):
+    """All causes in one batch; each of their neighbours is rewarded."""
+    bad = {
+        "spin": "timeout",
+        "compute": "timeout",
+        "sleep 60": "timeout",
+        "fail": "error",
+        "quit": "error",
+        "return nan": "error",
+        "return inf": "error",
+        "return -inf": "error",
+        "return 1e31": "error",
+        "text": "error",
+        "nothing": "error",
+        "complex": "error",
+        "huge": "error",
+        "exit 0": "died",
+        "exit 1": "died",
+        "kill": "died",
+        "crash": "died",
+        "borrow 600": "memory",
+        "keep 600": "memory",
+    }
+    responses = [word for bad_word in bad for word in ("fine", bad_word, "borrow 100")]
+    scores = score(obey, responses)
+    np.testing.assert_array_equal(scores.total, [float(response not in bad) for response in responses])
+    causes = list(bad.values())
+    assert scores.failures == {cause: causes.count(cause) for cause in set(causes)}
+
+
+def test_what_the_first_failure_said():
+    with Scorer((OBEY,), workers=1) as scorer:
+        assert scorer.first_failure == ""
+        score(scorer, ["fine", "fail", "nothing"])
+        assert scorer.first_failure == "error: ValueError: bad news"
+
+
+def test_an_answer_that_fails_has_nothing_from_any_reward():
+    with Scorer(("boxed_format", OBEY), workers=1) as scorer:
+        scores = score(scorer, ["fail", "\\boxed{17}", "return 3"])
+    np.testing.assert_array_equal(scores.parts["boxed_format"], [0, 1, 0])
+    np.testing.assert_array_equal(scores.parts[OBEY], [0, 1, 3])
+    assert scores.stated == [None] * 3
+
+
+def test_slow_answers_have_the_whole_limit():
+    """Each takes more than half of the limit, a chunk of them many times it."""
+    with Scorer((OBEY,), timeout=1.5, workers=2) as scorer:
+        scores = score(scorer, ["sleep 0.9"] * 8)
+    assert scores.failures == {} and scores.total.sum() == 8
+
+
+def test_an_answer_slower_than_a_chunk_may_be(monkeypatch):
+    monkeypatch.setattr(pool, "CHUNK_SECONDS", 0.2)
+    with Scorer((OBEY,), timeout=3.0, workers=2) as scorer:
+        scores = score(scorer, ["fine", "sleep 1", "fine", "fine"] * 2)
+    assert scores.failures == {} and scores.total.sum() == 8
+
+
+def test_a_worker_returns_what_it_has_when_its_time_is_over(monkeypatch):
+    """The slow answer is the second of five: the others go to whoever is free."""
+
+    def wait(response, answer):
+        time.sleep(float(response))
+        return 1.0
+
+    monkeypatch.setattr(worker, "_worker", worker.Worker((wait,), None, "", GIB, worker.address_space()))
+    rows = [Row(seconds, "") for seconds in ("0", "0.3", "0", "0", "0")]
+    assert [len(worker.score_rows(rows, seconds)) for seconds in (0.0, 0.2, 10.0)] == [1, 2, 5]
+
+
+def test_memory_that_answers_leave_behind_is_not_the_next_ones():
+    """Each keeps 0.6 of the limit for good: a worker must end after it."""
+    with Scorer((OBEY,), workers=1, memory=0.25) as scorer:
+        scores = score(scorer, ["keep 160", "borrow 100"] * 4)
+    assert scores.failures == {} and scores.total.sum() == 8
+
+
+def test_a_limit_is_kept(obey):
+    for response in ("spin", "compute"):
+        score(obey, ["fine"])
+        start = time.monotonic()
+        assert score(obey, [response]).failures == {"timeout": 1}
+        assert time.monotonic() - start < LIMIT + 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_workers_killed_while_idle_are_replaced(seconds):
+    """Whether their pools have noticed by then or not."""
+    with Scorer(("tests.rewards.hostile:pid",), workers=2) as scorer:
+        first = set(score(scorer, ["a"] * 20).total)
+        for pid in first:
+            os.kill(int(pid), signal.SIGKILL)
+        time.sleep(seconds)
+        again = score(scorer, ["a"] * 20)
+    assert again.failures == {} and not first & set(again.total)
+
+
+def test_workers_that_cannot_start_end_the_run(monkeypatch):
+    monkeypatch.setattr(pool, "LOSSES", 2)
+    monkeypatch.setattr(worker, "begin", os.abort)
+    workers = Workers(("exact",), 1.0, 1, GIB)
+    with pytest.raises(RuntimeError, match="without having done anything"):
+        workers.score([Row("#1", "1")] * 3)
+    workers.close()
+
+
+def test_workers_outlive_the_thread_that_first_used_them():
+    workers, rows = Workers(("tests.rewards.hostile:pid",), 5.0, 1, GIB), [Row("a", "")]
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(workers.score, rows).result()
+    time.sleep(0.3)
+    assert workers.score(rows) == first and not first[0].failure
+    workers.close()
+
+
+def test_closed_workers_start_again():
+    scorer = Scorer(("exact",), workers=1)
+    for _ in range(2):
+        scorer.start()
+        assert score(scorer, ["#17"]).correct.all()
+        scorer.close()
+        scorer.close()
+
+
+# ---- hostile text, for `math`
+
+HOSTILE = {
+    "deep": "\\boxed{" + "\\sqrt{" * 10_000 + "2" + "}" * 10_001,
+    "brackets": "\\boxed{" + "(" * 480 + "2" + ")" * 480 + "}",
+    "fractions": "\\boxed{" + "\\frac{1}{" * 100 + "2" + "}" * 101,
+    "tower": "\\boxed{9^{9^{9^9}}}",
+    "tower in text": "so 9**9**9**9",
+    "factorial": "\\boxed{(10^{9})!}",
+    "power": "\\boxed{(a+b+c+d+e+f)^{1000}}",
+    "megabyte": "a" * 1_000_000,
+    "megabyte of digits": "\\boxed{" + "1" * 1_000_000 + "}",
+    "megabyte of boxes": "\\boxed{" * 150_000,
+    "megabyte of dollars": "$" * 1_000_000,
+    "megabyte of marks": "####" * 250_000,
+    "megabyte of lines": "Answer:\n" * 125_000,
+    "megabyte of braces": "\\boxed{" + "{}" * 500_000 + "}",
+    "megabyte of spaces": "Answer:" + " " * 1_000_000,
+    "nan": "\\boxed{nan}",
+    "infinity": "\\boxed{\\infty}",
+    "division": "\\boxed{\\frac{17}{0}}",
+    "null": "\\boxed{\x00}",
+    "null within": "\\boxed{1\x007}",
+    "surrogate": "\\boxed{1\ud8007}",
+    "surrogates": "\udfff" * 1_000,
+    "unclosed": "\\boxed{17",
+    "too many": "Answer: 17}",
+    "wrong way": "Answer: }17{",
+    "escaped": "\\boxed{17\\}",
+    "full width": "\\boxed{１７}",
+    "bidi": "\\boxed{\u202e17}",
+    "answers": "answer: " * 120 + "$",
+    "formulas": "$1$ and " * 120,
+    "texts": "\\boxed{" + "\\text{" * 100 + "1" + "}" * 101,
+}
+
+
+def test_hostile_text_has_no_reward_and_no_worse():
+    with Scorer(("math",), timeout=1.0, workers=2, memory=1.0) as scorer:
+        start = time.monotonic()
+        scores = score(scorer, list(HOSTILE.values()))
+        seconds = time.monotonic() - start
+        again = score(scorer, ["\\boxed{17}"] * 50)
+    assert not scores.total.any()
+    assert set(scores.failures) <= {"timeout", "memory"} and scores.failures["timeout"] <= 8, scores.failures
+    assert seconds < 120
+    assert again.correct.all()
+
+
+def test_fuzz():
+    """300 of the answers of experiments/robustness/rewards.py."""
+    cases = robustness.cases(300, seed=1)
+    workers = Workers(("math",), LIMIT, 2, GIB)
+    outcomes = workers.score([Row(case.response, case.answer) for case in cases])
+    workers.close()
+    found = robustness.check_fuzz(cases, outcomes)
+    assert found["rewarded_while_wrong"] == 0 and found["right_not_rewarded"] == 0, found
+    assert sum(found["failures"].values()) <= found["kinds"].get("bomb", 0), found
+    assert min(found["kinds"].get(kind, 0) for kind in ("right", "wrong", "pair", "soup", "unclosed")) > 5
+
+
+# ---- the processes
+
+
+def test_workers_know_no_jax():
+    with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=1) as scorer:
+        assert "jax" in sys.modules and score(scorer, ["a"]).correct.all()
+
+
+def test_workers_import_no_jax_with_the_parents_main_module(tmp_path):
+    program = """
+        import jax
+        from specrl_jax.rewards.scorer import Scorer
+        with Scorer(("tests.rewards.hostile:leave_jax_out",), workers=1) as scorer:
+            print(scorer(["a"], ["b"]).total)
+    """
+    done = run_program(tmp_path, program).communicate(timeout=120)
+    assert done == ("[1.]\n", "")
+
+
+def run_program(tmp_path, program, **options):
+    """A Python process whose main module is a file that asks for no `if __name__`."""
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, path], env=environment, stdout=pipe, stderr=pipe, text=True, **options)
+
+
+BUSY = f"""
+    import contextlib, multiprocessing, threading, time
+    from specrl_jax.rewards.scorer import Scorer
+    scorer = Scorer(("{OBEY}",), timeout=1000, workers=3)
+    scorer(["fine"] * 100, [""] * 100)
+    def work():
+        with contextlib.suppress(RuntimeError):  # it is closed
+            scorer(["compute", "spin"], ["", ""])
+    threading.Thread(target=work, daemon=True).start()
+    time.sleep(1)
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+"""
+
+
+def is_running(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pids, seconds=5.0):
+    end = time.monotonic() + seconds
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return [pid for pid in pids if is_running(pid)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent(tmp_path, number):
+    """One idle, one busy in Python, one busy in C."""
+    process = run_program(tmp_path, BUSY + "    time.sleep(1000)\n")
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(workers) == 3 and all(map(is_running, workers))
+    process.send_signal(number)
+    process.wait()
+    assert wait_for_end(workers) == []
+    assert "Traceback" not in process.communicate()[1]
+
+
+def test_workers_end_with_the_program(tmp_path):
+    process = run_program(tmp_path, BUSY)
+    out, err = process.communicate(timeout=60)
+    assert wait_for_end([int(pid) for pid in out.split()]) == [] and err == "" and process.returncode == 0
+
+
+@pytest.mark.parametrize("when", ["starting", "busy"])
+def test_an_interrupt_is_the_parents_alone(tmp_path, when):
+    """Ctrl-C goes to the whole group of processes; nothing of it is seen but what the parent prints."""
+    program = f"""
+        import time
+        from specrl_jax.rewards.scorer import Scorer
+        scorer = Scorer(("{OBEY}" if "{when}" == "busy" else "math",), timeout=1000, workers=2)
+        try:
+            scorer.start()
+            print("started", flush=True)
+            if "{when}" == "busy":
+                scorer(["compute", "spin"] * 4, [""] * 8)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            time.sleep(1)
+            scorer.close()
+            print("interrupted")
+    """
+    process = run_program(tmp_path, program, start_new_session=True)
+    assert process.stdout.readline() == "started\n"
+    time.sleep(0.1 if when == "starting" else 1.5)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60) == ("interrupted\n", "")
+
+
+def test_workers_print_nothing(tmp_path):
+    program = f"""
+        from specrl_jax.rewards.scorer import Scorer
+        hostile = ["noise", "crash", "fail", "exit 1"] * 3
+        for names in [("{OBEY}",), ("math",)]:
+            with Scorer(names, workers=2) as scorer:
+                scorer(hostile + ["\\\\boxed{{\\\\frac{{x]}}"], [""] * 13)
+    """
+    assert run_program(tmp_path, program).communicate(timeout=120) == ("", "")
+
+
+def test_a_worker_whose_pool_is_gone_says_nothing(capfd):
+    """A pool that is closed takes its locks along while its workers still import."""
+    context = pool._Spawn()
+    lock = context.RLock()
+    process = context.Process(target=print, args=(lock,))
+    process.start()
+    del lock
+    process.join()
+    assert process.exitcode == 0 and capfd.readouterr() == ("", "")
+
+
+def test_starting_does_not_wait():
+    with Scorer(("math",), workers=2) as scorer:
+        start = time.monotonic()
+        scorer.start()
+        assert time.monotonic() - start < 0.5
+
+
+def test_main_module_is_hidden_from_workers_only(tmp_path):
+    """Other processes that are spawned know their main module."""
+    program = """
+        import multiprocessing
+        from specrl_jax.rewards.scorer import Scorer
+
+        def name(queue):
+            queue.put(__name__)
+
+        if __name__ == "__main__":
+            with Scorer(("exact",), workers=1) as scorer:
+                scorer(["#1"], ["1"])
+                context = multiprocessing.get_context("spawn")
+                queue = context.Queue()
+                process = context.Process(target=name, args=(queue,))
+                process.start()
+                print(queue.get(timeout=60))
+                process.join()
+    """
+    assert run_program(tmp_path, program).communicate(timeout=120) == ("__mp_main__\n", "")
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"names": ()}, r"reward\.name: name at least one"),
+        ({"names": ("exakt",)}, r"reward\.name: no reward 'exakt'; there are exact, .*math.*package\.module:function"),
+        ({"names": ("a b:c",)}, r"reward\.name: no reward 'a b:c'"),
+        ({"names": ("a:",)}, r"reward\.name: no reward 'a:'"),
+        ({"names": ("exact", "exact")}, r"reward\.name: .*twice"),
+        ({"weights": (1.0, 2.0)}, r"reward\.weights: 2 weights for 1"),
+        ({"weights": (float("nan"),)}, r"reward\.weights: .*within"),
+        ({"weights": (1e7,)}, r"reward\.weights: .*within"),
+        ({"timeout": 0}, r"reward\.timeout: 0 s"),
+        ({"timeout": float("nan")}, r"reward\.timeout: nan"),
+        ({"timeout": float("inf")}, r"reward\.timeout: inf"),
+        ({"workers": -1}, r"reward\.workers: -1"),
+        ({"memory": 0}, r"reward\.memory: 0 GiB"),
+        ({"memory": float("inf")}, r"reward\.memory: inf"),
+        (
+            {"names": ("no.such:f",)},
+            r"reward\.name: cannot load 'no\.such:f': ModuleNotFoundError: No module named 'no'",
+        ),
+        ({"names": ("exact", "tests.rewards.hostile:none")}, r"reward\.name: cannot load '.*:none': AttributeError: "),
+        ({"names": ("tests.rewards.hostile:MIB",)}, r"reward\.name: .*TypeError: MIB is no function"),
+        (
+            {"names": ("tests.rewards.hostile:one_argument",)},
+            r"one_argument\(.*\).* does not take \(",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message):
+    with pytest.raises(BadInput, match=message) as mistake:
+        Scorer(**({"names": ("exact",), "workers": 1} | arguments))
+    assert "\n" not in str(mistake.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os; os._exit(0)", "ends the process"),
+        ("import os; os.abort()", "ends the process"),
+        ("while True: pass", "takes more than 3 s"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("def f(response, answer) 1", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+    ],
+)
+def test_a_module_that_does_not_import(tmp_path, monkeypatch, source, message):
+    (tmp_path / "module_of_a_user.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(pool, "START_SECONDS", 3.0)
+    with pytest.raises(BadInput, match=rf"reward\.name: .*module_of_a_user:f.*{message}"):
+        Scorer(("module_of_a_user:f",), workers=1)
+
+
+def test_a_method_may_be_a_reward(tmp_path, monkeypatch):
+    (tmp_path / "other_module_of_a_user.py").write_text(
+        "class Judge:\n    @staticmethod\n    def score(response, answer):\n        return response == answer\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with Scorer(("other_module_of_a_user:Judge.score",), workers=1) as scorer:
+        np.testing.assert_array_equal(score(scorer, ["17", "18"]).total, [1, 0])

@@ -1,0 +1,223 @@
+"""The reward `math`: which writings are one answer, and where a response states it."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specrl_jax.rewards import symbolic as module
+from specrl_jax.rewards.symbolic import stated_text, stated_value, symbolic
+
+SAME = {
+    "34": "34|$34$|34.|34.0|\\$34|34\\text{ cm}|34 \\text{ apples}|34 cm|x=34|\\text{34}|\\mathbf{34}|68/2|17\\cdot 2"
+    "|30+4|34^\\circ|34\\%|+34|034|\\frac{68}{2}|34,|**34**|{34}|\\boxed{34}|\\sqrt{1156}|\\left(34\\right)",
+    "1,080": "1080|1,080|1{,}080|1\\,080|1 080|\\$1,080.00|1,080.|1\\!080|1,\\!080|1.08 \\cdot 10^3",
+    "-3": "-3|−3|- 3|-3.0|-\\frac{6}{2}|(-3)",
+    "0": "0|-0|0.0|1-1|\\frac{0}{5}",
+    "\\frac{3}{2}": "3/2|1.5|\\frac32|\\frac 3 2|\\dfrac{3}{2}|1\\frac{1}{2}|1 1/2|\\frac{6}{4}|3 \\div 2|150\\%",
+    "0.25": ".25|\\frac{1}{4}|1/4|25\\%|0.250",
+    "50\\%": "50%|0.5|\\frac12|50|50 \\%",
+    "0.333333": "1/3",
+    "10^5": "100000|100,000|10^{5}",
+    "6.02 \\times 10^{-23}": "6.02 \\cdot 10^{-23}|602 \\cdot 10^{-25}",
+    "\\frac{1}{3000}": "0.000333333|3^{-1} 10^{-3}",
+    "0.05\\%": "0.0005|0.05\\%",
+    "3t": "3t|t \\cdot 3|2t+t",
+    "\\sqrt{8}": "2\\sqrt{2}|\\sqrt 8|8^{1/2}|2\\sqrt2",
+    "2\\pi": "2 \\pi|2\\cdot\\pi|\\pi \\cdot 2",
+    "5!": "120",
+    "\\log_2 8": "3",
+    "3+4i": "4i+3",
+    "x^2+2x+1": "(x+1)^2|1+2x+x^2|(x+1)(x+1)",
+    "y=2x+3": "y = 2x+3|y=3+2x|2x+3",
+    "x<5": "5>x",
+    "x \\in [2,5)": "[2,5)|x\\in[2, 5)|\\left[2,5\\right)|2 \\le x < 5|5 > x \\geq 2",
+    "(-\\infty,2]\\cup[3,\\infty)": "(-\\infty, 2] \\cup [3, \\infty)|[3,\\infty)\\cup(-\\infty,2]",
+    "\\infty": "\\infty|infinity",
+    "\\{1,2,3\\}": "\\{3,2,1\\}|1,2,3|1, 2 and 3",
+    "1,2": "2, 1|1 \\text{ and } 2|x=1 \\text{ or } x=2",
+    "(1,2)": "(1, 2)|\\left(1,2\\right)|(x,y)=(1,2)",
+    "\\left( 3, \\frac{\\pi}{2} \\right)": "(3, \\pi/2)|\\left(3,\\frac{\\pi}{2}\\right)|(3,\\frac12\\pi)",
+    "\\begin{pmatrix}1\\\\2\\end{pmatrix}": "\\begin{bmatrix}1\\\\2\\end{bmatrix}",
+    "\\text{Evelyn}": "Evelyn|\\text{evelyn}",
+    "no solution": "\\text{no solution}|No solution.",
+    "B": "B|\\text{B}|(B)",
+}
+
+OTHER = {
+    "34": "35|-34|3.4|340|34x|34 + x|3 4|34, 35|(34, 0)|\\sqrt{34}|34\\pi|34^2|x > 34|1034|34i|0.34\\%|34!|34/2"
+    "|34 bananas|\\text{thirty-four}|34\x00|34 million",
+    "7": "3(4)|(3)(4)|3 4|3{4}|{3}{4}|3\\ 4|3\\quad 4",
+    "1,080": "1,08|108|1.080|10,80|1|81|1,080,000",
+    "-3": "3|--3|(3)",
+    "0": "0.1||x|\\emptyset|-1|\\frac{1}{0}|nan",
+    "1": "1 1/2|0|\\frac{1}{1+x}",
+    "\\frac{3}{2}": "2/3|-3/2|3|1.4|1 1/3|\\frac{3}{2}x|1.4999",
+    "3t": "3|3h|3ab",
+    "2 + t": "2 + h|2",
+    "10^{-20}": "10^{-21}|0|10^{-20}x",
+    "6.02 \\times 10^{-23}": "6.03 \\times 10^{-23}|0",
+    "0.0000001": "0|0.0000002",
+    "\\sqrt{8}": "8|\\sqrt{2}|-2\\sqrt2",
+    "x^2+2x+1": "x^2+1|(x-1)^2|y^2+2y+1",
+    "y=2x+3": "y=3x+2|2x+2",
+    "x \\in [2,5)": "(2,5)|[2,5]|(2,5]|[2,6)|2<x<5|\\{2,5\\}",
+    "(-\\infty,2]\\cup[3,\\infty)": "(-\\infty,2)\\cup(3,\\infty)|[2,3]",
+    "\\{1,2,3\\}": "1,2|1,2,4|6",
+    "(1,2)": "(2,1)|[1,2]|1|(1,3)|(1,2,3)",
+    "dog": "god|d|do g|g\\cdot o\\cdot d",
+    "B": "A|C|AB",
+}
+
+
+def pairs(table):
+    return [(gold, text) for gold, texts in table.items() for text in texts.split("|")]
+
+
+@pytest.mark.parametrize(("gold", "text"), pairs(SAME))
+def test_equal_answers_are_rewarded(gold, text):
+    assert symbolic(f"so \\boxed{{{text}}}", gold) == 1
+
+
+@pytest.mark.parametrize(("gold", "text"), pairs(OTHER))
+def test_other_answers_are_not(gold, text):
+    assert symbolic(f"so \\boxed{{{text}}}", gold) == 0
+
+
+@pytest.mark.parametrize("gold", SAME)
+def test_an_answer_equals_itself(gold):
+    for response in (f"\\boxed{{{gold}}}", f"Answer: {gold}", f"#### {gold}"):
+        assert symbolic(response, gold) == 1
+        assert symbolic(response, f"\\boxed{{{gold}}}") == 1
+        assert symbolic(response, f"worked out.\n#### {gold}") == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "stated"),
+    [
+        ("\\boxed{1} and \\boxed{2}", "2"),
+        ("Answer: 1 #### 3 \\boxed{2} Answer: 4", "2"),
+        ("\\boxed {2}", "2"),
+        ("\\boxed{\\frac{1}{2}} is it", "1/2"),
+        ("\\boxed{\\boxed{2}}", "2"),
+        ("\\boxed{2} or \\boxed{3", None),
+        ("\\boxed{", None),
+        ("\\boxed{}", None),
+        ("\\boxed 5 Answer: 2", "2"),
+        ("\\boxed{\\{1, 2\\}}", "{1, 2}"),
+        ("Answer: 1\n#### 3\nAnswer: 2", "2"),
+        ("**Answer:** $2$.", "2"),
+        ("**Final answer**: 2", "2"),
+        ("ANSWER :\n\n2\n3", "2"),
+        ("Answer: ", None),
+        ("The answer to it\n#### 1,080\nthat is", "1080"),
+        ("#### 3 #### 2", "2"),
+        ("It makes 5, then 2.", "2"),
+        ("It makes $\\frac{1}{2}$.", "1/2"),
+        ("no idea", None),
+        ("", None),
+        ("12" + "x" * 1_000 + " 2", "2"),
+        ("9" * 1_500, None),
+        ("5 " * 2_000, "5"),
+        ("\\boxed{" + "1" * 1_001 + "}", None),
+    ],
+)
+def test_what_a_response_states(response, stated):
+    assert stated_value(response) == stated
+    if stated is None:
+        assert symbolic(response, "2") == 0
+
+
+def test_braces_that_latex_prints_do_not_close_a_box():
+    assert stated_text("\\boxed{\\left\\{ 1 \\right. \\\\} no }") == "\\left\\{ 1 \\right. \\\\"
+    assert symbolic("\\boxed{17\\}", "17") == 0
+
+
+@pytest.mark.parametrize("text", ["34}", "{34", "34}{", "}34{", "34\\}", "\\boxed34}"])
+def test_unbalanced_braces_are_no_number(text):
+    assert symbolic(f"Answer: {text}", "34") == 0
+
+
+def test_a_number_is_not_cut_where_the_tail_begins():
+    response = "a" * 10 + " 1234567" + " x" * 497
+    assert len(response) > module.TAIL and response[-module.TAIL] in "1234567"
+    assert stated_value(response) != "567" and symbolic(response, "567") == 0
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("34", "$34$", "34.0", "+34", "034", "34\\text{ cm}", "x = 34", "\\text{34}"),
+        ("1,080", "1080", "1\\,080", "1080.00"),
+        ("\\frac{1}{2}", "0.5", "1/2", ".5", "\\frac{2}{4}"),
+        ("-3", "−3", "-3.0"),
+        ("\\{1,2\\}", "2, 1", "1 \\text{ and } 2"),
+        ("No solution.", "\\text{no  solution}"),
+        ("[2,5)", "x \\in [2, 5)"),
+    ],
+)
+def test_equal_answers_are_stated_alike(texts):
+    assert len({stated_value(f"\\boxed{{{text}}}") for text in texts}) == 1
+
+
+def test_other_answers_are_stated_otherwise():
+    texts = ["34", "-34", "3.4", "1/3", "0.333333", "x", "(1,2)", "(2,1)", "[1,2]", "dog", "god", "2x", "2+x", "3 4"]
+    assert len({stated_value(f"\\boxed{{{text}}}") for text in texts}) == len(texts)
+
+
+ODD = ["0", "-0", "00", "7", "-7", "+7", "007", "1,000", "1000", "-1,000", "+1,000", "01,000"]
+INTEGERS = st.one_of(st.integers(-2000, 2000), st.integers(-(10**40), 10**40))
+WRITINGS = ["{}", "{:,}", "+{}", "{}.", "${}$", "00{}", "{:,}.", "\\text{{{}}}", "**{}**", "\\${:,}"]
+
+
+@given(INTEGERS, INTEGERS, st.sampled_from(WRITINGS), st.sampled_from(WRITINGS), st.booleans())
+def test_the_short_way_for_integers_agrees_with_the_library(a, b, write, rewrite, equal):
+    gold, text = write.format(a), rewrite.format(a if equal else b)
+    short = symbolic(f"\\boxed{{{text}}}", gold)
+    gold, text = module._clean(gold), module._clean(text)
+    assert short == module._equal(module._parse(gold), module._parse(text))
+    if module._integer(gold) and module._integer(text):
+        assert short == (int(gold.replace(",", "")) == int(text.replace(",", "")))
+
+
+@pytest.mark.parametrize(("gold", "text"), itertools.product(ODD, ODD))
+def test_the_short_way_agrees_on_odd_writings(gold, text):
+    a, b = module._clean(gold), module._clean(text)
+    assert symbolic(f"\\boxed{{{text}}}", gold) == module._equal(module._parse(a), module._parse(b))
+
+
+def test_integers_do_not_wake_the_library(monkeypatch):
+    monkeypatch.setattr(module, "_parse", lambda _: pytest.fail("parsed"))
+    monkeypatch.setattr(module, "_read", lambda *_, **__: pytest.fail("read"))
+    for response in ("\\boxed{1,080}", "Answer: $1080$.", "#### 1080"):
+        assert symbolic(response, "1,080") == 1 and symbolic(response, "1081") == 0
+        assert stated_value(response) == "1080"
+
+
+def test_lack_of_memory_is_no_wrong_answer(monkeypatch):
+    def starve(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("math_verify.parse", starve)
+    with pytest.raises(MemoryError):
+        symbolic("\\boxed{x}", "y")
+    monkeypatch.undo()
+    monkeypatch.setattr("math_verify.verify", starve)
+    with pytest.raises(MemoryError):
+        symbolic("\\boxed{x}", "y")
+
+
+@given(st.text(max_size=40), st.sampled_from(["{}", "\\boxed{{{}}}", "Answer: {}", "####{}", "${}$"]))
+def test_no_text_raises(text, form):
+    response = form.format(text)
+    assert symbolic(response, "123456789123456789") in (0.0, 1.0)
+    assert stated_value(response) is None or isinstance(stated_value(response), str)
+    assert stated_text(response) is None or isinstance(stated_text(response), str)
+
+
+def test_floats_that_are_not_finite_state_something():
+    for text in ("nan", "\\infty", "\\frac{1}{0}", "0/0"):
+        assert isinstance(stated_value(f"\\boxed{{{text}}}"), str)
+        assert math.isfinite(symbolic(f"\\boxed{{{text}}}", text))
