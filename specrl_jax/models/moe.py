@@ -55,7 +55,10 @@ def mixture(
       w: `router` [D, E], `gate` and `up` [E, D, F], `down` [E, F, D].
     """
     routes = route(x, w["router"], experts_per_token, renormalise)
-    out = experts(x, routes.share, routes.chosen, {name: w[name] for name in MATRICES}, partition)
+    # Each device takes the same number of rows; where they do not divide, some of zeros are added.
+    B = len(x)
+    rows = [jnp.pad(a, ((0, -B % partition.ways("batch")), (0, 0), (0, 0))) for a in (x, *routes)]
+    out = experts(*rows, {name: w[name] for name in MATRICES}, partition)[:B]
     return out, count_copies(routes.chosen, w["router"].shape[1], counted)
 
 

@@ -168,10 +168,10 @@ class Target:
 
 def check_cache_length(limits: Limits, model: qwen3.Qwen3Config) -> None:
     """Raises BadInput where a sequence could outgrow the positions that the policy was made for."""
-    if limits.cache_length > model.max_positions:
+    if limits.cache_length > model.longest:
         raise BadInput(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {limits.cache_length} tokens, "
-            f"the policy was made for {model.max_positions}"
+            f"the policy was made for {model.longest}"
         )
 
 

@@ -36,7 +36,7 @@ def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     found = hf.load_config(policy.path)
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(found, field.name)
-        if ours != theirs and field.name != "max_positions":
+        if ours != theirs and field.name not in ("max_positions", "yarn"):
             raise BadInput(
                 f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
             )
@@ -110,7 +110,6 @@ def check_rows(
 ) -> None:
     """Raises BadInput where shapes do not go with the mesh, the model or each other."""
     grpo = settings.grpo
-    qwen3.require_dense(model)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(mesh, ROLLOUT)
     learner.tree(qwen3.param_specs(model))
     rollout.tree(qwen3.rollout_specs(model))
