@@ -38,4 +38,4 @@ def get_config(arg: str = ""):
     c.mesh.fsdp = 16
     c.mesh.expert = 8
     c.mesh.tensor = 4
-    return common.shrink(c, "nano_moe") if arg else c
+    return common.shrink(c, "nano_moe_deep") if arg else c

@@ -36,4 +36,4 @@ def get_config(arg: str = ""):
     c.grpo.microbatch = 32  # rows: one per batch shard
     c.mesh.fsdp = 4
     c.mesh.expert = 8
-    return common.shrink(c, "nano_moe") if arg else c
+    return common.shrink(c, "nano_moe_deep") if arg else c

@@ -67,9 +67,13 @@ class Partitioner:
                 )
         return NamedSharding(self.mesh, self.spec(axes))
 
+    def axes(self, axis: str) -> tuple[str, ...]:
+        """The mesh axes that a logical axis is split over: what a collective inside `shard_map` goes over."""
+        return dict(self.rules)[axis]
+
     def ways(self, axis: str) -> int:
         """Into how many parts a logical axis is split."""
-        return math.prod(self.mesh.shape[name] for name in dict(self.rules)[axis])
+        return math.prod(self.mesh.shape[name] for name in self.axes(axis))
 
     def tree(self, specs: Any) -> Any:
         """Shardings of a tree whose leaves have `.axes` and `.shape` (ParamSpec)."""

@@ -17,7 +17,9 @@ norms of a head that has them. What the dialects say differently, or not at all:
     a final norm before the unembedding all the same.
   * max_position_embeddings is not read: many heads say 2048, where vLLM clamps their rotary positions. Here angles are
     computed for any position, nothing is clamped, and what is written is the target's own limit.
-  * rope_scaling is refused: Model Optimizer writes a yarn that its heads were not trained with.
+  * rope_scaling is the head's own, as for vLLM, SGLang and speculators, whatever its target's: a yarn or nothing. Model
+    Optimizer trains without and writes a yarn for lengths beyond those of the training; where rollouts are not longer
+    than that, take it out of the head's config.json.
   * The embedding is the policy's and is not stored. A copy in the folder (embed_tokens) is ignored, one that was
     trained with the head is refused.
 """
@@ -31,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput
-from specrl_jax.io.hf import hf_config
+from specrl_jax.io.hf import hf_config, number, read_rope, rope_scaling
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.models.layers import ParamSpec
@@ -69,11 +71,10 @@ def load_config(folder: str, target: qwen3.Qwen3Config) -> eagle3.Eagle3Config:
     sizes = raw["transformer_layer_config"] if DIALECTS[name].nested else raw
     _check_supported(folder, raw, sizes, target)
     try:
-        head = eagle3.eagle3_config(target, int(_number(raw, "draft_vocab_size")))
-        own = {field: type(getattr(head, field))(_number(sizes, key)) for field, key in _SIZES.items()}
+        head = eagle3.eagle3_config(target, int(number(raw, "draft_vocab_size")))
+        own = {field: type(getattr(head, field))(number(sizes, key)) for field, key in _SIZES.items()}
         own["head_dim"] = int(sizes.get("head_dim") or head.embed // own["heads"])
-        nested_rope = "rope_theta" not in sizes and sizes.get("rope_parameters")
-        own["rope_theta"] = float(_number(nested_rope or sizes, "rope_theta"))
+        own["rope_theta"], own["yarn"] = read_rope(sizes, folder, "draft.path")
     except KeyError as error:
         raise BadInput(f"draft.path: {folder}/config.json lacks {error}") from None
     if own["heads"] % own["kv_heads"] or own["head_dim"] % 2:
@@ -193,14 +194,6 @@ def _find(folder: str) -> tuple[TensorFolder, str]:
 
 def _check_supported(folder: str, raw: dict[str, Any], sizes: dict[str, Any], target: qwen3.Qwen3Config) -> None:
     """Raises BadInput for what would make another forward than `eagle3.layer`, or one of another target."""
-    rope = sizes.get("rope_parameters") or {}  # transformers 5 nests what 4 kept at the top
-    for scaling in (sizes.get("rope_scaling") or {}, rope):
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind != "default" or "factor" in scaling:
-            raise BadInput(
-                f"draft.path: {folder} asks for rope_scaling, which is not supported; one that the head was not "
-                "trained with (Model Optimizer adds a yarn) can be taken out of its config.json"
-            )
     for key in ("attention_bias", "mlp_bias", "qkv_bias", "bias", "tie_word_embeddings", "use_sliding_window"):
         if sizes.get(key):
             raise BadInput(f"draft.path: {folder} asks for {key}, which is not supported")
@@ -293,13 +286,6 @@ def _variants(folder: str, raw: dict[str, Any], name: str) -> dict[str, bool]:
     return flags
 
 
-def _number(config: dict[str, Any], key: str) -> float:
-    """Raises KeyError where it is absent or not a number."""
-    if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
-        raise KeyError(key)
-    return config[key]
-
-
 def _specs(head: eagle3.Eagle3Config, dialect: Dialect, source: TensorFolder | None = None) -> Any:
     """`eagle3.param_specs` in the names of a dialect, and in SGLang's earlier ones where the source has these."""
     names = () if source is None else source.names()
@@ -321,17 +307,21 @@ def _drafted(ids: np.ndarray, target: qwen3.Qwen3Config) -> np.ndarray:
 
 
 def _sizes_config(head: eagle3.Eagle3Config, target: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
-    return {key: getattr(head, field) for field, key in _SIZES.items()} | {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "vocab_size": target.vocab,
-        "head_dim": head.head_dim,
-        "rope_theta": head.rope_theta,
-        "max_position_embeddings": target.max_positions,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-    }
+    return (
+        {key: getattr(head, field) for field, key in _SIZES.items()}
+        | {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "vocab_size": target.vocab,
+            "head_dim": head.head_dim,
+            "rope_theta": head.rope_theta,
+            "max_position_embeddings": target.max_positions,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }
+        | rope_scaling(head.yarn)
+    )
 
 
 def _flat_config(head: eagle3.Eagle3Config, target: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import BadInput
-from specrl_jax.io.hf import hf_config
+from specrl_jax.io.hf import hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import mtp, qwen3
 from specrl_jax.models.layers import ParamSpec
@@ -165,10 +165,8 @@ def _specs(config: mtp.MTPConfig, dialect: Dialect, index: int) -> Any:
 
 
 def _check_config(folder: str, target: qwen3.Qwen3Config) -> None:
-    raw = TensorFolder(folder, "draft.path").config()
-    raw = (raw.get("rope_parameters") or {}) | raw  # transformers 5 nests what 4 kept at the top
-    if raw.get("rope_scaling") or raw.get("rope_type", "default") != "default":
-        raise BadInput(f"draft.path: {folder} asks for rope_scaling, which is not supported")
+    found = TensorFolder(folder, "draft.path").config()
+    raw = (found.get("rope_parameters") or {}) | found  # transformers 5 nests what 4 kept at the top
     if raw.get("use_sliding_window"):
         raise BadInput(f"draft.path: {folder} asks for use_sliding_window, which is not supported")
     wanted = hf_config(target, "")
@@ -177,3 +175,7 @@ def _check_config(folder: str, target: qwen3.Qwen3Config) -> None:
             raise BadInput(f"draft.path: {folder}/config.json lacks '{key}'")
         if raw[key] != wanted[key]:
             raise BadInput(f"draft.path: {folder} has {key}={raw[key]}, this policy has {wanted[key]}")
+    # Plain positions are stretched with the policy's: a checkpoint's MTP layer says nothing of what it is served at.
+    _, yarn = read_rope(found, folder, "draft.path")
+    if yarn not in (None, target.yarn):
+        raise BadInput(f"draft.path: {folder} has {yarn}, this policy has {target.yarn}")

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput
 from specrl_jax.models import recurrent
-from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.models.recurrent import Angles, Attend, DraftCache, HeadConfig
 
@@ -49,7 +49,13 @@ class Eagle3Config(HeadConfig):
 
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
-    """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation."""
+    """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation.
+
+    Its mlp is dense: of a mixture of experts it takes the width that config.json has for layers without any, as
+    SpecForge's first heads for Qwen3-30B-A3B do (6,144; other published ones are twice as wide). Its rotary positions
+    are not stretched where the target's are: a served head has those of its own config.json, whatever the target's,
+    and what it learns it learns at the lengths of its texts.
+    """
     if not 0 < draft_vocab <= target.vocab:
         raise BadInput(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
     if target.layers < 7:
@@ -62,10 +68,11 @@ def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
         heads=target.heads,
         kv_heads=target.kv_heads,
         head_dim=target.head_dim,
-        mlp=target.mlp,
+        mlp=target.dense_mlp or target.mlp,
         draft_vocab=draft_vocab,
         aux_layers=(2, target.layers // 2, target.layers - 3),
         rope_theta=target.rope_theta,
+        yarn=None,
         norm_epsilon=target.norm_epsilon,
         max_positions=target.max_positions,
     )
@@ -220,7 +227,7 @@ def write_pairs(
 
     One layer: what a pair leaves for later ones is its keys and values, which need neither attention nor mlp.
     """
-    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    angles = config.angles(positions)
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
     return recurrent.store(cache, positions, rotate(k, angles), v)
 

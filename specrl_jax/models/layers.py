@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +118,66 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return scale.astype(x.dtype) * normed.astype(x.dtype)
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al., arXiv 2309.00071): rotary positions stretched beyond those of the pretraining.
+
+    A dimension that turns more than `beta_fast` times within `original` positions keeps its frequency, one that turns
+    less than `beta_slow` times has it divided by `factor`, and those between are mixed; queries and keys are scaled.
+    Keys and defaults are config.json's. Qwen3 was pretrained on 32,768 positions (its max_position_embeddings, 40,960,
+    adds room for an answer): for four times the length, Yarn(4.0, 32_768).
+    """
+
+    factor: float
+    original: int  # tokens, of the pretraining
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of queries and keys each; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # the bounds of the mix are whole dimensions
+
+    @property
+    def reach(self) -> int:
+        """Tokens of a stretched sequence."""
+        return int(self.factor * self.original)
+
+    @property
+    def magnitude(self) -> float:
+        """Of sine and cosine."""
+        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def slowed(self, head_dim: int, theta: float) -> np.ndarray:
+        """[H/2] float32 in 0..1: how much of each dimension's frequency is the divided one."""
+
+        def dimension(turns: float) -> float:
+            return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
+        return np.clip(ramp, 0, 1).astype(np.float32)
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """What the paper recommends, 0.1 ln(factor) + 1; 1 where nothing is stretched."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotary_angles(
+    positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None
+) -> tuple[jax.Array, jax.Array]:
     """(sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
 
     float32 whatever the model's dtype: position 257 is not a bfloat16 number.
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if yarn:
+        slowed = yarn.slowed(head_dim, theta)
+        frequency = frequency / yarn.factor * slowed + frequency * (1 - slowed)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency[None, None, None]
+    if yarn:
+        return jnp.sin(angle) * yarn.magnitude, jnp.cos(angle) * yarn.magnitude
     return jnp.sin(angle), jnp.cos(angle)
 
 

@@ -11,7 +11,8 @@ output, after the head's final norm and so again what the unembedding reads. One
     out = unembed(a)
 
 Embedding and unembedding are the policy's own: not stored here, and not trained. Two forms of the weights as for the
-policy, and the block has the policy's code: `layers` is that of a Qwen3 of one layer.
+policy, and the block has the policy's code: `layers` is that of a Qwen3 of one layer. Its rotary positions are the
+policy's too, stretched where those are: vLLM and SGLang build it from the config.json that the two share.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import BadInput
 from specrl_jax.models import qwen3, recurrent
 from specrl_jax.models.layers import ParamSpec, einsum, rms_norm
 from specrl_jax.models.recurrent import Angles, Attend, DraftCache, HeadConfig
@@ -42,8 +44,12 @@ class MTPConfig(HeadConfig):
 
 
 def mtp_config(target: qwen3.Qwen3Config) -> MTPConfig:
-    """The head that goes with a target: all its widths. Raises BadInput for a mixture of experts."""
-    qwen3.require_dense(target)
+    """The head that goes with a target: all its widths. Raises BadInput for a mixture of experts.
+
+    Servers build a head's block as the target's layers are, and this one has no experts.
+    """
+    if target.experts:
+        raise BadInput("draft.kind=mtp: its block has no experts, as those of a mixture-of-experts policy; take eagle3")
     return MTPConfig(**{field.name: getattr(target, field.name) for field in dataclasses.fields(MTPConfig)})
 
 
@@ -93,7 +99,7 @@ def layer(
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),
     )
     x = einsum("BTCE,CED->BTD", jnp.stack(normed, axis=2), params["eh_proj"])
-    x, _ = qwen3.layer(x, _block(params), config.block, angles, lambda q, k, v: (attend(q, k, v), None))
+    x, *_ = qwen3.layer(x, _block(params), config.block, angles, lambda q, k, v: (attend(q, k, v), None))
     return rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 as pure functions over a parameter tree (Qwen3 technical report, arXiv 2505.09388).
+"""Qwen3, dense and mixture of experts, as pure functions over a parameter tree (technical report, arXiv 2505.09388).
 
 Two forms of the same weights:
   learner  stacked [L, ...] and scanned: compile time does not grow with depth, and the optimizer sees few leaves;
@@ -16,7 +16,18 @@ import jax.numpy as jnp
 
 from specrl_jax.core import BadInput
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models import moe
+from specrl_jax.models.layers import (
+    ParamSpec,
+    Yarn,
+    einsum,
+    product,
+    project_heads,
+    rms_norm,
+    rotary_angles,
+    rotate,
+    swiglu,
+)
 from specrl_jax.models.unembedding import Tiling, token_scores
 from specrl_jax.sharding import Partitioner
 
@@ -40,6 +51,14 @@ class Qwen3Config:
     norm_epsilon: float = 1e-6
     experts: int = 0  # E
     experts_per_token: int = 0
+    renormalise: bool = True  # the chosen experts' shares sum to one
+    dense_mlp: int = 0  # F that config.json has for layers without experts, and a draft head takes; 0: no experts
+    yarn: Yarn | None = None  # positions stretched beyond those of the pretraining
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the positions are made for."""
+        return max(self.max_positions, self.yarn.reach if self.yarn else 0)
 
     @property
     def queries_per_kv(self) -> int:
@@ -47,11 +66,19 @@ class Qwen3Config:
 
 
 _PUBLISHED = {"vocab": 151_936, "head_dim": 128, "max_positions": 40_960}
+_MIXTURE = _PUBLISHED | {"experts": 128, "experts_per_token": 8}
 PRESETS = {
     # For tests: compiles in seconds.
     "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
     # The least depth that has an EAGLE-3 head.
     "nano_deep": Qwen3Config(128, 64, 7, 4, 2, 16, 128, tied=True, max_positions=4096),
+    # The same two with experts: a token's two are together as wide as the mlp that they replace.
+    "nano_moe": Qwen3Config(
+        128, 64, 2, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+    ),
+    "nano_moe_deep": Qwen3Config(
+        128, 64, 7, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+    ),
     # The street's model: 3.5 M parameters, deep for its width so that a one-layer draft head stays cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
     # 20 M parameters, of which no cache holds the weights: where decoding starts to be bound by reading them.
@@ -63,18 +90,10 @@ PRESETS = {
     "qwen3_14b": Qwen3Config(embed=5120, layers=40, heads=40, kv_heads=8, mlp=17408, tied=False, **_PUBLISHED),
     "qwen3_32b": Qwen3Config(embed=5120, layers=64, heads=64, kv_heads=8, mlp=25600, tied=False, **_PUBLISHED),
     "qwen3_30b_a3b": Qwen3Config(
-        embed=2048, layers=48, heads=32, kv_heads=4, mlp=768, tied=False, experts=128, experts_per_token=8, **_PUBLISHED
+        embed=2048, layers=48, heads=32, kv_heads=4, mlp=768, tied=False, dense_mlp=6144, **_MIXTURE
     ),
     "qwen3_235b_a22b": Qwen3Config(
-        embed=4096,
-        layers=94,
-        heads=64,
-        kv_heads=4,
-        mlp=1536,
-        tied=False,
-        **_PUBLISHED,
-        experts=128,
-        experts_per_token=8,
+        embed=4096, layers=94, heads=64, kv_heads=4, mlp=1536, tied=False, dense_mlp=12288, **_MIXTURE
     ),
 }
 
@@ -157,10 +176,7 @@ def rollout_specs(config: Qwen3Config) -> Params:
         "k_norm": spec((c.head_dim,), "head_dim"),
         "o": spec((c.heads, c.head_dim, c.embed), "heads", "head_dim", "embed"),
         "mlp_norm": spec((c.embed,), "embed"),
-        "gate": spec((c.embed, c.mlp), "embed", "mlp"),
-        "up": spec((c.embed, c.mlp), "embed", "mlp"),
-        "down": spec((c.mlp, c.embed), "mlp", "embed"),
-    }
+    } | {name: spec(learnt.shape[1:], *learnt.axes[1:]) for name, learnt in _mlp_specs(c, "").items()}
     return {
         "embed": spec((c.vocab, c.embed), "vocab", "embed"),
         "layers": [dict(layer) for _ in range(c.layers)],
@@ -177,7 +193,6 @@ def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Par
 
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
-    require_dense(config)
     rollout = {name: params[name] for name in ("embed", "final_norm")}
     rollout |= {"layers": unstacked(params["layers"]), "to_logits": params["embed" if config.tied else "unembed"].T}
     return jax.tree.map(lambda w: w.astype(dtype), rollout)
@@ -188,12 +203,8 @@ def unstacked(layers: Params) -> list[Params]:
     q, k, v = (layers[name] for name in "qkv")
     grouped = q.reshape(*k.shape[:3], -1, k.shape[3])
     fused = {"qkv": jnp.concatenate([grouped, k[:, :, :, None], v[:, :, :, None]], axis=3)}
-    stacked = {name: layers[name] for name in _KEPT} | fused
+    stacked = {name: w for name, w in layers.items() if name not in "qkv"} | fused
     return [jax.tree.map(lambda w, i=i: w[i], stacked) for i in range(len(q))]
-
-
-# Names that are the same in both forms of a layer.
-_KEPT = ("attention_norm", "q_norm", "k_norm", "o", "mlp_norm", "gate", "up", "down")
 
 
 class Output(NamedTuple):
@@ -206,6 +217,7 @@ class Output(NamedTuple):
     aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
     hidden: jax.Array  # [B, T, D], what the unembedding reads
     cache: kv.KVCache | None
+    routing: jax.Array | None  # [L, E] float32, copies of `counted` tokens that each expert got; None: no experts
 
 
 def forward(
@@ -218,6 +230,7 @@ def forward(
     segment_ids: jax.Array | None = None,
     cache: kv.KVCache | None = None,
     targets: jax.Array | None = None,
+    counted: jax.Array | None = None,
     temperature: float = 1.0,
     aux_layers: tuple[int, ...] = (),
     dtype: jnp.dtype = jnp.float32,
@@ -233,23 +246,22 @@ def forward(
         may be padded on the right, since no token reads what follows it.
       cache: read up to each query's own position and written at `positions`; returned updated.
       targets: [B, T] int32: return their log-probs and the entropy at `temperature` instead of logits.
+      counted: [B, T] bool, the tokens that `routing` is of; None: all, padding too.
       aux_layers: return the residual stream *entering* these layers (EAGLE-3's convention), in this order.
       dtype: of the activations; weights are cast to it.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       vocab_tile: with targets, unembed this many words at a time, so [B, T, V] never exists; 0: all at once.
       unembed: False skips the unembedding (prefill needs the cache only).
-    Raises:
-      BadInput: for a mixture-of-experts config.
     """
-    require_dense(config)
-    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.yarn)
+    mlp = feed_forward(config, partition, counted)
     x = params["embed"][tokens].astype(dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
         mask = _segment_mask(segment_ids)
-        x, aux = _scanned(params["layers"], config, x, angles, mask, aux_layers, remat, partition)
+        x, aux, routing = _scanned(params["layers"], config, x, angles, mask, mlp, aux_layers, remat, partition)
     else:
-        x, aux, cache = _unrolled(params["layers"], config, x, angles, positions, cache, aux_layers)
+        x, aux, routing, cache = _unrolled(params["layers"], config, x, angles, positions, cache, mlp, aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     logits = logprobs = entropy = normaliser = None
     if targets is not None:
@@ -257,7 +269,7 @@ def forward(
         logprobs, entropy, normaliser = token_scores(x, unembedding(params, config), targets, tiling)
     elif unembed:
         logits = to_logits(params, config, x, partition)
-    return Output(logits, logprobs, entropy, normaliser, aux, x, cache)
+    return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)
 
 
 def to_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
@@ -274,9 +286,19 @@ def unembedding(params: Params, config: Qwen3Config) -> jax.Array:
     return params["embed" if config.tied else "unembed"]
 
 
-def require_dense(config: Qwen3Config) -> None:
-    if config.experts:
-        raise BadInput("policy.preset: the mixture-of-experts forward is not implemented yet; use a dense preset")
+# (x [B, T, D], layer) -> what the mlp adds to the residual stream [B, T, D], and copies per expert [E], if there are any.
+FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, jax.Array | None]]
+
+
+def dense(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
+    return swiglu(x, w), None
+
+
+def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array | None = None) -> FeedForward:
+    """What the layers of this config have behind their attention."""
+    if not config.experts:
+        return dense
+    return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
 
 
 def _segment_mask(segment_ids: jax.Array | None) -> jax.Array | None:
@@ -292,16 +314,17 @@ def _scanned(
     x: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     mask: jax.Array | None,
+    mlp: FeedForward,
     aux_layers: tuple[int, ...],
     remat: bool,
     partition: Partitioner,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
 
-    def block(x: jax.Array, w: Params) -> jax.Array:
-        x, _ = layer(x, w, config, angles, attend)
-        return partition.constrain(x, "batch", "sequence", None)
+    def block(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
+        x, _, copies = layer(x, w, config, angles, attend, mlp)
+        return partition.constrain(x, "batch", "sequence", None), copies
 
     if remat:
         block = jax.checkpoint(block)
@@ -309,16 +332,17 @@ def _scanned(
 
     Carry = tuple[jax.Array, jax.Array]
 
-    def body(carry: Carry, inputs: tuple[jax.Array, Params]) -> tuple[Carry, None]:
+    def body(carry: Carry, inputs: tuple[jax.Array, Params]) -> tuple[Carry, jax.Array | None]:
         x, aux = carry
         index, w = inputs
         # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
         aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
-        return (block(x, w), aux), None
+        x, copies = block(x, w)
+        return (x, aux), copies
 
     empty = jnp.zeros((*x.shape[:2], len(aux_layers), x.shape[2]), x.dtype)
-    (x, aux), _ = jax.lax.scan(body, (x, empty), (jnp.arange(config.layers), stacked))
-    return x, aux if aux_layers else None
+    (x, aux), routing = jax.lax.scan(body, (x, empty), (jnp.arange(config.layers), stacked))
+    return x, aux if aux_layers else None, routing
 
 
 def _unrolled(
@@ -328,9 +352,10 @@ def _unrolled(
     angles: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     cache: kv.KVCache,
+    mlp: FeedForward,
     aux_layers: tuple[int, ...],
-) -> tuple[jax.Array, jax.Array | None, kv.KVCache]:
-    keys, values, aux = [], [], {}
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
+    keys, values, aux, copies = [], [], {}, []
     for index, w in enumerate(layers):
         aux[index] = x
 
@@ -339,24 +364,32 @@ def _unrolled(
             values.append(kv.write_values(cache.values[index], positions, v))
             return kv.attend(q, keys[-1], values[-1], positions), None
 
-        x, _ = layer(x, w, config, angles, attend)
+        x, _, got = layer(x, w, config, angles, attend, mlp)
+        copies.append(got)
     features = jnp.stack([aux[index] for index in aux_layers], axis=2) if aux_layers else None
-    return x, features, kv.KVCache(tuple(keys), tuple(values))
+    routing = jnp.stack(copies) if config.experts else None
+    return x, features, routing, kv.KVCache(tuple(keys), tuple(values))
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def layer(
-    x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array], attend: Attend
-) -> tuple[jax.Array, Any]:
-    """One pre-norm block: x [B, T, D] -> x [B, T, D], and whatever `attend` returns beside its output."""
+    x: jax.Array,
+    w: Params,
+    config: Qwen3Config,
+    angles: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    mlp: FeedForward = dense,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """One pre-norm block: x [B, T, D] -> x [B, T, D], and whatever `attend` and `mlp` return beside their outputs."""
     q, k, v = _qkv(rms_norm(x, w["attention_norm"], config.norm_epsilon), w, config)
     q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
     k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
     attended, extra = attend(q, k, v)
     x = x + project_heads(attended, w["o"])
-    return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w), extra
+    added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
+    return x + added, extra, copies
 
 
 def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:

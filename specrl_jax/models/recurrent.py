@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import shift_left
 from specrl_jax.models import cache as kv
-from specrl_jax.models.layers import rotary_angles
+from specrl_jax.models.layers import Yarn, rotary_angles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,13 @@ class HeadConfig:
     head_dim: int
     mlp: int
     rope_theta: float
+    yarn: Yarn | None
     norm_epsilon: float
     max_positions: int
+
+    def angles(self, positions: jax.Array) -> "Angles":
+        """Rotary angles of pairs `positions` [B, T]."""
+        return rotary_angles(positions, self.head_dim, self.rope_theta, self.yarn)
 
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
@@ -79,7 +84,7 @@ def extend(
         written.append(store(cache, positions, k, v))
         return kv.attend(q, written[0].keys, written[0].values, positions)
 
-    a = layer(hidden, embedded, rotary_angles(positions, config.head_dim, config.rope_theta), attend)
+    a = layer(hidden, embedded, config.angles(positions), attend)
     return a, written[0]
 
 
@@ -124,8 +129,7 @@ def unroll(
 
     outputs = []
     for i in range(steps):
-        angles = rotary_angles(positions + i, config.head_dim, config.rope_theta)
-        hidden = layer(hidden, shift_left(embedded, 1 + i), angles, attend)
+        hidden = layer(hidden, shift_left(embedded, 1 + i), config.angles(positions + i), attend)
         outputs.append(hidden)
     return outputs
 

@@ -171,10 +171,10 @@ def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = 
 
     `section` of the config says how long responses may be.
     """
-    if limits.cache_length > model.max_positions:
+    if limits.cache_length > model.longest:
         raise BadInput(
             f"rollout.max_prompt_tokens + {section}.max_response_tokens = {limits.cache_length} tokens, "
-            f"the policy was made for {model.max_positions}"
+            f"the policy was made for {model.longest}"
         )
 
 

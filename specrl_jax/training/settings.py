@@ -18,6 +18,8 @@ class PolicySettings:
     compute_dtype: str  # activations of the learner
     remat: bool
     vocab_tile: int  # words unembedded at once in the learner, 0 = all
+    yarn_factor: float  # positions stretched by; 0 = as the checkpoint says
+    yarn_original: int  # tokens, positions of the pretraining
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Settings:
 # Smallest value of every number that counts something or must not be negative.
 _SMALLEST = {
     "": {"steps": 0, "seed": 0},
-    "policy": {"vocab_tile": 0},
+    "policy": {"vocab_tile": 0, "yarn_factor": 0, "yarn_original": 1},
     "draft": {
         "vocab_size": 0,
         "length": 0,

@@ -8,6 +8,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.rollout import check_cache_length
@@ -22,10 +23,19 @@ SHRINK = (4, 16)
 def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
 
-    An empty preset stands for the checkpoint's sizes.
+    An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
 
     Raises BadInput for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
+    sizes = _sizes(policy)
+    if policy.yarn_factor == 0:
+        return sizes
+    if policy.yarn_factor < 1:
+        raise BadInput(f"policy.yarn_factor={policy.yarn_factor}: at least 1 is needed, or 0 for the checkpoint's own")
+    return dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original))
+
+
+def _sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     if policy.path and not policy.preset:
         found = hf.load_config(policy.path)
         hf.check_params(policy.path, found)
@@ -36,7 +46,7 @@ def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     found = hf.load_config(policy.path)
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(found, field.name)
-        if ours != theirs and field.name != "max_positions":
+        if ours != theirs and field.name not in ("max_positions", "yarn"):
             raise BadInput(
                 f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
             )
@@ -110,7 +120,6 @@ def check_rows(
 ) -> None:
     """Raises BadInput where shapes do not go with the mesh, the model or each other."""
     grpo = settings.grpo
-    qwen3.require_dense(model)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(mesh, ROLLOUT)
     learner.tree(qwen3.param_specs(model))
     rollout.tree(qwen3.rollout_specs(model))

@@ -39,6 +39,7 @@ class Learner:
             rows.positions,
             partition,
             targets=rows.targets,
+            counted=rows.mask,
             temperature=self.temperature,
             aux_layers=self.aux_layers,
             dtype=self.dtype,

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.models import eagle3
+from specrl_jax.models.layers import Yarn
+from tests.helpers.policies import turned
 
 # What published heads declare: as in the paper, each variant by itself, and the sets that are trained together.
 VARIANTS = {
@@ -16,6 +18,7 @@ VARIANTS = {
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "own sizes": {"heads": 6, "kv_heads": 3, "head_dim": 4, "mlp": 20, "rope_theta": 300.0, "norm_epsilon": 1e-3},
+    "stretched": {"yarn": Yarn(4.0, 16, beta_fast=2.0, beta_slow=0.25)},
 }
 
 
@@ -72,13 +75,6 @@ def numpy_draft(tensors, config, features, embedded, start, steps, first_positio
     def norm(x, name):
         return x / np.sqrt((x * x).mean() + config.norm_epsilon) * w[name]
 
-    def turned(x, position):
-        """x [H]: entries j and j + H / 2 are one complex number, turned by its angle."""
-        half = H // 2
-        angle = position * config.rope_theta ** (-np.arange(half) / half)
-        z = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
-        return np.concatenate([z.real, z.imag])
-
     def project(low_middle_high):
         parts = list(low_middle_high)
         if config.fc_norm:
@@ -93,12 +89,12 @@ def numpy_draft(tensors, config, features, embedded, start, steps, first_positio
         hn = norm(h, "hidden_norm")
         z = np.concatenate([norm(embedded[pair + 1], "input_layernorm"), hn])
         q, k, v = (w[f"self_attn.{name}_proj"] @ z for name in "qkv")
-        keys.append([turned(k[i * H : (i + 1) * H], position) for i in range(K)])
+        keys.append([turned(k[i * H : (i + 1) * H], position, config) for i in range(K)])
         values.append([v[i * H : (i + 1) * H] for i in range(K)])
         attended = []
         for n in range(N):
             shared = n * K // N
-            query = turned(q[n * H : (n + 1) * H], position)
+            query = turned(q[n * H : (n + 1) * H], position, config)
             scores = np.array([query @ key[shared] for key in keys]) / np.sqrt(H)
             p = np.exp(scores - scores.max())
             attended.append(p / p.sum() @ np.array([value[shared] for value in values]))

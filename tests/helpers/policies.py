@@ -1,5 +1,6 @@
 """Small random policies, and Qwen3 in float64 numpy: written from the report, one head and one token row at a time."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,8 @@ SMALL = qwen3.Qwen3Config(
     max_positions=64,
     rope_theta=1e4,
 )
+# The shares of a token's experts sum to one; k = 3 of an odd number of choices, no expert as wide as the dense mlp.
+MOE = dataclasses.replace(SMALL, mlp=20, experts=8, experts_per_token=3, dense_mlp=36)
 
 
 def random_params(config, seed=0, dtype=np.float32):
@@ -84,8 +87,23 @@ def _numpy_layer(x, w, config):
         p = np.exp(scores - scores.max(-1, keepdims=True))
         x = x + p / p.sum(-1, keepdims=True) @ (normed @ w["v"][:, shared]) @ w["o"][head]
     normed = _rms(x, w["mlp_norm"], config)
-    gate = normed @ w["gate"]
-    return x + (gate / (1 + np.exp(-gate)) * (normed @ w["up"])) @ w["down"]
+    if not config.experts:
+        return x + _numpy_mlp(normed, w["gate"], w["up"], w["down"])
+    return x + np.stack([_numpy_mixture(token, w, config) for token in normed])
+
+
+def _numpy_mlp(x, gate, up, down):
+    gate = x @ gate
+    return (gate / (1 + np.exp(-gate)) * (x @ up)) @ down
+
+
+def _numpy_mixture(token, w, config):
+    """One token [D] -> [D]: its experts one after the other."""
+    p = np.exp(token @ w["router"])
+    p /= p.sum()
+    chosen = np.argsort(-p)[: config.experts_per_token]
+    share = p[chosen] / p[chosen].sum() if config.renormalise else p[chosen]
+    return sum(s * _numpy_mlp(token, w["gate"][e], w["up"][e], w["down"][e]) for s, e in zip(share, chosen))
 
 
 def _rms(x, scale, config):
@@ -93,8 +111,25 @@ def _rms(x, scale, config):
 
 
 def _turn(x, config):
-    """Rotary positions 0, 1, ... of x [T, H]: entries j and j + H/2 are one complex number, turned by its angle."""
+    """Rotary positions 0, 1, ... of x [T, H]."""
+    return np.stack([turned(row, position, config) for position, row in enumerate(x)])
+
+
+def turned(x, position, config):
+    """x [H]: entries j and j + H / 2 are one complex number, turned by its angle, and scaled where positions are."""
     half = config.head_dim // 2
-    angle = np.outer(np.arange(len(x)), config.rope_theta ** (-np.arange(half) / half))
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=1)
+    j = np.arange(half)
+    frequency, scale = config.rope_theta ** (-j / half), 1.0
+    if yarn := config.yarn:
+        # A whole turn in `original` / beta positions: at which (real) j that is so.
+        bounds = [
+            half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope_theta)
+            for beta in (yarn.beta_fast, yarn.beta_slow)
+        ]
+        low, high = (np.floor(bounds[0]), np.ceil(bounds[1])) if yarn.truncate else bounds
+        low, high = max(low, 0), min(high, config.head_dim - 1)
+        divided = np.clip((j - low) / (high - low), 0, 1)
+        frequency = frequency * (divided / yarn.factor + (1 - divided))
+        scale = yarn.attention_factor or 0.1 * np.log(yarn.factor) + 1
+    z = (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequency) * scale
+    return np.concatenate([z.real, z.imag])

@@ -20,6 +20,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.io import eagle3_formats
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.policies import row_positions
@@ -377,8 +378,8 @@ def test_what_is_written_of_norm_output(saved, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
-        {"rope_scaling": {"type": "yarn", "factor": 32.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 32.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 32.0}},
         {"rope_scaling": {"factor": 2.0}},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
     ],
@@ -387,7 +388,42 @@ def test_what_is_written_of_norm_output(saved, tmp_path):
 def test_scaled_positions(dialect, changes, copy):
     folder = copy(dialect)
     edit_config(folder, *sizes_at(dialect), **changes)
-    assert "rope_scaling" in refusal(folder)
+    assert "rope_scaling" in refusal(folder) and "only yarn" in refusal(folder)
+
+
+@dialects
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # As Model Optimizer writes it, and as speculators and transformers 5 do.
+        {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
+        {"rope_scaling": {"type": "yarn", "factor": 32.0}, "max_position_embeddings": 2048},
+        {
+            "rope_theta": ...,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 32.0,
+                "original_max_position_embeddings": 2048,
+            },
+        },
+    ],
+    ids=str,
+)
+def test_positions_that_are_the_heads_own(dialect, changes, copy):
+    """Its config.json's, though its target's are plain; and the other way round."""
+    folder = copy(dialect)
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(2.0, 32))
+    assert load_config(folder, stretched) == HEAD
+    edit_config(folder, *sizes_at(dialect), **changes)
+    assert load_config(folder) == load_config(folder, stretched) == dataclasses.replace(HEAD, yarn=Yarn(32.0, 2048))
+
+
+@dialects
+def test_stretched_positions_that_lack_a_factor(dialect, copy):
+    folder = copy(dialect)
+    edit_config(folder, *sizes_at(dialect), rope_scaling={"rope_type": "yarn"})
+    assert "lacks 'factor'" in refusal(folder)
 
 
 @dialects

@@ -182,7 +182,7 @@ def test_another_architecture(architectures, folder):
 
 
 def test_rope_scaling_would_change_the_forward(folder):
-    edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": 32.0})
+    edit_config(folder, rope_scaling={"rope_type": "llama3", "factor": 32.0})
     assert "rope_scaling" in config_refusal(folder)
 
 

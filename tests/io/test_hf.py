@@ -21,11 +21,19 @@ from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from tests.helpers.policies import SMALL, compiled, random_params, row_positions
+from tests.helpers.policies import MOE, SMALL, compiled, random_params, row_positions
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIED = dataclasses.replace(SMALL, tied=True)
+UNSCALED = dataclasses.replace(MOE, renormalise=False)
+YARNS = [
+    Yarn(4.0, 32),
+    Yarn(2.5, 16, attention_factor=0.8),
+    Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1),
+    Yarn(3.0, 8, beta_fast=1.0, beta_slow=0.2, attention_factor=1.3, truncate=False),
+]
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 
 both_tables = pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
@@ -83,7 +91,7 @@ def test_saved_tensors_have_the_names_and_layouts_of_the_format(config, tmp_path
 
 def test_expert_tensors_come_one_by_one(tmp_path, partition):
     """Declared for a mixture of experts: [L, E, ...] here, one tensor a layer and expert there."""
-    config = dataclasses.replace(SMALL, experts=4, experts_per_token=2)
+    config = dataclasses.replace(SMALL, experts=4, experts_per_token=2, dense_mlp=50)
     params = save(tmp_path, config)
     tensors = tensors_of(tmp_path)
     for layer in range(config.layers):
@@ -97,8 +105,16 @@ def test_expert_tensors_come_one_by_one(tmp_path, partition):
     assert_same_trees(hf.load_params(str(tmp_path), config, partition), params)
 
 
-@both_tables
+@pytest.mark.parametrize("config", [SMALL, TIED, MOE, UNSCALED], ids=["untied", "tied", "experts", "unscaled shares"])
 def test_config_survives_the_folder(config, tmp_path):
+    save(tmp_path, config)
+    assert hf.load_config(str(tmp_path)) == config
+
+
+@pytest.mark.parametrize("yarn", YARNS, ids=str)
+@pytest.mark.parametrize("config", [SMALL, MOE], ids=["dense", "experts"])
+def test_stretched_positions_survive_the_folder(config, yarn, tmp_path):
+    config = dataclasses.replace(config, yarn=yarn)
     save(tmp_path, config)
     assert hf.load_config(str(tmp_path)) == config
 
@@ -135,6 +151,62 @@ def test_config_of_the_released_checkpoint(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert hf.load_config(str(tmp_path)) == qwen3.preset("qwen3_8b")
+    # As the model card has it for long texts.
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": scaling}))
+    stretched = hf.load_config(str(tmp_path))
+    assert stretched == dataclasses.replace(qwen3.preset("qwen3_8b"), yarn=Yarn(4.0, 32_768))
+    assert stretched.longest == 131_072
+
+
+def test_config_of_the_released_mixture(tmp_path):
+    """config.json as published for Qwen3-30B-A3B (transformers 4.51)."""
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw))
+    assert hf.load_config(str(tmp_path)) == qwen3.preset("qwen3_30b_a3b")
+    # transformers 5 writes the number of experts under another name; without norm_topk_prob it is false there.
+    path.write_text(
+        json.dumps({k.replace("num_experts", "num_local_experts", k == "num_experts"): v for k, v in raw.items()})
+    )
+    assert hf.load_config(str(tmp_path)) == qwen3.preset("qwen3_30b_a3b")
+    path.write_text(json.dumps({k: v for k, v in raw.items() if k != "norm_topk_prob"}))
+    assert hf.load_config(str(tmp_path)) == dataclasses.replace(qwen3.preset("qwen3_30b_a3b"), renormalise=False)
 
 
 # Load then save
@@ -392,17 +464,55 @@ def test_missing_key(key, folder):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, "rope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "type 'llama3'; only yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic'; only yarn"),
+        ({"rope_scaling": {"factor": 4.0}}, "type 'default'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e6}}, "rope"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
-    ids=["rope_scaling", "rope_parameters", "attention_bias", "use_sliding_window"],
+    ids=["rope_scaling", "type", "no type", "rope_parameters", "attention_bias", "use_sliding_window"],
 )
 def test_what_would_change_the_forward_is_refused(changes, named, folder):
     """Loading it all the same would give other logits without a word."""
     edit_config(folder, **changes)
-    assert named in refusal(lambda: hf.load_config(str(folder)))
+    message = refusal(lambda: hf.load_config(str(folder)))
+    assert named in message and message.startswith("policy.path: ")
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+        ({"num_experts_per_tok": None}, "lacks 'num_experts_per_tok'"),
+        ({"num_experts": None}, "lacks 'num_experts'"),
+        ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_another_kind_is_refused(changes, named, tmp_path):
+    save(tmp_path, MOE)
+    edit_config(tmp_path, **changes)
+    assert named in refusal(lambda: hf.load_config(str(tmp_path)))
+
+
+def test_stretched_positions_as_others_write_them(folder):
+    """The length of the pretraining may be left to max_position_embeddings, and the scale to mscale."""
+
+    def found(**scaling):
+        edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0} | scaling)
+        return hf.load_config(str(folder)).yarn
+
+    assert found() == Yarn(4.0, 64)
+    assert found(beta_fast=None, attention_factor=1.1) == Yarn(4.0, 64, attention_factor=1.1)
+    assert found(mscale=1.0) == Yarn(4.0, 64)  # transformers wants both of them
+    magnitude = (0.1 * 0.707 * np.log(4) + 1) / (0.1 * np.log(4) + 1)
+    assert found(mscale=0.707, mscale_all_dim=1.0).attention_factor == pytest.approx(magnitude)
+    edit_config(folder, rope_scaling={"rope_type": "yarn"})
+    assert "lacks 'factor'" in refusal(lambda: hf.load_config(str(folder)))
 
 
 def test_plain_rope_parameters_of_transformers_5_are_accepted(folder):
@@ -497,28 +607,48 @@ def test_index_that_is_not_json(sharded_folder, partition):
 # some 5e-6 in the worst logit, ten times that allowed.
 PARITY = {"atol": 5e-5, "rtol": 0}
 TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 17))
+# Seventeen tokens, of which half are beyond what the last two were pretrained on.
+CONFIGS = {
+    "untied": SMALL,
+    "tied": TIED,
+    "experts": MOE,
+    "unscaled shares": UNSCALED,
+    "stretched": dataclasses.replace(SMALL, yarn=YARNS[2]),
+    "stretched experts": dataclasses.replace(MOE, yarn=YARNS[3]),
+}
+parity_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def reference_model(config, seed=0):
     """A random Qwen3 of transformers, with norm scales off one and logits that spread over several nats."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    sizes = transformers.Qwen3Config(
+    make, config_of, own = transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}
+    if config.experts:
+        make, config_of = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig
+        own = {
+            "moe_intermediate_size": config.mlp,
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.renormalise,
+        }
+    sizes = config_of(
         vocab_size=config.vocab,
         hidden_size=config.embed,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.mlp,
+        intermediate_size=config.dense_mlp or config.mlp,
         tie_word_embeddings=config.tied,
         max_position_embeddings=config.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta} | theirs(config.yarn),
         rms_norm_eps=config.norm_epsilon,
         attn_implementation="eager",
+        **own,
     )
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(sizes).to(torch.float32).eval()
+    model = make(sizes).to(torch.float32).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -526,6 +656,15 @@ def reference_model(config, seed=0):
             else:
                 weight.normal_(0, config.embed**-0.5)
     return model
+
+
+def theirs(yarn):
+    """Of rope_parameters."""
+    if yarn is None:
+        return {}
+    names = {"factor": "factor", "original_max_position_embeddings": "original"}
+    names |= {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+    return {"rope_type": "yarn"} | {key: getattr(yarn, field) for key, field in names.items()}
 
 
 def reference_logits(model):
@@ -548,7 +687,7 @@ def our_logits(params, config, partition):
     return learner, jnp.concatenate(blocks, axis=1)
 
 
-@both_tables
+@parity_configs
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"], ids=["one-file", "several-files"])
 def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard_size, tmp_path, partition):
     model = reference_model(config)
@@ -561,7 +700,7 @@ def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard
         np.testing.assert_allclose(logits, expected, **PARITY)
 
 
-@both_tables
+@parity_configs
 @pytest.mark.parametrize("file_bytes", [tensor_folder.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
 def test_checkpoint_of_ours_gives_the_same_logits_in_transformers(config, file_bytes, tmp_path, partition, monkeypatch):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
@@ -575,7 +714,7 @@ def test_checkpoint_of_ours_gives_the_same_logits_in_transformers(config, file_b
         np.testing.assert_allclose(logits, reference_logits(model.eval()), **PARITY)
 
 
-@both_tables
+@parity_configs
 def test_every_tensor_of_transformers_passes_through_unchanged(config, tmp_path, partition):
     """Written by transformers, read and written by us: the same names, shapes, dtypes and bytes."""
     reference_model(config).save_pretrained(tmp_path / "theirs")

@@ -14,6 +14,7 @@ from specrl_jax.core import BadInput
 from specrl_jax.io import hf, mtp_formats
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import mtp
+from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import SMALL as TARGET
 from tests.helpers.policies import random_params as random_policy
@@ -217,6 +218,17 @@ def test_the_rotary_base_where_transformers_5_keeps_it(folder):
     assert mtp_formats.load_config(str(folder), TARGET) == HEAD
 
 
+def test_positions_are_stretched_as_the_policys(folder, tmp_path):
+    """A folder that says nothing of it goes with a policy that is; one that does must say the same."""
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, 16))
+    assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, yarn=Yarn(4.0, 16))
+    head = mtp.mtp_config(stretched)
+    mtp_formats.save(str(tmp_path / "own"), random_params(), head, stretched, "float32")
+    assert mtp_formats.load_config(str(tmp_path / "own"), stretched) == head
+    other = dataclasses.replace(TARGET, yarn=Yarn(2.0, 16))
+    assert "factor=4.0" in refusal(tmp_path / "own", other) and "factor=2.0" in refusal(tmp_path / "own", other)
+
+
 # Refusals: one line each
 
 
@@ -321,8 +333,9 @@ def test_a_missing_key(key, folder):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "this policy has None"),
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )

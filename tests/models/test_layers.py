@@ -1,5 +1,7 @@
 """Parameter declarations, norms, rotary positions and the mixed-precision product, each against numpy."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from specrl_jax.models import layers
 from specrl_jax.models.layers import ParamSpec
+from tests.helpers.policies import turned
 
 BF16 = jnp.bfloat16
 
@@ -112,6 +115,48 @@ def test_rotary_angles_stay_float32_at_long_positions():
     for row, bound in zip(range(5), 6 * 2.0**-24 * positions[0] + 1e-6):
         np.testing.assert_allclose(sin[0, row, 0], np.sin(angle[row]), atol=bound)
         np.testing.assert_allclose(cos[0, row, 0], np.cos(angle[row]), atol=bound)
+
+
+@pytest.mark.parametrize(
+    "yarn",
+    [
+        layers.Yarn(4.0, 32_768),
+        layers.Yarn(2.5, 32_768, beta_fast=8.0, beta_slow=0.5, attention_factor=0.7),
+        layers.Yarn(4.0, 32_768, truncate=False),
+    ],
+    ids=["defaults", "own", "not truncated"],
+)
+def test_stretched_angles_are_those_of_the_paper(yarn):
+    """Qwen3 at four times the length: which dimensions keep their frequency, which have it divided, and the scale."""
+    positions = np.array([[0, 1, 257, 40_959, 131_071]], np.int32)
+    sin, cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6, yarn)
+    assert sin.dtype == cos.dtype == jnp.float32
+    ones = np.concatenate([np.ones(64), np.zeros(64)])
+    for t, position in enumerate(positions[0]):
+        turn = turned(ones, int(position), TURNS(1e6, 128, yarn))
+        bound = 8 * 2.0**-24 * position + 2e-6
+        np.testing.assert_allclose(cos[0, t, 0], turn[:64], atol=bound)
+        np.testing.assert_allclose(sin[0, t, 0], turn[64:], atol=bound)
+    plain_sin, plain_cos = layers.rotary_angles(jnp.asarray(positions), 128, 1e6)
+    scale = yarn.attention_factor or 0.1 * np.log(yarn.factor) + 1
+    # The fastest dimensions turn as before, the slowest a factor slower: all that is left of position 131,071 / 4.
+    np.testing.assert_allclose(cos[..., :8], plain_cos[..., :8] * scale, atol=8 * 2.0**-24 * 131_071)
+    slower = np.sin(positions[0] * 1e6 ** (-63 / 64) / yarn.factor) * scale
+    np.testing.assert_allclose(sin[0, :, 0, 63], slower, atol=1e-6)
+    assert abs(plain_sin[0, 4, 0, 63] * scale - sin[0, 4, 0, 63]) > 0.05
+
+
+TURNS = collections.namedtuple("Turns", ["rope_theta", "head_dim", "yarn"])
+
+
+def test_a_factor_of_one_stretches_nothing():
+    positions = jnp.arange(40, dtype=jnp.int32)[None]
+    plain, one = (
+        layers.rotary_angles(positions, 128, 1e6),
+        layers.rotary_angles(positions, 128, 1e6, layers.Yarn(1.0, 8)),
+    )
+    for a, b in zip(plain, one):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_position_zero_is_not_rotated():

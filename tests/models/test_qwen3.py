@@ -11,7 +11,7 @@ import pytest
 from specrl_jax.core import BadInput
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import count_params
+from specrl_jax.models.layers import Yarn, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import SMALL, compiled, numpy_forward, numpy_logprobs, random_params, row_positions
 
@@ -93,6 +93,16 @@ def decode(rollout, config, tokens, blocks, partition, cache=None, **static):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_has_the_published_number_of_parameters(name):
     assert count_params(qwen3.param_specs(qwen3.preset(name))) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "active"), [("qwen3_30b_a3b", 3.3e9), ("qwen3_235b_a22b", 22e9)])
+def test_preset_has_the_published_number_of_active_parameters(name, active):
+    config = qwen3.preset(name)
+    specs = jax.tree.leaves(qwen3.param_specs(config))
+    used = config.experts_per_token / config.experts
+    count = sum(spec.size * (used if "experts" in spec.axes else 1) for spec in specs)
+    # Published with two digits.
+    assert count == pytest.approx(active, rel=0.02)
 
 
 def test_every_large_preset_has_a_published_number():
@@ -525,19 +535,34 @@ def test_bfloat16_activations_still_give_float32_scores(params, config, tokens, 
     assert out.logprobs.dtype == out.entropy.dtype == jnp.float32
 
 
-# Mixture of experts: declared, not yet run
-
-MOE = dataclasses.replace(SMALL, experts=4, experts_per_token=2)
+# Stretched positions
 
 
-@pytest.mark.parametrize("call", ["forward", "rollout_params"])
-def test_mixture_of_experts_is_refused_in_one_line(call, tokens, partition):
-    with pytest.raises(BadInput, match=r"policy\.preset: .*mixture-of-experts.*dense preset") as error:
-        if call == "forward":
-            qwen3.forward({}, MOE, tokens, row_positions(tokens), partition)
-        else:
-            qwen3.rollout_params({}, MOE, jnp.float32)
-    assert "\n" not in str(error.value)
+# Twelve tokens of which the last four are beyond what it was pretrained on.
+STRETCHED = dataclasses.replace(SMALL, yarn=Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1))
+
+
+def test_stretched_positions_match_the_float64_formula(tokens, partition):
+    params = random_params(SMALL)
+    logits = learner_logits(params, STRETCHED, tokens, partition)
+    for row in range(B):
+        np.testing.assert_allclose(logits[row], numpy_forward(params, STRETCHED, tokens[row])[0], **ROUNDING)
+    assert np.abs(logits - learner_logits(params, SMALL, tokens, partition)).max() > 0.1
+
+
+def test_cached_decode_is_the_full_forward_at_stretched_positions(tokens, partition):
+    params = random_params(SMALL)
+    rollout = qwen3.rollout_params(params, STRETCHED, jnp.float32)
+    logits, _ = decode(rollout, STRETCHED, tokens, (5, 1, 4, 1, 1), partition)
+    np.testing.assert_allclose(logits, learner_logits(params, STRETCHED, tokens, partition), **ROUNDING)
+
+
+def test_stretched_positions_allow_longer_sequences():
+    policy = qwen3.preset("qwen3_8b")
+    assert policy.longest == 40_960
+    assert dataclasses.replace(policy, yarn=Yarn(4.0, 32_768)).longest == 131_072
+    # A checkpoint that says its stretched length itself.
+    assert dataclasses.replace(policy, yarn=Yarn(4.0, 32_768), max_positions=131_072).longest == 131_072
 
 
 # Sharded = unsharded

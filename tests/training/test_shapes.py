@@ -6,7 +6,10 @@ import pytest
 
 import main as command_line
 from configs import rlzero_tiny
-from specrl_jax.training.shapes import batch_limits, draft_lengths, find_limits
+from specrl_jax.core import BadInput
+from specrl_jax.models.layers import Yarn
+from specrl_jax.training.settings import PolicySettings
+from specrl_jax.training.shapes import batch_limits, draft_lengths, find_limits, policy_sizes
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,23 @@ def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
     settings = command_line.to_settings(rlzero_tiny.get_config("smoke"))
     settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, parity=True))
     assert find_limits(settings, ways=1).width == settings.draft.length + 1 == 4
+
+
+# ---- longer sequences than the policy was made for
+
+
+def policy_settings(**changes):
+    config = rlzero_tiny.get_config("smoke").policy
+    return PolicySettings(**{**config, "preset": "nano", **changes})
+
+
+def test_yarn_stretches_the_positions():
+    plain, stretched = policy_sizes(policy_settings()), policy_sizes(policy_settings(yarn_factor=4.0))
+    assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
+    assert stretched == dataclasses.replace(plain, yarn=Yarn(4.0, 32_768))
+    assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192
+
+
+def test_a_factor_that_shrinks_is_refused():
+    with pytest.raises(BadInput, match=r"policy\.yarn_factor=0\.5"):
+        policy_sizes(policy_settings(yarn_factor=0.5))

@@ -1,0 +1,155 @@
+"""What one device's experts add to its tokens: both ways against a loop over experts in float64, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.models import grouped
+
+D, F, E, N, K = 12, 20, 5, 23, 3  # E of TOTAL experts are here
+TOTAL = 8
+WAYS = {"tiles": grouped.by_tiles, "ragged_dot": grouped.by_ragged_dot}
+both = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+# How the n k copies fall; E is an expert elsewhere.
+FALLS = {
+    "anywhere": lambda rng: np.stack([rng.permutation(TOTAL)[:K] for _ in range(N)]).clip(max=E),
+    "all-on-one": lambda rng: np.full((N, K), 2),
+    "none-here": lambda rng: np.full((N, K), E),
+    "one-copy-here": lambda rng: np.where(np.arange(N * K).reshape(N, K) == 40, 4, E),
+    "all-here": lambda rng: np.stack([rng.permutation(E)[:K] for _ in range(N)]),
+}
+
+
+def draw(fall, seed=0, n=N):
+    rng = np.random.default_rng(seed)
+    x, share = rng.normal(size=(n, D)), rng.uniform(0.1, 1, size=(n, K))
+    matrices = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+    w = {name: rng.normal(size=shape) / np.sqrt(shape[1]) for name, shape in matrices.items()}
+    return x, share, FALLS[fall](rng), w
+
+
+def by_loop(x, share, chosen, w):
+    """Every expert over every token, in the dtype that it is given."""
+    out = jnp.zeros_like(x)
+    for e in range(E):
+        y = (jax.nn.silu(x @ w["gate"][e]) * (x @ w["up"][e])) @ w["down"][e]
+        out += jnp.where(chosen == e, share, 0.0).sum(axis=1, keepdims=True) * y
+    return out
+
+
+def narrow(tree, dtype=jnp.float32):
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(way, x, share, chosen, w, direction):
+    """Of the sums' product with a direction [n, D], and the sums."""
+
+    def loss(x, share, w):
+        out = way(x, share, chosen, w, TOTAL) if way is not by_loop else way(x, share, chosen, w)
+        return (out * direction).sum(), out
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(x, share, w)
+
+
+@both
+@pytest.mark.parametrize("fall", FALLS)
+def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
+    x, share, chosen, w = draw(fall)
+    direction = np.random.default_rng(1).normal(size=(N, D))
+    with jax.enable_x64(True):
+        wide = narrow((x, share, w, direction), jnp.float64)
+        (_, exact), gradients = value_and_gradients(by_loop, *wide[:2], jnp.asarray(chosen), *wide[2:])
+        assert exact.dtype == jnp.float64
+    x, share, w, direction = narrow((x, share, w, direction))
+    (_, out), ours = value_and_gradients(way, x, share, jnp.asarray(chosen, jnp.int32), w, direction)
+    assert out.dtype == jnp.float32
+    # Three sums of at most 20 products each, numbers of a few units; gradients of matrices sum over 69 copies.
+    np.testing.assert_allclose(out, exact, atol=1e-5, rtol=0)
+    for a, b in zip(*map(jax.tree.leaves, (ours, gradients)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(b).max())), rtol=0)
+    if fall == "none-here":
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves((out, ours)))
+
+
+@both
+def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
+    """As `layers.product`: a gradient that would be rounded to bfloat16 has at most 8 bits."""
+    x, share, chosen, w = draw("all-here")
+    direction = np.random.default_rng(1).normal(size=(N, D))
+    x16 = narrow(x, jnp.bfloat16)
+    share, w, direction = narrow((share, w, direction))
+    (_, out), (to_x, _, to_w) = value_and_gradients(way, x16, share, jnp.asarray(chosen, jnp.int32), w, direction)
+    (_, exact), _ = value_and_gradients(way, narrow(x16), share, jnp.asarray(chosen, jnp.int32), w, direction)
+    assert out.dtype == jnp.float32 and to_x.dtype == jnp.bfloat16
+    for leaf in jax.tree.leaves(to_w):
+        assert leaf.dtype == jnp.float32
+        assert np.any(np.asarray(leaf) != np.asarray(leaf.astype(jnp.bfloat16), np.float32))
+    # Some five roundings of 2^-9 each on the way.
+    assert np.abs(out - exact).max() < 5 * 2**-8 * np.abs(exact).max()
+
+
+# ---- tiles
+
+
+@pytest.mark.parametrize("n, k, experts, total", [(1, 1, 1, 1), (3, 2, 8, 8), (500, 4, 8, 8), (700, 8, 4, 32)], ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_copy_has_one_place_in_a_tile_of_its_expert(n, k, experts, total, seed):
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([rng.permutation(total)[:k] for _ in range(n)]).clip(max=experts)
+    if seed:
+        chosen = np.full_like(chosen, experts - 1)  # all in one: the most tiles that one expert can have
+    tiles = grouped.lay_out(jnp.asarray(chosen, jnp.int32), experts, total)
+    copies, owners, used = map(np.asarray, tiles[:3])
+    assert len(copies) % tiles.at_once == 0
+    placed = copies[copies < n * k]
+    assert sorted(placed) == sorted(np.flatnonzero(chosen.ravel() < experts))
+    for row, owner in zip(copies, owners):
+        assert set(chosen.ravel()[row[row < n * k]]) <= {owner}
+    # Those that are used are in front, and each has a copy.
+    assert (copies < n * k).any(axis=1).sum() == used
+    assert (copies[:used] < n * k).any(axis=1).all()
+
+
+def test_work_is_proportional_to_the_copies_that_are_here(monkeypatch):
+    """A device whose experts nobody chose multiplies nothing: what the worst case would need is not spent."""
+    monkeypatch.setattr(grouped, "AT_ONCE", 64)
+    few, all_here = (
+        grouped.lay_out(jnp.asarray(chosen, jnp.int32), 4, 16)
+        for chosen in (np.full((256, 2), 4), np.arange(512).reshape(256, 2) % 4)
+    )
+    assert few.copies.shape == all_here.copies.shape
+    assert int(few.used) == 0 and 512 // 64 <= int(all_here.used) <= 512 // 64 + 4
+
+    def rounds(tiles):
+        return int(tiles.fold(lambda copies, owners, count: count + 1, 0))
+
+    assert rounds(few) == 0 and rounds(all_here) == -(-int(all_here.used) // all_here.at_once)
+
+
+def test_tiles_in_several_rounds_are_those_of_one(monkeypatch):
+    x, share, chosen, w = draw("anywhere")
+    x, share, w = narrow((x, share, w))
+    chosen, direction = jnp.asarray(chosen, jnp.int32), jnp.ones((N, D))
+    one = value_and_gradients(grouped.by_tiles, x, share, chosen, w, direction)
+    monkeypatch.setattr(grouped, "AT_ONCE", 16)
+    value_and_gradients.clear_cache()
+    several = value_and_gradients(grouped.by_tiles, x, share, chosen, w, direction)
+    for a, b in zip(*map(jax.tree.leaves, (one, several)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
+
+
+def test_a_token_keeps_its_bits_whatever_its_neighbours_choose():
+    x, share, chosen, w = draw("anywhere")
+    share, w = narrow((share, w))
+    run = jax.jit(lambda x, chosen: grouped.by_tiles(x, share, chosen, w, TOTAL))
+    before = run(narrow(x), jnp.asarray(chosen, jnp.int32))
+    for seed, fall in enumerate(FALLS):
+        others = draw(fall, seed + 5)
+        keep = np.arange(N)[:, None] == 7
+        after = run(narrow(np.where(keep, x, others[0])), jnp.asarray(np.where(keep, chosen, others[2]), jnp.int32))
+        np.testing.assert_array_equal(after[7], before[7])
