@@ -17,7 +17,7 @@ def base() -> ConfigDict:
     c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
     c.policy.vocab_tile = 0  # words unembedded at once in the learner; 0 = all
     c.policy.yarn_factor = (
-        0.0  # positions are stretched so much (YaRN), for longer sequences; 0 = as the checkpoint says
+        0.0  # YaRN: positions are stretched so much, for longer sequences; 0 = as they are
     )
     c.policy.yarn_original = 32_768  # tokens, positions of the pretraining (Qwen3's)
 
@@ -216,6 +216,7 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.policy.path = ""
     c.policy.vocab_tile = 64
     c.draft.vocab_size = 32
+    c.draft.length = 1  # few programs
     c.draft.compare_rounds = 1
     c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
     c.data.tokenizer = "char"
