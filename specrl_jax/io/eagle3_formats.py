@@ -307,17 +307,21 @@ def _drafted(ids: np.ndarray, target: qwen3.Qwen3Config) -> np.ndarray:
 
 
 def _sizes_config(head: eagle3.Eagle3Config, target: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
-    return {key: getattr(head, field) for field, key in _SIZES.items()} | {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "vocab_size": target.vocab,
-        "head_dim": head.head_dim,
-        "rope_theta": head.rope_theta,
-        "max_position_embeddings": target.max_positions,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-    } | rope_scaling(head.yarn)
+    return (
+        {key: getattr(head, field) for field, key in _SIZES.items()}
+        | {
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "vocab_size": target.vocab,
+            "head_dim": head.head_dim,
+            "rope_theta": head.rope_theta,
+            "max_position_embeddings": target.max_positions,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }
+        | rope_scaling(head.yarn)
+    )
 
 
 def _flat_config(head: eagle3.Eagle3Config, target: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:

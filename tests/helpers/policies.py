@@ -122,7 +122,10 @@ def turned(x, position, config):
     frequency, scale = config.rope_theta ** (-j / half), 1.0
     if yarn := config.yarn:
         # A whole turn in `original` / beta positions: at which (real) j that is so.
-        bounds = [half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope_theta) for beta in (yarn.beta_fast, yarn.beta_slow)]
+        bounds = [
+            half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope_theta)
+            for beta in (yarn.beta_fast, yarn.beta_slow)
+        ]
         low, high = (np.floor(bounds[0]), np.ceil(bounds[1])) if yarn.truncate else bounds
         low, high = max(low, 0), min(high, config.head_dim - 1)
         divided = np.clip((j - low) / (high - low), 0, 1)

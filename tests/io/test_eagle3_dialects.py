@@ -398,8 +398,15 @@ def test_scaled_positions(dialect, changes, copy):
         # As Model Optimizer writes it, and as speculators and transformers 5 do.
         {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
         {"rope_scaling": {"type": "yarn", "factor": 32.0}, "max_position_embeddings": 2048},
-        {"rope_theta": ..., "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0,
-                                                "original_max_position_embeddings": 2048}},
+        {
+            "rope_theta": ...,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 32.0,
+                "original_max_position_embeddings": 2048,
+            },
+        },
     ],
     ids=str,
 )

@@ -201,7 +201,9 @@ def test_config_of_the_released_mixture(tmp_path):
     path.write_text(json.dumps(raw))
     assert hf.load_config(str(tmp_path)) == qwen3.preset("qwen3_30b_a3b")
     # transformers 5 writes the number of experts under another name; without norm_topk_prob it is false there.
-    path.write_text(json.dumps({k.replace("num_experts", "num_local_experts", k == "num_experts"): v for k, v in raw.items()}))
+    path.write_text(
+        json.dumps({k.replace("num_experts", "num_local_experts", k == "num_experts"): v for k, v in raw.items()})
+    )
     assert hf.load_config(str(tmp_path)) == qwen3.preset("qwen3_30b_a3b")
     path.write_text(json.dumps({k: v for k, v in raw.items() if k != "norm_topk_prob"}))
     assert hf.load_config(str(tmp_path)) == dataclasses.replace(qwen3.preset("qwen3_30b_a3b"), renormalise=False)

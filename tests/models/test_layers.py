@@ -151,7 +151,10 @@ TURNS = collections.namedtuple("Turns", ["rope_theta", "head_dim", "yarn"])
 
 def test_a_factor_of_one_stretches_nothing():
     positions = jnp.arange(40, dtype=jnp.int32)[None]
-    plain, one = layers.rotary_angles(positions, 128, 1e6), layers.rotary_angles(positions, 128, 1e6, layers.Yarn(1.0, 8))
+    plain, one = (
+        layers.rotary_angles(positions, 128, 1e6),
+        layers.rotary_angles(positions, 128, 1e6, layers.Yarn(1.0, 8)),
+    )
     for a, b in zip(plain, one):
         np.testing.assert_allclose(a, b, atol=1e-5)
 

@@ -45,20 +45,20 @@ def decode(rollout, config, tokens, blocks, partition, dtype=jnp.float32):
 # Routing
 
 
-def test_the_largest_of_a_softmax_over_all_experts():
+def test_the_largest_of_a_softmax_over_all_experts(partition):
     logits = np.log([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]])
     x, router = jnp.ones((1, 2, 2)) * jnp.eye(2)[None], jnp.asarray(logits, jnp.float32)
-    shares = moe.route(x, router, 2, renormalise=False)
+    shares = moe.route(x, router, 2, renormalise=False, partition=partition)
     np.testing.assert_array_equal(shares.chosen, [[[1, 3], [0, 1]]])  # the first of those that are alike
     np.testing.assert_allclose(shares.share, [[[0.4, 0.3], [0.25, 0.25]]], rtol=1e-6)
-    scaled = moe.route(x, router, 2, renormalise=True)
+    scaled = moe.route(x, router, 2, renormalise=True, partition=partition)
     np.testing.assert_allclose(scaled.share, [[[4 / 7, 3 / 7], [0.5, 0.5]]], rtol=1e-6)
 
 
-def test_routing_is_float32_under_bfloat16_activations():
+def test_routing_is_float32_under_bfloat16_activations(partition):
     """Two experts whose logits differ in the tenth bit: rounded to bfloat16 they would be alike."""
     x, router = jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((4, 2)).at[0, 1].add(2.0**-6)
-    routes = moe.route(x, router, 1, renormalise=False)
+    routes = moe.route(x, router, 1, renormalise=False, partition=partition)
     assert routes.share.dtype == jnp.float32
     assert routes.chosen[0, 0, 0] == 1
 
@@ -66,7 +66,9 @@ def test_routing_is_float32_under_bfloat16_activations():
 def test_copies_are_counted_of_the_tokens_that_are_asked_for():
     chosen = jnp.array([[[0, 2], [2, 1]], [[3, 2], [0, 1]]])
     np.testing.assert_array_equal(moe.count_copies(chosen, 5, None), [2, 2, 3, 1, 0])
-    np.testing.assert_array_equal(moe.count_copies(chosen, 5, jnp.array([[True, False], [True, False]])), [1, 0, 2, 1, 0])
+    np.testing.assert_array_equal(
+        moe.count_copies(chosen, 5, jnp.array([[True, False], [True, False]])), [1, 0, 2, 1, 0]
+    )
 
 
 def test_balance_is_one_where_experts_are_used_alike():
@@ -99,7 +101,10 @@ def test_one_expert_is_the_dense_mlp(partition):
     router = {"router": jnp.asarray(np.random.default_rng(3).normal(size=(3, 24, 1)), jnp.float32)}
     experts = {name: dense["layers"][name][:, None] for name in ("gate", "up", "down")}
     params = dense | {"layers": dense["layers"] | experts | router}
-    for ours, theirs in ((params, dense), [qwen3.rollout_params(p, c, jnp.float32) for p, c in ((params, config), (dense, SMALL))]):
+    for ours, theirs in (
+        (params, dense),
+        [qwen3.rollout_params(p, c, jnp.float32) for p, c in ((params, config), (dense, SMALL))],
+    ):
         cache = None if ours is params else kv.init_cache(3, B, T, 2, 10, jnp.float32)
         mixture, plain = (run(p, c, tokens, partition, cache=cache) for p, c in ((ours, config), (theirs, SMALL)))
         np.testing.assert_allclose(mixture.logits, plain.logits, **ROUNDING)
@@ -121,7 +126,7 @@ def graded_score(config, partition, **static):
 
 @kinds
 def test_gradient_is_the_derivative_of_the_float64_formula(config, partition):
-    """Along one random direction through every weight, the routers' too; where the choice of experts does not change."""
+    """Along one random direction through every weight, the routers' too; no choice changes that near."""
     params, tokens = random_params(config), draw_tokens(0)
     _, gradient = graded_score(config, partition)(params, tokens)
     targets, weights = draw_tokens(1), np.random.default_rng(2).normal(size=(B, T))
@@ -239,7 +244,9 @@ def assert_close(ours, theirs):
 
 def mixture_and_gradients(partition, rows):
     """Of one layer: its output, the experts' copies, and gradients by its input and its weights."""
-    specs = {name: spec for name, spec in qwen3.param_specs(DIVISIBLE)["layers"].items() if name in (*moe.MATRICES, "router")}
+    specs = {
+        name: spec for name, spec in qwen3.param_specs(DIVISIBLE)["layers"].items() if name in (*moe.MATRICES, "router")
+    }
     w = {name: random_params(DIVISIBLE)["layers"][name][0] for name in specs}
     placed = {name: jax.device_put(m, partition.sharding(specs[name].axes[1:])) for name, m in w.items()}
     rng = np.random.default_rng(0)
