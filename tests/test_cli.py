@@ -241,7 +241,7 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
         (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
         # The built-in prompts have up to 10 tokens.
         (["rollout.max_prompt_tokens=5"], ["rollout.max_prompt_tokens=5"]),
-        (["policy.preset=qwen3_30b_a3b"], ["policy.preset", "mixture"]),
+        (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
         # The draft head: of this policy, over ids that somebody has chosen.
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),

@@ -54,25 +54,29 @@ def mixture(
     Args:
       w: `router` [D, E], `gate` and `up` [E, D, F], `down` [E, F, D].
     """
-    routes = route(x, w["router"], experts_per_token, renormalise)
     # Each device takes the same number of rows; where they do not divide, some of zeros are added.
     B = len(x)
-    rows = [jnp.pad(a, ((0, -B % partition.ways("batch")), (0, 0), (0, 0))) for a in (x, *routes)]
-    out = experts(*rows, {name: w[name] for name in MATRICES}, partition)[:B]
-    return out, count_copies(routes.chosen, w["router"].shape[1], counted)
+    x = jnp.pad(x, ((0, -B % partition.ways("batch")), (0, 0), (0, 0)))
+    routes = route(x, w["router"], experts_per_token, renormalise, partition)
+    out = experts(x, routes.share, routes.chosen, {name: w[name] for name in MATRICES}, partition)
+    return out[:B], count_copies(routes.chosen[:B], w["router"].shape[1], counted)
 
 
-def route(x: jax.Array, router: jax.Array, k: int, renormalise: bool) -> Routes:
+def route(x: jax.Array, router: jax.Array, k: int, renormalise: bool, partition: Partitioner) -> Routes:
     """The k experts of every token of x [B, T, D]; router [D, E]. Among equals the first expert is chosen.
 
     Logits and softmax are float32, also where Hugging Face rounds the logits to the activations' dtype: two that are
     close decide which expert a token sees, in the learner and in decoding.
     """
-    p = jax.nn.softmax(product("BTD,DE->BTE", x, router), axis=-1)
-    share, chosen = jax.lax.top_k(p, k)
-    if renormalise:
-        share = share / share.sum(axis=-1, keepdims=True)
-    return Routes(share, chosen)
+
+    def here(x: jax.Array, router: jax.Array) -> Routes:
+        p = jax.nn.softmax(product("BTD,DE->BTE", x, router), axis=-1)
+        share, chosen = jax.lax.top_k(p, k)
+        return Routes(share / share.sum(axis=-1, keepdims=True) if renormalise else share, chosen)
+
+    # By rows, explicitly: XLA would gather every device's probabilities before its top_k.
+    over = Exchange(partition)
+    return over.mapped(here, (over.row, partition.spec(())), over.row)(x, router)
 
 
 def count_copies(chosen: jax.Array, E: int, counted: jax.Array | None) -> jax.Array:
@@ -173,15 +177,17 @@ class Exchange:
         """fn on each device's own part of everything."""
         return jax.shard_map(fn, mesh=self.partition.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
+    def axes(self, axis: str) -> tuple[str, ...]:
+        """Mesh axes of more than one device that a logical axis is split over."""
+        return tuple(name for name in self.partition.axes(axis) if self.partition.mesh.shape[name] > 1)
+
     def gathered(self, *rows: jax.Array) -> list[jax.Array]:
         """Rows [b, ...] -> [e b, ...], of all devices whose experts they may choose."""
-        axes = self.partition.axes("experts")
-        return [jax.lax.all_gather(a, axes, axis=0, tiled=True) for a in rows]
+        return [self._gather(a, "experts", 0) for a in rows]
 
     def scattered(self, sums: jax.Array) -> jax.Array:
         """[e b, ...] -> [b, ...]: added up over the experts' devices and over the parts of the mlp."""
-        sums = jax.lax.psum_scatter(sums, self.partition.axes("experts"), scatter_dimension=0, tiled=True)
-        return jax.lax.psum(sums, self.partition.axes("mlp"))
+        return self._add(self._scatter(sums, "experts", 0), self.axes("mlp"))
 
     def whole(self, w: Any, dtype: jnp.dtype) -> Any:
         """This device's experts, all of `embed`, as numbers of their products with activations of `dtype`.
@@ -191,28 +197,37 @@ class Exchange:
 
         def gather(name: str, m: jax.Array) -> jax.Array:
             narrow = m.astype(min(m.dtype, dtype, key=lambda dtype: jnp.dtype(dtype).itemsize))
-            axes, dim = self.partition.axes("embed"), MATRICES[name].index("embed")
-            return at_least_float32(jax.lax.all_gather(narrow, axes, axis=dim, tiled=True) if axes else narrow)
+            return at_least_float32(self._gather(narrow, "embed", MATRICES[name].index("embed")))
 
         return {name: gather(name, m) for name, m in w.items()}
 
     def owned(self, gradient: Any) -> Any:
         """Gradients of `whole`, added up over the rows' devices, each device keeping its part of `embed`."""
-        embed, mine = self.partition.axes("embed"), self.partition.axes("experts")
-        others = tuple(axis for axis in self.partition.axes("batch") if axis not in (*embed, *mine))
+        elsewhere = (*self.axes("embed"), *self.axes("experts"))
+        others = tuple(name for name in self.axes("batch") if name not in elsewhere)
 
         def scatter(name: str, g: jax.Array) -> jax.Array:
-            dim = MATRICES[name].index("embed")
-            g = jax.lax.psum(g, others)
-            return jax.lax.psum_scatter(g, embed, scatter_dimension=dim, tiled=True) if embed else g
+            return self._scatter(self._add(g, others), "embed", MATRICES[name].index("embed"))
 
         return {name: scatter(name, g) for name, g in gradient.items()}
+
+    def _gather(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
+        names = self.axes(axis)
+        return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
+
+    def _scatter(self, x: jax.Array, axis: str, dim: int) -> jax.Array:
+        names = self.axes(axis)
+        return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+
+    def _add(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        return jax.lax.psum(x, names) if names else x
 
     def sums(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any) -> jax.Array:
         """[b, T, D] float32 of the experts on this device, by the way that its platform takes (`grouped`)."""
         here = len(w["gate"])
         total = here * self.partition.ways("experts")
-        mine = chosen - here * jax.lax.axis_index(self.partition.axes("experts"))
+        names = self.axes("experts")
+        mine = chosen - (here * jax.lax.axis_index(names) if names else 0)
         mine = jnp.where((mine >= 0) & (mine < here), mine, here)
         add_up = SUMS.get(self.partition.mesh.devices.flat[0].platform, by_tiles)
         flat = [a.reshape(-1, a.shape[-1]) for a in (x, share, mine)]

@@ -286,7 +286,7 @@ def unembedding(params: Params, config: Qwen3Config) -> jax.Array:
     return params["embed" if config.tied else "unembed"]
 
 
-# (x [B, T, D], layer) -> what the mlp adds to the residual stream [B, T, D], and copies per expert [E], if there are any.
+# (x [B, T, D], layer) -> what the mlp adds to the residual stream [B, T, D], and copies per expert [E] where there are.
 FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, jax.Array | None]]
 
 

@@ -36,23 +36,24 @@ def partition():
 
 
 @functools.cache
-def policy():
-    return random_params(MODEL)
+def policy(preset="nano_deep"):
+    return random_params(qwen3.preset(preset))
 
 
 @functools.cache
-def engine_and_weights(name, k, limits, sampling, lengths=None):
+def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep"):
     """The engine of one of KINDS with drafts of k tokens; limits for those that copy get a corpus."""
     kind, cascade_min = KINDS[name]
-    draft = find_draft_model(kind, MODEL, preset="nano" if kind == "model" else "")
+    model = qwen3.preset(preset)
+    draft = find_draft_model(kind, model, preset="nano" if kind == "model" else "")
     if kind == "suffix" or cascade_min:
         limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)
     drafter = make_drafter(kind, draft, k, sampling, jnp.float32, partition(), 1, 8, cascade_min)
     config = RolloutConfig(sampling, limits, 0, jnp.float32, jnp.float32)
-    engine = make_rollout_engine(MODEL, draft, drafter, config, TOKENIZER, partition(), lengths)
+    engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if kind == "eagle3" else None
-    return engine, make_prepare(MODEL, draft, config, partition())(policy(), params, vocab_map)
+    return engine, make_prepare(model, draft, config, partition())(policy(preset), params, vocab_map)
 
 
 def prompts(count):

@@ -1,4 +1,4 @@
-"""What one device's experts add to its tokens: both ways against a loop over experts in float64, values and gradients."""
+"""What one device's experts add to its tokens, and gradients: both ways against a loop over experts in float64."""
 
 import functools
 

@@ -45,20 +45,20 @@ def decode(rollout, config, tokens, blocks, partition, dtype=jnp.float32):
 # Routing
 
 
-def test_the_largest_of_a_softmax_over_all_experts():
+def test_the_largest_of_a_softmax_over_all_experts(partition):
     logits = np.log([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]])
     x, router = jnp.ones((1, 2, 2)) * jnp.eye(2)[None], jnp.asarray(logits, jnp.float32)
-    shares = moe.route(x, router, 2, renormalise=False)
+    shares = moe.route(x, router, 2, renormalise=False, partition=partition)
     np.testing.assert_array_equal(shares.chosen, [[[1, 3], [0, 1]]])  # the first of those that are alike
     np.testing.assert_allclose(shares.share, [[[0.4, 0.3], [0.25, 0.25]]], rtol=1e-6)
-    scaled = moe.route(x, router, 2, renormalise=True)
+    scaled = moe.route(x, router, 2, renormalise=True, partition=partition)
     np.testing.assert_allclose(scaled.share, [[[4 / 7, 3 / 7], [0.5, 0.5]]], rtol=1e-6)
 
 
-def test_routing_is_float32_under_bfloat16_activations():
+def test_routing_is_float32_under_bfloat16_activations(partition):
     """Two experts whose logits differ in the tenth bit: rounded to bfloat16 they would be alike."""
     x, router = jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((4, 2)).at[0, 1].add(2.0**-6)
-    routes = moe.route(x, router, 1, renormalise=False)
+    routes = moe.route(x, router, 1, renormalise=False, partition=partition)
     assert routes.share.dtype == jnp.float32
     assert routes.chosen[0, 0, 0] == 1
 
@@ -126,7 +126,7 @@ def graded_score(config, partition, **static):
 
 @kinds
 def test_gradient_is_the_derivative_of_the_float64_formula(config, partition):
-    """Along one random direction through every weight, the routers' too; where the choice of experts does not change."""
+    """Along one random direction through every weight, the routers' too; no choice changes that near."""
     params, tokens = random_params(config), draw_tokens(0)
     _, gradient = graded_score(config, partition)(params, tokens)
     targets, weights = draw_tokens(1), np.random.default_rng(2).normal(size=(B, T))

@@ -24,19 +24,19 @@ SAMPLING = Sampling(2.0, 0, 0.95, "coupled")
 LIMITS = Limits(12, 8, 16, 8, width=LONGEST + 1)
 
 
-def generate(kind, k, programs, lengths=None):
-    engine, weights = engine_and_weights(kind, LONGEST if kind != "none" else 0, LIMITS, SAMPLING, programs)
+def generate(kind, k, programs, lengths=None, preset="nano_deep"):
+    engine, weights = engine_and_weights(kind, LONGEST if kind != "none" else 0, LIMITS, SAMPLING, programs, preset)
     return engine.generate(weights, prompts(15), 4, seed=3, lengths=lengths or FixedLength(k))
 
 
 @functools.cache
-def plain():
-    return generate("none", 0, (0,))
+def plain(preset="nano_deep"):
+    return generate("none", 0, (0,), preset=preset)
 
 
-def assert_same_bits(out):
+def assert_same_bits(out, preset="nano_deep"):
     for name in ("rollout_id", "tokens", "length", "ended", "logprobs"):
-        np.testing.assert_array_equal(getattr(out, name), getattr(plain(), name))
+        np.testing.assert_array_equal(getattr(out, name), getattr(plain(preset), name))
 
 
 EVERY = tuple(range(LONGEST + 1))
@@ -53,6 +53,13 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
         assert out.accepted.sum() > 0 or k == 0
     turns = itertools.cycle(programs)
     assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
+
+
+def test_so_they_are_where_experts_take_turns():
+    """A token's experts multiply it in one tile or another, beside the tokens of other rows."""
+    out = generate("eagle3", 3, (3,), preset="nano_moe_deep")
+    assert_same_bits(out, "nano_moe_deep")
+    assert out.accepted.sum() > 0
 
 
 # --- over a training run
