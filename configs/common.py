@@ -16,9 +16,7 @@ def base() -> ConfigDict:
     c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
     c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
     c.policy.vocab_tile = 0  # words unembedded at once in the learner; 0 = all
-    c.policy.yarn_factor = (
-        0.0  # YaRN: positions are stretched so much, for longer sequences; 0 = as they are
-    )
+    c.policy.yarn_factor = 0.0  # YaRN: positions are stretched so much, for longer sequences; 0 = as they are
     c.policy.yarn_original = 32_768  # tokens, positions of the pretraining (Qwen3's)
 
     c.draft = ConfigDict()
