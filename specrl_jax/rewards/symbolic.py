@@ -181,14 +181,27 @@ def _read(text: str, **options: Any) -> list[Any]:
 
 def _equal(gold: list[Any], stated: list[Any]) -> bool:
     from math_verify import verify
+    from sympy.core import random
 
     try:
+        if gold and stated and (_is_infinite(gold[0]) or _is_infinite(stated[0])):
+            return gold[0].doit() == stated[0].doit()
+        random.seed(0)  # sympy tests some terms at random points: the verdict depends on the answer alone
         same = verify(gold, stated, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
         return same and _close(gold[0], stated[0])
     except MemoryError:
         raise
     except Exception:  # as above
         return bool(stated) and gold[-1:] == stated[-1:]
+
+
+def _is_infinite(value: Any) -> bool:
+    """Whether infinity is a part of it, but as a bound. sympy takes it for any number, once in a hundred times."""
+    from sympy import Expr, Integral, Limit, Product, Sum, nan, oo, zoo
+
+    if not isinstance(value, Expr) or value.has(Integral, Limit, Product, Sum):
+        return False
+    return value.has(oo, -oo, zoo, nan)
 
 
 def _close(gold: Any, stated: Any) -> bool:

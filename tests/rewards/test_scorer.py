@@ -189,7 +189,7 @@ def test_a_limit_is_kept(obey):
         score(obey, ["fine"])
         start = time.monotonic()
         assert score(obey, [response]).failures == {"timeout": 1}
-        assert time.monotonic() - start < LIMIT + 1.0
+        assert time.monotonic() - start < LIMIT + 2.0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
@@ -417,7 +417,7 @@ def test_starting_does_not_wait():
     with Scorer(("math",), workers=2) as scorer:
         start = time.monotonic()
         scorer.start()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 1.0
 
 
 def test_main_module_is_hidden_from_workers_only(tmp_path):

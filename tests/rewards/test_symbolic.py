@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import sympy.core.random
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +36,8 @@ SAME = {
     "x<5": "5>x",
     "x \\in [2,5)": "[2,5)|x\\in[2, 5)|\\left[2,5\\right)|2 \\le x < 5|5 > x \\geq 2",
     "(-\\infty,2]\\cup[3,\\infty)": "(-\\infty, 2] \\cup [3, \\infty)|[3,\\infty)\\cup(-\\infty,2]",
-    "\\infty": "\\infty|infinity",
+    "\\infty": "\\infty|infinity|6.0\\infty",
+    "\\sum_{k=0}^{\\infty} 2^{-k}": "2",
     "\\{1,2,3\\}": "\\{3,2,1\\}|1,2,3|1, 2 and 3",
     "1,2": "2, 1|1 \\text{ and } 2|x=1 \\text{ or } x=2",
     "(1,2)": "(1, 2)|\\left(1,2\\right)|(x,y)=(1,2)",
@@ -215,6 +217,22 @@ def test_no_text_raises(text, form):
     assert symbolic(response, "123456789123456789") in (0.0, 1.0)
     assert stated_value(response) is None or isinstance(stated_value(response), str)
     assert stated_text(response) is None or isinstance(stated_text(response), str)
+
+
+@pytest.mark.parametrize("text", ["6.0\\infty", "\\infty", "6.0inf", "-\\infty", "\\frac{1}{0}", "0/0", "\\infty x"])
+def test_infinity_is_left_to_no_chance(monkeypatch, text):
+    """sympy's simplification draws random points, and found 1 % of infinite differences to be zero."""
+    monkeypatch.setattr("math_verify.verify", lambda *_, **__: True)
+    for gold in ("5", "\\frac{1}{2}", "318083933379349285443710477955", "x"):
+        assert symbolic(f"\\boxed{{{text}}}", gold) == symbolic(f"\\boxed{{{gold}}}", f"{text} ") == 0
+
+
+def test_a_verdict_depends_on_the_answer_alone(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("math_verify.verify", lambda *_, **__: bool(drawn.append(sympy.core.random.random())))
+    for _ in range(3):
+        symbolic("\\boxed{x+1}", "y")
+    assert len(drawn) == 3 and len(set(drawn)) == 1
 
 
 def test_floats_that_are_not_finite_state_something():
