@@ -37,7 +37,7 @@ SAME = {
     "x \\in [2,5)": "[2,5)|x\\in[2, 5)|\\left[2,5\\right)|2 \\le x < 5|5 > x \\geq 2",
     "(-\\infty,2]\\cup[3,\\infty)": "(-\\infty, 2] \\cup [3, \\infty)|[3,\\infty)\\cup(-\\infty,2]",
     "\\infty": "\\infty|infinity|6.0\\infty",
-    "\\sum_{k=0}^{\\infty} 2^{-k}": "2",
+    "\\sum_{k=0}^{\\infty} 2^{-k}": "2|2.0",
     "\\{1,2,3\\}": "\\{3,2,1\\}|1,2,3|1, 2 and 3",
     "1,2": "2, 1|1 \\text{ and } 2|x=1 \\text{ or } x=2",
     "(1,2)": "(1, 2)|\\left(1,2\\right)|(x,y)=(1,2)",
