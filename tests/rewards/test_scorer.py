@@ -370,8 +370,9 @@ def test_workers_end_with_the_program(tmp_path):
 def test_an_interrupt_is_the_parents_alone(tmp_path, when):
     """Ctrl-C goes to the whole group of processes; nothing of it is seen but what the parent prints."""
     program = f"""
-        import time
+        import signal, time
         from specrl_jax.rewards.scorer import Scorer
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         scorer = Scorer(("{OBEY}" if "{when}" == "busy" else "math",), timeout=1000, workers=2)
         try:
             scorer.start()
