@@ -1,4 +1,4 @@
-"""Answers without training: any dense Qwen3 folder, with or without a draft.
+"""Answers without training: any Qwen3 folder, with or without a draft.
 
     python main.py --config configs/generate.py
     python main.py --config configs/generate.py --config.policy.path=FOLDER --config.data.tokenizer='' \

@@ -124,7 +124,7 @@ def load_generator(
     """Loads a policy, and a draft for it, from local folders.
 
     Args:
-      policy: Hugging Face folder of a dense Qwen3.
+      policy: Hugging Face folder of a Qwen3, dense or with experts.
       draft_kind: none, eagle3, mtp, model (with draft_path), ngram, suffix.
       draft_length: longest draft, tokens; `adaptive` chooses up to it, 0 included.
       match_min, match_max: tokens, of the matches that ngram and suffix copy after.
