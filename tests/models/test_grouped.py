@@ -97,6 +97,24 @@ def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
     assert np.abs(out - exact).max() < 5 * 2**-8 * np.abs(exact).max()
 
 
+def test_rows_of_no_group_reach_nothing(monkeypatch):
+    """A kernel need not write them: whatever it leaves there, no sum and no gradient has any of it."""
+    plain = jax.lax.ragged_dot
+
+    def unwritten(x, w, sizes, **arguments):
+        out = plain(x, w, sizes, **arguments)
+        return jnp.where((jnp.arange(len(out)) < sizes.sum())[:, None], out, jnp.nan)
+
+    x, share, chosen, w = draw("anywhere")
+    x, share, w, direction = narrow((x, share, w, np.ones((N, D))))
+    arguments = x, share, jnp.asarray(chosen, jnp.int32), w, direction
+    expected = value_and_gradients(grouped.by_ragged_dot, *arguments)
+    monkeypatch.setattr(jax.lax, "ragged_dot", unwritten)
+    found = value_and_gradients(lambda *given: grouped.by_ragged_dot(*given), *arguments)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # ---- tiles
 
 
