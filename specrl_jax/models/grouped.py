@@ -5,8 +5,8 @@
 
 Elsewhere than on a TPU, XLA expands a ragged_dot to the product of every copy with every expert: at the sizes of
 Qwen3-30B-A3B, 8,192 tokens of 8 experts each in bfloat16, the operand of one product alone takes 32 GiB on a GPU (its
-compiler's own account, jax 0.10.2, whatever the flags for it say). On a CPU, 4,096 copies of width 192 take 5.7 ms in
-tiles, 62 with ragged_dot among 8 experts, and 7.5 against 517 among 64.
+compiler's own account, jax 0.10.2, whatever the flags for it say). On a CPU, one product of 4,096 copies of width 192
+takes 6 ms in tiles and 62 by ragged_dot among 8 experts, 7.5 and 517 among 64.
 
 Both take (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) and give [n, D] float32, differentiably in x,
 share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts that are here, out of `total`. A copy whose
@@ -21,28 +21,30 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import at_least_float32
-from specrl_jax.models.layers import einsum, product
+from specrl_jax.models.layers import einsum, narrower, product
 
 Sums = Callable[[jax.Array, jax.Array, jax.Array, Any, int], jax.Array]
 
 # Copies in a tile: about as many as an expert gets, so that few rows of a tile are empty, within these bounds. Below, a
 # tile reads its expert's matrices for too few rows; above, matrix units are full.
 SMALLEST, LARGEST = 8, 128
-# Copies in the tiles that are multiplied at once, each with a copy of its expert's matrices.
+# Copies in the tiles that are multiplied at once, beside a copy of the matrices of each: enough to fill a GPU.
 AT_ONCE = 4096
 
 
 # ---- tiles
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def by_tiles(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def by_tiles(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int, at_once: int = AT_ONCE
+) -> jax.Array:
     """Goes over as many tiles as there are at run time; the copies elsewhere cost nothing.
 
     Nothing is kept for the backward pass, which multiplies each tile again. Largest buffers: [n, D] float32 and what
-    AT_ONCE copies take. The copies of a token are added in the order of their experts, whatever else there is.
+    `at_once` copies take. The copies of a token are added in the order of their experts, whatever else there is.
     """
-    tiles, w = lay_out(chosen, len(w["gate"]), total), _narrowed(w, x)
+    tiles, w = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
 
     def body(copies: jax.Array, owners: jax.Array, out: jax.Array) -> jax.Array:
         mine = jax.tree.map(lambda m: m[owners], w)
@@ -52,13 +54,17 @@ def by_tiles(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: i
     return tiles.fold(body, jnp.zeros(x.shape, jnp.float32))
 
 
-def _by_tiles_forward(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int) -> tuple[jax.Array, Any]:
-    return by_tiles(x, share, chosen, w, total), (x, share, chosen, w)
+def _by_tiles_forward(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int, at_once: int
+) -> tuple[jax.Array, Any]:
+    return by_tiles(x, share, chosen, w, total, at_once), (x, share, chosen, w)
 
 
-def _by_tiles_backward(total: int, saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None, Any]:
+def _by_tiles_backward(
+    total: int, at_once: int, saved: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, Any]:
     x, share, chosen, w = saved
-    tiles, narrow = lay_out(chosen, len(w["gate"]), total), _narrowed(w, x)
+    tiles, narrow = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
 
     def body(copies: jax.Array, owners: jax.Array, sums: Any) -> Any:
         to_x, to_share, to_w = sums
@@ -100,7 +106,7 @@ class Tiles(NamedTuple):
         return jax.lax.fori_loop(0, -(-self.used // self.at_once), step, carry)
 
 
-def lay_out(chosen: jax.Array, E: int, total: int) -> Tiles:
+def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Tiles:
     """Tiles of chosen [n, k] int32 in 0..E, of `total` experts on all devices; E is elsewhere.
 
     However the copies fall, no more than nk / M + E tiles have one.
@@ -108,7 +114,7 @@ def lay_out(chosen: jax.Array, E: int, total: int) -> Tiles:
     k, copies = chosen.shape[1], chosen.size
     M = min(max(1 << (copies // total).bit_length(), SMALLEST), LARGEST)
     J = min((copies + E * (M - 1)) // M, copies)
-    at_once = min(max(AT_ONCE // M, 1), J)
+    at_once = min(max(at_once // M, 1), J)
     J = -(-J // at_once) * at_once
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
@@ -138,7 +144,7 @@ def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
 
 def _narrowed(w: Any, x: jax.Array) -> Any:
     """The weights in the dtype of their products with x (`layers.product`), before tiles copy them."""
-    return jax.tree.map(lambda m: m.astype(min(m.dtype, x.dtype, key=lambda dtype: dtype.itemsize)), w)
+    return jax.tree.map(lambda m: m.astype(narrower(x.dtype, m.dtype)), w)
 
 
 # ---- ragged_dot
@@ -167,7 +173,7 @@ def grouped_product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
     sizes [E] int32: rows of each group. Rows of no group, at the end, come out as anything.
     """
-    dtype = min(x.dtype, w.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = narrower(x.dtype, w.dtype)
     return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
 
 
@@ -188,5 +194,6 @@ def _grouped_product_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Arra
 
 grouped_product.defvjp(_grouped_product_forward, _grouped_product_backward)
 
-# By `jax.Device.platform`; what is not here takes `by_tiles`.
-SUMS: dict[str, Sums] = {"tpu": by_ragged_dot}
+# By `jax.Device.platform`; what is not here takes `by_tiles`. A CPU takes one at a time: copies of several experts'
+# matrices cost it more than the products (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).
+SUMS: dict[str, Sums] = {"cpu": functools.partial(by_tiles, at_once=1), "tpu": by_ragged_dot}

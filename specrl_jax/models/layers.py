@@ -72,8 +72,13 @@ def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     jnp.einsum's own transposes the larger one of a weight's gradient on the way, which costs a CPU a fifth of a
     training step (4 layers, d 256: 0.43 against 0.34 s).
     """
-    dtype = min(x.dtype, w.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = narrower(x.dtype, w.dtype)
     return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=jnp.float32)
+
+
+def narrower(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
+    """What activations of one and a weight of the other are multiplied in."""
+    return min(jnp.dtype(a), jnp.dtype(b), key=lambda dtype: dtype.itemsize)
 
 
 def _product_forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Mean, at_least_float32
 from specrl_jax.models.grouped import SUMS, by_tiles
-from specrl_jax.models.layers import product
+from specrl_jax.models.layers import narrower, product
 from specrl_jax.sharding import Partitioner
 
 # The experts' matrices and their logical axes; `router` is the fourth of a layer.
@@ -104,16 +104,18 @@ def experts(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, partition
 
     Each device has an e-th of the experts and an e-th of the rows that it shares with e - 1 others. They gather all of
     these rows, each adds up what its own experts make of them, and the sums are scattered back. With n tokens on a
-    device, the mlp split t ways and embed f ways, each device sends in a forward, in bytes,
+    device, E / e experts' matrices of width F / t in f parts, each device sends, in bytes (w being the narrower of the
+    dtypes of activations and matrices),
 
-        rows gathered       (e - 1) n (D bytes(x) + 8 k)
-        sums scattered      (e - 1) n D 4
-        sums over the mlp   2 (t - 1) / t n D 4
-        matrices gathered   (f - 1) 3 D F / t E / (e f) bytes(product)
+                            forward                            backward
+        rows gathered       (e - 1) n (D bytes(x) + 8 k)       (e - 1) n (2 D bytes(x) + 8 k)
+        sums scattered      (e - 1) n 4 D                      (e - 1) n 4 (D + k)
+        sums over the mlp   2 (t - 1) / t n 4 D                2 (t - 1) / t n 4 (D + k)
+        matrices            (f - 1) / f 3 D F / t E / e w      the same, and their gradients with 4 for w
 
-    and in a backward pass the same once more, the rows being gathered with their gradients (2 D bytes(x)) and the
-    matrices' gradients scattered in float32. Sending a copy to its expert alone would move min(k, e) / e of the rows
-    at best: worth a shape that is known at run time only where e is well above k.
+    and those gradients are summed over the devices of `batch` that are left. Sending copies to the devices of their
+    experts alone would move a share of up to min(k, e) / e of the rows: worth a shape that is known at run time only
+    where e is well above k.
 
     Args:
       share, chosen: [B, T, k], of `route`.
@@ -196,7 +198,7 @@ class Exchange:
         """
 
         def gather(name: str, m: jax.Array) -> jax.Array:
-            narrow = m.astype(min(m.dtype, dtype, key=lambda dtype: jnp.dtype(dtype).itemsize))
+            narrow = m.astype(narrower(dtype, m.dtype))
             return at_least_float32(self._gather(narrow, "embed", MATRICES[name].index("embed")))
 
         return {name: gather(name, m) for name, m in w.items()}

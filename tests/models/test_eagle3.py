@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.core import BadInput
 from specrl_jax.models import eagle3, qwen3
-from specrl_jax.models.layers import count_params, init_params, rotary_angles
+from specrl_jax.models.layers import Yarn, count_params, init_params, rotary_angles
 from tests.helpers.policies import row_positions
 
 # Seven layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
@@ -43,6 +43,26 @@ def test_the_head_of_qwen3_8b_has_the_published_size():
     assert config.aux_layers == (2, 18, 33)
     expected = 3 * D * D + 2 * D * (Q + 2 * KV) + Q * D + 3 * D * F + 32_000 * D + 4 * D
     assert count_params(eagle3.param_specs(config)) == expected
+
+
+@pytest.mark.parametrize(("name", "width"), [("qwen3_30b_a3b", 6144), ("qwen3_235b_a22b", 12_288)])
+def test_the_head_of_a_mixture_of_experts_is_dense(name, width):
+    """As wide as config.json says of layers without experts."""
+    target = qwen3.preset(name)
+    config = eagle3.eagle3_config(target, draft_vocab=32_000)
+    assert (config.embed, config.heads, config.kv_heads, config.mlp) == (
+        target.embed,
+        target.heads,
+        target.kv_heads,
+        width,
+    )
+    assert config.aux_layers == (2, target.layers // 2, target.layers - 3)
+
+
+def test_a_fresh_head_has_plain_positions():
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, 16), rope_theta=300.0)
+    head = eagle3.eagle3_config(stretched, 16)
+    assert (head.yarn, head.rope_theta) == (None, 300.0)
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 41])

@@ -1,4 +1,4 @@
-"""What one device's experts add to its tokens, and gradients: both ways against a loop over experts in float64."""
+"""What one device's experts add to its tokens, and gradients: each way against a loop over experts in float64."""
 
 import functools
 
@@ -11,8 +11,12 @@ from specrl_jax.models import grouped
 
 D, F, E, N, K = 12, 20, 5, 23, 3  # E of TOTAL experts are here
 TOTAL = 8
-WAYS = {"tiles": grouped.by_tiles, "ragged_dot": grouped.by_ragged_dot}
-both = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+WAYS = {
+    "tiles": grouped.by_tiles,
+    "tile by tile": functools.partial(grouped.by_tiles, at_once=1),
+    "ragged_dot": grouped.by_ragged_dot,
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 # How the n k copies fall; E is an expert elsewhere.
 FALLS = {
@@ -56,7 +60,7 @@ def value_and_gradients(way, x, share, chosen, w, direction):
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(x, share, w)
 
 
-@both
+@every_way
 @pytest.mark.parametrize("fall", FALLS)
 def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
     x, share, chosen, w = draw(fall)
@@ -76,7 +80,7 @@ def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves((out, ours)))
 
 
-@both
+@every_way
 def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
     """As `layers.product`: a gradient that would be rounded to bfloat16 has at most 8 bits."""
     x, share, chosen, w = draw("all-here")
@@ -91,6 +95,24 @@ def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
         assert np.any(np.asarray(leaf) != np.asarray(leaf.astype(jnp.bfloat16), np.float32))
     # Some five roundings of 2^-9 each on the way.
     assert np.abs(out - exact).max() < 5 * 2**-8 * np.abs(exact).max()
+
+
+def test_rows_of_no_group_reach_nothing(monkeypatch):
+    """A kernel need not write them: whatever it leaves there, no sum and no gradient has any of it."""
+    plain = jax.lax.ragged_dot
+
+    def unwritten(x, w, sizes, **arguments):
+        out = plain(x, w, sizes, **arguments)
+        return jnp.where((jnp.arange(len(out)) < sizes.sum())[:, None], out, jnp.nan)
+
+    x, share, chosen, w = draw("anywhere")
+    x, share, w, direction = narrow((x, share, w, np.ones((N, D))))
+    arguments = x, share, jnp.asarray(chosen, jnp.int32), w, direction
+    expected = value_and_gradients(grouped.by_ragged_dot, *arguments)
+    monkeypatch.setattr(jax.lax, "ragged_dot", unwritten)
+    found = value_and_gradients(lambda *given: grouped.by_ragged_dot(*given), *arguments)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # ---- tiles
@@ -115,11 +137,10 @@ def test_every_copy_has_one_place_in_a_tile_of_its_expert(n, k, experts, total, 
     assert (copies[:used] < n * k).any(axis=1).all()
 
 
-def test_work_is_proportional_to_the_copies_that_are_here(monkeypatch):
+def test_work_is_proportional_to_the_copies_that_are_here():
     """A device whose experts nobody chose multiplies nothing: what the worst case would need is not spent."""
-    monkeypatch.setattr(grouped, "AT_ONCE", 64)
     few, all_here = (
-        grouped.lay_out(jnp.asarray(chosen, jnp.int32), 4, 16)
+        grouped.lay_out(jnp.asarray(chosen, jnp.int32), 4, 16, at_once=64)
         for chosen in (np.full((256, 2), 4), np.arange(512).reshape(256, 2) % 4)
     )
     assert few.copies.shape == all_here.copies.shape
@@ -129,18 +150,6 @@ def test_work_is_proportional_to_the_copies_that_are_here(monkeypatch):
         return int(tiles.fold(lambda copies, owners, count: count + 1, 0))
 
     assert rounds(few) == 0 and rounds(all_here) == -(-int(all_here.used) // all_here.at_once)
-
-
-def test_tiles_in_several_rounds_are_those_of_one(monkeypatch):
-    x, share, chosen, w = draw("anywhere")
-    x, share, w = narrow((x, share, w))
-    chosen, direction = jnp.asarray(chosen, jnp.int32), jnp.ones((N, D))
-    one = value_and_gradients(grouped.by_tiles, x, share, chosen, w, direction)
-    monkeypatch.setattr(grouped, "AT_ONCE", 16)
-    value_and_gradients.clear_cache()
-    several = value_and_gradients(grouped.by_tiles, x, share, chosen, w, direction)
-    for a, b in zip(*map(jax.tree.leaves, (one, several)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
 
 
 def test_a_token_keeps_its_bits_whatever_its_neighbours_choose():
