@@ -1,5 +1,6 @@
 """Scoring in workers: an answer may cost its own reward, never its neighbours', the run or the console."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -389,7 +390,11 @@ def test_an_interrupt_is_the_parents_alone(tmp_path, when):
     assert process.stdout.readline() == "started\n"
     time.sleep(0.1 if when == "starting" else 1.5)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60) == ("interrupted\n", "")
+    try:
+        assert process.communicate(timeout=60) == ("interrupted\n", "")
+    finally:  # what did not end would spin for ever
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_workers_print_nothing(tmp_path):
