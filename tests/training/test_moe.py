@@ -16,6 +16,7 @@ from specrl_jax.training.setup import build
 from specrl_jax.training.state import TrainState
 from specrl_jax.training.steps import Learner, make_policy_step
 from tests.helpers.policies import random_params
+from tests.helpers.rewards import FunctionScorer
 from tests.training.test_loop import NEVER, lower_case
 from tests.training.test_steps import WITH_KL, assert_trees_close, batch, recorder
 
@@ -49,7 +50,7 @@ def test_it_learns_and_is_drafted_for(tmp_path):
     config.steps, config.policy.preset, config.draft.compare_rounds = 2, "nano_moe_deep", 0
     config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 4, "tensor": 1})
-    setup = dataclasses.replace(build(command_line.to_settings(config), mesh), reward=lower_case)
+    setup = dataclasses.replace(build(command_line.to_settings(config), mesh), scorer=FunctionScorer(lower_case))
     rows = [row for row in loop.train(setup, str(tmp_path), NEVER) if "policy/loss" in row]
     assert len(rows) == 2
     for row in rows:
