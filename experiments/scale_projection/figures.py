@@ -81,7 +81,7 @@ def _measured_rows(axis: plt.Axes, predicted: Sequence[Row], effects: Sequence[A
             axis.plot(1 + found["error"], i, "^", color="black", markerfacecolor="white", markersize=9)
     hollow = {"color": "black", "markerfacecolor": "white", "markersize": 9}
     axis.plot([], [], "^", **hollow, label="with the effect that was left out")
-    axis.plot([], [], "-", color="0.6", linewidth=4, label="90 %, assumptions drawn and constants fitted anew")
+    axis.plot([], [], "-", color="0.6", linewidth=4, label="90 %, assumptions and noise drawn, constants fitted anew")
     axis.axvspan(0.9, 1.1, color="0.9", zorder=0, label="within 10 %")
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks(range(len(predicted)), [f"{r['table']}: {r['row']}" for r in predicted], fontsize=9)

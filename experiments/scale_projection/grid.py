@@ -2,10 +2,11 @@
 
     python -m experiments.scale_projection.grid
 
-Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups over GPUs and lag, and over
-k and the share of drafts kept, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's host
-constants as fitted to the paper's 8B runs. Workloads are those of `paper.py`, but for the sequences at once: as many as
-the memory holds beside the learner, each with a cache to the longest text. A minute of one core.
+Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups with intervals over GPUs
+and lag, and over k and the share of drafts kept, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop
+and with vLLM's host constants as fitted to the paper's 8B runs. Workloads are those of `paper.py` and `large.py`, but
+for the sequences at once: as many as the memory holds beside the learner, each with a cache to the longest text. A
+minute of one core.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.scale_projection import paper
+from experiments.scale_projection import effects, large, paper
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATIOS, Row, draft_rows, scale_rows, write_rows
 from specrl_jax.simulator.hardware import HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
@@ -43,18 +44,19 @@ def held(s: Scenario) -> Scenario:
 
 CASES = (
     Case("8B", lambda c: held(c.scenario("zero")), (16, 32, 64, 128, 256), 32, 3, 3.32),
-    Case("235B", lambda c: held(paper.large_scenario(c, "zero", free=False)), (256, 512, 1024, 2048), 512, 5, 4.0),
+    Case("235B", lambda c: held(large.large_scenario(c, "zero", free=False)), (256, 512, 1024, 2048), 512, 5, 4.0),
 )
 
 
-def grids(c: paper.Calibrated, effect: paper.Effect) -> tuple[list[Row], list[Row]]:
+def grids(c: paper.Calibrated, graphs: effects.Effect) -> tuple[list[Row], list[Row]]:
     """Rows of the scale grid and of the draft grid; column `case` is the model and whose loop."""
     scale, draft = [], []
     for case in CASES:
-        for loop, calibrated in (("our loop", paper.fused(c)), ("vLLM", paper.vllm(c, effect))):
+        for loop, calibrated in (("our loop", large.fused(c)), ("vLLM", large.vllm(c, graphs))):
             s, name = case.scenario(calibrated), {"case": f"{case.name}, {loop}"}
-            scale += [name | r for r in scale_rows(s, case.all_devices, LAGS, case.k, case.acceptance)]
-            draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATIOS)]
+            known = large.known(calibrated)
+            scale += [name | r for r in scale_rows(s, case.all_devices, LAGS, case.k, case.acceptance, known)]
+            draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATIOS, known)]
     return scale, draft
 
 
@@ -79,7 +81,7 @@ def timed(s: Scenario, count: int) -> Row:
 
 def main() -> None:
     c = paper.calibrate(HARDWARE["gb200"])
-    scale, draft = grids(c, paper.captured_graphs(c))
+    scale, draft = grids(c, effects.captured_graphs(c))
     write_rows(str(HERE / "scale.csv"), scale)
     write_rows(str(HERE / "draft.csv"), draft)
     plot(str(HERE / "scale.png"), scale, ("devices", "lag"))

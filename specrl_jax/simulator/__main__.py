@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
             print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
     except BadInput as error:
         return fail(str(error))
+    except OSError as error:
+        return fail(f"--grid={f.grid}: {error.strerror}")
     return 0
 
 
@@ -87,7 +89,6 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
     """ConfigDict stops here."""
     from specrl_jax.core import BadInput
     from specrl_jax.models.qwen3 import preset
-    from specrl_jax.simulator.communication import Split
     from specrl_jax.simulator.cost import Precision, head_config
     from specrl_jax.simulator.hardware import find_engine, find_hardware
     from specrl_jax.simulator.learner import Workload
@@ -97,16 +98,14 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
     model, machine, engine = preset(c.policy.preset), find_hardware(f.hardware), find_engine(f.engine)
     limit = float(c.rollout.max_response_tokens)
     rollouts = c.grpo.prompts_per_step * c.grpo.group_size
-    split = Split(c.mesh.tensor, c.mesh.expert)
+    split = to_split(c, model)
     if c.draft.kind not in HEADS + COPIES:
         raise BadInput(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + COPIES)}")
     learns = c.draft.kind in HEADS and c.draft.online
     return Scenario(
         model=model,
         head=head_config(model, c.draft.vocab_size) if c.draft.kind in HEADS else None,
-        hardware=machine.with_attained(
-            draft_seconds=engine.draft_seconds, uncaptured_seconds=engine.uncaptured_seconds
-        ),
+        hardware=machine.with_engine(engine),
         workload=Workload(
             rollouts=rollouts,
             group=c.grpo.group_size,
@@ -128,6 +127,19 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
         free_verification=f.free_verification,
         captured_rows=engine.captured_rows,
     )
+
+
+def to_split(c: ConfigDict, model: Any) -> Any:
+    """Of the mesh's two axes that divide a replica; data and fsdp follow from --devices."""
+    from specrl_jax.core import BadInput
+    from specrl_jax.simulator.communication import Split
+
+    for axis, what, count in (("tensor", "heads", model.heads), ("expert", "experts", model.experts)):
+        size = c.mesh[axis]
+        if size < 1 or (count and count % size):
+            divisor = f"a positive divisor of the policy's {count} {what}" if count else "at least 1"
+            raise BadInput(f"mesh.{axis}={size}: {divisor} is needed")
+    return Split(c.mesh.tensor, c.mesh.expert)
 
 
 def rollout_dtypes(f: flags.FlagValues, c: ConfigDict) -> tuple[str, str, str]:

@@ -43,6 +43,12 @@ def all_to_all(size: Array, devices: Array, span: Array, hardware: Hardware) -> 
     return np.where(n > 1, (n - 1) / n * size / bandwidth + latency, 0.0)
 
 
+def send(size: Array, span: Array, hardware: Hardware) -> Array:
+    """`size` bytes from one device to another of `span`."""
+    bandwidth, latency = hardware.link(span)
+    return size / bandwidth + latency
+
+
 def pipeline_share(stages: Array, microbatches: Array) -> Array:
     """Share of a pipeline's time in which a stage works: m / (m + p - 1)."""
     m = np.maximum(microbatches, 1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from specrl_jax.models.eagle3 import Eagle3Config, eagle3_config
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_reduce, all_to_all
+from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_reduce, all_to_all, send
 from specrl_jax.simulator.hardware import Array, Hardware
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -127,7 +127,8 @@ class Decoder:
         layer = layer + self._seconds(attention(c, own, Q, context, s, self.precision), rows, cached=False)
         layer = layer + self._seconds(self._mlp(rows, B * Q / s.pipeline), rows)
         layer = layer + self._exchange(rows)
-        return c.layers * layer + self._seconds(unembedding(c.embed, c.vocab, rows, s, self.precision), rows)
+        last = self._seconds(unembedding(c.embed, c.vocab, rows, s, self.precision), rows)
+        return c.layers * layer + last + self._handed_on(rows)
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
         """Seconds of an EAGLE-3 head: k applications to B rows, and before them `fc` and keys of k + 1 pairs."""
@@ -171,6 +172,13 @@ class Decoder:
         if not c.experts:
             return reduces
         return reduces + 2 * all_to_all(size * c.experts_per_token, s.expert, s.devices, self.hardware)
+
+    def _handed_on(self, rows: Array) -> Array:
+        """Seconds in which a pipeline's stages pass their rows on: as many groups of them as there are stages."""
+        c, s = self.model, self.split
+        if s.pipeline == 1:
+            return 0.0
+        return s.pipeline * send(rows * c.embed * BYTES[self.precision.activations], s.devices, self.hardware)
 
     def _seconds(
         self, work: Work, rows: Array, cached: bool = True, of: Qwen3Config | Eagle3Config | None = None

@@ -11,7 +11,7 @@ from specrl_jax.simulator.scenario import (
     Points,
     Scenario,
     compare,
-    drawn_speedups,
+    draw,
     points,
     predict,
 )
@@ -60,11 +60,14 @@ def _seconds(found: Comparison, p: Points) -> list[str]:
 
 def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
     """With 90 % intervals: the assumptions drawn from their ranges, devices divided as they are."""
-    drawn, share = drawn_speedups(s, p, found, DRAWS), float(found.plain.phases.share()[0])
+    rollout, end_to_end, shares, plain, fast = draw(s, p, found, DRAWS).intervals()
+    share = float(found.plain.phases.share()[0])
     return [
-        f"rollout     {found.rollout[0]:.2f}x ({_interval(drawn.rollout)})",
-        f"end to end  {found.end_to_end[0]:.2f}x ({_interval(drawn.end_to_end)})",
-        f"generation is {share:.0%} ({_interval(drawn.share, '.0%')}) of the plain phases' sum",
+        f"rollout     {found.rollout[0]:.2f}x {_to(rollout)}",
+        f"end to end  {found.end_to_end[0]:.2f}x {_to(end_to_end)}",
+        f"plain step  {found.plain.step.total[0]:.2f} s {_to(plain)}",
+        f"with drafts {found.speculative.step.total[0]:.2f} s {_to(fast)}",
+        f"generation is {share:.0%} {_to(shares, '.0%')} of the plain phases' sum",
         f"were drafts and verification free: {amdahl(share, _tokens(p)):.2f}x end to end without overlap",
     ]
 
@@ -74,9 +77,9 @@ def _tokens(p: Points) -> float:
     return 1.0 + float(flat(p.acceptance, p.measured)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
 
 
-def _interval(values: np.ndarray, form: str = ".2f") -> str:
-    low, high = np.quantile(values, (0.05, 0.95))
-    return f"{low:{form}} to {high:{form}}"
+def _to(interval: tuple[float, float], form: str = ".2f") -> str:
+    low, high = interval
+    return f"({low:{form}} to {high:{form}})"
 
 
 def _draft_lengths(s: Scenario, p: Points, split: bool) -> list[str]:

@@ -81,6 +81,10 @@ class Points(NamedTuple):
     def apart(self) -> np.ndarray:
         return self.rollout_devices < self.devices
 
+    def at(self, i: int) -> "Points":
+        """One of them, N = 1."""
+        return _at(self, i)
+
 
 class Prediction(NamedTuple):
     """[N] each."""
@@ -101,6 +105,10 @@ class Comparison(NamedTuple):
     end_to_end: np.ndarray  # [N] speedup of the step
     plain_rollout_devices: np.ndarray  # [N]
     rollout_devices: np.ndarray  # [N]
+
+    def at(self, i: int) -> "Comparison":
+        """Of one of them, N = 1."""
+        return _at(self, i)
 
 
 def points(devices: Array, k: Array = 0, acceptance: Array = 1.0, **others: Array) -> Points:
@@ -136,16 +144,20 @@ def compare(s: Scenario, p: Points, split: bool = True) -> Comparison:
 
 
 class Drawn(NamedTuple):
-    """Speedups on machines of drawn numbers, and generation's share of a plain step: [D] each."""
+    """On machines of drawn numbers, [D] each."""
 
-    rollout: np.ndarray
-    end_to_end: np.ndarray
-    share: np.ndarray
+    rollout: np.ndarray  # speedup
+    end_to_end: np.ndarray  # speedup
+    share: np.ndarray  # generation's, of a plain step
+    plain_step: np.ndarray  # seconds
+    step: np.ndarray  # seconds
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """90 % of each field."""
+        return [tuple(map(float, np.quantile(x, (0.05, 0.95)))) for x in self]
 
 
-def drawn_speedups(
-    s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None
-) -> Drawn:
+def draw(s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None) -> Drawn:
     """Of one point, N = 1, whose devices are divided as in `found`; `known` as in Hardware.drawn."""
     drawn = s.on(s.hardware.drawn(draws, known=known))
     fast = Points(*(np.repeat(x, draws) for x in p._replace(rollout_devices=found.rollout_devices)))
@@ -153,7 +165,8 @@ def drawn_speedups(
     slow = same._replace(rollout_devices=np.repeat(found.plain_rollout_devices, draws))
     speculative, plain, alike = (predict(drawn, x) for x in (fast, slow, same))
     rollout = alike.phases.generate / speculative.phases.generate
-    return Drawn(rollout, plain.step.total / speculative.step.total, plain.phases.share())
+    totals = (plain.step.total, speculative.step.total)
+    return Drawn(rollout, totals[0] / totals[1], plain.phases.share(), *totals)
 
 
 def best_split(s: Scenario, p: Points) -> np.ndarray:
@@ -169,6 +182,11 @@ def best_split(s: Scenario, p: Points) -> np.ndarray:
     total = total.reshape(tried.shape)
     best = tried[np.arange(len(tried)), np.argmin(total, axis=1)].astype(int)
     return np.where(p.lag > 0, best, p.devices)
+
+
+def _at(tree: NamedTuple, i: int) -> NamedTuple:
+    """Entry i of every array, with its axis, in a tree of named tuples."""
+    return tree[i : i + 1] if isinstance(tree, np.ndarray) else type(tree)(*(_at(x, i) for x in tree))
 
 
 def _joined(parts: list) -> NamedTuple:

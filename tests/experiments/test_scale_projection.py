@@ -6,7 +6,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments.scale_projection import grid, ours, paper, validate
+from configs import rlzero_8b
+from experiments.scale_projection import effects, grid, large, ours, paper, validate
 from specrl_jax.simulator.__main__ import MEAN_SHARE
 from specrl_jax.simulator.calibrate import errors
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
@@ -50,18 +51,25 @@ def test_the_simulators_vllm_is_the_fitted_one():
     graphs = next(r for r in committed("effects.csv") if r["effect"].startswith("captured graphs"))
     assert ENGINES["vllm"].draft_seconds == pytest.approx(kept["draft_seconds"], rel=0.01)
     assert ENGINES["vllm"].uncaptured_seconds == pytest.approx(float(graphs["value"]), rel=0.01)
-    assert ENGINES["vllm"].captured_rows == paper.CAPTURED
+    assert ENGINES["vllm"].host_seconds == HARDWARE["gb200"].attained.host_seconds
+
+
+def test_the_simulators_fused_engine_is_our_measured_one():
+    """A look of the host, as fitted to our rollouts, over the iterations between two of them in the large configs."""
+    kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "rollouts"}
+    chunk = rlzero_8b.get_config().rollout.chunk
+    assert ENGINES["fused"].host_seconds == pytest.approx(kept["chunk_seconds"] / chunk, rel=0.01)
 
 
 def test_the_effect_of_captured_graphs_is_reproduced(calibrated):
-    effect = paper.captured_graphs(calibrated)
+    effect = effects.captured_graphs(calibrated)
     kept = {r["row"]: float(r["predicted"]) for r in committed("effects.csv") if r["effect"] == effect.name}
     assert {r["row"]: r["predicted"] for r in effect.rows} == pytest.approx(kept, rel=1e-2)
     assert all(abs(r["error"]) <= validate.PAPER_TARGET for r in effect.rows)
 
 
 def test_the_simulated_rows_are_reached_without_a_constant_of_their_own(calibrated):
-    found = paper.large_rows(paper.fused(calibrated), "zero", free=True)
+    found = large.large_rows(large.assumed(calibrated), "zero", free=True)
     kept = [r for r in committed("large.csv") if (r["view"], r["lengths"]) == ("free verification", "zero")]
     assert [r["predicted"] for r in found] == pytest.approx([float(r["predicted"]) for r in kept], rel=1e-2)
     claimed = [r for r in found if r["use"] == "predicted"]
@@ -93,9 +101,10 @@ def test_grids_hold_what_their_columns_say(calibrated):
     scale, draft = committed("scale.csv"), committed("draft.csv")
     assert len(scale) == 72 and len(draft) == 200
     for r in scale + draft:
+        assert float(r["end_to_end_low"]) < float(r["end_to_end_high"])
         assert 0 < float(r["rollout_speedup"]) <= float(r["acceptance"]) + 1e-6
     case = grid.CASES[0]
-    again = grid.scale_rows(case.scenario(paper.fused(calibrated)), case.all_devices, (0,), case.k, case.acceptance)
+    again = grid.scale_rows(case.scenario(large.fused(calibrated)), case.all_devices, (0,), case.k, case.acceptance)
     kept = [r for r in scale if r["case"] == "8B, our loop" and r["lag"] == "0"]
     values = [[float(r[x]) for r in rows] for rows in (again, kept) for x in ("rollout_speedup", "end_to_end_speedup")]
     assert np.allclose(values[:2], values[2:], rtol=1e-2)

@@ -79,6 +79,27 @@ def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activation
     assert decoder.plain(B, context) == pytest.approx(expected)
 
 
+def test_qwen3_8b_on_four_gb200_in_numbers():
+    """128 sequences with 4,000 keys each, one token and four: arithmetic on the model card and the data sheet."""
+    policy, machine = qwen3.preset("qwen3_8b"), HARDWARE["gb200"]
+    decoder = Decoder(policy, None, machine, Split(4))
+    weights = 36 * (4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12_288) + 4096 * 151_936
+    assert products_per_token(policy) == weights == 7_568_097_280
+    keys_and_values = 128 * 4000 * 147_456  # bytes a token: 36 layers x 2 x 8 heads x 128 x 2 bytes
+    read = (2 * weights + keys_and_values) / 4 / 6.4e12  # 3.54 ms: 80 % of 8 TB/s
+    reduces = 72 * (2 * 3 / 4 * 128 * 4096 * 2 / 675e9 + 8e-6)  # 0.74 ms: 75 % of 900 GB/s
+    kernels = (36 * 10 + 6) * 2.5e-6
+    by_hand = read + reduces + kernels + 2e-3
+    # Activations and logits come on top: 0.04 ms.
+    assert by_hand == pytest.approx(7.20e-3, rel=1e-3) and by_hand < decoder.plain(128, 4000) < 1.01 * by_hand
+    # Four positions: products of 512 rows are bound by 70 % of 2.5 PFLOP/s, and hide activations and logits; caches are
+    # read once all the same.
+    verified = 2 * weights * 512 / 4 / 1.75e15 + keys_and_values / 4 / 6.4e12
+    verified += 72 * (2 * 3 / 4 * 512 * 4096 * 2 / 675e9 + 8e-6) + kernels + 2e-3
+    assert verified == pytest.approx(8.22e-3, rel=1e-3)
+    assert decoder.speculative(128, 3, 4000) == pytest.approx(verified)
+
+
 def test_a_machine_without_memory_limits_does_the_forwards_operations():
     B, k, context = 3, 4, 50
     decoder = Decoder(NANO, None, ideal(flops=1e9), precision=FLOAT32)
@@ -137,6 +158,12 @@ def test_a_pipeline_halves_arithmetic_and_not_reading(model):
     reads = [float(Decoder(model, None, memory, Split(pipeline=2)).plain(B, 20)) for B in (8, 4)]
     alone = [float(Decoder(model, None, memory).plain(B, 20)) for B in (4, 2)]
     assert reads == pytest.approx(alone)
+
+
+def test_a_pipelines_stages_pass_their_rows_on():
+    """Two groups of four sequences, each 64 numbers of two bytes a sequence, at 100 bytes/s and a second a message."""
+    decoder = Decoder(NANO, None, ideal(near=Link(100.0, 1.0)), Split(pipeline=2))
+    assert NANO.embed == 64 and decoder.plain(8, 20) == pytest.approx(2 * (4 * 64 * 2 / 100 + 1))
 
 
 def test_sequences_are_never_cut_below_one_device():

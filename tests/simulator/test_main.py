@@ -56,6 +56,8 @@ def test_the_largest_case(call):
     for what in ("rollout", "end to end"):
         value, low, high = speedup(out, what)
         assert low <= high and 1 <= value <= 4
+    for what in ("plain step", "with drafts"):
+        assert re.search(rf"{what} +[\d.]+ s \([\d.]+ to [\d.]+\)", out)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("x")] == [*"012357", "adaptive"]
 
 
@@ -109,6 +111,10 @@ def test_a_grid_is_written(call, tmp_path):
         (dense("--mean_tokens", "9000"), ["--mean_tokens=9000", "8192"]),
         (dense("--rollout_dtype", "int3"), ["int3", "bfloat16"]),
         (dense("--config.policy.preset=qwen4"), ["qwen4", "qwen3_8b"]),
+        (dense("--config.mesh.tensor=-1"), ["mesh.tensor=-1", "divisor", "32 heads"]),
+        (dense("--config.mesh.tensor=3", "--devices", "33"), ["mesh.tensor=3", "divisor", "32 heads"]),
+        (dense("--config.mesh.expert=0"), ["mesh.expert=0", "at least 1"]),
+        (("--config", LARGE, "--config.mesh.expert=6", *dense()[2:]), ["mesh.expert=6", "128 experts"]),
         (dense("--config.draft.kind=none"), ["draft.kind=none", "eagle3"]),
         (dense("--config.policy.preset=nano", "--config.draft.vocab_size=0"), ["eagle3", "7"]),
         (
@@ -123,6 +129,12 @@ def test_a_mistake_is_one_line(call, arguments, words):
     assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
     for word in words:
         assert word in err, err
+
+
+def test_a_grid_where_nothing_can_be_written_is_one_line(call, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = call(*dense("--grid", str(tmp_path / "file" / "grid")))
+    assert status == 1 and err.startswith("error: --grid=") and err.count("\n") == 1
 
 
 def test_a_mistake_leaves_no_grid(call, tmp_path):
