@@ -27,17 +27,17 @@ class Workload:
     microbatch: int = 0  # rows of one forward and backward pass over all devices; 0: a minibatch
     remat: bool = True  # the backward pass computes each layer's forward again
     gathered: bool = True  # fsdp: every microbatch gathers its parameters; False: each device keeps its part of a copy
-    padded: bool = True  # every row of the learner has room for the longest prompt and the limit; False: packed
     ttt_steps: int = 0  # unrolled steps of a draft that learns in the train phase; 0: frozen or none
     tiled: bool = False  # logits are unembedded some words at a time, and again in the backward pass
 
+    @property
+    def longest(self) -> float:
+        """Tokens of a text with its prompt."""
+        return self.longest_prompt + self.lengths.limit
+
     def learner_tokens(self) -> tuple[float, float]:
-        """(tokens, keys that they read) of all rows of the learner."""
-        shares = (np.arange(2048) + 0.5) / 2048
-        drawn = self.lengths.quantile(shares)
-        longest = self.longest_prompt + self.lengths.limit
-        rows = np.full_like(drawn, longest) if self.padded else self.prompt + drawn
-        return self.rollouts * float(rows.mean()), self.rollouts * float((rows**2).mean()) / 2
+        """(tokens, keys that they read) of all rows of the learner, each padded to the longest text."""
+        return self.rollouts * self.longest, self.rollouts * self.longest**2 / 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,8 @@ def memory(w: Workload, decoder: Decoder, learner: Learner, learner_devices: Arr
     microbatch = w.microbatch or w.rollouts / w.minibatches
     rows = np.maximum(microbatch * learner.split.tensor / learner_devices, 1)
     kept = c.layers * c.embed if w.remat else 12 * c.layers * c.embed  # without remat, what a layer's products read
-    activations = rows * longest(w) * kept * BYTES[learner.dtype] / learner.split.tensor
-    logits = longest(w) * c.vocab * BYTES["float32"] / learner.split.tensor
+    activations = rows * w.longest * kept * BYTES[learner.dtype] / learner.split.tensor
+    logits = w.longest * c.vocab * BYTES["float32"] / learner.split.tensor
     # Without fsdp a copy for the products, and its gradient, are there all the time.
     beside = 0.0 if w.gathered else (BYTES[learner.dtype] + BYTES["float32"]) * total / learner.split.devices
     slots = np.maximum(np.minimum(w.slots, w.rollouts) / (rollout_devices / split.tensor), 1)
@@ -56,15 +56,10 @@ def most_slots(m: Memory, w: Workload, decoder: Decoder, memory_bytes: float, ap
     return np.maximum(np.floor(free / sequence_bytes(w, decoder)) * ranks, 1)
 
 
-def longest(w: Workload) -> float:
-    """Tokens of a text with its prompt."""
-    return w.longest_prompt + w.lengths.limit
-
-
 def sequence_bytes(w: Workload, decoder: Decoder) -> float:
     """Of one sequence's keys and values on one device, and of what its head keeps: three features, keys and values."""
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim
     if h is not None:
         numbers += 3 * h.embed + 2 * max(h.kv_heads / split.tensor, 1) * h.head_dim
-    return longest(w) * numbers * BYTES[decoder.precision.cache]
+    return w.longest * numbers * BYTES[decoder.precision.cache]

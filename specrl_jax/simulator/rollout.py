@@ -44,13 +44,12 @@ AT_ONCE = Schedule()
 
 
 class Profile(NamedTuple):
-    """Replicas' rollouts on the clock: [N, G], the last two [N, 1]."""
+    """Replicas' rollouts on the clock: [N, G], the last [N, 1]."""
 
     tokens: np.ndarray  # length of a segment
     running: np.ndarray  # mean rows that run
     batch: np.ndarray  # mean rows of the program that runs them
     context: np.ndarray  # mean keys that a running row reads
-    longest: np.ndarray  # tokens of the longest response
     looks: np.ndarray  # of the host, that started something
 
 
@@ -91,7 +90,6 @@ class Rollout(NamedTuple):
 class Steady(NamedTuple):
     """Generation without a gap between batches, by how many sequences are admitted at once: [N, ADMISSIONS]."""
 
-    sequences: np.ndarray  # of one replica
     seconds: np.ndarray  # a batch
     delay: np.ndarray  # from a batch's first token to its last
 
@@ -117,7 +115,7 @@ def profile(lengths: np.ndarray, slots: int, prompt: float, schedule: Schedule, 
     if schedule.cache_length:
         context = np.full(SEGMENTS, float(schedule.cache_length))
     batch = _programs(running, edges[1:] <= start.max(), slots, schedule)
-    rows = (np.full(SEGMENTS, edges[1] - edges[0]), running, batch, context, [lengths.max()], [looks])
+    rows = (np.full(SEGMENTS, edges[1] - edges[0]), running, batch, context, [looks])
     return Profile(*(np.asarray(x, float)[None] for x in rows))
 
 
@@ -221,7 +219,7 @@ def run_steady(
     sequences = np.exp(np.linspace(0.0, 1.0, ADMISSIONS) * np.log(np.maximum(most, 1.0)))
     _, tokens, cost = _choose(decoder, sequences, context, drafting)
     longest = lengths.quantile(1 - 0.5 / np.maximum(each, 1.0))
-    return Steady(sequences, each * mean / tokens / sequences * cost, longest / tokens * cost)
+    return Steady(each * mean / tokens / sequences * cost, longest / tokens * cost)
 
 
 def _choose(

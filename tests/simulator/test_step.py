@@ -25,7 +25,7 @@ def phases(*values):
 
 def no_tail(seconds):
     """Generation whose batches gain nothing from following each other."""
-    return Steady(np.ones((1, 1)), np.array([[seconds]]), np.array([[seconds]]))
+    return Steady(np.array([[seconds]]), np.array([[seconds]]))
 
 
 # ---- numbers
@@ -46,18 +46,18 @@ def test_the_papers_table_1():
 def test_two_batches_under_way_by_hand():
     """Learner 10 s, a batch 30 s alone, 20 s without gaps: bound by generation; by a batch's delay; by the learner."""
     p = phases(0, 0, 30, 4, 6)
-    steady = Steady(np.ones((1, 1)), np.array([[20.0]]), np.array([[34.0]]))
+    steady = Steady(np.array([[20.0]]), np.array([[34.0]]))
     assert asynchronous(p, steady, [[1]]).total == 22  # (34 + 10) / 2
     assert asynchronous(p, steady, [[2]]).total == 20
     assert asynchronous(p, steady, [[1]], in_flight=True).total == 20
     assert asynchronous(phases(0, 0, 30, 40, 6), steady, [[2]]).exposed == 0
     # Without gaps it would take longer than one batch after the other.
-    assert asynchronous(p, Steady(np.ones((1, 1)), np.array([[20.0]]), np.array([[60.0]])), [[1]]).total == 30
+    assert asynchronous(p, Steady(np.array([[20.0]]), np.array([[60.0]])), [[1]]).total == 30
 
 
 @hypothesis.given(st.tuples(*[SECONDS] * 5), SECONDS, SECONDS, LAGS, st.booleans())
 def test_lag_is_never_slower_on_the_same_split(values, steady, delay, lag, in_flight):
-    p, s = phases(*values), Steady(np.ones((1, 1)), np.array([[steady]]), np.array([[delay]]))
+    p, s = phases(*values), Steady(np.array([[steady]]), np.array([[delay]]))
     totals = [asynchronous(p, s, [[n]], in_flight).total[0, 0] for n in (0, lag, lag + 1)]
     assert totals[0] == p.total[0, 0] and totals[0] >= totals[1] >= totals[2] >= p.learner[0, 0] * (1 - 1e-12)
 
