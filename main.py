@@ -6,7 +6,6 @@ The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resum
 """
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -15,6 +14,8 @@ from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
+
+from specrl_jax.io.command_line import fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
@@ -64,19 +65,6 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
     # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
     name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
     return config, _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
-
-
-def one_line(error: Exception) -> str:
-    """What the flag libraries meant, without their nested reprs and tracebacks."""
-    text = str(error)
-    if guess := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
-        return f"--config: there is no key '{guess[2]}'; did you mean '{guess[1]}'?"
-    if isinstance(error, OSError):
-        missing = re.search(r"No such file or directory: '(.*?)'", text)
-        return f"--config: no file '{missing[1]}'" if missing else " ".join(text.split())
-    if "Traceback" in text:  # config_flags wraps what get_config raises
-        text = text.strip().splitlines()[-1].partition(": ")[2]
-    return " ".join(text.split())
 
 
 def to_settings(config: ConfigDict) -> Any:
@@ -208,11 +196,6 @@ def stop_on_signal() -> threading.Event:
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
     return stop
-
-
-def fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # Verifications: the weight of a prior; below which old evidence does not fade; what a probe tries to see.
 PRIOR, FLOOR, PROBE = 8.0, 64.0, 64
 PROBE_ITERATIONS = (4, 32)  # fewest, most
@@ -18,6 +20,17 @@ PAIRED = 3  # chunks after a change of length that compare the two
 SPREAD_CHUNKS = 16  # chunks that the spread of acceptance is a running mean of
 SQUARED_ERRORS = 36.0  # most that one chunk counts in that mean: what is a jump must not hide the next one
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
+
+
+def expected_tokens(accepted: np.ndarray, k: int) -> np.ndarray:
+    """[...] tokens that one verification of k drafts commits, 1 to k + 1, from a_1, a_2, ... in accepted [..., K]."""
+    return 1.0 + np.asarray(accepted, float)[..., :k].sum(axis=-1)
+
+
+def best_length(tokens: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """[...] index of the draft length of the highest rate, tokens [..., n] over costs [..., n] in seconds; the shorter
+    of two alike."""
+    return np.argmax(np.asarray(tokens) / np.asarray(costs), axis=-1)
 
 
 class Choice(NamedTuple):
@@ -103,8 +116,8 @@ class Controller:
         return cumulative
 
     def expected_tokens(self, k: int) -> float:
-        """Tokens that one verification commits, 1 to k + 1."""
-        return 1.0 + sum(self.acceptance()[:k])
+        """`expected_tokens` by the running estimates."""
+        return float(expected_tokens(self.acceptance(), k))
 
     def cost(self, size: int, k: int) -> float:
         """Seconds per iteration; linear in k between lengths measured, nan where none of this size is."""
@@ -141,14 +154,15 @@ class Controller:
         """For the next chunk of `running` rows; `off`: draft in probes only (the acceptance alarm has tripped)."""
         state = self._sizes[size]
         accepted = self.acceptance()
-        tokens = [1.0 + sum(accepted[:k]) for k in self.lengths]
+        tokens = [float(expected_tokens(accepted, k)) for k in self.lengths]
         costs = [self.cost(size, k) for k in self.lengths]
         if off or math.isnan(costs[0]):
             state.current = 0
         else:
             # Drafts that add next to nothing are not worth a coin toss over two measured costs.
-            rates = [t / c if i == 0 or t > 1 + self.hysteresis else 0.0 for i, (t, c) in enumerate(zip(tokens, costs))]
-            best = rates.index(max(rates))
+            worth = [t if i == 0 or t > 1 + self.hysteresis else 0.0 for i, t in enumerate(tokens)]
+            rates = [t / c for t, c in zip(worth, costs)]
+            best = int(best_length(worth, costs))
             margin = self.hysteresis if best else self.hysteresis / 3
             if state.current is None or rates[best] > (1 + margin) * rates[state.current]:
                 state.current = best

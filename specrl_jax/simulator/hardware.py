@@ -1,24 +1,253 @@
-"""What machines can do at most."""
+"""What machines can do: the vendors' numbers, and the share of them that programs attain.
 
+A field that is an assumption is a number here with its source or its reason beside it, and a range in `SPREAD`; a field
+that was fitted is replaced by `calibrate`. Rates are a device's, bytes count 1e9 to the GB.
+"""
+
+import dataclasses
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-# Dense bfloat16 products, FLOP/s a device, by how its name begins in jax (device_kind). From the vendors' data sheets:
-# NVIDIA H100 SXM, H200, B200, GB200 (without sparsity), A100; Google Cloud TPU v4, v5e, v5p, v6e.
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
+from specrl_jax.core import BadInput
+
+# A number, or as many of them as there are configurations
+Array = float | np.ndarray
+
+
+class Peak(NamedTuple):
+    """FLOP/s of dense products by the dtype of their operands; a dtype without units of its own has the next one's."""
+
+    float32: float
+    bfloat16: float
+    float8: float
+
+
+class Link(NamedTuple):
+    """Between devices: bytes/s that one sends while it receives as many, and seconds that a message takes at least."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Attained:
+    """What programs get of a machine, and what their host takes. Assumed, with a range in SPREAD, unless fitted."""
+
+    # Share of the peak in large products. cuBLAS and XLA reach 0.65 to 0.75 of the dense bfloat16 peak on H100.
+    matmul: Array = 0.7
+    # Share of the memory's bandwidth in reading weights and caches; copies reach 0.9, decode kernels less.
+    memory: Array = 0.8
+    # Share of a link's bandwidth in collectives of large messages; NCCL's all-reduce reaches about that in a node.
+    link: Array = 0.75
+    # Of the shorter of an operation's two times, arithmetic and memory, the share that hides behind the longer one:
+    # 1 is the roofline (max), 0 their sum.
+    overlap: Array = 1.0
+    # Of what large products attain, the share that a dense learner keeps over a whole phase: collectives, small
+    # kernels, idle stages. Llama 3 at 8B to 70B trains at 1,620 to 1,940 of GB200's 5,000 TFLOP/s in FP8 (Megatron
+    # Bridge 25.11, performance summary), 0.46 to 0.55 x 0.7.
+    learner: Array = 0.5
+    # And what a mixture's learner keeps of that: Qwen3-235B-A22B 806, Llama 3 70B 1,623 TFLOP/s a GPU (Megatron Bridge
+    # 26.02, GB200, MXFP8).
+    mixture: Array = 0.5
+    # Cost of a FLOP in a backward pass over one in a forward pass.
+    backward: Array = 1.0
+    # Of what the policy's learning attains, the share that a draft head's does: its products are smaller.
+    draft_learner: Array = 1.0
+    # Seconds of train that more devices do not shorten.
+    learner_seconds: Array = 0.0
+    # Seconds of a kernel beside its work, launched from a captured graph: 2 to 3 us of prologue and drain.
+    kernel_seconds: Array = 2.5e-6
+    # Seconds of every engine iteration in which the device waits for its host: schedule, sample, detokenise. vLLM
+    # without overlap: about 4 ms (its RFC 6854), with a captured graph of a large model 4 ms (vllm-omni issue 3730);
+    # overlapped scheduling hides most of it.
+    host_seconds: Array = 2e-3
+    # The same for every token drafted, beyond the head's own kernels: one graph is launched, one token drawn.
+    draft_seconds: Array = 1e-4
+    # The same for every layer of an iteration with more rows than the largest captured graph, whose kernels the host
+    # launches one by one; see Decoder.captured_rows.
+    uncaptured_seconds: Array = 0.0
+    # Of a drafter without weights: host seconds for each token of a running text that it searches.
+    lookup_seconds: Array = 0.0
+    # Seconds of an iteration for every sequence, and for every position of one that is decoded or verified: noise,
+    # scatters into caches, masks. On an accelerator these are among the kernels.
+    sequence_seconds: Array = 0.0
+    row_seconds: Array = 0.0
+    # Reads of a weight by a product of more rows than one, in units of one read. A CPU's library copies the weight
+    # into tiles first, a product of one row does without.
+    packing: Array = 1.0
+    # Seconds of a look of the host between chunks (see rollout.Schedule), beside the prefill of what it starts.
+    chunk_seconds: Array = 0.0
+    # Seconds of the two phases that are mostly not arithmetic: a batch of prompts is there already; the engine is woken
+    # and its weights are checked and stamped.
+    data_seconds: Array = 0.2
+    prepare_seconds: Array = 1.0
+
+
+# By how much an assumption may be wrong: 90 % between value / factor and value x factor, log-normal. Of all others
+# nothing is drawn.
+SPREAD = {
+    "matmul": 1.15,
+    "memory": 1.15,
+    "link": 1.3,
+    "learner": 1.3,
+    "mixture": 1.4,
+    "kernel_seconds": 2.0,
+    "host_seconds": 2.0,
+    "draft_seconds": 3.0,
+    "prepare_seconds": 2.0,
 }
+SHARES = ("matmul", "memory", "link", "learner", "mixture")  # at most 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device of a machine and its links."""
+
+    name: str
+    device_kind: str  # how jax.Device.device_kind begins
+    peak: Peak
+    memory_bytes: float
+    memory_bandwidth: float  # bytes/s
+    domain: int  # devices that `near` joins: an NVLink domain, a TPU pod
+    near: Link  # inside a domain
+    far: Link  # between domains
+    # A cache that holds weights between two iterations: its bytes and bytes/s. 0: none that large.
+    cache_bytes: float = 0.0
+    cache_bandwidth: float = 1.0
+    attained: Attained = Attained()
+
+    def flops(self, dtype: str) -> Array:
+        """FLOP/s that large products attain."""
+        return getattr(self.peak, dtype) * self.attained.matmul
+
+    def bandwidth(self, resident: Array) -> Array:
+        """Bytes/s at which `resident` bytes are read again every iteration."""
+        cached = np.asarray(resident) <= self.cache_bytes
+        return np.where(cached, self.cache_bandwidth, self.memory_bandwidth) * self.attained.memory
+
+    def link(self, devices: Array) -> tuple[Array, Array]:
+        """(bytes/s, seconds a message) between `devices` of them: the far link once they exceed a domain."""
+        inside = np.asarray(devices) <= self.domain
+        bandwidth = np.where(inside, self.near.bandwidth, self.far.bandwidth) * self.attained.link
+        return bandwidth, np.where(inside, self.near.latency, self.far.latency)
+
+    def with_attained(self, **values: Array) -> "Hardware":
+        return dataclasses.replace(self, attained=dataclasses.replace(self.attained, **values))
+
+    def with_engine(self, e: "Engine") -> "Hardware":
+        """Under the host of a rollout engine; its captured rows are the decoder's."""
+        return self.with_attained(
+            host_seconds=e.host_seconds, draft_seconds=e.draft_seconds, uncaptured_seconds=e.uncaptured_seconds
+        )
+
+    def drawn(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
+        """The machine with [count, 1] of every uncertain number: by SPREAD or, where that has it, `known`."""
+        rng = np.random.default_rng(seed)
+        values = {}
+        for name, factor in (SPREAD | (known or {})).items():
+            # Every name draws, whatever its factor: what is known of one does not change the draws of another.
+            noise = np.exp(np.log(factor) / 1.645 * rng.standard_normal((count, 1)))
+            drawn = getattr(self.attained, name) * noise
+            values[name] = np.minimum(drawn, 1.0) if name in SHARES else drawn
+        return self.with_attained(**values)
+
+
+# Half of what the vendors call bidirectional. Latencies are of small collectives, as nccl-tests show them: about 10 us
+# over an NVSwitch and twice that over InfiniBand; a hop of a TPU's links takes about 1 us, a slice some ten.
+_NVLINK4, _NVLINK5 = Link(450e9, 8e-6), Link(900e9, 8e-6)
+_INFINIBAND = Link(50e9, 20e-6)  # one 400 Gb/s adapter a device
+_HOPPER = Peak(67e12, 989e12, 1979e12)
+
+HARDWARE = {
+    # NVIDIA GB200 NVL72 data sheet, per GPU and without sparsity: 2.5, 5 PFLOP/s, 186 GB, 8 TB/s, NVLink 1.8 TB/s,
+    # 72 GPUs in a domain; one ConnectX-7 400 Gb/s each. float32: 80 TFLOP/s.
+    "gb200": Hardware("gb200", "NVIDIA GB200", Peak(80e12, 2500e12, 5000e12), 186e9, 8e12, 72, _NVLINK5, _INFINIBAND),
+    # NVIDIA HGX/DGX B200 data sheet: 2.25, 4.5 PFLOP/s, 180 GB, 8 TB/s (64 TB/s for 8), 8 GPUs on an NVSwitch.
+    "b200": Hardware("b200", "NVIDIA B200", Peak(75e12, 2250e12, 4500e12), 180e9, 8e12, 8, _NVLINK5, _INFINIBAND),
+    # NVIDIA H200 data sheet (SXM): H100's rates, 141 GB, 4.8 TB/s, NVLink 900 GB/s, 8 GPUs.
+    "h200": Hardware("h200", "NVIDIA H200", _HOPPER, 141e9, 4.8e12, 8, _NVLINK4, _INFINIBAND),
+    # NVIDIA H100 data sheet (SXM): 989, 1979 TFLOP/s, 80 GB, 3.35 TB/s.
+    "h100": Hardware("h100", "NVIDIA H100", _HOPPER, 80e9, 3.35e12, 8, _NVLINK4, _INFINIBAND),
+    # Google Cloud documentation, "TPU v5p": 459 TFLOP/s, also in FP8; 95 GiB, 2765 GB/s, links of 1200 GB/s both ways,
+    # a pod of 8,960, data-center network 50 Gb/s a chip. A TPU multiplies float32 in three or six bfloat16 passes.
+    "tpu_v5p": Hardware(
+        "tpu_v5p",
+        "TPU v5p",
+        Peak(459e12 / 6, 459e12, 459e12),
+        95 * 2**30,
+        2765e9,
+        8960,
+        Link(600e9, 10e-6),
+        Link(6.25e9, 50e-6),
+    ),
+    # Google Cloud documentation, "TPU v6e": 918 TFLOP/s (1836 TOP/s int8, no FP8), 32 GB, 1638 GB/s, links of 800 GB/s
+    # both ways, a pod of 256. Network: 4 x 200 Gb/s a host of 8 chips.
+    "tpu_v6e": Hardware(
+        "tpu_v6e",
+        "TPU v6 lite",
+        Peak(918e12 / 6, 918e12, 918e12),
+        32e9,
+        1638e9,
+        256,
+        Link(400e9, 10e-6),
+        Link(12.5e9, 50e-6),
+    ),
+    # Two cores of an AMD EPYC 9004 (AVX-512) with 24 GiB, shared. Products of two threads measured there: 205 GFLOP/s
+    # in float32, 430 in bfloat16; 37 GB/s from memory, about 100 from its 32 MiB of L3. No device to talk to: one
+    # domain of one.
+    "this_machine": Hardware(
+        "this_machine",
+        "cpu",
+        Peak(205e9, 430e9, 430e9),
+        24 * 2**30,
+        37e9,
+        1,
+        Link(1e9, 1e-3),
+        Link(1e9, 1e-3),
+        cache_bytes=32 * 2**20,
+        cache_bandwidth=100e9,
+    ),
+}
+
+# Peaks of accelerators that are not described above, for model FLOP utilisation: bfloat16, from NVIDIA's A100 data
+# sheet and Google Cloud's documentation of v4, v5e and v5 (v5p's other name).
+_OTHERS = {"NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12}
+PEAK_FLOPS = {h.device_kind: h.peak.bfloat16 for h in HARDWARE.values() if h.domain > 1} | _OTHERS
+
+
+class Engine(NamedTuple):
+    """What a rollout engine's host takes, and the rows of its largest captured graph."""
+
+    host_seconds: float
+    draft_seconds: float
+    uncaptured_seconds: float
+    captured_rows: float
+
+
+ENGINES = {
+    # This project's: drafting, verification and commit are one program, whatever its rows. The host looks in after 64
+    # iterations (rollout.chunk of the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds there).
+    "fused": Engine(4.1e-3 / 64, Attained.draft_seconds, 0.0, np.inf),
+    # As fitted to the paper's tables by experiments/scale_projection (arXiv 2604.26779: vLLM, Qwen3-8B): Table 1's
+    # speculative column of RL-Zero, and Table 4's two rows of k = 5. vLLM captures graphs of up to 512 rows.
+    "vllm": Engine(Attained.host_seconds, 1.52e-3, 5.2e-4, 512.0),
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    if name not in HARDWARE:
+        raise BadInput(f"--hardware: no machine '{name}'; there are {', '.join(HARDWARE)}")
+    return HARDWARE[name]
+
+
+def find_engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise BadInput(f"--engine: no engine '{name}'; there are {', '.join(ENGINES)}")
+    return ENGINES[name]
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype) -> float:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.controller import Choice, Controller, best_length, expected_tokens
 
 LENGTHS = (0, 1, 2, 3, 5, 7)
 SIZE = 32
@@ -117,6 +117,23 @@ class Bursts(Machine):
         self.t += 1
         self.ratios = (0.9,) * 7 if self.burst else (0.02,) + (0.5,) * 6
         return super().run(choice)
+
+
+# --- the two formulas, which the simulator shares
+
+
+def test_expected_tokens_count_the_bonus_token():
+    accepted = np.array([[0.9, 0.8, 0.5], [0.0, 0.0, 0.0]])
+    assert expected_tokens(accepted, 0).tolist() == [1, 1]
+    assert expected_tokens(accepted, 2) == pytest.approx([2.7, 1.0])
+    assert expected_tokens([1.0] * 7, 7) == 8
+
+
+def test_the_best_length_has_the_highest_rate_and_is_the_shorter_of_two_alike():
+    assert best_length([1.0, 1.9, 3.0], [1.0, 2.0, 2.5]) == 2
+    assert best_length([1.0, 2.0, 4.0], [1.0, 2.0, 4.0]) == 0
+    many = best_length(np.array([[1.0, 2.0], [1.0, 2.0]]), np.array([[1.0, 1.5], [1.0, 3.0]]))
+    assert many.tolist() == [1, 0]
 
 
 # --- against the best fixed length

@@ -1,0 +1,71 @@
+"""Speedups over a grid of configurations, each with its 90 % interval, as rows of a CSV file."""
+
+import csv
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specrl_jax.simulator.rollout import LENGTHS
+from specrl_jax.simulator.scenario import Comparison, Points, Scenario, compare, draw, points
+
+Row = dict[str, Any]
+Known = dict[str, float] | None
+LAGS = (0, 1, 2, 4)
+DRAWS = 100  # of the assumptions, for a cell's intervals
+DRAFTED = tuple(k for k in LENGTHS if k)
+RATIOS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts kept at a position, 0.5 to 0.95
+
+
+def scale_rows(
+    s: Scenario, devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float, known: Known = None
+) -> list[Row]:
+    """Over devices and lag, at one k; `known` as in Hardware.drawn."""
+    n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
+    cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]
+    return _rows(s, cells, points(n, k, acceptance, lag=lag), known)
+
+
+def draft_rows(
+    s: Scenario, devices: int, lag: int, drafted: Sequence[int], ratios: Sequence[float], known: Known = None
+) -> list[Row]:
+    """Over k and the share of drafts kept at each position, r: the acceptance length is 1 + r + ... + r^k."""
+    k, r = (x.ravel() for x in np.meshgrid(drafted, ratios))
+    acceptance = (r[:, None] ** np.arange(max(drafted) + 1) * (np.arange(max(drafted) + 1) <= k[:, None])).sum(1)
+    cells = [
+        {"devices": devices, "lag": lag, "k": int(a), "kept": float(b), "acceptance": round(x, 4)}
+        for a, b, x in zip(k, r, acceptance)
+    ]
+    return _rows(s, cells, points(devices, k, acceptance, lag=lag), known)
+
+
+def _rows(s: Scenario, cells: list[Row], p: Points, known: Known) -> list[Row]:
+    found = compare(s, p)
+    return [cell | _columns(s, p.at(i), found.at(i), known) for i, cell in enumerate(cells)]
+
+
+def _columns(s: Scenario, p: Points, found: Comparison, known: Known) -> Row:
+    """Of one point."""
+    plain, fast = found.plain, found.speculative
+    rollout, end_to_end, *_ = draw(s, p, found, DRAWS, known).intervals()
+    return {
+        "rollout_speedup": round(float(found.rollout[0]), 4),
+        "rollout_low": round(rollout[0], 4),
+        "rollout_high": round(rollout[1], 4),
+        "end_to_end_speedup": round(float(found.end_to_end[0]), 4),
+        "end_to_end_low": round(end_to_end[0], 4),
+        "end_to_end_high": round(end_to_end[1], 4),
+        "plain_step_s": round(float(plain.step.total[0]), 3),
+        "step_s": round(float(fast.step.total[0]), 3),
+        "generation_share": round(float(plain.phases.share()[0]), 4),
+        "plain_rollout_devices": int(found.plain_rollout_devices[0]),
+        "rollout_devices": int(found.rollout_devices[0]),
+        "fits": bool(fast.fits[0] & plain.fits[0]),
+    }
+
+
+def write_rows(path: str, rows: Sequence[Row]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,127 @@
+"""What the command line prints of one configuration."""
+
+import numpy as np
+
+from specrl_jax.core import PHASES
+from specrl_jax.simulator.memory import memory
+from specrl_jax.simulator.rollout import LENGTHS, flat
+from specrl_jax.simulator.scenario import (
+    ADAPTIVE,
+    Comparison,
+    Points,
+    Scenario,
+    compare,
+    draw,
+    points,
+    predict,
+)
+from specrl_jax.simulator.step import amdahl
+
+DRAWS = 200  # of the assumptions, for an interval
+# What is made twice as good, one after the other, to see what a step is bound by.
+RESOURCES: dict[str, dict[str, float]] = {
+    "memory bandwidth": {"memory": 2.0},
+    "rollout arithmetic": {"matmul": 2.0, "learner": 0.5},
+    "learner arithmetic": {"learner": 2.0},
+    "link bandwidth": {"link": 2.0},
+    "host and launch speed": dict.fromkeys(
+        ("host_seconds", "kernel_seconds", "draft_seconds", "uncaptured_seconds"), 0.5
+    ),
+}
+
+
+def report(s: Scenario, p: Points, split: bool) -> list[str]:
+    """Lines about one point, N = 1; `split` as in `compare`."""
+    found = compare(s, p, split)
+    fast = p._replace(rollout_devices=found.rollout_devices)
+    blocks = (
+        [*_seconds(found, p), _thinning(found)],
+        _speedups(s, found, p),
+        _draft_lengths(s, p, split),
+        _limits(s, found, fast),
+        _memory(s, fast),
+    )
+    return [line for block in blocks for line in (*block, "")][:-1]
+
+
+def _seconds(found: Comparison, p: Points) -> list[str]:
+    """By phase, plain and speculative."""
+    sides = (found.plain, found.speculative)
+    table = [(name, [x.phases[i][0] for x in sides]) for i, name in enumerate(PHASES)]
+    if p.lag[0] > 0:
+        table.append(("generation, steady", [x.step.generate[0] for x in sides]))
+    table += [("exposed generation", [x.step.exposed[0] for x in sides]), ("step", [x.step.total[0] for x in sides])]
+    k = "adaptive" if p.k[0] == ADAPTIVE else f"k = {p.k[0]}"
+    lines = [f"{'seconds':<22}{'plain':>10}{k:>10}"]
+    lines += [f"  {name:<20}" + "".join(f"{x:>10.2f}" for x in values) for name, values in table]
+    devices = (found.plain_rollout_devices[0], found.rollout_devices[0])
+    return [*lines, f"  {'rollout devices':<20}" + "".join(f"{x:>10.0f}" for x in devices)]
+
+
+def _thinning(found: Comparison) -> str:
+    """Of the plain rollout: what leaves verification room."""
+    r = found.plain.rollout
+    return (
+        f"a replica's plain rollout: {r.iterations[0]:.0f} iterations of {r.batch[0]:.1f} sequences on average, "
+        f"{r.tail[0]:.0%} of the time under a quarter of the most"
+    )
+
+
+def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
+    """With 90 % intervals: the assumptions drawn from their ranges, devices divided as they are."""
+    rollout, end_to_end, shares, plain, fast = draw(s, p, found, DRAWS).intervals()
+    share = float(found.plain.phases.share()[0])
+    return [
+        f"rollout     {found.rollout[0]:.2f}x {_to(rollout)}",
+        f"end to end  {found.end_to_end[0]:.2f}x {_to(end_to_end)}",
+        f"plain step  {found.plain.step.total[0]:.2f} s {_to(plain)}",
+        f"with drafts {found.speculative.step.total[0]:.2f} s {_to(fast)}",
+        f"generation is {share:.0%} {_to(shares, '.0%')} of the plain phases' sum",
+        f"were drafts and verification free: {amdahl(share, _tokens(p)):.2f}x end to end without overlap",
+    ]
+
+
+def _tokens(p: Points) -> float:
+    """That a verification commits."""
+    return 1.0 + float(flat(p.acceptance, p.measured)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
+
+
+def _to(interval: tuple[float, float], form: str = ".2f") -> str:
+    low, high = interval
+    return f"({low:{form}} to {high:{form}})"
+
+
+def _draft_lengths(s: Scenario, p: Points, split: bool) -> list[str]:
+    """Every draft length, and the best in each stage of the rollout, with the same share kept at each position."""
+    kept = flat(p.acceptance, p.measured)[0]
+    ks = np.array([*LENGTHS, ADAPTIVE])
+    others = {"rollout_devices": p.rollout_devices, "lag": p.lag, "measured": p.measured}
+    found = compare(s, points(p.devices, ks, p.acceptance, **others), split)
+    lines = [f"{'k':<10}{'tokens':>8}{'rollout':>10}{'end to end':>13}"]
+    for k, rollout, end_to_end in zip(ks, found.rollout, found.end_to_end):
+        shown = f"{k:<10}{1 + kept[:k].sum():>8.2f}" if k >= 0 else f"{'adaptive':<10}{'':>8}"
+        lines.append(f"{shown}{rollout:>9.2f}x{end_to_end:>12.2f}x")
+    # The shortest of those that are as good as the best: where the learner is what limits, drafts change nothing.
+    good = found.end_to_end[:-1] > (1 - 1e-3) * found.end_to_end[:-1].max()
+    best, mean = LENGTHS[int(np.argmax(good))], found.speculative.rollout.length[-1]
+    return [*lines, f"best k: {best}; adaptive drafts {mean:.1f} tokens on average over time"]
+
+
+def _limits(s: Scenario, found: Comparison, fast: Points) -> list[str]:
+    """How much shorter the speculative step would be with twice as much of a resource, devices divided as they are."""
+    base, gains = float(found.speculative.step.total[0]), {}
+    for name, change in RESOURCES.items():
+        values = {field: getattr(s.hardware.attained, field) * factor for field, factor in change.items()}
+        better = predict(s.on(s.hardware.with_attained(**values)), fast)
+        gains[name] = 1 - float(better.step.total[0]) / base
+    shown = sorted(gains.items(), key=lambda x: -x[1])
+    return ["what limits: the step is shorter by, with twice the", *(f"  {name:<24}{x:>7.1%}" for name, x in shown)]
+
+
+def _memory(s: Scenario, fast: Points) -> list[str]:
+    rollout = fast.rollout_devices
+    learners = np.where(fast.apart, fast.devices - rollout, fast.devices)
+    sizes = memory(s.workload, s.decoder, s.learner, learners, rollout)
+    verdict = "fits" if bool(sizes.fits(s.hardware.memory_bytes, fast.apart)[0]) else "does not fit"
+    parts = ", ".join(f"{name} {float(np.ravel(x)[0]) / 1e9:.1f}" for name, x in zip(sizes._fields, sizes))
+    return [f"GB a device: {parts}; {verdict} in {s.hardware.memory_bytes / 1e9:.0f} GB"]

@@ -1,0 +1,114 @@
+"""The committed numbers of experiments/scale_projection are those that its scripts compute, and say what is claimed."""
+
+import csv
+import pathlib
+
+import numpy as np
+import pytest
+
+from configs import rlzero_8b
+from experiments.scale_projection import effects, grid, large, ours, paper, validate
+from specrl_jax.simulator.__main__ import MEAN_SHARE
+from specrl_jax.simulator.calibrate import errors
+from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+
+HERE = pathlib.Path(__file__).parents[2] / "experiments/scale_projection"
+
+
+def committed(name):
+    with (HERE / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+def off(rows):
+    return errors([float(r["predicted"]) for r in rows], [float(r["measured"]) for r in rows])
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    return paper.calibrate(HARDWARE["gb200"])
+
+
+def test_the_papers_rows_are_reproduced_from_its_tables(calibrated):
+    found = {
+        (r["table"], r["row"]): r["predicted"] for r in paper.fitted_rows(calibrated) + paper.predicted_rows(calibrated)
+    }
+    kept = [r for r in committed("validation.csv") if (r["set"], r["cell"]) in found]
+    assert len(kept) == len(found) == 25
+    for r in kept:
+        assert found[r["set"], r["cell"]] == pytest.approx(float(r["predicted"]), rel=2e-3), r
+
+
+def test_four_constants_are_fitted_to_table_1_alone(calibrated):
+    assert len(calibrated.fit.values) == 4 and calibrated.fit.points == 7
+    kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "paper"}
+    assert calibrated.fit.values == pytest.approx(kept, rel=1e-2)
+    assert pytest.approx(kept["mean_zero"] / paper.LIMIT, abs=0.01) == MEAN_SHARE
+
+
+def test_the_simulators_vllm_is_the_fitted_one():
+    kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "paper"}
+    graphs = next(r for r in committed("effects.csv") if r["effect"].startswith("captured graphs"))
+    assert ENGINES["vllm"].draft_seconds == pytest.approx(kept["draft_seconds"], rel=0.01)
+    assert ENGINES["vllm"].uncaptured_seconds == pytest.approx(float(graphs["value"]), rel=0.01)
+    assert ENGINES["vllm"].host_seconds == HARDWARE["gb200"].attained.host_seconds
+
+
+def test_the_simulators_fused_engine_is_our_measured_one():
+    """A look of the host, as fitted to our rollouts, over the iterations between two of them in the large configs."""
+    kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "rollouts"}
+    chunk = rlzero_8b.get_config().rollout.chunk
+    assert ENGINES["fused"].host_seconds == pytest.approx(kept["chunk_seconds"] / chunk, rel=0.01)
+
+
+def test_the_effect_of_captured_graphs_is_reproduced(calibrated):
+    effect = effects.captured_graphs(calibrated)
+    kept = {r["row"]: float(r["predicted"]) for r in committed("effects.csv") if r["effect"] == effect.name}
+    assert {r["row"]: r["predicted"] for r in effect.rows} == pytest.approx(kept, rel=1e-2)
+    assert all(abs(r["error"]) <= validate.PAPER_TARGET for r in effect.rows)
+
+
+def test_the_simulated_rows_are_reached_without_a_constant_of_their_own(calibrated):
+    found = large.large_rows(large.assumed(calibrated), "zero", free=True)
+    kept = [r for r in committed("large.csv") if (r["view"], r["lengths"]) == ("free verification", "zero")]
+    assert [r["predicted"] for r in found] == pytest.approx([float(r["predicted"]) for r in kept], rel=1e-2)
+    claimed = [r for r in found if r["use"] == "predicted"]
+    assert len(claimed) == 6 and all(abs(r["error"]) <= validate.LARGE_TARGET for r in claimed)
+
+
+@pytest.mark.parametrize("name", validate.TARGETS)
+def test_our_own_grids_are_within_their_targets(name):
+    kept = [r for r in committed("validation.csv") if (r["set"], r["use"]) == (name, "held out")]
+    median, worst = validate.TARGETS[name]
+    assert off(kept).median <= median and off(kept).worst <= worst
+
+
+def test_iterations_are_fitted_again():
+    fit = ours.fit_iterations()
+    kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "iterations"}
+    assert fit.values == pytest.approx(kept, rel=1e-2) and fit.points == 5
+    machine = ours.MACHINE.with_attained(**fit.values, kernel_seconds=0.0)
+    held = [r for r in ours.check_iterations(machine) if (r["set"], r["use"]) == ("iteration c", "held out")]
+    assert len(held) == 6 and off(held).worst < 0.12
+
+
+def test_held_out_cells_are_not_fitted_to():
+    assert {c["slots"] for c in ours.rollouts() if not c["fitted"]} == {2, 8, 32}
+    assert {r["seed"] for r in ours.steps() if not r["fitted"]} == {1, 2}
+
+
+def test_grids_hold_what_their_columns_say(calibrated):
+    scale, draft = committed("scale.csv"), committed("draft.csv")
+    assert len(scale) == 72 and len(draft) == 200
+    for r in scale + draft:
+        assert float(r["end_to_end_low"]) < float(r["end_to_end_high"])
+        assert 0 < float(r["rollout_speedup"]) <= float(r["acceptance"]) + 1e-6
+    case = grid.CASES[0]
+    again = grid.scale_rows(case.scenario(large.fused(calibrated)), case.all_devices, (0,), case.k, case.acceptance)
+    kept = [r for r in scale if r["case"] == "8B, our loop" and r["lag"] == "0"]
+    values = [[float(r[x]) for r in rows] for rows in (again, kept) for x in ("rollout_speedup", "end_to_end_speedup")]
+    assert np.allclose(values[:2], values[2:], rtol=1e-2)
+
+
+def test_ten_thousand_configurations_were_measured():
+    assert all(int(r["configurations"]) == 10_000 and float(r["seconds"]) < 30 for r in committed("speed.csv"))

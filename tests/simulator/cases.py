@@ -1,0 +1,44 @@
+"""Machines and workloads that are easy to compute by hand."""
+
+import dataclasses
+
+import numpy as np
+
+from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.cost import head_config
+from specrl_jax.simulator.hardware import HARDWARE, Attained, Hardware, Link, Peak
+from specrl_jax.simulator.learner import Workload
+from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.scenario import Scenario
+
+FREE = Link(np.inf, 0.0)
+# Everything that is attained is attained in full, and nothing takes time but what is asked about.
+EXACT = Attained(
+    matmul=1.0,
+    memory=1.0,
+    link=1.0,
+    learner=1.0,
+    mixture=1.0,
+    kernel_seconds=0.0,
+    host_seconds=0.0,
+    draft_seconds=0.0,
+    data_seconds=0.0,
+    prepare_seconds=0.0,
+)
+NANO = PRESETS["nano"]
+MIXTURE = Qwen3Config(128, 64, 7, 4, 2, 16, 32, tied=False, max_positions=4096, experts=16, experts_per_token=2)
+
+
+def ideal(flops: float = np.inf, bandwidth: float = np.inf, near: Link = FREE) -> Hardware:
+    """A machine bound by what is given, by nothing else."""
+    return Hardware("ideal", "ideal", Peak(flops, flops, flops), 1e12, bandwidth, 64, near, near, attained=EXACT)
+
+
+def scenario(hardware: Hardware | None = None, spread: float = 0.8, model: str = "qwen3_8b", **changes) -> Scenario:
+    """Qwen3-8B on GB200, 256 responses of 2,000 tokens on average."""
+    w = Workload(256, 8, 100.0, 400.0, Lengths(2000.0, 8000.0, spread), 4096, microbatch=16, remat=False)
+    policy = PRESETS[model]
+    split = Split(4, 8) if policy.experts else Split(2)
+    s = Scenario(policy, head_config(policy, 32_000), hardware or HARDWARE["gb200"], w, split, split)
+    return dataclasses.replace(s, **changes)

@@ -1,0 +1,243 @@
+"""Rooflines by hand, counts against the models' own declarations, and what more of a resource can never do."""
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from specrl_jax.core import BadInput
+from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models.layers import count_params
+from specrl_jax.simulator.communication import Split, all_gather, all_reduce, all_to_all, pipeline_share
+from specrl_jax.simulator.cost import (
+    Decoder,
+    Precision,
+    distinct_experts,
+    forward_flops,
+    head_config,
+    head_parameters,
+    parameters,
+    products_per_token,
+    rank_rows,
+)
+from specrl_jax.simulator.hardware import HARDWARE, Link
+from tests.simulator.cases import MIXTURE, NANO, ideal
+
+FLOAT32 = Precision("float32", "float32", "float32")
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize("model", [NANO, qwen3.preset("qwen3_8b"), qwen3.preset("qwen3_235b_a22b"), MIXTURE])
+def test_parameters_are_those_that_the_model_declares(model):
+    norms = model.layers * (2 * model.embed + 2 * model.head_dim) + model.embed
+    assert parameters(model) == count_params(qwen3.param_specs(model)) - norms
+
+
+@pytest.mark.parametrize("name, draft_vocab", [("tiny", 32), ("qwen3_8b", 32_000)])
+def test_head_parameters_are_those_that_the_head_declares(name, draft_vocab):
+    h = head_config(qwen3.preset(name), draft_vocab)
+    assert head_parameters(h) == count_params(eagle3.param_specs(h)) - 4 * h.embed  # its norms
+
+
+def test_a_policy_without_the_layers_for_one_has_no_head():
+    assert head_config(qwen3.preset("tiny"), 0).draft_vocab == 128
+    with pytest.raises(BadInput, match="7"):
+        head_config(NANO, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 60])
+def test_distinct_experts_are_those_of_a_simulation(tokens):
+    """20,000 batches of independent even choices without repetition: within four standard errors."""
+    rng, E, e = np.random.default_rng(tokens), MIXTURE.experts, MIXTURE.experts_per_token
+    chosen = rng.random((20_000, tokens, E)).argpartition(e, axis=-1)[..., :e]
+    hit = np.zeros((20_000, E), bool)
+    np.put_along_axis(hit, chosen.reshape(20_000, -1), True, axis=1)
+    counts = hit.sum(1)
+    assert distinct_experts(MIXTURE, tokens) == pytest.approx(counts.mean(), abs=4 * counts.std() / 20_000**0.5 + 1e-9)
+
+
+def test_one_token_reads_its_own_experts_and_many_read_all():
+    assert distinct_experts(MIXTURE, 1) == pytest.approx(MIXTURE.experts_per_token)
+    assert distinct_experts(MIXTURE, 10_000) == pytest.approx(MIXTURE.experts)
+
+
+# ---- by hand
+
+
+def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activations():
+    """Bytes of a plain iteration over their bandwidth: weights once, keys and values once a sequence."""
+    B, context, c = 3, 50, NANO
+    decoder = Decoder(c, None, ideal(bandwidth=1e9), precision=FLOAT32)
+    cache = B * context * c.layers * 2 * c.kv_heads * c.head_dim
+    qkvo = c.embed + (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    inputs_outputs = c.layers * (qkvo + 3 * c.embed + c.mlp) + c.embed + c.vocab + 2 * c.vocab
+    expected = 4 * (products_per_token(c) + cache + B * inputs_outputs) / 1e9
+    assert decoder.plain(B, context) == pytest.approx(expected)
+
+
+def test_qwen3_8b_on_four_gb200_in_numbers():
+    """128 sequences with 4,000 keys each, one token and four: arithmetic on the model card and the data sheet."""
+    policy, machine = qwen3.preset("qwen3_8b"), HARDWARE["gb200"]
+    decoder = Decoder(policy, None, machine, Split(4))
+    weights = 36 * (4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12_288) + 4096 * 151_936
+    assert products_per_token(policy) == weights == 7_568_097_280
+    keys_and_values = 128 * 4000 * 147_456  # bytes a token: 36 layers x 2 x 8 heads x 128 x 2 bytes
+    read = (2 * weights + keys_and_values) / 4 / 6.4e12  # 3.54 ms: 80 % of 8 TB/s
+    reduces = 72 * (2 * 3 / 4 * 128 * 4096 * 2 / 675e9 + 8e-6)  # 0.74 ms: 75 % of 900 GB/s
+    kernels = (36 * 10 + 6) * 2.5e-6
+    by_hand = read + reduces + kernels + 2e-3
+    # Activations and logits come on top: 0.04 ms.
+    assert by_hand == pytest.approx(7.20e-3, rel=1e-3) and by_hand < decoder.plain(128, 4000) < 1.01 * by_hand
+    # Four positions: products of 512 rows are bound by 70 % of 2.5 PFLOP/s, and hide activations and logits; caches are
+    # read once all the same.
+    verified = 2 * weights * 512 / 4 / 1.75e15 + keys_and_values / 4 / 6.4e12
+    verified += 72 * (2 * 3 / 4 * 512 * 4096 * 2 / 675e9 + 8e-6) + kernels + 2e-3
+    assert verified == pytest.approx(8.22e-3, rel=1e-3)
+    assert decoder.speculative(128, 3, 4000) == pytest.approx(verified)
+
+
+def test_a_machine_without_memory_limits_does_the_forwards_operations():
+    B, k, context = 3, 4, 50
+    decoder = Decoder(NANO, None, ideal(flops=1e9), precision=FLOAT32)
+    operations = forward_flops(NANO, B * (k + 1), B * (k + 1) * context)
+    assert decoder.speculative(B, k, context) == pytest.approx(operations / 1e9)
+
+
+def test_drafting_multiplies_the_head_once_a_token():
+    """Beside it fc and the keys and values of the pairs between two verifications."""
+    policy = qwen3.preset("tiny")
+    h = head_config(policy, 32)
+    drafted, plain = Decoder(policy, h, ideal(flops=1e9)), Decoder(policy, None, ideal(flops=1e9))
+    B, k, context = 2, 3, 40
+    kv = 4 * h.embed * h.kv_heads * h.head_dim
+    each = head_parameters(h) - 3 * h.embed**2
+    attention = 4 * h.heads * h.head_dim * context
+    expected = B * (k * (2 * each + attention) + 2 * (k + 1) * (3 * h.embed**2 + kv)) / 1e9
+    assert drafted.speculative(B, k, context) - plain.speculative(B, k, context) == pytest.approx(expected)
+
+
+def test_overlap_chooses_between_the_longer_and_the_sum():
+    machine = ideal(flops=1e9, bandwidth=1e9)
+    times = [float(Decoder(NANO, None, machine.with_attained(overlap=x)).plain(4, 10)) for x in (0.0, 0.25, 1.0)]
+    compute, memory = (float(Decoder(NANO, None, m).plain(4, 10)) for m in (ideal(flops=1e9), ideal(bandwidth=1e9)))
+    assert times[0] == pytest.approx(compute + memory)
+    assert max(compute, memory) <= times[2] <= times[1] <= times[0]
+    assert times[1] == pytest.approx(0.75 * times[0] + 0.25 * times[2])
+
+
+def test_a_mixture_reads_the_experts_of_all_its_devices_rows():
+    """Bytes of the feed-forwards alone: a machine that moves nothing else but weights of experts."""
+    c, B = MIXTURE, 8
+    small, large = (Decoder(c, None, ideal(bandwidth=1e9), Split(1, 4), FLOAT32) for _ in range(2))
+    per_expert = 3 * c.embed * c.mlp
+    more = distinct_experts(c, 2 * B) - distinct_experts(c, B)
+    activations = c.layers * (2 * 2 * B * c.experts_per_token * (c.embed + c.mlp) / 4) * 4
+    rows = B / 4  # more on each device
+    qkvo = c.embed + (2 * c.heads + 2 * c.kv_heads) * c.head_dim
+    others = rows * 4 * (c.layers * qkvo + c.embed + 3 * c.vocab)
+    expected = c.layers * more * per_expert / 4 * 4 + activations / 2 + others
+    assert (large.forward(2 * B, 1, 0) - small.forward(B, 1, 0)) * 1e9 == pytest.approx(expected)
+
+
+def test_splitting_widths_over_devices_divides_what_they_read():
+    one, two = (Decoder(NANO, None, ideal(bandwidth=1e9), Split(n)) for n in (1, 2))
+    shared = NANO.layers * (NANO.embed + 3 * NANO.embed) + NANO.embed  # a row's inputs are whole on both
+    assert 2 * two.plain(1, 100) - one.plain(1, 100) == pytest.approx(2 * shared / 1e9)
+
+
+@pytest.mark.parametrize("model", [NANO, MIXTURE])
+def test_a_pipeline_halves_arithmetic_and_not_reading(model):
+    """Two stages on two devices, half of the sequences in each: every stage still reads its weights for both halves."""
+    compute, memory = ideal(flops=1e9), ideal(bandwidth=1e9)
+    halves = [float(Decoder(model, None, compute, Split(pipeline=n)).plain(8, 20)) for n in (1, 2)]
+    assert halves[0] == pytest.approx(2 * halves[1])
+    reads = [float(Decoder(model, None, memory, Split(pipeline=2)).plain(B, 20)) for B in (8, 4)]
+    alone = [float(Decoder(model, None, memory).plain(B, 20)) for B in (4, 2)]
+    assert reads == pytest.approx(alone)
+
+
+def test_a_pipelines_stages_pass_their_rows_on():
+    """Two groups of four sequences, each 64 numbers of two bytes a sequence, at 100 bytes/s and a second a message."""
+    decoder = Decoder(NANO, None, ideal(near=Link(100.0, 1.0)), Split(pipeline=2))
+    assert NANO.embed == 64 and decoder.plain(8, 20) == pytest.approx(2 * (4 * 64 * 2 / 100 + 1))
+
+
+def test_sequences_are_never_cut_below_one_device():
+    assert rank_rows(0.5, Split(1, 8)) == 0.5 and rank_rows(4, Split(1, 8)) == 1 and rank_rows(32, Split(2, 8)) == 4
+
+
+def test_free_verification_adds_the_head_alone():
+    policy, B, k, context = qwen3.preset("qwen3_8b"), 16, 5, 2000
+    decoder = Decoder(policy, head_config(policy, 32_000), HARDWARE["gb200"], free_verification=True)
+    assert decoder.speculative(B, k, context) == pytest.approx(decoder.plain(B, context) + decoder.draft(B, k, context))
+
+
+def test_rows_beyond_the_largest_captured_graph_are_launched_one_by_one():
+    machine = ideal(flops=1e18).with_attained(uncaptured_seconds=1.0)
+    decoder = Decoder(NANO, None, machine, captured_rows=8.0)
+    assert decoder.speculative(2, 3, 10) < 1 and decoder.speculative(2, 4, 10) > NANO.layers
+
+
+def test_weights_that_fit_a_cache_are_read_from_it():
+    machine = dataclasses.replace(ideal(bandwidth=1e9), cache_bytes=1e9, cache_bandwidth=4e9)
+    small, large = Decoder(NANO, None, machine), Decoder(qwen3.preset("qwen3_0p6b"), None, machine)
+    without = dataclasses.replace(machine, cache_bytes=0.0)
+    assert small.plain(1, 0) == pytest.approx(Decoder(NANO, None, without).plain(1, 0) / 4)
+    assert large.plain(1, 0) == Decoder(qwen3.preset("qwen3_0p6b"), None, without).plain(1, 0)
+
+
+# ---- links
+
+
+def test_collectives_by_hand():
+    machine = ideal(near=Link(100.0, 1.0))
+    assert all_reduce(50.0, 4, machine) == pytest.approx(2 * 3 / 4 * 50 / 100 + 1)
+    assert all_gather(50.0, 4, machine) == pytest.approx(3 / 4 * 50 / 100 + 1)
+    assert all_to_all(50.0, 4, 8, machine) == pytest.approx(3 / 4 * 50 / 100 + 1)
+    assert all_reduce(50.0, 1, machine) == all_gather(50.0, 1, machine) == all_to_all(50.0, 1, 1, machine) == 0
+    assert pipeline_share(4, 12) == pytest.approx(12 / 15) and pipeline_share(1, 3) == 1
+
+
+def test_beyond_a_domain_the_far_link_counts():
+    near, far = (HARDWARE["gb200"].link(n) for n in (72, 73))
+    assert near[0] > 10 * far[0] and near[1] < far[1]
+
+
+# ---- laws
+
+FACTORS = st.sampled_from([1.01, 1.3, 2.0, 10.0])
+
+
+@hypothesis.given(
+    field=st.sampled_from(["matmul", "memory", "link"]),
+    factor=FACTORS,
+    B=st.integers(1, 500),
+    k=st.integers(0, 7),
+    context=st.integers(1, 30_000),
+    overlap=st.sampled_from([0.0, 0.5, 1.0]),
+    name=st.sampled_from(["qwen3_8b", "qwen3_30b_a3b", "qwen3_235b_a22b"]),
+)
+def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overlap, name):
+    policy = qwen3.preset(name)
+    machine = HARDWARE["h100"].with_attained(overlap=overlap)
+    better = machine.with_attained(**{field: getattr(machine.attained, field) * factor})
+    split = Split(4, 8 if policy.experts else 1)
+    slow, fast = (
+        Decoder(policy, head_config(policy, 32_000), m, split).speculative(B, k, context) for m in (machine, better)
+    )
+    assert fast <= slow
+
+
+@hypothesis.given(B=st.integers(1, 500), k=st.integers(0, 6), context=st.integers(1, 30_000))
+def test_an_iteration_costs_more_the_more_it_does(B, k, context):
+    policy = qwen3.preset("qwen3_30b_a3b")
+    decoder = Decoder(policy, head_config(policy, 32_000), HARDWARE["h200"], Split(1, 4))
+    cost = decoder.speculative(B, k, context)
+    assert decoder.speculative(B, k + 1, context) > cost
+    assert decoder.speculative(B + 1, k, context) > cost
+    assert decoder.speculative(B, k, context + 100) > cost
+    assert decoder.prefill(B * 10.0, 10.0) <= decoder.prefill(B * 10.0, 20.0)

@@ -1,0 +1,142 @@
+"""The command: what it prints and writes, and one line for every mistake."""
+
+import csv
+import pathlib
+import re
+
+import pytest
+
+from specrl_jax.simulator.__main__ import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+LARGE, DENSE = (str(ROOT / "configs" / f"{name}.py") for name in ("rlzero_235b_a22b", "rlzero_8b"))
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """call(*arguments) -> (exit status, stdout, stderr)."""
+    monkeypatch.syspath_prepend(str(ROOT))
+
+    def call(*arguments):
+        try:
+            status = main(["simulator", *arguments])
+        except SystemExit as leave:
+            status = leave.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def dense(*arguments):
+    return "--config", DENSE, "--devices", "32", "--hardware", "gb200", *arguments
+
+
+def speedup(out, what):
+    """(value, low, high) of the line that begins with `what`."""
+    return [float(x) for x in re.search(rf"{what} +([\d.]+)x \(([\d.]+) to ([\d.]+)\)", out).groups()]
+
+
+def test_the_largest_case(call):
+    """The command of the README: 2,048 GPUs, two versions of lag."""
+    arguments = ("--config", LARGE, "--devices", "2048", "--hardware", "gb200", "--lag", "2")
+    status, out, err = call(*arguments, "--draft_length", "5", "--acceptance", "4")
+    assert (status, err) == (0, "")
+    for word in (
+        "data",
+        "prepare",
+        "generate",
+        "logprob",
+        "train",
+        "exposed generation",
+        "best k:",
+        "what limits",
+        "GB",
+    ):
+        assert word in out
+    for what in ("rollout", "end to end"):
+        value, low, high = speedup(out, what)
+        assert low <= high and 1 <= value <= 4
+    for what in ("plain step", "with drafts"):
+        assert re.search(rf"{what} +[\d.]+ s \([\d.]+ to [\d.]+\)", out)
+    assert [line.split()[0] for line in out.splitlines() if line.endswith("x")] == [*"012357", "adaptive"]
+
+
+def test_free_verification_is_faster_and_vllm_slower(call):
+    given = dense("--draft_length", "5", "--acceptance", "4", "--hardware", "tpu_v6e")
+    ours, free, vllm = (
+        speedup(call(*given, *more)[1], "rollout")[0] for more in ((), ("--free_verification",), ("--engine", "vllm"))
+    )
+    assert vllm < ours < free <= 4
+
+
+def test_values_of_the_config_count(call):
+    _, out, _ = call(*dense("--config.rollout.max_response_tokens=4096", "--config.grpo.group_size=8"))
+    assert "512 responses of 1925 tokens on average, 4096 at most" in out
+
+
+def test_a_grid_is_written(call, tmp_path):
+    status, out, _ = call(*dense("--grid", str(tmp_path / "grid")))
+    assert status == 0 and "configurations: " in out
+    for name, count in (("scale", 16), ("draft", 50)):
+        rows = list(csv.DictReader((tmp_path / "grid" / f"{name}.csv").open()))
+        assert len(rows) == count and all(float(r["end_to_end_speedup"]) > 0 for r in rows)
+        assert (tmp_path / "grid" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), ["--config is needed"]),
+        (("--config", DENSE), ["--devices is needed"]),
+        (("--config", DENSE, "--devices", "32"), ["--hardware is needed", "gb200"]),
+        (("--config", "configs/none.py", "--devices", "4", "--hardware", "h100"), ["no file", "configs/none.py"]),
+        (("--config", DENSE + ":lagre", "--devices", "4", "--hardware", "h100"), ["lagre", "smoke"]),
+        (dense("--config.grpo.groupsize=4"), ["groupsize", "group_size"]),
+        (dense("--config.rollout.num_slots=many"), ["num_slots", "many"]),
+        (dense("--devcies", "4"), ["devcies", "devices"]),
+        (dense("--devices", "many"), ["devices", "many"]),
+        (dense("32"), ["32", "--config.key=value"]),
+        (dense("--hardware", "gb20"), ["gb20", "gb200", "tpu_v6e"]),
+        (dense("--engine", "sglang"), ["sglang", "fused", "vllm"]),
+        (dense("--devices", "0"), ["--devices=0", "mesh.tensor x mesh.expert = 4"]),
+        (dense("--devices", "30"), ["--devices=30", "mesh.tensor x mesh.expert = 4"]),
+        (dense("--lag", "-1"), ["--lag=-1"]),
+        (dense("--devices", "4", "--lag", "1"), ["--lag=1", "--devices=4"]),
+        (dense("--rollout_devices", "32"), ["--rollout_devices=32", "--devices=32"]),
+        (dense("--rollout_devices", "6"), ["--rollout_devices=6", "multiple"]),
+        (dense("--draft_length", "9"), ["--draft_length=9", "7"]),
+        (dense("--draft_length", "-3"), ["--draft_length=-3"]),
+        (dense("--acceptance", "4.5"), ["--acceptance=4.5", "1 to 4"]),
+        (dense("--acceptance", "0.5"), ["--acceptance=0.5"]),
+        (dense("--mean_tokens", "9000"), ["--mean_tokens=9000", "8192"]),
+        (dense("--rollout_dtype", "int3"), ["int3", "bfloat16"]),
+        (dense("--config.policy.preset=qwen4"), ["qwen4", "qwen3_8b"]),
+        (dense("--config.mesh.tensor=-1"), ["mesh.tensor=-1", "divisor", "32 heads"]),
+        (dense("--config.mesh.tensor=3", "--devices", "33"), ["mesh.tensor=3", "divisor", "32 heads"]),
+        (dense("--config.mesh.expert=0"), ["mesh.expert=0", "at least 1"]),
+        (("--config", LARGE, "--config.mesh.expert=6", *dense()[2:]), ["mesh.expert=6", "128 experts"]),
+        (dense("--config.draft.kind=none"), ["draft.kind=none", "eagle3"]),
+        (dense("--config.policy.preset=nano", "--config.draft.vocab_size=0"), ["eagle3", "7"]),
+        (
+            ("--config", LARGE, "--devices", "32", "--hardware", "tpu_v6e", "--config.mesh.expert=1"),
+            ["mesh.tensor", "do not fit", "tpu_v6e"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(call, arguments, words):
+    status, out, err = call(*arguments)
+    assert (status, out) == (1, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err
+    for word in words:
+        assert word in err, err
+
+
+def test_a_grid_where_nothing_can_be_written_is_one_line(call, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = call(*dense("--grid", str(tmp_path / "file" / "grid")))
+    assert status == 1 and err.startswith("error: --grid=") and err.count("\n") == 1
+
+
+def test_a_mistake_leaves_no_grid(call, tmp_path):
+    status, _, _ = call(*dense("--grid", str(tmp_path / "grid"), "--lag", "-1"))
+    assert status == 1 and not (tmp_path / "grid").exists()

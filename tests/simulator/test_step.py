@@ -1,0 +1,186 @@
+"""Conservation laws of a step: on numbers alone, then on whole scenarios."""
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.hardware import HARDWARE
+from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.rollout import Steady
+from specrl_jax.simulator.scenario import best_split, compare, points, predict
+from specrl_jax.simulator.step import Phases, amdahl, asynchronous, synchronous
+from tests.simulator.cases import ideal, scenario
+
+SECONDS = st.floats(0.01, 1000.0)
+LAGS = st.integers(0, 6)
+
+
+def phases(*values):
+    return Phases(*(np.array([[x]]) for x in values))
+
+
+def no_tail(seconds):
+    """Generation whose batches gain nothing from following each other."""
+    return Steady(np.array([[seconds]]), np.array([[seconds]]))
+
+
+# ---- numbers
+
+
+def test_a_synchronous_step_is_the_sum_of_its_phases():
+    step = synchronous(Phases(1.0, 2.0, 30.0, 4.0, 5.0))
+    assert step.total == 42 and step.exposed == 32
+
+
+def test_the_papers_table_1():
+    """arXiv 2604.26779: generation is 66.1 % of RL-Zero's plain step; its bound at 3.32 is 1.86."""
+    zero = Phases(0.2, 1.9, 100.0, 17.8, 31.3)
+    assert zero.total == pytest.approx(151.2) and zero.share() == pytest.approx(0.661, abs=1e-3)
+    assert amdahl(zero.share(), 3.32) == pytest.approx(1.86, abs=0.01)
+
+
+def test_two_batches_under_way_by_hand():
+    """Learner 10 s, a batch 30 s alone, 20 s without gaps: bound by generation; by a batch's delay; by the learner."""
+    p = phases(0, 0, 30, 4, 6)
+    steady = Steady(np.array([[20.0]]), np.array([[34.0]]))
+    assert asynchronous(p, steady, [[1]]).total == 22  # (34 + 10) / 2
+    assert asynchronous(p, steady, [[2]]).total == 20
+    assert asynchronous(p, steady, [[1]], in_flight=True).total == 20
+    assert asynchronous(phases(0, 0, 30, 40, 6), steady, [[2]]).exposed == 0
+    # Without gaps it would take longer than one batch after the other.
+    assert asynchronous(p, Steady(np.array([[20.0]]), np.array([[60.0]])), [[1]]).total == 30
+
+
+@hypothesis.given(st.tuples(*[SECONDS] * 5), SECONDS, SECONDS, LAGS, st.booleans())
+def test_lag_is_never_slower_on_the_same_split(values, steady, delay, lag, in_flight):
+    p, s = phases(*values), Steady(np.array([[steady]]), np.array([[delay]]))
+    totals = [asynchronous(p, s, [[n]], in_flight).total[0, 0] for n in (0, lag, lag + 1)]
+    assert totals[0] == p.total[0, 0] and totals[0] >= totals[1] >= totals[2] >= p.learner[0, 0] * (1 - 1e-12)
+
+
+@hypothesis.given(SECONDS, SECONDS, st.floats(0.01, 0.99), LAGS)
+def test_under_linear_scaling_apart_is_no_faster_than_together(generate, learn, split, lag):
+    """No tail and no loss: g / x and l / (1 - x) on shares of the devices that do g + l together."""
+    apart = asynchronous(phases(0, 0, generate / split, 0, learn / (1 - split)), no_tail(generate / split), [[lag]])
+    assert apart.total[0, 0] >= (generate + learn) * (1 - 1e-12)
+
+
+@hypothesis.given(st.tuples(*[SECONDS] * 5), st.floats(1.0, 10.0))
+def test_end_to_end_is_amdahls_bound_where_generation_alone_changes(values, speedup):
+    slow = Phases(*values)
+    fast = slow._replace(generate=slow.generate / speedup)
+    assert slow.total / fast.total == pytest.approx(amdahl(slow.share(), speedup))
+
+
+# ---- scenarios
+
+CONFIGURATION = {
+    "devices": st.sampled_from([8, 16, 32, 64]),
+    "lag": LAGS,
+    "k": st.integers(1, 7),
+    "kept": st.floats(0.0, 1.0),
+    "machine": st.sampled_from(["gb200", "h100", "tpu_v5p"]),
+    "spread": st.sampled_from([0.0, 0.8]),
+}
+
+
+def asked(devices, lag, k, kept, rollout_devices=None):
+    return points(devices, k, 1 + kept * k, lag=lag, rollout_devices=rollout_devices or devices // 2)
+
+
+@hypothesis.given(**CONFIGURATION)
+def test_lag_is_never_slower_in_a_scenario(devices, lag, k, kept, machine, spread):
+    s = scenario(HARDWARE[machine], spread)
+    waiting, running, further = (predict(s, asked(devices, n, k, kept)).step.total[0] for n in (0, lag, lag + 1))
+    assert waiting >= running >= further
+
+
+@hypothesis.given(**CONFIGURATION)
+def test_no_speedup_above_acceptance_nor_above_amdahl(devices, lag, k, kept, machine, spread):
+    s = scenario(HARDWARE[machine], spread)
+    apart = compare(s, asked(devices, lag, k, kept), split=False)
+    together = compare(s, points(devices, k, 1 + kept * k))
+    for found in (apart, together):
+        assert found.rollout[0] <= 1 + kept * k + 1e-9
+    bound = amdahl(together.plain.phases.share()[0], together.rollout[0])
+    assert together.end_to_end[0] <= bound * (1 + 1e-9)
+
+
+@hypothesis.given(
+    field=st.sampled_from(["matmul", "memory", "link"]), factor=st.sampled_from([1.1, 3.0]), **CONFIGURATION
+)
+def test_more_of_a_resource_is_never_a_slower_step(field, factor, devices, lag, k, kept, machine, spread):
+    slow = scenario(HARDWARE[machine], spread)
+    a = slow.hardware.attained
+    fast = slow.on(slow.hardware.with_attained(**{field: getattr(a, field) * factor}))
+    p = asked(devices, lag, k, kept)
+    assert predict(fast, p).step.total[0] <= predict(slow, p).step.total[0] * (1 + 1e-12)
+
+
+def every_split(s, devices, lag):
+    unit = s.rollout_split.devices
+    splits = np.arange(unit, devices, unit)
+    return predict(s, points(devices, lag=lag, rollout_devices=splits)).step.total
+
+
+def test_a_scenario_without_tail_and_loss_gains_nothing_apart():
+    """Bound by arithmetic alone, equal lengths, as many responses as any number of replicas divides: linear scaling."""
+    s = scenario(ideal(flops=1e15), spread=0.0, rollout_split=Split(), learner_split=Split())
+    w = dataclasses.replace(s.workload, rollouts=1680, lengths=Lengths(500.0, 500.0, 0.0), microbatch=1)
+    s = dataclasses.replace(s, workload=w)
+    together = predict(s, points(8)).step.total[0]
+    assert predict(s, points(16)).step.total[0] == pytest.approx(together / 2)
+    assert (every_split(s, 8, 1) >= together * (1 - 1e-9)).all()
+
+
+def test_the_tail_alone_can_make_apart_faster():
+    s = scenario(spread=0.8)
+    assert every_split(s, 64, 3).min() < predict(s, points(64)).step.total[0]
+
+
+def test_the_loss_of_scaling_alone_can_make_apart_faster():
+    """All equally long, but small batches read the same weights: half the devices generate nearly as fast."""
+    s = scenario(spread=0.0)
+    assert every_split(s, 256, 3).min() < predict(s, points(256)).step.total[0]
+
+
+def test_a_point_does_not_depend_on_its_neighbours():
+    s = scenario()
+    k = np.array([0, 1, 3, -1, 5, 7])
+    many = points(64, k, np.where(k > 0, 1 + 0.6 * k, np.where(k, 4.0, 1.0)), lag=np.array([0, 1, 2, 3, 0, 1]))
+    many = many._replace(rollout_devices=np.where(many.lag > 0, 32, 64))
+    together = predict(s, many).step.total
+    alone = [predict(s, type(many)(*(x[i : i + 1] for x in many))).step.total[0] for i in range(len(k))]
+    assert together == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_grid_larger_than_a_piece_of_work_is_joined(monkeypatch):
+    s, p = scenario(), points(64, np.arange(8) % 4, 1 + 0.5 * (np.arange(8) % 4))
+    whole = predict(s, p)
+    monkeypatch.setattr("specrl_jax.simulator.scenario.CHUNK", 3)
+    pieces = predict(s, p)
+    assert pieces.step.total.tolist() == whole.step.total.tolist()
+    assert pieces.steady.seconds.shape == whole.steady.seconds.shape
+
+
+def test_the_best_split_is_the_best_of_all():
+    s = scenario()
+    totals = every_split(s, 32, 2)
+    found = best_split(s, points(32, lag=2))
+    assert predict(s, points(32, lag=2, rollout_devices=found)).step.total[0] == totals.min()
+    assert best_split(s, points(32)) == 32, "without a lag all devices do both"
+
+
+def test_five_hundred_configurations_at_once():
+    s, rng = scenario(model="qwen3_235b_a22b"), np.random.default_rng(0)
+    k = rng.choice([-1, 0, 1, 3, 7], 500)
+    devices = 32 * rng.integers(2, 40, 500)
+    p = points(devices, k, 1 + rng.random(500) * np.where(k < 0, 7, k), lag=rng.integers(0, 3, 500))
+    p = p._replace(rollout_devices=np.where(p.lag > 0, 32, devices))
+    found = predict(s, p)
+    assert np.isfinite(found.step.total).all() and (found.step.total > 0).all()
+    assert found.step.total.shape == found.fits.shape == (500,)
