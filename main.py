@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     # After the flags: a typo answers at once, without JAX's seconds.
     import jax
 
-    from specrl_jax.core import BadInput, Stopped
+    from specrl_jax.core import BadInput, RunFailed, Stopped
     from specrl_jax.sharding import make_mesh
     from specrl_jax.training.draft_models import find_draft_model
     from specrl_jax.training.shapes import policy_sizes
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         d = settings.draft
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
         run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
-    except BadInput as error:
+    except (BadInput, RunFailed) as error:
         return fail(str(error))
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)

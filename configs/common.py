@@ -18,6 +18,9 @@ def base() -> ConfigDict:
     c.policy.vocab_tile = 0  # words unembedded at once in the learner; 0 = all
     c.policy.yarn_factor = 0.0  # YaRN: positions are stretched so much, for longer sequences; 0 = as they are
     c.policy.yarn_original = 32_768  # tokens, positions of the pretraining (Qwen3's)
+    c.policy.lora_rank = 0  # adapters learn in the place of the weights; 0 = the weights learn
+    c.policy.lora_alpha = 32.0  # W + alpha / rank * A B
+    c.policy.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
 
     c.draft = ConfigDict()
     c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
@@ -62,20 +65,38 @@ def base() -> ConfigDict:
     c.grpo = ConfigDict()
     c.grpo.prompts_per_step = 16
     c.grpo.group_size = 8  # answers per prompt
-    c.grpo.clip_low = 0.2
+    c.grpo.advantage = "grpo"  # grpo, dr_grpo (not divided by the deviation), rloo (leave one out)
+    c.grpo.loss = "clip"  # clip (PPO's), gspo (one ratio an answer), cispo (clipped weights)
+    c.grpo.aggregation = "token"  # token, sequence, constant (answers x rollout.max_response_tokens)
+    c.grpo.clip_low = 0.2  # cispo: 1 = no lower bound
     c.grpo.clip_high = 0.28
-    c.grpo.kl_coef = 0.0  # against the initial policy; 0 = no reference
-    c.grpo.minibatches = 1  # optimizer updates per step
+    c.grpo.kl_coef = 0.0  # against the reference; 0 = there is none
+    c.grpo.kl = "k3"  # estimator of that term: k1, k2, k3
+    c.grpo.reference_every = 0  # steps after which the policy is the new reference; 0 = always the first
+    c.grpo.entropy_coef = 0.0  # of a bonus
+    c.grpo.old_logprobs = "learner"  # of the ratio: learner (a pass), rollout (its own), current (one update a step)
+    # For what rollouts were drawn with other numerics or weights: none, token_truncate, token_mask, sequence_truncate,
+    # sequence_mask
+    c.grpo.correction = "none"
+    c.grpo.correction_cap = 2.0  # of its weights
+    c.grpo.epochs = 1  # times over the rollouts of a step
+    c.grpo.minibatches = 1  # optimizer updates per epoch
     c.grpo.microbatch = 0  # rows per forward and backward pass; 0 = the whole minibatch
+    c.grpo.packing = False  # several rollouts in one row of the learner
+    c.grpo.sampling_rounds = 1  # generate again, at most so often in all, until every group has unequal rewards
+    c.grpo.mask_truncated = False  # answers cut by the limit teach nothing
+    c.grpo.overlong_buffer = 0  # tokens before the limit in which an answer pays for its length; 0 = none
+    c.grpo.overlong_penalty = 1.0  # reward that it has lost at the limit
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"
+    c.optimizer.name = "adamw"  # adamw; muon (matrices; the rest by adamw)
     c.optimizer.learning_rate = 1e-6
     c.optimizer.warmup = 0  # updates
     c.optimizer.clip = 1.0  # global gradient norm
     c.optimizer.weight_decay = 0.0
     c.optimizer.b2 = 0.999
     c.optimizer.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant
+    c.optimizer.max_skipped = 10  # updates in a row without a finite gradient, then the run ends; 0 = it goes on
 
     c.reward = ConfigDict()
     # math, exact, answer_line, countdown; boxed_format, answer_line_format, think_format; your own module:function
@@ -116,7 +137,9 @@ def base() -> ConfigDict:
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps
-    c.checkpoint.keep = 2
+    c.checkpoint.keep = 2  # the last so many
+    c.checkpoint.keep_every = 0  # and those of every so many steps; 0 = none
+    c.checkpoint.keep_best = 0  # and so many of the best eval/accuracy, of those saved where it was measured
 
     c.generate = ConfigDict()  # task=generate
     c.generate.prompts = ()  # texts; () = the validation problems

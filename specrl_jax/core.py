@@ -29,6 +29,13 @@ class BadInput(ValueError):
     """
 
 
+class RunFailed(Exception):
+    """A run cannot go on, and no key of its config is to blame: a full disk, a loss that is no number any more.
+
+    The message says what is kept. main.py prints it without a traceback and exits with status 1.
+    """
+
+
 class Stopped(Exception):
     """A signal asked the run to end, and it did so in good order; the message says what was kept."""
 
@@ -81,9 +88,9 @@ class DraftTerms(NamedTuple):
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """Sum and count of `values` where `mask` keeps them; both of one shape, any rank, summed in float32."""
+    """Sum and count of `values` where `mask` keeps them; both of one shape, any rank, summed in float32 at least."""
     # `where` before the sum: a NaN outside the mask must not reach it, and 0 * NaN would.
-    kept = jnp.where(mask, values.astype(jnp.float32), 0.0)
+    kept = jnp.where(mask, at_least_float32(values), 0.0)
     return Mean(kept.sum(), mask.sum(dtype=jnp.float32))
 
 

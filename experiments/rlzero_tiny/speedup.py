@@ -17,7 +17,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from main import to_settings
-from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.setup import Setup, build
@@ -31,7 +30,7 @@ def load(workdir: str) -> tuple[Setup, Any]:
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])
     setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
-    checkpoints = Checkpoints(workdir, config.checkpoint.keep)
+    checkpoints = setup.open_checkpoints(workdir)
     state, _ = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
     checkpoints.close()
     return setup, setup.prepare(state)[0]

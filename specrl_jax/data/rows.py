@@ -1,6 +1,7 @@
-"""Fixed-shape rows of tokens for the learner."""
+"""Fixed-shape rows of tokens for the learner: a sequence a row, or several packed into one."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -20,6 +21,15 @@ class Rows:
     segments: Array | None = None  # [B, T] int32, which sequence of a packed row, 0 padding; None: one sequence a row
 
 
+class Places(NamedTuple):
+    """Where R sequences lie in packed rows."""
+
+    row: np.ndarray  # [R] int64
+    start: np.ndarray  # [R] int64, its first token there
+    segment: np.ndarray  # [R] int64, from 1
+    rows: int  # B
+
+
 def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:
     """One row per (prompt, response), padded right to `length` tokens. A pair that is longer is a caller's bug."""
     tokens = np.full((len(prompts), length), pad_id, np.int32)
@@ -34,3 +44,41 @@ def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, p
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
     return Rows(tokens, positions, np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id), mask)
+
+
+def pack(length: np.ndarray, row_length: int) -> Places:
+    """First-fit decreasing: the longest first, each into the first row that has room (at most 11/9 of the best + 1).
+
+    Args:
+      length: [R] tokens of the sequences, at most `row_length`.
+    """
+    row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
+    used, held = np.zeros(len(length), np.int64), np.zeros(len(length), np.int64)
+    for i in np.argsort(-length, kind="stable"):
+        r = int(np.argmax(used + length[i] <= row_length))
+        row[i], start[i], segment[i] = r, used[r], held[r] + 1
+        used[r] += length[i]
+        held[r] += 1
+    return Places(row, start, segment, int((held > 0).sum()))
+
+
+def packed(values: Array, places: Places, length: np.ndarray, empty: int | float | bool) -> np.ndarray:
+    """[R, T] per-token values of sequences to [B, T] of the rows they lie in; `empty` between and behind them."""
+    T = values.shape[1]
+    out = np.full((places.rows, T), empty, values.dtype)
+    column = np.arange(T)
+    for i, (row, start) in enumerate(zip(places.row, places.start)):
+        out[row, start : start + length[i]] = values[i, column < length[i]]
+    return out
+
+
+def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> Rows:
+    """`rows` of one sequence each, of `length` [R] tokens, put where `places` says, with their segment ids."""
+    segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
+    return Rows(
+        tokens=packed(rows.tokens, places, length, pad_id),
+        positions=packed(rows.positions, places, length, 0),
+        targets=packed(rows.targets, places, length, pad_id),
+        mask=packed(rows.mask, places, length, False),
+        segments=packed(segments, places, length, 0),
+    )

@@ -1,7 +1,8 @@
 """Finished rollouts on the host."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -55,3 +56,20 @@ class Rollouts:
     def whole(self, row: int) -> np.ndarray:
         """Prompt and response of one rollout, int32."""
         return self.tokens[row, : self.length[row]]
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Some rows; `chunks` stays what produced them all."""
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW})
+
+
+_PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name != "chunks")
+
+
+def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
+    """Rollouts of several calls of one engine as those of one; `prompt_index` counts the prompts of all."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}
+    prompts = np.cumsum([0] + [part.prompt_index.max() + 1 for part in parts[:-1]])
+    values["prompt_index"] = np.concatenate([part.prompt_index + n for part, n in zip(parts, prompts)])
+    return Rollouts(**values, chunks=tuple(chunk for part in parts for chunk in part.chunks))

@@ -1,43 +1,90 @@
 """Checkpoints of a run through orbax: asynchronous, and either whole or absent."""
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import BadInput, RunFailed
+
+
+class Host(NamedTuple):
+    """What a checkpoint holds beside the state on the devices."""
+
+    values: dict[str, Any]  # as JSON
+    arrays: Mapping[str, np.ndarray]
 
 
 class Checkpoints:
-    """`checkpoints/` of a workdir. Arrays by orbax, the data position as JSON beside them.
+    """`checkpoints/` of a workdir.
 
     A save is written to a temporary folder and renamed, so a step that is listed is complete.
+
+    Args:
+      keep: of the last steps.
+      keep_every: the steps that this divides too; 0: none.
+      keep_best: so many of the highest accuracy too; steps saved without one do not take part.
     """
 
-    def __init__(self, workdir: str, keep: int) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+    def __init__(self, workdir: str, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
+        kept = [policies.LatestN(keep)]
+        if keep_every:
+            kept.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            best = policies.BestN(get_metric_fn=_accuracy, n=keep_best, keep_checkpoints_without_metrics=False)
+            kept.append(best)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            best_fn=_accuracy if keep_best else None,  # or those of an earlier process are not read
+            enable_async_checkpointing=True,
+        )
+        self._saving = 0
         self._manager = ocp.CheckpointManager(os.path.abspath(os.path.join(workdir, "checkpoints")), options=options)
 
     def latest(self) -> int | None:
         """The last complete step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-        """Starts saving; `state` may be donated as soon as this returns (orbax copies first)."""
+    def save(self, step: int, state: Any, host: Host, accuracy: float | None = None) -> None:
+        """Starts saving; `state` may be donated as soon as this returns (orbax copies first).
+
+        Raises RunFailed where this save, or the one before, could not be written.
+        """
         if self._manager.latest_step() == step:
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position))
-        self._manager.save(step, args=items)
-
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-        """(state laid out as `abstract_state`, data position). Raises BadInput where it does not fit."""
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state), position=ocp.args.JsonRestore())
+        items = {"state": ocp.args.StandardSave(state), "values": ocp.args.JsonSave(host.values)}
+        if host.arrays:
+            items["arrays"] = ocp.args.StandardSave(dict(host.arrays))
+        metrics = None if accuracy is None else {"accuracy": accuracy}
+        self._wait()
+        self._saving = step
         try:
-            restored = self._manager.restore(step, args=items)
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+
+    def _wait(self) -> None:
+        """For the save under way."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Host]:
+        """(state laid out as `abstract_state`, the host's part). Raises BadInput where it does not fit."""
+        items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
+        if "arrays" in self._manager.item_metadata(step):
+            items["arrays"] = ocp.args.StandardRestore()
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise self._misfit(step, error) from None
-        return restored["state"], restored["position"]
+        arrays = {name: np.asarray(x) for name, x in restored["arrays"].items()} if "arrays" in items else {}
+        return restored["state"], Host(restored["values"], arrays)
 
     def restore_part(self, step: int, abstract_part: Any) -> Any:
         """Some of a step's arrays, those of `abstract_part`, whose tree is a part of the state's; the others are not
@@ -54,10 +101,27 @@ class Checkpoints:
             raise self._misfit(step, error) from None
 
     def _misfit(self, step: int, error: Exception) -> BadInput:
-        reason = str(error).strip().splitlines()[0]
-        return BadInput(f"checkpoint {self._manager.directory}/{step} does not fit this config: {reason}")
+        return BadInput(f"checkpoint {self._manager.directory}/{step} does not fit this config: {_first_line(error)}")
+
+    def _unwritable(self, error: Exception) -> RunFailed:
+        return RunFailed(f"checkpoint {self._manager.directory}/{self._saving}: {_first_line(error)}; {self.kept()}")
+
+    def kept(self) -> str:
+        """What a run that ends here leaves behind, in words."""
+        latest = self.latest()
+        return "no checkpoint was saved" if latest is None else f"the last good checkpoint is step {latest}"
 
     def close(self) -> None:
-        """Waits for a save under way."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits for a save under way. Raises RunFailed where it could not be written."""
+        try:
+            self._wait()
+        finally:
+            self._manager.close()
+
+
+def _accuracy(metrics: Mapping[str, float]) -> float:
+    return metrics["accuracy"]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

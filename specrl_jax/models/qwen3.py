@@ -28,6 +28,7 @@ from specrl_jax.models.layers import (
     rotate,
     swiglu,
 )
+from specrl_jax.models.lora import merged
 from specrl_jax.models.unembedding import Tiling, token_scores
 from specrl_jax.sharding import Partitioner
 
@@ -193,6 +194,7 @@ def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Par
 
     Fusing groups each key/value head with its queries, [D, K, R + 2, H], so a split over kv_heads stays local.
     """
+    params = merged(params)
     rollout = {name: params[name] for name in ("embed", "final_norm")}
     rollout |= {"layers": unstacked(params["layers"]), "to_logits": params["embed" if config.tied else "unembed"].T}
     return jax.tree.map(lambda w: w.astype(dtype), rollout)
@@ -323,7 +325,8 @@ def _scanned(
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
 
     def block(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
-        x, _, copies = layer(x, w, config, angles, attend, mlp)
+        # Here, where it is made again in the backward pass: the sum of one layer at a time.
+        x, _, copies = layer(x, merged(w), config, angles, attend, mlp)
         return partition.constrain(x, "batch", "sequence", None), copies
 
     if remat:

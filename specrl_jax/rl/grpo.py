@@ -1,23 +1,24 @@
-"""The GRPO objective from log-probs, advantages and masks. It never sees a model, nor a draft.
+"""The GRPO family's objective from log-probs, advantages and masks. It never sees a model, nor a draft.
 
-Per response token, with ratio r = exp(logprob - old_logprob) (DeepSeekMath 2402.03300, eq. 3; clip-low and clip-high
-from DAPO 2503.14476, eq. 8):
+    loss = w * surrogate(log pi - log pi_old, A) + kl_coef * kl(pi, ref) - entropy_coef * entropy
 
-    loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3
-
-    k3   = exp(ref - logprob) - (ref - logprob) - 1      (Schulman's unbiased, non-negative estimator)
-
-Aggregation is token-level: the mean over all response tokens of the batch (DAPO), so long answers weigh more.
-Left out: dual clipping, entropy bonus, sequence-level ratios.
+per response token, with w the correction for the rollouts' own policy (rl/correction.py), kl an estimator of
+rl/divergences.py, and aggregated as rl/sequences.py says. Left out: dual clipping.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import BadInput, Mean, masked_mean
+from specrl_jax.rl.correction import CORRECTIONS, importance_weights
+from specrl_jax.rl.divergences import ESTIMATORS, divergence
+from specrl_jax.rl.sequences import AGGREGATIONS, aggregate, sequence_sum
+
+OLD_LOGPROBS = ("learner", "rollout", "current")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,54 +26,120 @@ class Objective:
     clip_low: float
     clip_high: float
     kl_coef: float  # 0: no reference is needed
+    loss: str = "clip"  # of SURROGATES
+    aggregation: str = "token"  # of AGGREGATIONS
+    kl: str = "k3"  # of ESTIMATORS
+    entropy_coef: float = 0.0  # of the bonus
+    old_logprobs: str = "learner"  # whose the ratio's denominator is: of OLD_LOGPROBS
+    correction: str = "none"  # of CORRECTIONS
+    correction_cap: float = 2.0
+    longest: int = 1  # tokens of an answer, for the constant aggregation
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low < 1 or self.clip_high < 0 or self.kl_coef < 0:
-            raise BadInput(f"grpo: 0 <= clip_low < 1, clip_high >= 0 and kl_coef >= 0 are needed, not {self}")
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.kl_coef < 0 or self.entropy_coef < 0:
+            raise BadInput(
+                "grpo: 0 <= clip_low <= 1, clip_high >= 0, kl_coef >= 0 and entropy_coef >= 0 are needed, not "
+                f"{self.clip_low}, {self.clip_high}, {self.kl_coef}, {self.entropy_coef}"
+            )
+        choices = {
+            "loss": tuple(SURROGATES),
+            "aggregation": AGGREGATIONS,
+            "kl": tuple(ESTIMATORS),
+            "old_logprobs": OLD_LOGPROBS,
+            "correction": CORRECTIONS,
+        }
+        for key, names in choices.items():
+            if getattr(self, key) not in names:
+                raise BadInput(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise BadInput(
+                f"grpo.correction={self.correction} compares the rollouts' log-probs with the learner's: "
+                "grpo.old_logprobs must be learner or current"
+            )
+        if self.correction != "none" and self.correction_cap <= 1:
+            raise BadInput(f"grpo.correction_cap={self.correction_cap}: above 1 is needed")
+
+
+@flax.struct.dataclass
+class Signal:
+    """What the policy learns from, beside the rows. What an objective does not use is None."""
+
+    old_logprobs: jax.Array | None  # [B, T] float32, nats; None: the policy's own, as it is before this update
+    ref_logprobs: jax.Array | None  # [B, T] float32, nats
+    advantages: jax.Array  # [B, T] float32, the same at every token of an answer; [B, 1] where a row is one answer
+    behaviour: jax.Array | None = None  # [B, T] float32, nats, the rollouts' own
+    teaches: jax.Array | None = None  # [B, T] bool, tokens that the objective sees of the response's; None: all
 
 
 @flax.struct.dataclass
 class Terms:
-    """Everything the objective reports, as (sum, count) over response tokens."""
+    """Everything the objective reports: the loss as aggregated, the others as (sum, count) over response tokens."""
 
     loss: Mean
-    kl: Mean  # k3 against the reference, nats; zero without one
-    clip_fraction: Mean  # tokens whose clipped branch is the smaller one
+    kl: Mean  # against the reference, nats; zero without one
+    clip_fraction: Mean  # tokens whose clipped branch is the smaller one (CISPO: whose weight is clipped)
+    entropy: Mean  # nats
+    correction: Mean  # importance weight, 1 without correction
 
     def __add__(self, other: "Terms") -> "Terms":
-        return Terms(self.loss + other.loss, self.kl + other.kl, self.clip_fraction + other.clip_fraction)
+        return jax.tree.map(jnp.add, self, other)
 
 
 def objective_terms(
     logprobs: jax.Array,
-    old_logprobs: jax.Array,
-    ref_logprobs: jax.Array | None,
-    advantages: jax.Array,
+    entropy: jax.Array,
+    signal: Signal,
     mask: jax.Array,
+    segments: jax.Array | None,
     objective: Objective,
 ) -> Terms:
-    """GRPO terms of a batch.
+    """Terms of a batch; the gradient is that of `loss`.
 
     Args:
-      logprobs, old_logprobs, ref_logprobs: [B, T] float32, nats; ref_logprobs is None exactly where kl_coef is 0.
-      advantages: [B] float32, one a sequence.
-      mask: [B, T] bool, response tokens.
+      logprobs, entropy: [B, T] float32, nats, of the policy that learns.
+      mask: [B, T] bool, response tokens, of which `signal.teaches` may leave answers out.
+      segments: [B, T] int32 of packed rows; None: a row is one answer.
     """
-    advantages = advantages[:, None]
+    o = objective
+    if signal.teaches is not None:
+        mask = mask & signal.teaches
+    old = jax.lax.stop_gradient(logprobs) if signal.old_logprobs is None else signal.old_logprobs
     # Outside the mask the log-probs are of padding: keep their exp from overflowing into the gradient.
-    log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)
+    log_ratio = jnp.where(mask, logprobs - old, 0.0)
+    loss, is_clipped = SURROGATES[o.loss](log_ratio, logprobs, signal.advantages, mask, segments, o)
+    weight, kl = jnp.ones_like(loss), jnp.zeros_like(loss)
+    if o.correction != "none":
+        weight = importance_weights(old, signal.behaviour, mask, segments, o.correction, o.correction_cap)
+        loss = weight * loss
+    if o.kl_coef:
+        kl = divergence(logprobs, signal.ref_logprobs, mask, o.kl)
+        loss = loss + o.kl_coef * kl
+    if o.entropy_coef:
+        loss = loss - o.entropy_coef * entropy
+    means = (masked_mean(x, mask) for x in (kl, is_clipped, entropy, weight))
+    return Terms(aggregate(loss, mask, segments, o.aggregation, o.longest), *means)
+
+
+def _clip(log_ratio, logprobs, advantages, mask, segments, o):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (DeepSeekMath 2402.03300, eq. 3; two bounds: DAPO, eq. 8)."""
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
-    loss = -jnp.minimum(ratio * advantages, clipped * advantages)
-    kl = jnp.zeros_like(loss)
-    if objective.kl_coef:
-        kl = k3(logprobs, ref_logprobs, mask)
-        loss = loss + objective.kl_coef * kl
-    is_clipped = clipped * advantages < ratio * advantages
-    return Terms(masked_mean(loss, mask), masked_mean(kl, mask), masked_mean(is_clipped, mask))
+    clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
 
 
-def k3(logprobs: jax.Array, other: jax.Array, mask: jax.Array) -> jax.Array:
-    """[B, T] estimate of KL(p || other) in nats from samples of p (Schulman 2020, "Approximating KL divergence")."""
-    difference = jnp.where(mask, other - logprobs, 0.0)
-    return jnp.expm1(difference) - difference
+def _gspo(log_ratio, logprobs, advantages, mask, segments, o):
+    """The same with one ratio an answer, exp(mean of log r over its tokens) (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+    length = jnp.maximum(sequence_sum(mask.astype(log_ratio.dtype), mask, segments), 1)
+    return _clip(sequence_sum(log_ratio, mask, segments) / length, logprobs, advantages, mask, segments, o)
+
+
+def _cispo(log_ratio, logprobs, advantages, mask, segments, o):
+    """-sg(clip(r)) A log pi: a clipped token still teaches (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5)."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
+    return -clipped * advantages * logprobs, clipped != ratio
+
+
+# (log ratio, log-probs, advantages, mask, segments, objective) -> ([B, T] loss, [B, T] bool, clipped)
+Surrogate = Callable[..., tuple[jax.Array, jax.Array]]
+SURROGATES: dict[str, Surrogate] = {"clip": _clip, "gspo": _gspo, "cispo": _cispo}

@@ -100,8 +100,9 @@ def make_draft_step(
 
         parts = (features, rows)
         (gradient, (loss, outlook)), _ = accumulate(gradient_fn, state.params, parts, learner.microbatch)
-        metrics = DraftMetrics(jnp.sum(weights * loss.value()), optax.tree.norm(gradient), _averages(outlook))
-        return apply_gradient(state, gradient, optimizer).replace(step=state.step + 1), metrics
+        norm = optax.tree.norm(gradient)
+        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, _averages(outlook))
+        return apply_gradient(state, gradient, optimizer, jnp.isfinite(norm)).replace(step=state.step + 1), metrics
 
     shardings = state_shardings(learner.draft.specs, optimizer, partition)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, partition.replicated))

@@ -54,7 +54,7 @@ class VocabularyWatch:
 
 def change_vocabulary(state: RunState, ids: np.ndarray, model: qwen3.Qwen3Config) -> RunState:
     """The state with its head over `ids` [Vd]."""
-    unembedding = qwen3.unembedding(state.policy.params, model)
+    unembedding = qwen3.unembedding(state.policy.base, model)
     draft = move_vocabulary(state.draft, np.asarray(state.vocab_map), ids, unembedding)
     return state.replace(draft=draft, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from specrl_jax.core import BadInput
 from specrl_jax.io import hf
-from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.models.lora import merged
 from specrl_jax.training.settings import ExportSettings
 from specrl_jax.training.setup import Setup
 
@@ -18,7 +18,7 @@ def export(setup: Setup, workdir: str) -> list[str]:
     Returns the folders. Raises BadInput where the run has no such checkpoint.
     """
     s, state = setup.settings, setup.abstract_state()
-    checkpoints = Checkpoints(workdir, s.checkpoint.keep)
+    checkpoints = setup.open_checkpoints(workdir)
     try:
         step = checkpoints.latest() if s.export.step == -1 else s.export.step
         if step is None:
@@ -34,7 +34,9 @@ def export(setup: Setup, workdir: str) -> list[str]:
         checkpoints.close()
     output, dtype = output_folder(s.export, workdir), s.export.dtype
     folders = [os.path.join(output, "policy")]
-    hf.save_params(folders[0], found["policy"]["params"], setup.model, dtype, _tokenizer_folder(setup))
+    learnt = found["policy"]["params"]
+    policy = merged(setup.learner.whole(learnt, setup.initial_params())) if setup.learner.lora else learnt
+    hf.save_params(folders[0], policy, setup.model, dtype, _tokenizer_folder(setup))
     if state.draft:
         folders.append(os.path.join(output, "draft"))
         setup.draft.save(

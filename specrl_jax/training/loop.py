@@ -1,8 +1,8 @@
 """The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
 
-Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1 with one inner iteration per minibatch) on rollouts of the
-current policy. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns
-in the train phase from the features of that forward, and nothing of it reaches the policy.
+Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1) on rollouts of the current policy, with the options of
+specrl_jax/rl. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns in
+the train phase from the features of that forward, and nothing of it reaches the policy.
 """
 
 import contextlib
@@ -15,15 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax.core import PHASES, BadInput, Stopped
-from specrl_jax.data.rows import Rows, rows_of
+from specrl_jax.core import PHASES, BadInput, RunFailed, Stopped
+from specrl_jax.data.rows import Rows
 from specrl_jax.data.sources import ProblemStream
+from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine
-from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.decoding.rollouts import Rollouts, Stamp, concatenated
+from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.io.wandb import WandbRun
-from specrl_jax.rl.advantages import group_normalised
+from specrl_jax.rewards.scorer import Scores
+from specrl_jax.rl.grpo import Signal
+from specrl_jax.training.batches import LearnerBatch, learner_batch, packing_unit
+from specrl_jax.training.collect import Batch, collect, lesson, merged_scores, unequal
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
 from specrl_jax.training.evaluate import Evaluation, evaluate, score
@@ -42,7 +46,9 @@ from specrl_jax.training.settings import Settings
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.state import RunState, TrainState
-from specrl_jax.training.steps import Features, Signal, UpdateMetrics
+from specrl_jax.training.steps import Features, UpdateMetrics
+from specrl_jax.training.watch import Watch
+from specrl_jax.training.weights import Weights
 
 
 def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
@@ -55,42 +61,43 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     Raises:
       Stopped: after saving, where `stop` was set.
       BadInput: a checkpoint or data position that does not fit.
+      RunFailed: the policy's gradient stays without a finite value, or nothing can be written; says what is kept.
     """
     s = setup.settings
     setup.scorer.start()
     stream = setup.problems.stream(s.grpo.prompts_per_step)
-    checkpoints = Checkpoints(workdir, s.checkpoint.keep)
-    state, first = _restore(setup, checkpoints, stream)
-    reference = setup.initial_params() if s.grpo.kl_coef else None
-    speculation = Speculation(setup, workdir)
+    checkpoints = setup.open_checkpoints(workdir)
+    state, first, watch = _restore(setup, checkpoints, stream)
     writer = MetricsWriter(workdir, first if first is not None else -1, open_wandb(s, workdir))
     step = first or 0
-    position = stream.position
+    host = Host({}, {})
     with Display(s.steps, step) as display:
         try:
             announce_programs(setup, state, display)
             if first is None:
-                writer.write({"step": 0} | evaluation_row(setup, state, workdir, 0, display, speculation))
+                writer.write({"step": 0} | evaluation_row(setup, state, workdir, 0, display, watch.speculation))
             while step < s.steps:
                 with profiled(workdir, step + 1 in s.logging.profile_steps):
-                    state, report = run_step(setup, state, reference, stream, step + 1, display, stop, speculation)
-                step, position, row = step + 1, stream.position, report.row
+                    state, report = run_step(setup, state, stream, step + 1, display, stop, watch.speculation)
+                step, row = step + 1, report.row
+                row |= watch.observe(row, checkpoints, display)
+                host = watch.state(stream.position)
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
-                    row |= evaluation_row(setup, state, workdir, step, display, speculation)
+                    row |= evaluation_row(setup, state, workdir, step, display, watch.speculation)
                 if step == s.steps and setup.engine.draft_length and s.draft.compare_rounds:
-                    row |= comparison_row(setup, state, display, speculation)
+                    row |= comparison_row(setup, state, display, watch.speculation)
                 writer.write(row, report.histograms)
                 writer.write_rollouts(step, report.samples)
                 if step == s.steps or step % s.checkpoint.every == 0:
-                    checkpoints.save(step, state, position)
-                    speculation.save()
+                    checkpoints.save(step, _without_frozen(state), host, row.get("eval/accuracy"))
                 display.finish_step(step, _note(row))
         except Stopped:
             if step:
-                checkpoints.save(step, state, position)
-                speculation.save()
+                checkpoints.save(step, _without_frozen(state), host)
                 raise Stopped(f"step {step} is saved; the same command resumes from there") from None
             raise Stopped("no step was done yet; the same command starts anew") from None
+        except OSError as error:
+            raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {checkpoints.kept()}") from None
         finally:
             writer.close()
             checkpoints.close()
@@ -108,7 +115,6 @@ class StepReport(NamedTuple):
 def run_step(
     setup: Setup,
     state: RunState,
-    reference: Any,
     stream: ProblemStream,
     step: int,
     display: Display,
@@ -121,7 +127,6 @@ def run_step(
 
     with clock("data"):
         problems = next(stream)
-        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     _leave_if(stop)
 
     with clock("prepare"):
@@ -129,10 +134,53 @@ def run_step(
     _leave_if(stop)
 
     with clock("generate"):
-        first_id = step * s.grpo.prompts_per_step * s.grpo.group_size
+        generate = _generator(setup, weights, stamp, display, speculation)
+        longest = s.rollout.max_response_tokens
+        batches = collect(generate, problems, lambda: next(stream), s.grpo, longest, step)
+    _leave_if(stop)
+
+    with clock("logprob"):
+        learnt = lesson(batches, s.grpo)
+        batch = learner_batch(learnt, tokenizer.pad_id, s.grpo.minibatches, _packing_unit(setup))
+        signal = learner_signal(setup, state, batch)
+    _leave_if(stop)
+
+    with clock("train"):
+        state, vocabulary = speculation.fit_vocabulary(state, learnt.rollouts)
+        state, updates = learn(setup, state, batch.rows, signal, speculation.draft_learns(step))
+        if s.grpo.reference_every and step % s.grpo.reference_every == 0:
+            state = state.replace(reference=jax.tree.map(jax.numpy.copy, state.policy.params))
+        state = jax.block_until_ready(state)
+
+    scores, rollouts = merged_scores(batches), concatenated([batch.rollouts for batch in batches])
+    row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
+    row |= reward_metrics(scores, _equal_share(batches, s.grpo.group_size))
+    row |= rollout_metrics(rollouts, clock.seconds["generate"]) | {"rollout/rounds": len(batches)}
+    row |= setup.performance.metrics(rollouts, learnt.rollouts, clock.seconds, row["time/total"])
+    learner = updates.logprobs if signal.old_logprobs is None else signal.old_logprobs
+    if s.grpo.old_logprobs == "rollout":
+        learner = updates.logprobs
+    row |= updates.metrics() | vocabulary | mismatch_metrics(batch.behaviour, learner, batch.rows.mask)
+    if setup.engine.draft_length:
+        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
+    if state.draft:
+        row |= {"draft/version": int(state.draft.step)}
+    if scores.failures:
+        display.say(f"step {step}: rewards that failed count 0: {scores.failures}")
+    histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
+    problems = [problem for batch in batches for problem in batch.problems]
+    samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
+    return state, StepReport(row, samples, histograms)
+
+
+def _generator(setup: Setup, weights: Weights, stamp: Stamp, display: Display, speculation: Speculation) -> Any:
+    """What `collect` generates and scores with."""
+    s, tokenizer = setup.settings, setup.tokenizer
+
+    def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
         rollouts = setup.engine.generate(
             weights,
-            prompts,
+            [tokenizer.encode(problem.prompt) for problem in problems],
             s.grpo.group_size,
             s.rollout.seed,
             first_id,
@@ -141,36 +189,36 @@ def run_step(
             speculation.lengths,
             speculation.history,
         )
-        scores = score(rollouts, problems, tokenizer, setup.scorer)
-    _leave_if(stop)
+        return rollouts, score(rollouts, problems, tokenizer, setup.scorer)
 
-    with clock("logprob"):
-        rows, behaviour = learner_rows(rollouts, setup)
-        old_logprobs, _ = setup.logprob_step(state.policy.params, rows)
-        ref_logprobs = setup.logprob_step(reference, rows)[0] if reference is not None else None
-        jax.block_until_ready((old_logprobs, ref_logprobs))
-    _leave_if(stop)
+    return generate
 
-    with clock("train"):
-        state, vocabulary = speculation.fit_vocabulary(state, rollouts)
-        advantages = group_normalised(scores.total.reshape(-1, s.grpo.group_size)).reshape(-1)
-        signal = Signal(old_logprobs, ref_logprobs, advantages)
-        state, updates = learn(setup, state, rows, signal, speculation.draft_learns(step))
-        state = jax.block_until_ready(state)
 
-    row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
-    row |= reward_metrics(scores) | rollout_metrics(rollouts, clock.seconds["generate"])
-    row |= setup.performance.metrics(rollouts, clock.seconds, row["time/total"])
-    row |= updates.metrics() | vocabulary | mismatch_metrics(behaviour, old_logprobs, rows.mask)
-    if setup.engine.draft_length:
-        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
-    if state.draft:
-        row |= {"draft/version": int(state.draft.step)}
-    if scores.failures:
-        display.say(f"step {step}: rewards that failed count 0: {scores.failures}")
-    histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
-    samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
-    return state, StepReport(row, samples, histograms)
+def _equal_share(batches: list[Batch], group_size: int) -> float:
+    return float(1 - np.concatenate([unequal(batch.rewards, group_size) for batch in batches]).mean())
+
+
+def _packing_unit(setup: Setup) -> int:
+    """For `learner_batch`."""
+    g, draft = setup.settings.grpo, setup.settings.draft
+    ways = setup.learner_partition.ways("batch")
+    return packing_unit(ways, g.microbatch, draft.minibatches if setup.draft else 1) if g.packing else 0
+
+
+def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal:
+    """What the objective asks for, of the policy before the first update. Waits until it is there."""
+    o = setup.objective
+    params, rows = setup.whole(state.policy), batch.rows
+    old = {"learner": lambda: setup.logprob_step(params, rows)[0], "rollout": lambda: batch.behaviour}
+    old_logprobs = old[o.old_logprobs]() if o.old_logprobs in old else None
+    ref_logprobs = None
+    if o.kl_coef:
+        reference = setup.first_reference if state.reference is None else state.reference
+        ref_logprobs = setup.logprob_step(setup.learner.whole(reference, state.policy.frozen), rows)[0]
+    behaviour = batch.behaviour if o.correction != "none" else None
+    g = setup.settings.grpo
+    teaches = batch.teaches if g.mask_truncated or g.sampling_rounds > 1 else None
+    return jax.block_until_ready(Signal(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches))
 
 
 class Updates(NamedTuple):
@@ -180,6 +228,7 @@ class Updates(NamedTuple):
     draft: list[DraftMetrics]  # empty where no draft learns
     outlook: Outlook | None  # on the host, of the draft before these updates; None: there is none
     draft_seconds: float
+    logprobs: np.ndarray  # [B, T] float32, nats, each row's by the policy that first learnt from it
 
     def metrics(self) -> dict[str, float]:
         row = policy_metrics(self.policy) | outlook_metrics(self.outlook)
@@ -187,30 +236,36 @@ class Updates(NamedTuple):
 
 
 def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learns: bool) -> tuple[RunState, Updates]:
-    """One policy update per minibatch, each followed by those of the draft from the features of that update's forward.
+    """One policy update per epoch and minibatch, in the first epoch followed by those of the draft from the features of
+    that update's forward.
 
     Minibatch i takes rows i, i + n, ...: some of every group. A draft that does not learn is only asked what it expects
     to be accepted.
     """
-    minibatches = setup.settings.grpo.minibatches
-    policy, draft, updates = state.policy, state.draft, Updates([], [], None, 0.0)
-    for i in range(minibatches):
-        part, part_signal = jax.tree.map(lambda x, i=i: x[i::minibatches], (rows, signal))
-        wanted = draft is not None and (draft_learns or i == 0)
+    g = setup.settings.grpo
+    policy, draft = state.policy, state.draft
+    updates = Updates([], [], None, 0.0, np.zeros(rows.tokens.shape, np.float32))
+    for i in range(g.epochs * g.minibatches):
+        share = slice(i % g.minibatches, None, g.minibatches)
+        part, part_signal = jax.tree.map(lambda x, share=share: x[share], (rows, signal))
+        first_epoch = i < g.minibatches
+        wanted = draft is not None and first_epoch and (draft_learns or i == 0)
         # Before the update, which donates the tables and changes them.
-        tables = setup.read_tables(policy.params, state.vocab_map) if wanted else None
-        policy, metrics, features = setup.policy_step(policy, part, part_signal)
+        tables = setup.read_tables(policy.base, state.vocab_map) if wanted else None
+        policy, metrics, learnt = setup.policy_step(policy, part, part_signal)
         updates.policy.append(metrics)
+        if first_epoch:
+            updates.logprobs[share] = learnt.logprobs
         if not wanted:
             continue
-        jax.block_until_ready(features)
+        jax.block_until_ready(learnt)
         start = time.perf_counter()
         if draft_learns:
-            draft, draft_updates = _learn_draft(setup, draft, tables, features, part)
+            draft, draft_updates = _learn_draft(setup, draft, tables, learnt.features, part)
             updates.draft.extend(draft_updates)
             outlook = draft_updates[0].outlook
         else:
-            outlook = setup.predict_step(draft.params, tables, features, part)
+            outlook = setup.predict_step(draft.params, tables, learnt.features, part)
         if i == 0:
             updates = updates._replace(outlook=jax.device_get(outlook))
         updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
@@ -231,12 +286,6 @@ def _learn_draft(
         draft, metrics = setup.draft_step(draft, tables, *part)
         found.append(metrics)
     return jax.block_until_ready(draft), found
-
-
-def learner_rows(rollouts: Rollouts, setup: Setup) -> tuple[Rows, np.ndarray]:
-    """The rollouts as rows of one fixed shape, and their behaviour log-probs [B, T] aligned with the rows' targets."""
-    rows = rows_of(rollouts.tokens, rollouts.prompt_length, rollouts.length, setup.tokenizer.pad_id)
-    return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
 
 
 def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
@@ -308,15 +357,21 @@ def comparison_row(setup: Setup, state: RunState, display: Display, speculation:
     return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}
 
 
-def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[RunState, int | None]:
-    """(state, its step), or (fresh state, None); the stream is moved to the saved position."""
+def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> tuple[RunState, int | None, Watch]:
+    """(state, its step, the host's part), or all of it fresh and no step; the stream is moved to the saved position."""
     latest = checkpoints.latest()
     if latest is None:
-        return setup.initial_state(), None
+        return setup.initial_state(), None, Watch(setup)
     if latest > setup.settings.steps:
         raise BadInput(f"steps={setup.settings.steps}, but the run in this workdir has already done {latest}")
-    state, stream.position = checkpoints.restore(latest, setup.abstract_state())
-    return state, latest
+    state, host = checkpoints.restore(latest, setup.abstract_state())
+    stream.position = host.values["position"]
+    policy = state.policy.replace(frozen=setup.frozen_params())
+    return state.replace(policy=policy), latest, Watch(setup, host)
+
+
+def _without_frozen(state: RunState) -> RunState:
+    return state.replace(policy=state.policy.replace(frozen=None))
 
 
 def _leave_if(stop: threading.Event) -> None:
@@ -330,4 +385,8 @@ def _note(row: dict[str, Any]) -> str:
         note += f"  acceptance {row['spec/acceptance_length']:.2f}"
     if "eval/accuracy" in row:
         note += f"  accuracy {row['eval/accuracy']:.3f}"
+    if row["policy/skipped"]:
+        note += f"  {row['policy/skipped']} updates skipped"
+    if alarms := [name.removeprefix("alarm/") for name, on in row.items() if name.startswith("alarm/") and on]:
+        note += f"  ALARM {', '.join(alarms)}"
     return note

@@ -13,14 +13,18 @@ from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.grpo import k3
+from specrl_jax.rl.divergences import divergence
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook
 from specrl_jax.training.steps import UpdateMetrics
 
 
-def reward_metrics(scores: Scores) -> dict[str, float]:
-    """reward/*: of the weighted sum, of each part where there are several, and how many answers a fault cost theirs."""
+def reward_metrics(scores: Scores, equal_groups: float) -> dict[str, float]:
+    """reward/*: of the weighted sum, of each part where there are several, and how many answers a fault cost theirs.
+
+    `equal_groups`: share of the groups whose answers all earned the same.
+    """
     row = {"reward/mean": float(scores.total.mean()), "reward/std": float(scores.total.std())}
+    row |= {"reward/equal_groups": equal_groups}
     row |= {"reward/correct": float(scores.correct.mean()), "reward/unscored": sum(scores.failures.values())}
     row |= {f"reward/unscored_{cause}": count for cause, count in scores.failures.items() if count}
     if len(scores.parts) > 1:
@@ -31,6 +35,7 @@ def reward_metrics(scores: Scores) -> dict[str, float]:
 def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
     tokens = int(rollouts.response_length.sum())
     return {
+        "rollout/count": len(rollouts.length),
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / seconds,
         "rollout/response_length_mean": float(rollouts.response_length.mean()),
@@ -63,16 +68,18 @@ def length_shares(rollouts: Rollouts) -> dict[str, float]:
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
-    """Averages over the tokens of all minibatches; the largest gradient norm."""
-    terms, entropy = updates[0].terms, updates[0].entropy
+    """Averages over all updates; the largest gradient norm; how many updates were skipped."""
+    terms = updates[0].terms
     for update in updates[1:]:
-        terms, entropy = terms + update.terms, entropy + update.entropy
+        terms = terms + update.terms
     return {
         "policy/loss": float(terms.loss.value()),
         "policy/kl": float(terms.kl.value()),
         "policy/clip_fraction": float(terms.clip_fraction.value()),
-        "policy/entropy": float(entropy.value()),
+        "policy/entropy": float(terms.entropy.value()),
+        "policy/correction": float(terms.correction.value()),
         "policy/grad_norm": max(float(update.grad_norm) for update in updates),
+        "policy/skipped": sum(bool(update.skipped) for update in updates),
     }
 
 
@@ -102,7 +109,7 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     """
     difference = abs(behaviour - learner)
     row = {
-        "mismatch/kl": float(masked_mean(k3(behaviour, learner, mask), mask).value()),
+        "mismatch/kl": float(masked_mean(divergence(behaviour, learner, mask), mask).value()),
         "mismatch/logprob_abs_mean": float(masked_mean(difference, mask).value()),
         "mismatch/logprob_abs_max": float(masked_max(difference, mask)),
     }

@@ -29,17 +29,24 @@ class Performance:
     devices: tuple[jax.Device, ...]
     peak: float  # FLOP/s a device
     scored: int  # log-prob passes of a step: 2 with a reference
+    epochs: int = 1  # of training over its rollouts
 
-    def metrics(self, rollouts: Rollouts, seconds: dict[str, float], total: float) -> dict[str, float]:
-        """`seconds` of the phases, and of the whole step."""
-        length, prompt = (x.astype(float) for x in (rollouts.length, rollouts.prompt_length))
-        whole = forward_flops(self.model, length.sum(), (length**2).sum() / 2)
-        prompts = forward_flops(self.model, prompt.sum(), (prompt**2).sum() / 2)
-        flops = {"generate": whole - prompts, "logprob": self.scored * whole, "train": 3 * whole}
+    def metrics(
+        self, rollouts: Rollouts, learnt: Rollouts, seconds: dict[str, float], total: float
+    ) -> dict[str, float]:
+        """Of what was generated and what of it was learnt; `seconds` of the phases, and of the whole step."""
+        generated = self._forward(rollouts.length) - self._forward(rollouts.prompt_length)
+        scored = self._forward(learnt.length)
+        flops = {"generate": generated, "logprob": self.scored * scored, "train": 3 * self.epochs * scored}
         ceiling = self.peak * len(self.devices)
         row = {f"perf/mfu_{phase}": count / seconds[phase] / ceiling for phase, count in flops.items()}
         row["perf/tokens_per_second_per_device"] = float(rollouts.length.sum()) / total / len(self.devices)
         return row | self._memory()
+
+    def _forward(self, length: np.ndarray) -> float:
+        """FLOPs of a forward over sequences of these lengths."""
+        length = length.astype(float)
+        return forward_flops(self.model, length.sum(), (length**2).sum() / 2)
 
     def _memory(self) -> dict[str, float]:
         """Largest so far, GiB: of this process, and of the fullest of its devices where the runtime tells."""

@@ -84,7 +84,8 @@ def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
         gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
-        return apply_gradient(state, gradient, optimizer).replace(step=state.step + 1), mean
+        healthy = jnp.isfinite(optax.tree.norm(gradient))
+        return apply_gradient(state, gradient, optimizer, healthy).replace(step=state.step + 1), mean
 
     return jax.jit(update, donate_argnums=0)
 

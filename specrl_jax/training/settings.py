@@ -20,6 +20,9 @@ class PolicySettings:
     vocab_tile: int  # words unembedded at once in the learner, 0 = all
     yarn_factor: float  # positions stretched by; 0 = as the checkpoint says
     yarn_original: int  # tokens, positions of the pretraining
+    lora_rank: int  # of adapters that learn in the place of the weights; 0 = the weights
+    lora_alpha: float
+    lora_targets: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +73,26 @@ class RolloutSettings:
 class GRPOSettings:
     prompts_per_step: int
     group_size: int
+    advantage: str  # grpo, dr_grpo, rloo
+    loss: str  # clip, gspo, cispo
+    aggregation: str  # token, sequence, constant
     clip_low: float
     clip_high: float
     kl_coef: float
-    minibatches: int  # optimizer updates per step
+    kl: str  # k1, k2, k3
+    reference_every: int  # steps after which the policy is the new reference; 0 = always the first
+    entropy_coef: float
+    old_logprobs: str  # learner, rollout, current
+    correction: str  # none, token_truncate, token_mask, sequence_truncate, sequence_mask
+    correction_cap: float
+    epochs: int  # times over the rollouts
+    minibatches: int  # optimizer updates per epoch
     microbatch: int  # rows per forward and backward pass, 0 = the minibatch
+    packing: bool  # several rollouts in one row
+    sampling_rounds: int  # at most, until every group has unequal rewards; 1 = take what comes
+    mask_truncated: bool  # answers cut by the limit teach nothing
+    overlong_buffer: int  # tokens before the limit in which answers pay for length; 0 = none
+    overlong_penalty: float  # reward lost at the limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +140,9 @@ class EvalSettings:
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
     every: int  # steps
-    keep: int
+    keep: int  # the last so many
+    keep_every: int  # and those of every so many steps; 0 = none
+    keep_best: int  # and so many of the best eval/accuracy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +203,7 @@ class Settings:
 # Smallest value of every number that counts something or must not be negative.
 _SMALLEST = {
     "": {"steps": 0, "seed": 0},
-    "policy": {"vocab_tile": 0, "yarn_factor": 0, "yarn_original": 1},
+    "policy": {"vocab_tile": 0, "yarn_factor": 0, "yarn_original": 1, "lora_rank": 0},
     "draft": {
         "vocab_size": 0,
         "length": 0,
@@ -204,10 +224,27 @@ _SMALLEST = {
         "compare_rounds": 0,
     },
     "rollout": {"max_prompt_tokens": 1, "max_response_tokens": 1, "num_slots": 1, "chunk": 1, "seed": 0},
-    "grpo": {"prompts_per_step": 1, "group_size": 1, "minibatches": 1, "microbatch": 0},
-    "optimizer": {"learning_rate": 0, "warmup": 0, "clip": 1e-12, "weight_decay": 0, "decay_steps": 0},
+    "grpo": {
+        "prompts_per_step": 1,
+        "group_size": 1,
+        "reference_every": 0,
+        "epochs": 1,
+        "minibatches": 1,
+        "microbatch": 0,
+        "sampling_rounds": 1,
+        "overlong_buffer": 0,
+        "overlong_penalty": 0,
+    },
+    "optimizer": {
+        "learning_rate": 0,
+        "warmup": 0,
+        "clip": 1e-12,
+        "weight_decay": 0,
+        "decay_steps": 0,
+        "max_skipped": 0,
+    },
     "eval": {"every": 0, "problems": 1, "samples": 1, "temperature": 0, "top_k": 0, "max_response_tokens": 0},
-    "checkpoint": {"every": 1, "keep": 1},
+    "checkpoint": {"every": 1, "keep": 1, "keep_every": 0, "keep_best": 0},
     "pretrain": {"batch_size": 1, "rollouts": 1, "patience": 0},
     "generate": {"samples": 1},
     "logging": {"rollouts": 0},

@@ -17,8 +17,11 @@ from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
+from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.models import qwen3
+from specrl_jax.models.lora import LoRA, init_adapters
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
@@ -33,6 +36,7 @@ from specrl_jax.training.shapes import check_rows, draft_lengths, find_limits, p
 from specrl_jax.training.state import (
     OptimizerConfig,
     RunState,
+    TrainState,
     abstract_state,
     init_random_params,
     init_state,
@@ -67,10 +71,14 @@ class Setup:
     def prepare(self, state: RunState) -> tuple[Weights, Stamp]:
         """The weights that rollouts run on, and which they are. Waits until they are there."""
         draft = state.draft.params if state.draft else None
-        weights = self._prepare(state.policy.params, draft, state.vocab_map)
+        weights = self._prepare(self.whole(state.policy), draft, state.vocab_map)
         versions = int(state.policy.step), int(state.draft.step) if state.draft else 0
         jax.block_until_ready(weights)
         return weights, Stamp(*versions, checksum=int(weights.checksum))
+
+    def whole(self, policy: TrainState) -> Any:
+        """The tree that the learner's forward runs on."""
+        return self.learner.whole(policy.params, policy.frozen)
 
     @functools.cached_property
     def logprob_step(self) -> Any:
@@ -124,9 +132,12 @@ class Setup:
 
     @functools.cached_property
     def performance(self) -> Performance:
-        mesh, scored = self.learner_partition.mesh, 2 if self.settings.grpo.kl_coef else 1
+        mesh, o, g = self.learner_partition.mesh, self.objective, self.settings.grpo
+        scored = int(o.old_logprobs == "learner") + int(o.kl_coef > 0)
         devices = tuple(mesh.devices.flat)
-        return Performance(self.model, devices, peak_flops(jax.local_devices()[0], self.learner.dtype), scored)
+        return Performance(
+            self.model, devices, peak_flops(jax.local_devices()[0], self.learner.dtype), scored, g.epochs
+        )
 
     @functools.cached_property
     def plain_engine(self) -> Engine:
@@ -150,12 +161,28 @@ class Setup:
             self.model, self.draft, drafter, config, self.tokenizer, self.rollout_partition, lengths
         )
 
+    def open_checkpoints(self, workdir: str) -> Checkpoints:
+        c = self.settings.checkpoint
+        return Checkpoints(workdir, c.keep, c.keep_every, c.keep_best)
+
     def initial_params(self) -> Any:
         """Float32 learner parameters: from policy.path, or random from the seed."""
         if self.settings.policy.path:
             return hf.load_params(self.settings.policy.path, self.model, self.learner_partition, jnp.float32)
         specs = qwen3.param_specs(self.model)
         return init_random_params(jax.random.key(self.settings.seed), specs, self.learner_partition)
+
+    def initial_trained(self) -> Any:
+        """What learns, as it begins: `initial_params`, or adapters of them."""
+        if not self.learner.lora:
+            return self.initial_params()
+        key, specs = jax.random.fold_in(jax.random.key(self.settings.seed), 2), self.learner.trained_specs
+        drawn = jax.jit(functools.partial(init_adapters, specs=specs), out_shardings=self.learner_partition.tree(specs))
+        return drawn(key)
+
+    @functools.cached_property
+    def first_reference(self) -> Any:
+        return self.initial_trained()
 
     def initial_draft_params(self, policy: Any) -> Any:
         """Float32 learner parameters of the draft: from draft.path, or random with what `policy`'s parameters lend."""
@@ -175,12 +202,18 @@ class Setup:
 
     def initial_state(self) -> RunState:
         partition = self.learner_partition
-        policy = init_state(self.initial_params(), qwen3.param_specs(self.model), self.optimizer, partition)
+        policy = init_state(self.initial_trained(), self.learner.trained_specs, self.optimizer, partition)
+        policy = policy.replace(frozen=self.frozen_params())
+        reference = self.initial_trained() if self.objective.kl_coef and self.settings.grpo.reference_every else None
         if self.draft is None:
-            return RunState(policy, None, None)
-        params = self.initial_draft_params(policy.params)
+            return RunState(policy, None, None, reference)
+        params = self.initial_draft_params(policy.base)
         draft = init_state(params, self.draft.specs, self.draft_optimizer, partition)
-        return RunState(policy, draft, self.initial_vocab_map())
+        return RunState(policy, draft, self.initial_vocab_map(), reference)
+
+    def frozen_params(self) -> Any:
+        """What lies under adapters; None without them."""
+        return self.initial_params() if self.learner.lora else None
 
     def initial_weights(self) -> Weights:
         """The same weights ready to generate, without the optimizers' memory."""
@@ -190,16 +223,17 @@ class Setup:
         return self._prepare(policy, self.initial_draft_params(policy), self.initial_vocab_map())
 
     def abstract_state(self) -> RunState:
-        """ShapeDtypeStructs of `initial_state`, which a checkpoint is restored into."""
+        """ShapeDtypeStructs of `initial_state` but for what is frozen, which a checkpoint is restored into."""
         partition = self.learner_partition
-        policy = abstract_state(qwen3.param_specs(self.model), self.optimizer, partition)
+        policy = abstract_state(self.learner.trained_specs, self.optimizer, partition)
+        reference = policy.params if self.objective.kl_coef and self.settings.grpo.reference_every else None
         if self.draft is None:
-            return RunState(policy, None, None)
+            return RunState(policy, None, None, reference)
         draft = abstract_state(self.draft.specs, self.draft_optimizer, partition)
         if self.settings.draft.kind != "eagle3":
-            return RunState(policy, draft, None)
+            return RunState(policy, draft, None, reference)
         ids = jax.ShapeDtypeStruct((self.draft.vocab,), jnp.int32, sharding=partition.replicated)
-        return RunState(policy, draft, ids)
+        return RunState(policy, draft, ids, reference)
 
     @functools.cached_property
     def problems(self) -> Problems:
@@ -245,6 +279,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         temperature=rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
+        lora=_lora(settings),
     )
     setup = Setup(
         settings=settings,
@@ -264,7 +299,7 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         ),
         learner=learner,
         draft_learner=_draft_learner(settings, draft, learner),
-        objective=Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef),
+        objective=_objective(settings),
         optimizer=make_optimizer(settings.optimizer),
         draft_optimizer=_draft_optimizer(settings.draft),
     )
@@ -272,6 +307,35 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     setup.drafter(sampling)
     check_cache_length(setup.eval_rollout().limits, model, "eval")
     return setup
+
+
+def _objective(settings: Settings) -> Objective:
+    g = settings.grpo
+    if g.advantage not in ADVANTAGES:
+        raise BadInput(f"grpo.advantage: there is no '{g.advantage}'; there are {', '.join(ADVANTAGES)}")
+    if g.old_logprobs == "current" and g.epochs * g.minibatches > 1:
+        raise BadInput(
+            f"grpo.old_logprobs=current holds for one update a step: grpo.epochs={g.epochs} and "
+            f"grpo.minibatches={g.minibatches} must be 1"
+        )
+    if g.reference_every and not g.kl_coef:
+        raise BadInput(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")
+    longest = settings.rollout.max_response_tokens
+    if g.overlong_buffer > longest:
+        raise BadInput(f"grpo.overlong_buffer={g.overlong_buffer}: rollout.max_response_tokens={longest} has no room")
+    names = {field.name for field in dataclasses.fields(Objective)} - {"longest"}
+    return Objective(**{name: getattr(g, name) for name in names}, longest=longest)
+
+
+def _lora(settings: Settings) -> LoRA | None:
+    p = settings.policy
+    if not p.lora_rank:
+        return None
+    if settings.task not in ("train", "export", "dry_run"):
+        raise BadInput(f"policy.lora_rank={p.lora_rank}: adapters learn in task=train, not in {settings.task}")
+    if settings.optimizer.name == "muon":
+        raise BadInput("optimizer.name=muon is for whole matrices: adapters (policy.lora_rank) take adamw")
+    return LoRA(p.lora_rank, p.lora_alpha, tuple(p.lora_targets))
 
 
 def _scorer(r: RewardSettings) -> Scorer:

@@ -1,17 +1,15 @@
 """What the host decides about speculation while a run goes on: draft lengths, when the draft learns, what to copy."""
 
-import json
-import os
 import warnings
 
 import numpy as np
 
-from specrl_jax.core import replacing
 from specrl_jax.decoding.alarm import Alarm
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.engine import FixedLength, Lengths
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.io.checkpoints import Host
 from specrl_jax.training.draft_learning import Outlook
 from specrl_jax.training.draft_schedule import DraftSchedule
 from specrl_jax.training.draft_vocab import VocabularyWatch
@@ -25,11 +23,11 @@ HISTORY_PROMPTS = 65_536
 
 
 class Speculation:
-    """Draft lengths, alarm, schedule and history of one run; `save` keeps them in the workdir."""
+    """Draft lengths, alarm, schedule and history of one run; `saved`: as they were, from its checkpoint."""
 
-    def __init__(self, setup: Setup, workdir: str) -> None:
+    def __init__(self, setup: Setup, saved: Host | None = None) -> None:
         draft = setup.settings.draft
-        self._workdir, self._draft = workdir, draft
+        self._draft = draft
         self._sampled = setup.rollout.sampling.temperature > 0
         programs, self._longest = setup.engine.programs, setup.engine.draft_length
         self.controller = None
@@ -45,7 +43,8 @@ class Speculation:
         reduced = setup.draft is not None and setup.draft.vocab < setup.model.vocab and draft.online
         self._vocabulary = VocabularyWatch(setup.model, draft.min_coverage) if reduced else None
         self._step = 0
-        self._load()
+        if saved:
+            self._restore(saved)
 
     @property
     def lengths(self) -> Lengths:
@@ -96,40 +95,33 @@ class Speculation:
         row = {"spec/acceptance_predicted": 1 + expected} if known else {}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
-    def save(self) -> None:
-        state = {
+    def state(self) -> Host:
+        """Everything, for a checkpoint."""
+        values = {
             "step": self._step,
             "controller": self.controller.state() if self.controller else None,
             "alarm": self.alarm.state() if self.alarm else None,
             "schedule": self._schedule.state() if self._schedule else None,
         }
-        with replacing(os.path.join(self._workdir, "speculation.json")) as file:
-            json.dump(state, file)
-        if self.history is not None:
-            with replacing(os.path.join(self._workdir, "history.npz"), "wb") as file:
-                np.savez(file, **self.history.to_arrays())
+        arrays = self.history.to_arrays() if self.history is not None else {}
+        # Nothing kept yet is nothing to save: orbax has no arrays of no size.
+        return Host(values, arrays if any(x.size for x in arrays.values()) else {})
 
-    def _load(self) -> None:
-        path = os.path.join(self._workdir, "speculation.json")
-        if not os.path.exists(path):
-            return
-        with open(path) as file:
-            state = json.load(file)
+    def _restore(self, saved: Host) -> None:
+        state = saved.values
         self._step = state["step"]
         if self.controller and state["controller"]:
-            saved = Controller.restore(state["controller"])
+            controller = Controller.restore(state["controller"])
             # Costs of other shapes say nothing about these.
-            if (saved.lengths, saved.sizes) == (self.controller.lengths, self.controller.sizes):
-                self.controller = saved
+            if (controller.lengths, controller.sizes) == (self.controller.lengths, self.controller.sizes):
+                self.controller = controller
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
-        if self._schedule and state.get("schedule"):
+        if self._schedule and state["schedule"]:
             self._schedule.restore(state["schedule"])
-        path = os.path.join(self._workdir, "history.npz")
-        # Not there where the run copied nothing so far.
-        if self.history is not None and os.path.exists(path):
-            with np.load(path) as arrays:
-                self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+        # Empty where the run copied nothing so far.
+        if self.history is not None and saved.arrays:
+            self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, saved.arrays)
 
 
 class _Guarded:

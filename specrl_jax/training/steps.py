@@ -2,17 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import BadInput, Mean, masked_mean
+from specrl_jax.core import BadInput
 from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
-from specrl_jax.rl.grpo import Objective, Terms, objective_terms
+from specrl_jax.models.lora import LoRA, adapter_specs, attach
+from specrl_jax.rl.grpo import Objective, Signal, Terms, objective_terms
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.state import TrainState, apply_gradient, state_shardings
 
@@ -29,6 +30,23 @@ class Learner:
     temperature: float  # of every log-prob, the rollout's
     features: bool = False  # whether a draft learns from the forward pass
     aux_layers: tuple[int, ...] = ()  # whose inputs it reads
+    lora: LoRA | None = None  # None: every weight learns
+
+    @property
+    def specs(self) -> Any:
+        """Of the tree that the forward runs on."""
+        specs = qwen3.param_specs(self.model)
+        return attach(specs, adapter_specs(specs, self.lora), self.lora) if self.lora else specs
+
+    @property
+    def trained_specs(self) -> Any:
+        """Of TrainState.params."""
+        specs = qwen3.param_specs(self.model)
+        return adapter_specs(specs, self.lora) if self.lora else specs
+
+    def whole(self, trained: Any, frozen: Any) -> Any:
+        """The tree that the forward runs on."""
+        return attach(frozen, trained, self.lora) if self.lora else trained
 
     def score(self, params: Any, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Log-probs and entropy of the rows' targets."""
@@ -50,15 +68,6 @@ class Learner:
 
 
 @flax.struct.dataclass
-class Signal:
-    """What the policy learns from, beside the rows."""
-
-    old_logprobs: jax.Array  # [B, T] float32, nats
-    ref_logprobs: jax.Array | None  # [B, T] float32, nats
-    advantages: jax.Array  # [B] float32
-
-
-@flax.struct.dataclass
 class Features:
     """What a draft learns from, of every token of the rows. Behind stop_gradient."""
 
@@ -70,8 +79,8 @@ class Features:
 @flax.struct.dataclass
 class UpdateMetrics:
     terms: Terms
-    entropy: Mean  # nats per response token
     grad_norm: jax.Array  # [] float32, before clipping
+    skipped: jax.Array  # [] bool: loss or gradient was not finite, and nothing changed
 
 
 def make_logprob_step(learner: Learner, partition: Partitioner) -> Callable[[Any, Rows], tuple[jax.Array, jax.Array]]:
@@ -86,7 +95,7 @@ def make_logprob_step(learner: Learner, partition: Partitioner) -> Callable[[Any
         return jax.tree.map(_merge, parts)
 
     batch = partition.sharding(("batch", "sequence"))
-    params = partition.tree(qwen3.param_specs(learner.model))
+    params = partition.tree(learner.specs)
     return jax.jit(logprobs, in_shardings=(params, batch), out_shardings=batch)
 
 
@@ -106,42 +115,47 @@ def _features(out: qwen3.Output) -> Features:
     return jax.lax.stop_gradient(Features(out.aux, out.hidden, out.normaliser))
 
 
+class Learnt(NamedTuple):
+    """Of every token of the minibatch, by the policy as it was before the update."""
+
+    logprobs: jax.Array  # [B, T] float32, nats
+    features: Features | None  # where a draft learns
+
+
 def make_policy_step(
     learner: Learner, objective: Objective, optimizer: optax.GradientTransformation, partition: Partitioner
-) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics, Features | None]]:
+) -> Callable[[TrainState, Rows, Signal], tuple[TrainState, UpdateMetrics, Learnt]]:
     """One optimizer update from one minibatch; the state is donated. Where a draft learns, always its features.
 
-    Gradients are those of the loss *sum*, accumulated over microbatches and divided by the minibatch's token count
-    once, so the split into microbatches changes nothing but rounding.
+    Gradients are those of the loss *sum*, accumulated over microbatches and divided by the minibatch's count once, so
+    the split into microbatches changes nothing but rounding.
     """
 
-    def loss_sum(params: Any, rows: Rows, signal: Signal) -> tuple[jax.Array, Any]:
-        out = learner.score(params, rows, partition)
-        terms = objective_terms(
-            out.logprobs, signal.old_logprobs, signal.ref_logprobs, signal.advantages, rows.mask, objective
-        )
-        entropy = masked_mean(jax.lax.stop_gradient(out.entropy), rows.mask)
-        return terms.loss.total, (terms, entropy, _features(out) if learner.features else None)
+    def loss_sum(trained: Any, frozen: Any, rows: Rows, signal: Signal) -> tuple[jax.Array, Any]:
+        out = learner.score(learner.whole(trained, frozen), rows, partition)
+        terms = objective_terms(out.logprobs, out.entropy, signal, rows.mask, rows.segments, objective)
+        logprobs = jax.lax.stop_gradient(out.logprobs)
+        return terms.loss.total, (terms, Learnt(logprobs, _features(out) if learner.features else None))
 
-    def gradient_fn(params: Any, rows: Rows, signal: Signal) -> Any:
-        gradient, (terms, entropy, features) = jax.grad(loss_sum, has_aux=True)(params, rows, signal)
-        return (gradient, terms, entropy), features
+    def update(state: TrainState, rows: Rows, signal: Signal) -> tuple[TrainState, UpdateMetrics, Learnt]:
+        def gradient_fn(trained: Any, rows: Rows, signal: Signal) -> Any:
+            gradient, (terms, learnt) = jax.grad(loss_sum, has_aux=True)(trained, state.frozen, rows, signal)
+            return (gradient, terms), learnt
 
-    def update(state: TrainState, rows: Rows, signal: Signal) -> tuple[TrainState, UpdateMetrics, Features | None]:
-        (gradient, terms, entropy), features = accumulate(gradient_fn, state.params, (rows, signal), learner.microbatch)
+        (gradient, terms), learnt = accumulate(gradient_fn, state.params, (rows, signal), learner.microbatch)
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
-        metrics = UpdateMetrics(terms, entropy, optax.tree.norm(gradient))
-        return apply_gradient(state, gradient, optimizer), metrics, features
+        norm = optax.tree.norm(gradient)
+        healthy = jnp.isfinite(norm) & jnp.isfinite(terms.loss.total)
+        return apply_gradient(state, gradient, optimizer, healthy), UpdateMetrics(terms, norm, ~healthy), learnt
 
-    shardings = state_shardings(qwen3.param_specs(learner.model), optimizer, partition)
-    rows_sharding = partition.sharding(("batch", "sequence"))
-    batch = partition.sharding(("batch",))
-    signal = Signal(rows_sharding, rows_sharding if objective.kl_coef else None, batch)
+    frozen = qwen3.param_specs(learner.model) if learner.lora else None
+    shardings = state_shardings(learner.trained_specs, optimizer, partition, frozen)
+    by_row = partition.sharding(("batch", "sequence"))
     return jax.jit(
         update,
         donate_argnums=0,
-        in_shardings=(shardings, rows_sharding, signal),
-        out_shardings=(shardings, partition.replicated, rows_sharding),
+        in_shardings=(shardings, by_row, by_row),
+        out_shardings=(shardings, partition.replicated, by_row),
     )
 
 

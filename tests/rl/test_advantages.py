@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specrl_jax.rl.advantages import EPSILON, group_normalised
+from specrl_jax.rl.advantages import ADVANTAGES, EPSILON, group_centred, group_normalised, leave_one_out
 
 # A float32 mean over G <= 8 values below 100 in size is off by at most about 8 * 100 * 2**-24 = 5e-5; divided by a
 # standard deviation of at least 0.5 that is 1e-4 in an advantage.
@@ -75,3 +75,20 @@ def test_a_spread_far_below_epsilon_stays_small(spread):
     """Without epsilon a group of nearly equal rewards becomes noise of unit variance."""
     rewards = np.array([[0.0, spread, 0.0, spread]], np.float32)
     assert np.abs(group_normalised(rewards)).max() <= spread / EPSILON
+
+
+@given(REWARDS)
+def test_the_other_advantages_against_float64(rewards):
+    """Dr. GRPO (arXiv 2503.20783): r - mean. RLOO (arXiv 2402.14740, eq. 8): r less the mean of the others."""
+    G = rewards.shape[1]
+    for p, group in enumerate(rewards.astype(np.float64)):
+        centred = [r - sum(group) / G for r in group]
+        others = [r - (sum(group) - r) / (G - 1) for r in group]
+        np.testing.assert_allclose(group_centred(rewards)[p], centred, atol=1e-4)
+        np.testing.assert_allclose(leave_one_out(rewards)[p], others, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", ADVANTAGES.values(), ids=ADVANTAGES)
+def test_equal_rewards_and_groups_of_one_teach_nothing(function):
+    np.testing.assert_array_equal(function(np.full((2, 3), 0.1, np.float32)), 0.0)
+    np.testing.assert_array_equal(function(np.array([[3.0], [5.0]], np.float32)), 0.0)

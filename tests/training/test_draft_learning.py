@@ -18,7 +18,7 @@ from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import eagle3, qwen3
 from specrl_jax.rl.draft_losses import LOSSES
-from specrl_jax.rl.grpo import Objective
+from specrl_jax.rl.grpo import Objective, Signal
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
 from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step, make_read_tables
@@ -26,7 +26,7 @@ from specrl_jax.training.draft_models import Eagle3Draft, PolicyDraft
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.setup import build
 from specrl_jax.training.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
-from specrl_jax.training.steps import Features, Learner, Signal, make_feature_step, make_policy_step
+from specrl_jax.training.steps import Features, Learner, Learnt, make_feature_step, make_policy_step
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
 VD = 24
@@ -72,7 +72,7 @@ def make_batch(vocab, batch, length, seed=0):
     responses = [rng.integers(2, vocab, rng.integers(3, length - 4)).tolist() for _ in range(batch)]
     logprobs = (-np.log(vocab) + rng.normal(0, 0.1, (batch, length))).astype(np.float32)
     rows = make_rows(prompts, responses, length, 0)
-    return rows, Signal(logprobs, None, rng.normal(size=batch).astype(np.float32))
+    return rows, Signal(logprobs, None, rng.normal(size=(batch, 1)).astype(np.float32))
 
 
 def assert_trees_equal(got, want):
@@ -156,7 +156,7 @@ def runs(kind):
 def draft_alone(setup, state, rows, signal, count):
     """DraftMetrics of so many updates of the draft from one minibatch."""
     tables = setup.read_tables(state.policy.params, state.vocab_map)
-    features, draft, metrics = setup.policy_step(state.policy, rows, signal)[2], state.draft, []
+    features, draft, metrics = setup.policy_step(state.policy, rows, signal)[2].features, state.draft, []
     for _ in range(count):
         draft, update = setup.draft_step(draft, tables, features, rows)
         metrics.append(jax.device_get(update))
@@ -258,7 +258,8 @@ def two_minibatches(draft_learns):
     seen = []
 
     def policy_step(policy, rows, signal):
-        return policy.replace(params=policy.params + 1), "policy", ("features", policy.params, rows.tokens.tolist())
+        learnt = Learnt(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
+        return policy.replace(params=policy.params + 1), "policy", learnt
 
     def draft_step(draft, tables, features, rows):
         seen.append((tables, features, rows.tokens.tolist()))
@@ -270,7 +271,7 @@ def two_minibatches(draft_learns):
 
     setup = types.SimpleNamespace(
         settings=types.SimpleNamespace(
-            grpo=types.SimpleNamespace(minibatches=2), draft=types.SimpleNamespace(epochs=1, minibatches=1)
+            grpo=types.SimpleNamespace(minibatches=2, epochs=1), draft=types.SimpleNamespace(epochs=1, minibatches=1)
         ),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=policy_step,
@@ -278,7 +279,7 @@ def two_minibatches(draft_learns):
         predict_step=predict_step,
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
-    signal = Signal(np.zeros((4, 2)), None, np.zeros(4))
+    signal = Signal(np.zeros((4, 2)), None, np.zeros((4, 1)))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
     return seen, *loop.learn(setup, state, rows, signal, draft_learns)
 
@@ -331,7 +332,8 @@ def policy_state(params, partition):
 def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     """Of an update in microbatches, of the pass without one, and of each row by itself."""
     rows, signal = make_batch(POLICY.vocab, B, T)
-    _, _, updated = policy_step(partition)(policy_state(policy_params, partition), rows, signal)
+    _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, signal)
+    updated = learnt.features
     passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
     assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
     score = jax.jit(lambda params, row: LEARN.score(params, row, partition))
@@ -361,7 +363,7 @@ def test_features_carry_no_gradient(policy_params, partition):
 def test_without_a_head_there_are_no_features(policy_params, partition):
     rows, signal = make_batch(POLICY.vocab, 2, T)
     step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
-    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2] is None
+    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2].features is None
 
 
 def test_tables_are_those_before_the_update(policy_params, partition):

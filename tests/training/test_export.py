@@ -9,7 +9,7 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.core import BadInput
 from specrl_jax.io import eagle3_formats, hf
-from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.training.export import export
 from specrl_jax.training.generate import load_generator
 from tests.training.test_loop import make_setup, saved
@@ -22,8 +22,8 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     checkpoints, state = Checkpoints(str(workdir), keep=2), setup.initial_state()
     ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner_partition.replicated)
-    checkpoints.save(1, state.replace(vocab_map=ids), {})
-    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), {})
+    checkpoints.save(1, state.replace(vocab_map=ids), Host({}, {}))
+    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), Host({}, {}))
     checkpoints.close()
     return setup, workdir
 

@@ -106,13 +106,13 @@ class StopAfter:
 
 
 def saved(setup, workdir, step):
-    """(state, data position) of a checkpoint, on the host."""
+    """(state, what the host keeps) of a checkpoint, on the host."""
     checkpoints = Checkpoints(str(workdir), 9)
     try:
-        state, position = checkpoints.restore(step, setup.abstract_state())
+        state, host = checkpoints.restore(step, setup.abstract_state())
     finally:
         checkpoints.close()
-    return jax.device_get(state), position
+    return jax.device_get(state), host.values
 
 
 def untimed(rows):
@@ -126,13 +126,13 @@ def samples(workdir, step):
 
 
 def assert_same_run(setup, workdir, whole):
-    """Bit-equal parameters, moments and data position; equal metrics and rollouts."""
+    """Bit-equal parameters, moments, data position and whatever else the host keeps; equal metrics and rollouts."""
     other, rows = whole
     assert untimed(read_metrics(str(workdir))) == untimed(rows)
-    state, position = saved(setup, workdir, STEPS)
-    expected, expected_position = saved(setup, other, STEPS)
+    state, host = saved(setup, workdir, STEPS)
+    expected, expected_host = saved(setup, other, STEPS)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert position == expected_position
+    assert host == expected_host and host.keys() == {"position", "speculation", "alarms", "skipped"}
     for step in range(1, STEPS + 1):
         assert samples(workdir, step) == samples(other, step)
 
@@ -143,7 +143,9 @@ EVERY_STEP = (
     {"step", "reward/mean", "reward/std", "reward/correct", "reward/unscored"}
     | {f"time/{name}" for name in ("data", "prepare", "generate", "logprob", "train", "total")}
     | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
-    | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction")}
+    | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "correction", "skipped")}
+    | {f"alarm/{name}" for name in ("acceptance", "mismatch", "rewards", "equal_groups", "truncated", "entropy")}
+    | {"reward/equal_groups", "rollout/count", "rollout/rounds"}
     | {f"mismatch/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")}
     | {f"perf/mfu_{phase}" for phase in ("generate", "logprob", "train")}
     | {"perf/tokens_per_second_per_device", "perf/host_memory"}
@@ -295,7 +297,7 @@ def test_tensorboard_holds_the_same_scalars(whole):
 def test_files_of_the_command(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     names = {path.name for path in workdir.iterdir()}
-    files = {"config.json", "metrics.jsonl", "speculation.json"}
+    files = {"config.json", "metrics.jsonl"}
     assert names == files | {"rollouts", "evaluations", "checkpoints", "tensorboard", "plots"}
     written = json.loads((workdir / "config.json").read_text())
     assert written["config"]["policy"]["preset"] == "nano_deep" and written["config"]["steps"] == 3
@@ -462,8 +464,9 @@ def test_probabilities_that_do_not_vary_correlate_with_nothing():
 def test_faults_of_a_reward_are_counted_by_cause():
     values = np.array([1.0, 0.0, 0.5], np.float32)
     scores = Scores(values * 2, {"a": values, "b": values}, values > 0, {"timeout": 2, "died": 0}, [None] * 3)
-    row = measures.reward_metrics(scores)
+    row = measures.reward_metrics(scores, 0.25)
     assert row == {
+        "reward/equal_groups": 0.25,
         "reward/mean": 1.0,
         "reward/std": pytest.approx(np.std(values * 2)),
         "reward/correct": pytest.approx(2 / 3),
@@ -523,8 +526,6 @@ def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_p
     assert done == [0, 1, 1, 1, 3, 4]
     loop.train(setup, str(tmp_path), NEVER)
     assert_same_run(toy, tmp_path, whole)
-    # What the alarm has seen as well.
-    assert (tmp_path / "speculation.json").read_text() == (whole[0] / "speculation.json").read_text()
 
 
 def test_checkpoints_hold_the_head_and_its_optimizer(toy, whole):

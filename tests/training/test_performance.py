@@ -51,11 +51,13 @@ def test_operations_are_those_that_the_compiler_counts():
 def test_utilisation_is_operations_over_time_and_ceiling():
     c = qwen3.preset("nano")
     rollouts = types.SimpleNamespace(prompt_length=np.array([3, 5]), length=np.array([10, 25]))
-    performance = Performance(c, (jax.devices()[0],) * 4, peak=1e9, scored=2)
-    row = performance.metrics(rollouts, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0)
+    learnt = types.SimpleNamespace(prompt_length=np.array([5]), length=np.array([25]))
+    performance = Performance(c, (jax.devices()[0],) * 4, peak=1e9, scored=2, epochs=3)
+    row = performance.metrics(rollouts, learnt, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0)
     whole = forward_flops(c, 35, (100 + 625) / 2)
-    assert row["perf/mfu_train"] == pytest.approx(3 * whole / 4e9)
-    assert row["perf/mfu_logprob"] == pytest.approx(2 * whole / 0.5 / 4e9)
+    kept = forward_flops(c, 25, 625 / 2)
+    assert row["perf/mfu_train"] == pytest.approx(9 * kept / 4e9)
+    assert row["perf/mfu_logprob"] == pytest.approx(2 * kept / 0.5 / 4e9)
     assert row["perf/mfu_generate"] == pytest.approx((whole - forward_flops(c, 8, (9 + 25) / 2)) / 2.0 / 4e9)
     assert row["perf/tokens_per_second_per_device"] == 35 / 4 / 4
     assert 0.01 < row["perf/host_memory"] < 1000

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.io.checkpoints import Host
 from specrl_jax.training.draft_learning import Outlook
 from specrl_jax.training.draft_schedule import PATIENCE, DraftSchedule
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
@@ -62,6 +63,12 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
     )
 
 
+def reloaded(setup, speculation):
+    """Another run's, from what a checkpoint's file would hold of this one."""
+    saved = speculation.state()
+    return Speculation(setup, Host(json.loads(json.dumps(saved.values)), saved.arrays))
+
+
 def k_of(speculation):
     return speculation.lengths.choose(16, 16).k
 
@@ -76,41 +83,41 @@ def tripped(speculation):
 # --- metrics
 
 
-def test_the_predicted_length_is_that_of_the_lengths_drafted(tmp_path):
+def test_the_predicted_length_is_that_of_the_lengths_drafted():
     """600 of 1000 verifications drafted three tokens, the others one: 1 + 0.8 + 0.6 (0.5 + 0.25)."""
-    row = Speculation(setup_of(), str(tmp_path)).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), OUTLOOK)
+    row = Speculation(setup_of()).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), OUTLOOK)
     assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
 
 
-def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows(tmp_path):
-    speculation, short = Speculation(setup_of(), str(tmp_path)), Outlook(*(x[:1] for x in vars(OUTLOOK).values()))
+def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
+    speculation, short = Speculation(setup_of()), Outlook(*(x[:1] for x in vars(OUTLOOK).values()))
     row = speculation.observe(rollouts_of((800, 0, 0)), short)
     assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
 
 
 @pytest.mark.parametrize("outlook", [None, OUTLOOK], ids=["none", "known"])
-def test_greedy_rollouts_have_no_prediction(tmp_path, outlook):
-    speculation = Speculation(setup_of(temperature=0.0), str(tmp_path))
+def test_greedy_rollouts_have_no_prediction(outlook):
+    speculation = Speculation(setup_of(temperature=0.0))
     assert speculation.observe(rollouts_of(GONE), outlook) == {"spec/alarm": 0.0}
 
 
-def test_a_step_that_drafted_nothing_is_no_evidence(tmp_path):
-    speculation = Speculation(setup_of(), str(tmp_path))
+def test_a_step_that_drafted_nothing_is_no_evidence():
+    speculation = Speculation(setup_of())
     before = speculation.alarm.state()
     assert speculation.observe(rollouts_of(GONE, GONE), OUTLOOK) == {"spec/alarm": 0.0}
     assert speculation.alarm.state() == before
 
 
-def test_a_copier_has_no_alarm(tmp_path):
-    speculation = Speculation(setup_of(weights=False), str(tmp_path))
+def test_a_copier_has_no_alarm():
+    speculation = Speculation(setup_of(weights=False))
     assert speculation.observe(rollouts_of(GONE), None) == {} and k_of(speculation) == 3
 
 
 # --- the alarm
 
 
-def test_a_healthy_draft_goes_on(tmp_path):
-    speculation = Speculation(setup_of(), str(tmp_path))
+def test_a_healthy_draft_goes_on():
+    speculation = Speculation(setup_of())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
@@ -118,8 +125,8 @@ def test_a_healthy_draft_goes_on(tmp_path):
             assert k_of(speculation) == 3
 
 
-def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on(tmp_path):
-    speculation = tripped(Speculation(setup_of(), str(tmp_path)))
+def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
+    speculation = tripped(Speculation(setup_of()))
     chosen = []
     for _ in range(2 * PROBE_STEPS):
         chosen.append(k_of(speculation))
@@ -134,18 +141,18 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on(tmp_p
     assert k_of(speculation) == 3
 
 
-def test_without_a_prediction_a_collapse_is_one_against_earlier_steps(tmp_path):
+def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
     """Greedy: only the first drafted token counts, whose acceptance does not depend on the length."""
-    speculation = Speculation(setup_of(temperature=0.0), str(tmp_path))
+    speculation = Speculation(setup_of(temperature=0.0))
     for kept in ((900, 0, 0), (900, 900, 900)):
         assert speculation.observe(rollouts_of(kept), None)["spec/alarm"] == 0.0
     tripped(speculation)
     assert k_of(speculation) == 0
 
 
-def test_a_tripped_alarm_holds_the_controller_back(tmp_path):
+def test_a_tripped_alarm_holds_the_controller_back():
     """It would draft three: they cost next to nothing and nearly all are kept. No probe before it is earned."""
-    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    speculation = Speculation(setup_of(adaptive=True))
     speculation.controller.endowment = 0.0
     for size in SIZES:
         for k in LENGTHS:
@@ -159,21 +166,21 @@ def test_a_tripped_alarm_holds_the_controller_back(tmp_path):
     assert k_of(speculation) == 3
 
 
-def test_the_controller_gets_the_prediction_of_every_sampled_step(tmp_path):
-    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+def test_the_controller_gets_the_prediction_of_every_sampled_step():
+    speculation = Speculation(setup_of(adaptive=True))
     assert speculation.controller.acceptance() == [1.0] * 3
     speculation.observe(rollouts_of(), OUTLOOK)
     # Nothing was observed yet, so the prior is all there is.
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     speculation.observe(rollouts_of(), None)
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
-    greedy = Speculation(setup_of(adaptive=True, temperature=0.0), str(tmp_path / "greedy"))
+    greedy = Speculation(setup_of(adaptive=True, temperature=0.0))
     greedy.observe(rollouts_of(), OUTLOOK)
     assert greedy.controller.acceptance() == [1.0] * 3
 
 
-def test_a_drafter_of_length_zero_has_nothing_to_choose(tmp_path):
-    speculation = Speculation(setup_of(length=0, adaptive=True), str(tmp_path))
+def test_a_drafter_of_length_zero_has_nothing_to_choose():
+    speculation = Speculation(setup_of(length=0, adaptive=True))
     assert speculation.controller is None and k_of(speculation) == 0
 
 
@@ -185,133 +192,106 @@ def mismatched(mismatch):
     return dataclasses.replace(OUTLOOK, mismatch=mismatch * np.array([0.5, 1.0, 1.5]))
 
 
-def test_a_draft_learns_where_its_schedule_says_so_and_the_run_lets_it(tmp_path):
-    every_third = Speculation(setup_of(every=3), str(tmp_path))
+def test_a_draft_learns_where_its_schedule_says_so_and_the_run_lets_it():
+    every_third = Speculation(setup_of(every=3))
     assert [step for step in range(1, 10) if every_third.draft_learns(step)] == [3, 6, 9]
     for other in (setup_of(every=3, online=False), setup_of(weights=False)):
-        assert not any(Speculation(other, str(tmp_path)).draft_learns(step) for step in range(1, 10))
+        assert not any(Speculation(other).draft_learns(step) for step in range(1, 10))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_the_schedule_sees_the_mean_mismatch_of_every_step(tmp_path, temperature):
+def test_the_schedule_sees_the_mean_mismatch_of_every_step(temperature):
     """Also where nothing was drafted, or acceptance has no prediction."""
-    speculation = Speculation(setup_of(growth=0.5, temperature=temperature), str(tmp_path))
+    speculation = Speculation(setup_of(growth=0.5, temperature=temperature))
     alike = DraftSchedule(1, 0.5)
     for step, mismatch in enumerate([2.0, 1.0, *[1.0] * PATIENCE, 1.25, 1.75, 1.5], start=1):
         assert speculation.draft_learns(step) == alike.learns(step)
         speculation.observe(rollouts_of(HEALTHY, (1000,) * 3 if step % 2 else GONE), mismatched(mismatch))
         alike.observe(mismatch)
-        speculation.save()
-        assert json.loads((tmp_path / "speculation.json").read_text())["schedule"] == alike.state()
+        assert speculation.state().values["schedule"] == alike.state()
     assert not alike.state()["resting"] and alike.state()["lowest"] == 1.5
 
 
-def test_a_draft_that_rests_still_rests_after_a_restart(tmp_path):
+def test_a_draft_that_rests_still_rests_after_a_restart():
     setup = setup_of(growth=0.5)
-    speculation = Speculation(setup, str(tmp_path))
+    speculation = Speculation(setup)
     for _ in range(1 + PATIENCE):
         assert speculation.draft_learns(1)
         speculation.observe(rollouts_of(), mismatched(1.0))
-    speculation.save()
-    for one in (speculation, Speculation(setup, str(tmp_path))):
+    for one in (speculation, reloaded(setup, speculation)):
         assert not one.draft_learns(2)
         one.observe(rollouts_of(), mismatched(1.6))
         assert one.draft_learns(3)
 
 
-def test_a_fresh_schedule_comes_back_fresh(tmp_path):
+def test_a_fresh_schedule_comes_back_fresh():
     """Its lowest mismatch is infinite, which JSON has no word for."""
     setup = setup_of(growth=0.5)
-    Speculation(setup, str(tmp_path)).save()
-    Speculation(setup, str(tmp_path)).save()
-    assert json.loads((tmp_path / "speculation.json").read_text())["schedule"] == DraftSchedule(1, 0.5).state()
+    saved = json.loads(json.dumps(Speculation(setup).state().values))
+    assert Speculation(setup, Host(saved, {})).state().values["schedule"] == DraftSchedule(1, 0.5).state()
 
 
 # --- saved and loaded
 
 
-def test_everything_saved_comes_back(tmp_path):
+def test_everything_saved_comes_back():
     setup = setup_of(adaptive=True, groups=2)
-    speculation = Speculation(setup, str(tmp_path))
+    speculation = Speculation(setup)
     speculation.lengths.calibrate(16, 3, 0.5)
     speculation.observe(rollouts_of(), OUTLOOK)
     speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), OUTLOOK)
-    speculation.save()
-    loaded = Speculation(setup, str(tmp_path))
+    loaded = reloaded(setup, speculation)
     assert loaded.controller.state() == speculation.controller.state()
     assert loaded.alarm == speculation.alarm and loaded.alarm.pending != (0.0, 0.0, 0)
     # And goes on alike.
     for one in (speculation, loaded):
         tripped(one)
     assert loaded.alarm == speculation.alarm
-    assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_the_turn_of_a_probe_is_kept(tmp_path):
-    speculation = tripped(Speculation(setup_of(), str(tmp_path)))
-    speculation.save()
-    loaded = Speculation(setup_of(), str(tmp_path))
+def test_the_turn_of_a_probe_is_kept():
+    speculation = tripped(Speculation(setup_of()))
+    loaded = reloaded(setup_of(), speculation)
     for _ in range(PROBE_STEPS):
         assert k_of(loaded) == k_of(speculation)
         for one in (speculation, loaded):
             one.observe(rollouts_of(GONE, GONE), OUTLOOK)
 
 
-def test_a_fresh_workdir_starts_anew(tmp_path):
-    speculation = Speculation(setup_of(adaptive=True, groups=1), str(tmp_path))
+def test_a_fresh_workdir_starts_anew():
+    speculation = Speculation(setup_of(adaptive=True, groups=1))
     assert speculation.controller.unmeasured(16) == list(LENGTHS)
-    assert speculation.history.get([1, 2]) == [] and not list(tmp_path.iterdir())
+    assert speculation.history.get([1, 2]) == []
 
 
-def test_costs_of_other_shapes_are_not_taken_over(tmp_path):
+def test_costs_of_other_shapes_are_not_taken_over():
     """Another num_slots: the alarm is still right, the table of seconds is not."""
-    speculation = Speculation(setup_of(adaptive=True), str(tmp_path))
+    speculation = Speculation(setup_of(adaptive=True))
     speculation.lengths.calibrate(16, 3, 0.5)
-    tripped(speculation).save()
-    other = Speculation(setup_of(adaptive=True, sizes=(32, 8)), str(tmp_path))
+    tripped(speculation)
+    other = reloaded(setup_of(adaptive=True, sizes=(32, 8)), speculation)
     assert other.controller.sizes == (32, 8) and other.controller.unmeasured(32) == list(LENGTHS)
     assert other.alarm.tripped
-    fixed = Speculation(setup_of(), str(tmp_path))
+    fixed = reloaded(setup_of(), speculation)
     assert fixed.controller is None and fixed.alarm.tripped
-    assert Speculation(setup_of(weights=False), str(tmp_path)).alarm is None
+    assert reloaded(setup_of(weights=False), speculation).alarm is None
 
 
-def test_a_run_that_chose_nothing_saves_for_one_that_does(tmp_path):
-    Speculation(setup_of(weights=False), str(tmp_path)).save()
-    saved = json.loads((tmp_path / "speculation.json").read_text())
-    assert saved == {"step": 0, "controller": None, "alarm": None, "schedule": None}
-    loaded = Speculation(setup_of(adaptive=True, groups=1), str(tmp_path))
+def test_a_run_that_chose_nothing_saves_for_one_that_does():
+    speculation = Speculation(setup_of(weights=False))
+    assert speculation.state() == ({"step": 0, "controller": None, "alarm": None, "schedule": None}, {})
+    loaded = reloaded(setup_of(adaptive=True, groups=1), speculation)
     assert loaded.controller is not None and not loaded.alarm.tripped
 
 
 TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 
 
-def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved(tmp_path):
+def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
     setup = setup_of(groups=1, history=2)
-    speculation = Speculation(setup, str(tmp_path))
+    speculation = Speculation(setup)
     speculation.observe(rollouts_of(texts=TEXTS), OUTLOOK)
-    speculation.save()
-    for one in (speculation, Speculation(setup, str(tmp_path))):
+    for one in (speculation, reloaded(setup, speculation)):
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
         assert [text.tolist() for text in one.history.get([7])] == [[7, 8]]
-    assert Speculation(setup_of(groups=0), str(tmp_path)).history is None
-
-
-def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
-    """Killed while it writes: neither file is half there."""
-    setup = setup_of(groups=1)
-    speculation = Speculation(setup, str(tmp_path))
-    speculation.observe(rollouts_of(texts=TEXTS[:1]), OUTLOOK)
-    speculation.save()
-
-    def cut_short(file, **arrays):
-        file.write(b"PK half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(np, "savez", cut_short)
-    speculation.observe(rollouts_of(texts=TEXTS[3:]), OUTLOOK)
-    with pytest.raises(KeyboardInterrupt):
-        speculation.save()
-    loaded = Speculation(setup, str(tmp_path))
-    assert [text.tolist() for text in loaded.history.get([1, 2])] == [[1, 2, 3]]
+    assert reloaded(setup_of(groups=0), speculation).history is None

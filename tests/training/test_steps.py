@@ -12,7 +12,7 @@ import pytest
 from specrl_jax.core import BadInput
 from specrl_jax.data.rows import make_rows
 from specrl_jax.models import qwen3
-from specrl_jax.rl.grpo import Objective
+from specrl_jax.rl.grpo import Objective, Signal
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training.state import (
     OptimizerConfig,
@@ -22,7 +22,7 @@ from specrl_jax.training.state import (
     make_optimizer,
     state_shardings,
 )
-from specrl_jax.training.steps import Learner, Signal, make_logprob_step, make_policy_step
+from specrl_jax.training.steps import Learner, make_logprob_step, make_policy_step
 
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
@@ -60,7 +60,7 @@ def batch():
     rows = make_rows(prompts, responses, T, 0)
     near = (-4.85 + rng.normal(0, 0.3, (B, T))).astype(np.float32)  # a random policy is near -log(128)
     ref = (near + rng.normal(0, 0.3, (B, T))).astype(np.float32)
-    return rows, Signal(near, ref, rng.normal(size=B).astype(np.float32))
+    return rows, Signal(near, ref, rng.normal(size=(B, 1)).astype(np.float32))
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
 
     def reinforce(params):
         logprobs = PLAIN.score(params, rows, partition_of("one")).logprobs
-        return -jnp.sum(jnp.where(rows.mask, logprobs * signal.advantages[:, None], 0.0)) / rows.mask.sum()
+        return -jnp.sum(jnp.where(rows.mask, logprobs * signal.advantages, 0.0)) / rows.mask.sum()
 
     # The ratio is 1 to rounding (two programs), and the rest is the same sum: a few units of 2**-24.
     assert_trees_close(state.opt_state, jax.jit(jax.grad(reinforce))(initial_params()), rtol=1e-5)
@@ -208,11 +208,11 @@ def test_zero_advantages_give_exactly_no_gradient():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
     state = recording_state("one")
     before = jax.device_get(state.params)
-    state, metrics, _ = policy_step(state, rows, Signal(signal.old_logprobs, None, np.zeros(B, np.float32)))
+    state, metrics, _ = policy_step(state, rows, Signal(signal.old_logprobs, None, np.zeros((B, 1), np.float32)))
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
     assert float(metrics.grad_norm) == 0.0
-    assert float(metrics.entropy.value()) > 3.0
+    assert float(metrics.terms.entropy.value()) > 3.0
 
 
 def test_adam_does_not_move_without_a_gradient():
@@ -227,7 +227,8 @@ def test_kl_is_zero_at_the_reference():
     logprob_step, policy_step = step_functions("one", PLAIN, WITH_KL)
     state = recording_state("one")
     ref, _ = jax.device_get(logprob_step(state.params, rows))
-    state, metrics, _ = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=np.zeros(B, np.float32)))
+    nothing = np.zeros((B, 1), np.float32)
+    state, metrics, _ = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=nothing))
     # Two programs differ by about 1e-6 nats; k3 is half its square, its slope that difference.
     assert 0 <= float(metrics.terms.kl.value()) < 1e-10
     assert float(metrics.grad_norm) < 1e-5

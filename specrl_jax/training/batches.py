@@ -1,0 +1,57 @@
+"""What the learner's jitted steps are fed with: rollouts as rows of one of few shapes, minibatch by minibatch."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl_jax.data.rows import Places, Rows, pack, packed, packed_rows, rows_of
+from specrl_jax.training.collect import Lesson
+
+# Numbers of packed rows that there are programs for, as parts of the number of rollouts.
+RUNGS = 8
+
+
+class LearnerBatch(NamedTuple):
+    """Minibatch i of n is rows i, i + n, ...: some of every group."""
+
+    rows: Rows
+    behaviour: np.ndarray  # [B, T] float32, the rollouts' log-probs of the rows' targets, nats
+    advantages: np.ndarray  # [B, T] float32
+    teaches: np.ndarray  # [B, T] bool
+
+
+def learner_batch(lesson: Lesson, pad_id: int, minibatches: int = 1, unit: int = 0) -> LearnerBatch:
+    """A rollout a row, of rollout.max_prompt_tokens + max_response_tokens; or packed.
+
+    Args:
+      unit: of which the rows of a minibatch must be a multiple to be packed; it divides the rollouts of one. 0: not
+        packed.
+    """
+    r = lesson.rollouts
+    rows = rows_of(r.tokens, r.prompt_length, r.length, pad_id)
+    behaviour = np.pad(r.logprobs[:, 1:], ((0, 0), (0, 1)))
+    by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in lesson[1:])]
+    if unit:
+        places = pack_minibatches(r.length, r.tokens.shape[1], minibatches, unit)
+        rows = packed_rows(rows, places, r.length, pad_id)
+        by_token = [packed(x, places, r.length, 0) for x in by_token]
+    return LearnerBatch(rows, *by_token)
+
+
+def pack_minibatches(length: np.ndarray, row_length: int, minibatches: int, unit: int) -> Places:
+    """Each minibatch packed by itself, all into the same number of rows: one of at most RUNGS, a multiple of `unit`."""
+    full = len(length) // minibatches
+    parts = [pack(length[i::minibatches], row_length) for i in range(minibatches)]
+    rung = unit * math.ceil(full / (RUNGS * unit))
+    rows = min(rung * math.ceil(max(part.rows for part in parts) / rung), full)
+    row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
+    for i, part in enumerate(parts):
+        row[i::minibatches] = part.row * minibatches + i
+        start[i::minibatches], segment[i::minibatches] = part.start, part.segment
+    return Places(row, start, segment, rows * minibatches)
+
+
+def packing_unit(ways: int, microbatch: int, draft_minibatches: int) -> int:
+    """What the rows of a minibatch divide by: devices, microbatches, and those within each update of a draft."""
+    return math.lcm(ways, microbatch or 1) * draft_minibatches

@@ -1,0 +1,109 @@
+"""The rollouts that a step learns from: generated, scored, and where asked for generated again until they teach."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl_jax.data.tasks import Problem
+from specrl_jax.decoding.rollouts import Rollouts, concatenated
+from specrl_jax.rewards.scorer import Scores
+from specrl_jax.rl.advantages import ADVANTAGES
+from specrl_jax.rl.overlong import overlong_penalty
+from specrl_jax.training.settings import GRPOSettings
+
+
+class Batch(NamedTuple):
+    """Scored rollouts of whole groups, group by group; R = groups x G."""
+
+    rollouts: Rollouts  # prompt_index counts `problems`
+    problems: list[Problem]
+    scores: Scores
+    rewards: np.ndarray  # [R] float32, what advantages are made of: the scores' total, less what length costs
+
+
+class Lesson(NamedTuple):
+    """What is learnt from a batch."""
+
+    rollouts: Rollouts  # of P groups
+    advantages: np.ndarray  # [R] float32
+    teaches: np.ndarray  # [R] bool; the others count nowhere
+
+
+# (problems, id of the first rollout) -> their rollouts and scores
+Generate = Callable[[Sequence[Problem], int], tuple[Rollouts, Scores]]
+
+
+def collect(
+    generate: Generate,
+    problems: list[Problem],
+    more: Callable[[], list[Problem]],
+    g: GRPOSettings,
+    longest: int,
+    step: int,
+) -> list[Batch]:
+    """Batches of P groups each, until P groups have unequal rewards, or `grpo.sampling_rounds` are done.
+
+    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): a group whose answers all earn the same teaches nothing.
+
+    Args:
+      problems: of the first batch; `more` draws those of the next.
+      longest: tokens that an answer may have.
+    """
+    batches: list[Batch] = []
+    per_round = g.prompts_per_step * g.group_size
+    while True:
+        first_id = (step * g.sampling_rounds + len(batches)) * per_round
+        rollouts, scores = generate(problems, first_id)
+        batches.append(Batch(rollouts, problems, scores, _rewards(rollouts, scores, g, longest)))
+        found = sum(unequal(batch.rewards, g.group_size).sum() for batch in batches)
+        if found >= g.prompts_per_step or len(batches) == g.sampling_rounds:
+            return batches
+        problems = more()
+
+
+def _rewards(rollouts: Rollouts, scores: Scores, g: GRPOSettings, longest: int) -> np.ndarray:
+    if not g.overlong_buffer:
+        return scores.total
+    return scores.total + g.overlong_penalty * overlong_penalty(rollouts.response_length, longest, g.overlong_buffer)
+
+
+def unequal(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """[P] bool: groups of rewards [P x G] that differ."""
+    groups = rewards.reshape(-1, group_size)
+    return np.any(groups != groups[:, :1], axis=1)
+
+
+def lesson(batches: list[Batch], g: GRPOSettings) -> Lesson:
+    """P groups of the batches: those with unequal rewards first where several rounds were allowed, in their order.
+
+    What fills up the batch then, and answers cut by the limit under `grpo.mask_truncated`, do not teach.
+    """
+    rollouts = concatenated([batch.rollouts for batch in batches])
+    rewards = np.concatenate([batch.rewards for batch in batches])
+    differs = unequal(rewards, g.group_size)
+    order = np.argsort(~differs, kind="stable") if g.sampling_rounds > 1 else np.arange(len(differs))
+    groups = np.sort(order[: g.prompts_per_step])
+    rows = (groups[:, None] * g.group_size + np.arange(g.group_size)).reshape(-1)
+    advantages = ADVANTAGES[g.advantage](rewards[rows].reshape(-1, g.group_size)).reshape(-1)
+    teaches = np.repeat(differs[groups], g.group_size) if g.sampling_rounds > 1 else np.ones(len(rows), bool)
+    if g.mask_truncated:
+        teaches &= rollouts.ended[rows]
+    return Lesson(rollouts.take(rows), advantages, teaches)
+
+
+def merged_scores(batches: list[Batch]) -> Scores:
+    """The scores of all batches, as of one."""
+    first, *others = (batch.scores for batch in batches)
+    for scores in others:
+        first = Scores(
+            np.concatenate([first.total, scores.total]),
+            {name: np.concatenate([first.parts[name], scores.parts[name]]) for name in first.parts},
+            np.concatenate([first.correct, scores.correct]),
+            {
+                cause: first.failures.get(cause, 0) + scores.failures.get(cause, 0)
+                for cause in first.failures | scores.failures
+            },
+            first.stated + scores.stated,
+        )
+    return first

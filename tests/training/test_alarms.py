@@ -1,0 +1,91 @@
+"""Each alarm at its threshold, and that it speaks once."""
+
+import dataclasses
+
+import pytest
+
+from specrl_jax.training.alarms import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms
+
+HEALTHY = {
+    "mismatch/kl": 2e-3,
+    "reward/unscored": 0,
+    "rollout/count": 100,
+    "reward/equal_groups": 0.3,
+    "rollout/truncated": 0.1,
+    "policy/entropy": 1.0,
+    "spec/alarm": 0.0,
+}
+SICK = {
+    "acceptance": {"spec/alarm": 1.0},
+    "mismatch": {"mismatch/kl": 1.01 * GROWTH * 2e-3},
+    "rewards": {"reward/unscored": 100 * UNSCORED + 1},
+    "equal_groups": {"reward/equal_groups": EQUAL},
+    "truncated": {"rollout/truncated": TRUNCATED + 0.01},
+    "entropy": {"policy/entropy": 0.99 * ENTROPY},
+}
+WELL = {
+    "mismatch": {"mismatch/kl": 0.99 * GROWTH * 2e-3},
+    "rewards": {"reward/unscored": 100 * UNSCORED},
+    "equal_groups": {"reward/equal_groups": EQUAL - 0.01},
+    "truncated": {"rollout/truncated": TRUNCATED},
+    "entropy": {"policy/entropy": 1.01 * ENTROPY},
+}
+
+
+def names(row):
+    return [name.removeprefix("alarm/") for name, on in row.items() if on]
+
+
+def test_there_is_a_case_of_each():
+    assert SICK.keys() == FINDERS.keys()
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_it_rings_when_it_begins_and_rests_when_it_is_over(name):
+    alarms = Alarms()
+    assert names(alarms.observe(HEALTHY)[0]) == []
+    row, begun = alarms.observe(HEALTHY | SICK[name])
+    assert names(row) == [name] and len(begun) == 1
+    row, begun = alarms.observe(HEALTHY | SICK[name])
+    assert names(row) == [name] and begun == []
+    assert names(alarms.observe(HEALTHY)[0]) == []
+    assert len(alarms.observe(HEALTHY | SICK[name])[1]) == 1
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_just_below_it_is_silent(name):
+    alarms = Alarms()
+    alarms.observe(HEALTHY)
+    assert names(alarms.observe(HEALTHY | WELL[name])[0]) == []
+
+
+def test_one_dead_worker_rings():
+    alarms = Alarms()
+    assert names(alarms.observe(HEALTHY | {"reward/unscored": 1, "reward/unscored_died": 1})[0]) == ["rewards"]
+
+
+def test_a_mismatch_that_is_no_number_rings():
+    alarms = Alarms()
+    alarms.observe(HEALTHY)
+    assert names(alarms.observe(HEALTHY | {"mismatch/kl": float("nan")})[0]) == ["mismatch"]
+
+
+def test_rounding_is_no_mismatch_and_a_grown_one_not_the_new_normal():
+    alarms = Alarms()
+    alarms.observe(HEALTHY | {"mismatch/kl": 1e-13})
+    assert names(alarms.observe(HEALTHY | {"mismatch/kl": 1e-4})[0]) == []
+    for _ in range(100):
+        assert names(alarms.observe(HEALTHY | {"mismatch/kl": 1.0})[0]) == ["mismatch"]
+
+
+def test_a_run_without_a_draft_has_no_acceptance_to_lose():
+    row = {name: value for name, value in HEALTHY.items() if name != "spec/alarm"}
+    assert names(Alarms().observe(row)[0]) == []
+
+
+def test_what_it_knows_survives_a_restart():
+    alarms = Alarms()
+    alarms.observe(HEALTHY | SICK["truncated"])
+    again = Alarms(**dataclasses.asdict(alarms))
+    row, begun = again.observe(HEALTHY | SICK["truncated"] | SICK["entropy"])
+    assert names(row) == ["truncated", "entropy"] and len(begun) == 1
