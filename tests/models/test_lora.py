@@ -130,4 +130,7 @@ def test_nonsense_is_refused(values):
 
 def test_an_adapted_matrix_is_a_node_of_the_tree():
     tree = attach(qwen3.param_specs(SMALL), adapter_specs(qwen3.param_specs(SMALL), ALL), ALL)
-    assert isinstance(tree["layers"]["q"], Adapted) and len(jax.tree.leaves(tree)) == len(jax.tree.leaves(qwen3.param_specs(SMALL))) + 2 * 7
+    assert (
+        isinstance(tree["layers"]["q"], Adapted)
+        and len(jax.tree.leaves(tree)) == len(jax.tree.leaves(qwen3.param_specs(SMALL))) + 2 * 7
+    )

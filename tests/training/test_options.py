@@ -1,0 +1,241 @@
+"""Runs with the options of the algorithm: all at once, interrupted, and with gradients that are not finite."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.core import BadInput, RunFailed, Stopped
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.models import qwen3
+from specrl_jax.training import loop
+from specrl_jax.training.export import export
+from specrl_jax.training.state import OptimizerConfig, apply_gradient, init_state, make_optimizer, state_shardings
+from tests.helpers.rewards import FunctionScorer
+from tests.training.test_loop import NEVER, StopAfter, lower_case, make_setup, saved, untimed, with_settings
+from tests.training.test_steps import MESHES, SPECS, initial_params, partition_of
+
+STEPS = 4
+EVERYTHING = {
+    "policy__lora_rank": 3,
+    "grpo__packing": True,
+    "grpo__kl_coef": 0.01,
+    "grpo__kl": "k2",
+    "grpo__reference_every": 2,
+    "grpo__entropy_coef": 0.001,
+    "grpo__advantage": "rloo",
+    "grpo__loss": "gspo",
+    "grpo__aggregation": "sequence",
+    "grpo__correction": "sequence_mask",
+    "grpo__minibatches": 2,
+    "grpo__epochs": 2,
+    "grpo__sampling_rounds": 2,
+    "grpo__overlong_buffer": 4,
+    "checkpoint__keep_every": 2,
+    "checkpoint__keep_best": 1,
+    "checkpoint__keep": 1,
+    "draft__compare_rounds": 0,
+    "eval__every": 2,
+    "eval__problems": 4,
+    "optimizer__learning_rate": 3e-3,
+    "optimizer__warmup": 0,
+    "steps": STEPS,
+}
+
+
+@pytest.fixture(scope="module")
+def everything():
+    setup = make_setup(rlzero_tiny.get_config("smoke"), **EVERYTHING)
+    return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
+
+
+@pytest.fixture(scope="module")
+def whole(everything, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("options")
+    return workdir, loop.train(everything, str(workdir), NEVER)
+
+
+def test_every_row_is_finite_and_says_what_was_on(whole):
+    for row in whole[1][1:]:
+        assert all(np.isfinite(value) for value in row.values())
+        assert row["policy/kl"] >= 0 and row["policy/correction"] > 0 and row["policy/skipped"] == 0
+        assert row["rollout/rounds"] in (1, 2) and row["rollout/count"] == 16 * row["rollout/rounds"]
+        # Two updates of the draft a step: in the first epoch only.
+        assert row["draft/version"] == 2 * row["step"]
+        # Adapters or not: rollouts run on the sum that the learner has.
+        assert row["mismatch/logprob_abs_max"] < 1e-4
+
+
+def test_adapters_learn_and_the_reference_follows(everything, whole):
+    """At step 3 the reference is the policy of step 2; four updates later the policy has left it."""
+    state, _ = saved(everything, whole[0], STEPS)
+    assert state.policy.frozen is None
+    assert all(np.any(parts["b"]) for parts in state.policy.params.values())
+    jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.params)
+    kl = [row["policy/kl"] for row in whole[1][1:]]
+    assert 0 < kl[0] < kl[1] and 0 < kl[2] < kl[3] and kl[2] < kl[1]
+
+
+def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tmp_path):
+    for looks in (6, 9):
+        with pytest.raises(Stopped):
+            loop.train(everything, str(tmp_path), StopAfter(looks))
+    loop.train(everything, str(tmp_path), NEVER)
+    assert untimed(read_metrics(str(tmp_path))) == untimed(whole[1])
+    for got, expected in zip(saved(everything, tmp_path, STEPS), saved(everything, whole[0], STEPS)):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
+    settings = everything.settings
+    output = dataclasses.replace(settings.export, output=str(tmp_path), dtype="float32")
+    setup = dataclasses.replace(everything, settings=dataclasses.replace(settings, export=output))
+    folder, _ = export(setup, str(whole[0]))
+    from specrl_jax.io import hf
+
+    written = hf.load_params(folder, setup.model, setup.learner_partition, jnp.float32)
+    state, _ = saved(everything, whole[0], STEPS)
+    weights, _ = setup.prepare(state.replace(policy=state.policy.replace(frozen=setup.initial_params())))
+    again = qwen3.rollout_params(written, setup.model, jnp.float32)
+    # Summed by two programs.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, weights.policy)
+    assert np.abs(written["layers"]["q"] - setup.initial_params()["layers"]["q"]).max() > 1e-4
+
+
+# ---- gradients that are not finite
+
+
+class Poisoned:
+    """A policy step whose advantages are not numbers in some updates, counted from 1."""
+
+    def __init__(self, step, updates):
+        self.step, self.updates, self.count = step, updates, 0
+
+    def __call__(self, policy, rows, signal):
+        self.count += 1
+        if self.count in self.updates:
+            signal = signal.replace(advantages=np.full_like(signal.advantages, np.nan))
+        return self.step(policy, rows, signal)
+
+
+def poisoned(everything, updates, **changes):
+    setup = with_settings(everything, **changes)
+    setup.__dict__["policy_step"] = Poisoned(everything.policy_step, updates)
+    return setup
+
+
+def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, whole, tmp_path):
+    """All four of step 1: the policy stays as it was, and step 2 learns as if nothing had been."""
+    setup = poisoned(everything, {1, 2, 3, 4}, steps=2)
+    rows = loop.train(setup, str(tmp_path), NEVER)
+    assert [row["policy/skipped"] for row in rows[1:]] == [4, 0]
+    # Written as null, which JSON has.
+    assert rows[1]["policy/loss"] is None and np.isfinite(rows[2]["policy/loss"])
+    state, host = saved(setup, tmp_path, 2)
+    assert host["skipped"] == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.policy, state.draft)))
+    # The rollouts of step 2 are those of the first weights: what is left of the mismatch is rounding.
+    assert rows[2]["mismatch/logprob_abs_max"] < 1e-4
+    assert int(optax.tree.get_all_with_path(state.policy.opt_state, "count")[0][1]) == 4
+
+
+def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_path):
+    optimizer = dataclasses.replace(everything.settings.optimizer, max_skipped=7)
+    checkpoint = dataclasses.replace(everything.settings.checkpoint, every=1)
+    setup = poisoned(everything, set(range(4, 100)), optimizer=optimizer, checkpoint=checkpoint)
+    with pytest.raises(RunFailed, match=r"step 3: 9 updates in a row .*max_skipped=7.* checkpoint is step 2"):
+        loop.train(setup, str(tmp_path), NEVER)
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2]
+
+
+def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    setup = with_settings(everything, checkpoint=dataclasses.replace(everything.settings.checkpoint, every=1))
+    calls = []
+    real = loop.MetricsWriter.write
+
+    def write(self, row, *rest):
+        calls.append(row)
+        return full() if len(calls) == 3 else real(self, row, *rest)
+
+    monkeypatch.setattr(loop.MetricsWriter, "write", write)
+    with pytest.raises(RunFailed, match=r"metrics.jsonl: No space left on device; the last good checkpoint is step 1"):
+        loop.train(setup, str(tmp_path), NEVER)
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_skipped_update_changes_no_bit(healthy):
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.999, 0))
+    params = {"w": jnp.array([1.0, 2.0])}
+    state = init_state(params, {"w": SPECS["final_norm"]}, optimizer, partition_of("one"))
+    before = jax.device_get(state)
+    after = jax.jit(apply_gradient, static_argnums=2)(state, {"w": jnp.array([0.5, np.nan])}, optimizer, healthy)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), jax.device_get(after), before)
+    assert all(jax.tree.leaves(same)) == (not healthy)
+
+
+# ---- Muon
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_muons_moments_lie_where_their_parameters_lie(mesh):
+    partition, optimizer = partition_of(mesh), make_optimizer(OptimizerConfig("muon", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    shardings = state_shardings(SPECS, optimizer, partition)
+    shapes = jax.eval_shape(optimizer.init, jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), SPECS))
+    wanted = {s.shape: partition.sharding(s.axes) for s in jax.tree.leaves(SPECS) if len(s.shape) > 1}
+    found = jax.tree.leaves(jax.tree.map(lambda x, s: (x.shape, s), shapes, shardings.opt_state), is_leaf=is_pair)
+    moments = [(shape, sharding) for shape, sharding in found if shape in wanted]
+    # One of each matrix of the layers, two of the table.
+    assert len(moments) == 7 + 2 + 2 * 4 and all(sharding == wanted[shape] for shape, sharding in moments)
+
+
+def is_pair(x):
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], jax.sharding.Sharding)
+
+
+def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
+    """Each layer by itself: singular values near 1 times 0.2 sqrt(max(inputs, outputs)) (Moonlight, section 2.2).
+
+    Five turns of Newton-Schulz bring all but the smallest between 0.7 and 1.2. Norms and tables are AdamW's.
+    """
+    optimizer = make_optimizer(OptimizerConfig("muon", 1.0, 0, 1e9, 0.0, 0.999, 0))
+    params, rng = initial_params(), np.random.default_rng(0)
+    gradient = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f4"), params)
+    updates, _ = jax.jit(optimizer.update)(gradient, jax.jit(optimizer.init)(params), params)
+    _, D, N, H = params["layers"]["q"].shape
+    for name, inputs, outputs in (("q", D, N * H), ("o", N * H, D), ("down", 128, 64)):
+        for layer in np.asarray(updates["layers"][name]):
+            values = np.linalg.svd(layer.reshape(inputs, outputs), compute_uv=False)
+            low, high = np.quantile(values / (0.2 * max(inputs, outputs) ** 0.5), (0.1, 1.0))
+            assert 0.6 < low and high < 1.3, name
+    np.testing.assert_allclose(np.abs(updates["final_norm"]), 1.0, rtol=1e-3)
+    np.testing.assert_allclose(np.abs(updates["embed"]), 1.0, rtol=1e-3)
+
+
+# ---- wrong inputs
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grpo__advantage": "gae"}, r"grpo\.advantage"),
+        ({"grpo__old_logprobs": "current", "grpo__minibatches": 2}, r"grpo\.old_logprobs=current"),
+        ({"grpo__reference_every": 2}, r"grpo\.reference_every=2"),
+        ({"grpo__overlong_buffer": 13}, r"grpo\.overlong_buffer=13"),
+        ({"policy__lora_rank": 2, "optimizer__name": "muon"}, r"optimizer\.name=muon"),
+        ({"policy__lora_rank": 2, "task": "pretrain"}, r"policy\.lora_rank=2"),
+        ({"policy__lora_rank": -1}, r"policy\.lora_rank=-1"),
+        ({"policy__lora_rank": 2, "policy__lora_targets": ("q", "embed")}, r"lora_targets.*'embed'"),
+        ({"grpo__sampling_rounds": 0}, r"grpo\.sampling_rounds=0"),
+        ({"checkpoint__keep_best": -1}, r"checkpoint\.keep_best=-1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    with pytest.raises(BadInput, match=message):
+        make_setup(rlzero_tiny.get_config("smoke"), **changes)
