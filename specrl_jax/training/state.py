@@ -34,8 +34,8 @@ class OptimizerConfig:
 
 
 def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.GradientTransformation:
-    """Muon on the matrices of the layers, AdamW on tables, norms and routers, both at the same rate: updates of a
-    matrix are scaled to AdamW's size (Moonlight, arXiv 2502.16982, section 2.2).
+    """Muon on the matrices of the layers, AdamW on tables, norms and routers, both at the same rate and with Nesterov's
+    momentum: updates of a matrix are scaled to AdamW's size (Moonlight, arXiv 2502.16982, section 2.2).
     """
     return optax.contrib.muon(
         schedule,
