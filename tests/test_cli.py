@@ -164,7 +164,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(call, tmp_path, no_work,
         "reward.memory=0.0",
         "export.step=-2",
         "grpo.clip_low=-0.1",
-        "grpo.clip_low=1.0",
+        "grpo.clip_low=1.1",
         "grpo.clip_high=-0.1",
         "grpo.kl_coef=-1.0",
         # What is counted must be there ...

@@ -14,7 +14,7 @@ import numpy as np
 from configs import rlzero_tiny
 from experiments.engine import bench
 from main import to_settings
-from specrl_jax.training.loop import learner_rows
+from specrl_jax.training.batches import rollout_rows
 from specrl_jax.training.measures import mismatch_metrics
 from specrl_jax.training.setup import Setup, build
 
@@ -50,7 +50,7 @@ def measure(setup: Setup) -> bench.Row:
     state = setup.initial_state()
     weights, _ = setup.prepare(state)
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
-    rows, behaviour = learner_rows(setup.engine.generate(weights, prompts, GROUP, 0), setup)
+    rows, behaviour = rollout_rows(setup.engine.generate(weights, prompts, GROUP, 0), setup.tokenizer.pad_id)
     learner, _ = setup.logprob_step(state.policy.params, rows)
     apart = np.abs(behaviour - np.asarray(learner))[np.asarray(rows.mask)]
     found: dict[str, Any] = {name: float(np.quantile(apart, q)) for name, q in QUANTILES.items()}

@@ -5,7 +5,8 @@
 Model: random-weight Qwen3, float32, 4 layers, hidden 256, ffn 768, 8 query and 4 key/value heads of 32, vocabulary
 4,096, tied. Batch: 8 prompts of 32 random tokens x 4 answers of exactly 64 tokens (end-of-text lies outside the
 vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's own
-`run_step`, all five phases: unlike both peers it scores the rollouts a second time (logprob) before it learns.
+`run_step`, all five phases. One update a step is strictly on policy, so grpo.old_logprobs=current: no second scoring,
+as in both peers.
 """
 
 import argparse
@@ -24,10 +25,12 @@ from main import to_settings
 from specrl_jax.data.tasks import Problem
 from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.loop import run_step
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.speculation import Speculation
 
 MODEL = Qwen3Config(
     vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
@@ -51,7 +54,7 @@ class IdTokenizer:
 
 def make_setup() -> Setup:
     config = common.base()
-    config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS)
+    config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")
     config.rollout.update(
         max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
     )
@@ -61,8 +64,14 @@ def make_setup() -> Setup:
         model=MODEL,
         learner=dataclasses.replace(setup.learner, model=MODEL),
         tokenizer=IdTokenizer(),
-        reward=lambda response, _: statistics.fmean(int(word) for word in response.split()),
+        scorer=mean_id,
     )
+
+
+def mean_id(responses: list[str], answers: list[str]) -> Scores:
+    """Every answer's mean token id, in the place of a Scorer."""
+    rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
+    return Scores(rewards, {"mean_id": rewards}, rewards > 0, {}, [None] * len(rewards))
 
 
 def random_prompts(seed: int) -> Iterator[list[Problem]]:
@@ -75,10 +84,12 @@ def random_prompts(seed: int) -> Iterator[list[Problem]]:
 def measure(steps: int, warmup: int) -> dict:
     setup = make_setup()
     state, stream, stop = setup.initial_state(), random_prompts(0), threading.Event()
+    speculation = Speculation(setup)
     rows = []
     with Display(warmup + steps, 0) as display:
         for step in itertools.islice(itertools.count(1), warmup + steps):
-            state, row, _ = run_step(setup, state, None, stream, step, display, stop)
+            state, report = run_step(setup, state, stream, step, display, stop, speculation)
+            row = report.row
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)
     timed = rows[warmup:]

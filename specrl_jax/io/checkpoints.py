@@ -77,7 +77,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, Host]:
         """(state laid out as `abstract_state`, the host's part). Raises BadInput where it does not fit."""
         items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
-        if "arrays" in self._manager.item_metadata(step):
+        if (self._manager.directory / str(step) / "arrays").exists():
             items["arrays"] = ocp.args.StandardRestore()
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))

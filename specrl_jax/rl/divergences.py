@@ -9,12 +9,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+
+def k1(difference: jax.Array) -> jax.Array:
+    return -difference
+
+
+def k2(difference: jax.Array) -> jax.Array:
+    return difference**2 / 2
+
+
+def k3(difference: jax.Array) -> jax.Array:
+    return jnp.expm1(difference) - difference
+
+
 # log q - log p of the samples, [B, T] nats -> [B, T] nats.
-ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "k1": lambda difference: -difference,
-    "k2": lambda difference: difference**2 / 2,
-    "k3": lambda difference: jnp.expm1(difference) - difference,
-}
+ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def divergence(logprobs: jax.Array, other: jax.Array, mask: jax.Array, estimator: str = "k3") -> jax.Array:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.data.rows import Places, Rows, pack, packed, packed_rows, rows_of
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.training.collect import Lesson
 
 # Numbers of packed rows that there are programs for, as parts of the number of rollouts.
@@ -29,14 +30,19 @@ def learner_batch(lesson: Lesson, pad_id: int, minibatches: int = 1, unit: int =
         packed.
     """
     r = lesson.rollouts
-    rows = rows_of(r.tokens, r.prompt_length, r.length, pad_id)
-    behaviour = np.pad(r.logprobs[:, 1:], ((0, 0), (0, 1)))
+    rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in lesson[1:])]
     if unit:
         places = pack_minibatches(r.length, r.tokens.shape[1], minibatches, unit)
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
     return LearnerBatch(rows, *by_token)
+
+
+def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
+    """A row each, and their behaviour log-probs [B, T] aligned with the rows' targets."""
+    rows = rows_of(rollouts.tokens, rollouts.prompt_length, rollouts.length, pad_id)
+    return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
 
 
 def pack_minibatches(length: np.ndarray, row_length: int, minibatches: int, unit: int) -> Places:

@@ -1,0 +1,94 @@
+"""Our losses beside TRL's own code, on the same random log-probs, in float32.
+
+    python -m experiments.grpo_step.losses --trl VENV_TRL/bin/python --output experiments/grpo_step/losses.csv
+
+Every case that TRL has too: value, and the largest difference of the gradient by the log-probs over its largest entry.
+Exits with 1 where a loss differs by more than 1e-4.
+"""
+
+import argparse
+import csv
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+
+from specrl_jax.rl.grpo import Objective, Signal, objective_terms
+
+HERE = pathlib.Path(__file__).parent
+B, T = 32, 64
+TOLERANCE = 1e-4
+CASES = {
+    "clip, token": Objective(0.2, 0.28, 0.0),
+    "clip, sequence": Objective(0.2, 0.28, 0.0, aggregation="sequence"),
+    "clip, constant": Objective(0.2, 0.28, 0.0, aggregation="constant", longest=T),
+    "clip, token, k3": Objective(0.2, 0.28, 0.3),
+    "gspo, sequence": Objective(0.2, 0.28, 0.0, loss="gspo", aggregation="sequence"),
+    "cispo, token": Objective(1.0, 0.28, 0.0, loss="cispo"),
+    "clip, token, token_truncate": Objective(0.2, 0.28, 0.0, correction="token_truncate"),
+    "on policy, token": Objective(0.2, 0.28, 0.0, old_logprobs="current"),
+}
+
+
+def random_batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    logprobs = -rng.exponential(2.0, (B, T))
+    near = {name: logprobs + rng.normal(0, 0.4, (B, T)) for name in ("old", "ref", "behaviour")}
+    floats = near | {"logprobs": logprobs, "entropy": rng.uniform(0, 3, (B, T)), "advantages": rng.normal(size=B)}
+    mask = np.arange(T) < rng.integers(1, T + 1, (B, 1))
+    return {name: x.astype(np.float32) for name, x in floats.items()} | {"mask": mask, "longest": np.array(T)}
+
+
+def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]:
+    old = None if o.old_logprobs == "current" else batch["old"]
+    signal = Signal(old, batch["ref"], batch["advantages"][:, None], batch["behaviour"])
+
+    def loss(logprobs: jax.Array) -> jax.Array:
+        return objective_terms(logprobs, batch["entropy"], signal, batch["mask"], None, o).loss.value()
+
+    value, gradient = jax.value_and_grad(loss)(batch["logprobs"])
+    return float(value), np.asarray(gradient)
+
+
+def theirs(batch: dict[str, np.ndarray], python: str) -> dict[str, dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = os.path.join(folder, "batch.npz"), os.path.join(folder, "out.json")
+        np.savez(given, **batch)
+        subprocess.run([python, str(HERE / "losses_trl.py"), given, answer], check=True)
+        return json.loads(pathlib.Path(answer).read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trl", required=True)
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    batch = random_batch()
+    rows = []
+    for name, found in theirs(batch, arguments.trl).items():
+        value, gradient = ours(batch, CASES[name])
+        expected = np.array(found["gradient"])
+        rows.append(
+            {
+                "case": name,
+                "ours": value,
+                "trl": found["loss"],
+                "difference": abs(value - found["loss"]),
+                "gradient_difference": float(np.abs(gradient - expected).max() / np.abs(expected).max()),
+            }
+        )
+        print("{case:30} ours {ours:+.7f}  TRL {trl:+.7f}  gradient {gradient_difference:.1e}".format(**rows[-1]))
+    with open(arguments.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    sys.exit(max(row["difference"] for row in rows) > TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()

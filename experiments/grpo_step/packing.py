@@ -1,0 +1,86 @@
+"""The train phase on packed rows beside padded ones, at the tiny task's own lengths.
+
+    python -m experiments.grpo_step.packing --rounds 9 --output experiments/grpo_step/packing.csv
+
+The policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update. Log-probs and
+update of both layouts in turn, each round; who goes first alternates. Rows of the CSV are rounds.
+"""
+
+import argparse
+import csv
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import rlzero_tiny
+from main import to_settings
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.data.tasks import TaskSource
+from specrl_jax.rl.grpo import Signal
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.batches import LearnerBatch, learner_batch
+from specrl_jax.training.collect import Lesson
+from specrl_jax.training.setup import Setup, build
+
+FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
+
+
+def batches(setup: Setup, weights: Any) -> dict[str, LearnerBatch]:
+    """One step's rollouts in both layouts."""
+    s = setup.settings
+    source = TaskSource(s.data.task, "train", s.seed)
+    problems = next(ProblemStream([source], s.grpo.prompts_per_step, s.seed))
+    prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
+    rollouts = setup.engine.generate(weights, prompts, s.grpo.group_size, 0)
+    advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
+    lesson = Lesson(rollouts, advantages, np.ones(len(advantages), bool))
+    pad_id = setup.tokenizer.pad_id
+    return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, 1, 1)}
+
+
+def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
+    """(policy, seconds of the log-prob pass, seconds of the update)."""
+    start = time.perf_counter()
+    old = jax.block_until_ready(setup.logprob_step(state.params, batch.rows)[0])
+    middle = time.perf_counter()
+    state, _, learnt = setup.policy_step(state, batch.rows, Signal(old, None, batch.advantages))
+    jax.block_until_ready((state, learnt))
+    return state, middle - start, time.perf_counter() - middle
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    config = rlzero_tiny.get_config()
+    config.draft.kind = "none"
+    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    state = setup.initial_state()
+    found = batches(setup, setup.prepare(state)[0])
+    policy, rows = state.policy, []
+    for i in range(-1, rounds):  # the first compiles
+        row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
+        for name in sorted(found, reverse=i % 2 == 0):
+            policy, row[f"{name}_logprob"], row[f"{name}_train"] = timed(setup, policy, found[name])
+        rows.append(row)
+    return rows[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    rows = measure(arguments.rounds)
+    with open(arguments.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    print(f"{rows[0]['padded_rows']} padded rows, {rows[0]['packed_rows']} packed")
+    for phase in ("logprob", "train"):
+        low, middle, high = statistics.quantiles([r[f"padded_{phase}"] / r[f"packed_{phase}"] for r in rows], n=4)
+        print(f"{phase}: packed {middle:.2f} times as fast ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
