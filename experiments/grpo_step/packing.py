@@ -53,7 +53,7 @@ def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
-    config.draft.kind = "none"
+    config.draft.kind, config.draft.path = "none", ""
     setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
     state = setup.initial_state()
     found = batches(setup, setup.prepare(state)[0])
