@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     import jax
 
     from specrl_jax.core import BadInput, RunFailed, Stopped
-    from specrl_jax.sharding import make_mesh
+    from specrl_jax.sharding import learner_devices, make_mesh
     from specrl_jax.training.draft_models import find_draft_model
     from specrl_jax.training.shapes import policy_sizes
 
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
-        run(settings, make_mesh(config.mesh.to_dict()), config.to_dict(), workdir)
+        mesh = make_mesh(config.mesh.to_dict(), learner_devices(config.pipeline.rollout_devices))
+        run(settings, mesh, config.to_dict(), workdir)
     except (BadInput, RunFailed) as error:
         return fail(str(error))
     except Stopped as error:
@@ -80,6 +81,7 @@ def to_settings(config: ConfigDict) -> Any:
         draft=settings.DraftSettings(**config.draft),
         rollout=settings.RolloutSettings(**config.rollout),
         grpo=settings.GRPOSettings(**config.grpo),
+        pipeline=settings.PipelineSettings(**config.pipeline),
         optimizer=OptimizerConfig(**config.optimizer),
         reward=settings.RewardSettings(**config.reward),
         data=settings.DataSettings(**config.data),

@@ -88,6 +88,13 @@ def base() -> ConfigDict:
     c.grpo.overlong_buffer = 0  # tokens before the limit in which an answer pays for its length; 0 = none
     c.grpo.overlong_penalty = 1.0  # reward that it has lost at the limit
 
+    c.pipeline = ConfigDict()
+    c.pipeline.mode = "sync"  # sync: generate, then learn; async: generate later steps while learning
+    c.pipeline.lag = 1  # async: policy versions, at most, between what drew a rollout and what learns from it
+    c.pipeline.rollout_devices = 0  # the last so many devices only generate; 0 = all devices do both (sync)
+    c.pipeline.tensor = 1  # ways that each copy of the weights there is split
+    c.pipeline.expert = 1
+
     c.optimizer = ConfigDict()
     c.optimizer.name = "adamw"  # adamw; muon (matrices; the rest by adamw)
     c.optimizer.learning_rate = 1e-6

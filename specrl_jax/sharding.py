@@ -92,6 +92,16 @@ def partitioner(mesh: Mesh, rules: dict[str, tuple[str, ...]]) -> Partitioner:
     return Partitioner(mesh, tuple(sorted(rules.items())))
 
 
+def learner_devices(rollout_devices: int) -> list[jax.Device]:
+    """All devices but the last so many, which only generate. Raises BadInput where that leaves none."""
+    devices = jax.devices()
+    if rollout_devices >= len(devices):
+        raise BadInput(
+            f"pipeline.rollout_devices={rollout_devices}: of the {len(devices)} devices present one must learn"
+        )
+    return devices[: len(devices) - rollout_devices]
+
+
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Mesh over `devices` (all of them by default). One size may be -1: the rest.
 

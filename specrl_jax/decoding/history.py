@@ -1,5 +1,6 @@
 """Rollouts of earlier epochs, on the host: what a prompt was answered before is likely to be answered again."""
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -22,30 +23,35 @@ class History:
         self._per_prompt, self._max_prompts = per_prompt, max_prompts
         # Least recently used prompt first, oldest rollout first.
         self._rollouts: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()  # one thread generates while another adds what has been learnt from
 
     def add(self, prompt: Sequence[int], rollouts: Sequence[np.ndarray]) -> None:
         """Keeps rollouts, prompt and response, of a prompt; the last is the newest."""
-        kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
-        # Copied: a view would keep the rollouts of its whole batch.
-        kept.extend(np.array(rollout, np.int32) for rollout in rollouts)
-        self._rollouts.move_to_end(_key(prompt))
-        while len(self._rollouts) > self._max_prompts:
-            self._rollouts.popitem(last=False)
+        with self._lock:
+            kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
+            # Copied: a view would keep the rollouts of its whole batch.
+            kept.extend(np.array(rollout, np.int32) for rollout in rollouts)
+            self._rollouts.move_to_end(_key(prompt))
+            while len(self._rollouts) > self._max_prompts:
+                self._rollouts.popitem(last=False)
 
     def get(self, prompt: Sequence[int]) -> list[np.ndarray]:
         """int32 rollouts of a prompt, newest first; none where it is not kept."""
-        if _key(prompt) not in self._rollouts:
-            return []
-        self._rollouts.move_to_end(_key(prompt))
-        return list(reversed(self._rollouts[_key(prompt)]))
+        with self._lock:
+            if _key(prompt) not in self._rollouts:
+                return []
+            self._rollouts.move_to_end(_key(prompt))
+            return list(reversed(self._rollouts[_key(prompt)]))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Everything kept, flat, for a checkpoint."""
-        texts = [text for key, kept in self._rollouts.items() for text in (np.frombuffer(key, np.int32), *kept)]
+        with self._lock:
+            all_kept = [(np.frombuffer(key, np.int32), list(kept)) for key, kept in self._rollouts.items()]
+        texts = [text for prompt, kept in all_kept for text in (prompt, *kept)]
         return {
             "tokens": np.concatenate([np.zeros(0, np.int32), *texts]),  # a prompt, its rollouts, the next prompt ...
             "lengths": np.array([len(text) for text in texts], np.int64),
-            "rollouts": np.array([len(kept) for kept in self._rollouts.values()], np.int64),  # of each prompt
+            "rollouts": np.array([len(kept) for _, kept in all_kept], np.int64),  # of each prompt
         }
 
     @classmethod

@@ -1,8 +1,9 @@
-"""The synchronous loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
+"""The loop: one step is a street of five phases, data -> prepare -> generate -> logprob -> train.
 
 Algorithm: GRPO (DeepSeekMath 2402.03300, Algorithm 1) on rollouts of the current policy, with the options of
 specrl_jax/rl. Log-probs, ratio, KL and loss come from the policy's own forward. Where a draft has weights, it learns in
-the train phase from the features of that forward, and nothing of it reaches the policy.
+the train phase from the features of that forward, and nothing of it reaches the policy. Under `pipeline.mode=async`
+data and generate of later steps run beside the other phases (training/pipeline.py).
 """
 
 import contextlib
@@ -41,6 +42,7 @@ from specrl_jax.training.measures import (
     rollout_samples,
     speculation_metrics,
 )
+from specrl_jax.training.pipeline import Async, Pipeline, Produced, Sync
 from specrl_jax.training.progress import Display, PhaseClock
 from specrl_jax.training.settings import Settings
 from specrl_jax.training.setup import Setup
@@ -70,20 +72,23 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     state, first, watch = _restore(setup, checkpoints, stream)
     writer = MetricsWriter(workdir, first if first is not None else -1, open_wandb(s, workdir))
     step = first or 0
-    host = Host({}, {})
-    with Display(s.steps, step) as display:
+    host, devices = Host({}, {}), threading.Lock()
+    with Display(s.steps, step) as display, contextlib.ExitStack() as ending:
         try:
             announce_programs(setup, state, display)
             if first is None:
                 writer.write({"step": 0} | evaluation_row(setup, state, workdir, 0, display, watch.speculation))
+            pipeline = make_pipeline(setup, stream, step + 1, display, watch.speculation, devices)
+            ending.callback(pipeline.close)
             while step < s.steps:
                 with profiled(workdir, step + 1 in s.logging.profile_steps):
-                    state, report = run_step(setup, state, stream, step + 1, display, stop, watch.speculation)
+                    state, report = run_step(setup, state, pipeline, step + 1, display, stop, watch.speculation)
                 step, row = step + 1, report.row
                 row |= watch.observe(row, checkpoints, display)
-                host = watch.state(stream.position)
+                host = watch.state(report.position)
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
-                    row |= evaluation_row(setup, state, workdir, step, display, watch.speculation)
+                    with devices:
+                        row |= evaluation_row(setup, state, workdir, step, display, watch.speculation)
                 if step == s.steps and setup.engine.draft_length and s.draft.compare_rounds:
                     row |= comparison_row(setup, state, display, watch.speculation)
                 writer.write(row, report.histograms)
@@ -110,12 +115,13 @@ class StepReport(NamedTuple):
     row: dict[str, Any]  # of metrics.jsonl
     samples: list[dict[str, Any]]  # of rollouts/step_N.jsonl
     histograms: dict[str, np.ndarray]  # values by name
+    position: dict[str, Any]  # of the data
 
 
 def run_step(
     setup: Setup,
     state: RunState,
-    stream: ProblemStream,
+    pipeline: Pipeline,
     step: int,
     display: Display,
     stop: threading.Event,
@@ -124,23 +130,18 @@ def run_step(
     """One RL step. Raises Stopped only while `state` is still whole."""
     s, tokenizer = setup.settings, setup.tokenizer
     clock = PhaseClock(display)
-
-    with clock("data"):
-        problems = next(stream)
     _leave_if(stop)
 
     with clock("prepare"):
-        weights, stamp = setup.prepare(state)
+        pipeline.publish(step, *setup.prepare(state))
     _leave_if(stop)
 
     with clock("generate"):
-        generate = _generator(setup, weights, stamp, display, speculation)
-        longest = s.rollout.max_response_tokens
-        batches = collect(generate, problems, lambda: next(stream), s.grpo, longest, step)
+        produced = pipeline.take(step)
     _leave_if(stop)
 
     with clock("logprob"):
-        learnt = lesson(batches, s.grpo)
+        learnt = lesson(produced.batches, s.grpo)
         batch = learner_batch(learnt, tokenizer.pad_id, s.grpo.minibatches, _packing_unit(setup))
         signal = learner_signal(setup, state, batch)
     _leave_if(stop)
@@ -152,14 +153,17 @@ def run_step(
             state = state.replace(reference=jax.tree.map(jax.numpy.copy, state.policy.params))
         state = jax.block_until_ready(state)
 
-    scores, rollouts = merged_scores(batches), concatenated([batch.rollouts for batch in batches])
-    row = {"step": step} | {f"time/{name}": clock.seconds[name] for name in PHASES} | {"time/total": clock.total()}
-    row |= reward_metrics(scores, _equal_share(batches, s.grpo.group_size))
-    row |= rollout_metrics(rollouts, clock.seconds["generate"]) | {"rollout/rounds": len(batches)}
-    row |= setup.performance.metrics(rollouts, learnt.rollouts, clock.seconds, row["time/total"])
-    learner = updates.logprobs if signal.old_logprobs is None else signal.old_logprobs
-    if s.grpo.old_logprobs == "rollout":
-        learner = updates.logprobs
+    total, waited = clock.total(), clock.seconds["generate"] - (produced.seconds["data"] if pipeline.inline else 0)
+    seconds = clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")}
+    scores = merged_scores(produced.batches)
+    rollouts = concatenated([part.rollouts for part in produced.batches])
+    row = {"step": step} | {f"time/{name}": seconds[name] for name in PHASES} | {"time/total": total}
+    row |= {"time/exposed_generation": waited, "time/idle_rollout": produced.seconds["idle"]}
+    row |= reward_metrics(scores, _equal_share(produced.batches, s.grpo.group_size))
+    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": len(produced.batches)}
+    row |= {"rollout/lag": step - 1 - int(rollouts.weights_version.min())}
+    row |= setup.performance.metrics(rollouts, learnt.rollouts, seconds, total)
+    learner = updates.logprobs if s.grpo.old_logprobs != "learner" else signal.old_logprobs
     row |= updates.metrics() | vocabulary | mismatch_metrics(batch.behaviour, learner, batch.rows.mask)
     if setup.engine.draft_length:
         row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
@@ -168,30 +172,50 @@ def run_step(
     if scores.failures:
         display.say(f"step {step}: rewards that failed count 0: {scores.failures}")
     histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
-    problems = [problem for batch in batches for problem in batch.problems]
+    problems = [problem for part in produced.batches for problem in part.problems]
     samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
-    return state, StepReport(row, samples, histograms)
+    return state, StepReport(row, samples, histograms, produced.position)
 
 
-def _generator(setup: Setup, weights: Weights, stamp: Stamp, display: Display, speculation: Speculation) -> Any:
-    """What `collect` generates and scores with."""
-    s, tokenizer = setup.settings, setup.tokenizer
+def make_pipeline(
+    setup: Setup,
+    stream: ProblemStream,
+    first: int,
+    display: Display,
+    speculation: Speculation,
+    devices: threading.Lock,
+) -> Pipeline:
+    """`first`: the step that is taken first. `devices` is held while an asynchronous one generates."""
+    s, tokenizer, p = setup.settings, setup.tokenizer, setup.settings.pipeline
+    progress = display.update_phase if p.mode == "sync" else lambda done, total: None
 
-    def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-        rollouts = setup.engine.generate(
-            weights,
-            [tokenizer.encode(problem.prompt) for problem in problems],
-            s.grpo.group_size,
-            s.rollout.seed,
-            first_id,
-            display.update_phase,
-            stamp,
-            speculation.lengths,
-            speculation.history,
-        )
-        return rollouts, score(rollouts, problems, tokenizer, setup.scorer)
+    def produce(step: int, weights: Weights, stamp: Stamp) -> Produced:
+        def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
+            prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+            rollouts = setup.engine.generate(
+                weights,
+                prompts,
+                s.grpo.group_size,
+                s.rollout.seed,
+                first_id,
+                progress,
+                stamp,
+                speculation.lengths,
+                speculation.history,
+            )
+            return rollouts, score(rollouts, problems, tokenizer, setup.scorer)
 
-    return generate
+        start = time.perf_counter()
+        problems = next(stream)
+        drawn = time.perf_counter()
+        longest = s.rollout.max_response_tokens
+        batches = collect(generate, problems, lambda: next(stream), s.grpo, longest, step)
+        seconds = {"data": drawn - start, "generate": time.perf_counter() - drawn, "idle": 0.0}
+        return Produced(step, batches, stream.position, seconds)
+
+    if p.mode == "sync":
+        return Sync(produce)
+    return Async(produce, p.lag, first, s.steps, devices)
 
 
 def _equal_share(batches: list[Batch], group_size: int) -> float:

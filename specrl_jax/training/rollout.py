@@ -36,11 +36,19 @@ class RolloutConfig:
 
 
 def make_prepare(
-    model: qwen3.Qwen3Config, draft: DraftModel | None, config: RolloutConfig, partition: Partitioner
+    model: qwen3.Qwen3Config,
+    draft: DraftModel | None,
+    config: RolloutConfig,
+    partition: Partitioner,
+    learner: Partitioner | None = None,
 ) -> Callable[[Any, Any, jax.Array | None], Weights]:
     """The jitted map (policy params, draft params, vocab_map) -> Weights: cast, fused, unstacked, resharded, summed up.
 
-    Without a draft the last two are None.
+    Without a draft the last two are None. Where rollouts have devices of their own, the result goes there as it is.
+
+    Args:
+      partition: of the rollouts.
+      learner: of the parameters; None: they are on the same devices.
     """
 
     def prepare(policy: Any, params: Any, vocab_map: jax.Array | None) -> Weights:
@@ -48,13 +56,19 @@ def make_prepare(
         params = draft.rollout_params(params, config.dtype) if draft else None
         return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
-    shardings = Weights(
-        policy=partition.tree(qwen3.rollout_specs(model)),
-        draft=partition.tree(draft.rollout_specs) if draft else None,
-        vocab_map=partition.replicated,
-        checksum=partition.replicated,
-    )
-    return jax.jit(prepare, out_shardings=shardings)
+    def shardings(partition: Partitioner) -> Weights:
+        return Weights(
+            policy=partition.tree(qwen3.rollout_specs(model)),
+            draft=partition.tree(draft.rollout_specs) if draft else None,
+            vocab_map=partition.replicated if draft else None,
+            checksum=partition.replicated,
+        )
+
+    if learner is None or learner.mesh == partition.mesh:
+        return jax.jit(prepare, out_shardings=shardings(partition))
+    # Made where the parameters are, split as finely as they are, then moved.
+    made = jax.jit(prepare, out_shardings=shardings(learner))
+    return lambda *parts: jax.device_put(made(*parts), shardings(partition))
 
 
 def make_rollout_engine(

@@ -96,6 +96,15 @@ class GRPOSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineSettings:
+    mode: str  # sync, async
+    lag: int  # policy versions, at most, between what drew a rollout and what learns from it
+    rollout_devices: int  # the last so many only generate; 0 = all devices do both
+    tensor: int  # ways that each of their copies of the weights is split
+    expert: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardSettings:
     name: str  # of several, separated by commas, the first says what is right
     weights: tuple[float, ...]  # of their sum; () = 1 each
@@ -189,6 +198,7 @@ class Settings:
     draft: DraftSettings
     rollout: RolloutSettings
     grpo: GRPOSettings
+    pipeline: PipelineSettings
     optimizer: OptimizerConfig
     reward: RewardSettings
     data: DataSettings
@@ -235,6 +245,7 @@ _SMALLEST = {
         "overlong_buffer": 0,
         "overlong_penalty": 0,
     },
+    "pipeline": {"lag": 0, "rollout_devices": 0, "tensor": 1, "expert": 1},
     "optimizer": {
         "learning_rate": 0,
         "warmup": 0,

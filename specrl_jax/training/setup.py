@@ -24,14 +24,21 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
-from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
 from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.rollout import RolloutConfig, check_cache_length, make_prepare, make_rollout_engine
-from specrl_jax.training.settings import DraftSettings, RewardSettings, Settings, check_values, parse_dtype
+from specrl_jax.training.settings import (
+    DraftSettings,
+    PipelineSettings,
+    RewardSettings,
+    Settings,
+    check_values,
+    parse_dtype,
+)
 from specrl_jax.training.shapes import check_rows, draft_lengths, find_limits, policy_sizes
 from specrl_jax.training.state import (
     OptimizerConfig,
@@ -66,7 +73,7 @@ class Setup:
 
     @functools.cached_property
     def _prepare(self) -> Any:
-        return make_prepare(self.model, self.draft, self.rollout, self.rollout_partition)
+        return make_prepare(self.model, self.draft, self.rollout, self.rollout_partition, self.learner_partition)
 
     def prepare(self, state: RunState) -> tuple[Weights, Stamp]:
         """The weights that rollouts run on, and which they are. Waits until they are there."""
@@ -267,8 +274,9 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
         raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
-    limits = find_limits(settings, partitioner(mesh, ROLLOUT).ways("batch"))
-    check_rows(settings, model, draft, limits, mesh)
+    meshes = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(settings.pipeline, mesh), ROLLOUT)
+    limits = find_limits(settings, meshes[1].ways("batch"))
+    check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     learner = Learner(
         model=model,
@@ -285,8 +293,8 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
         settings=settings,
         model=model,
         draft=draft,
-        learner_partition=partitioner(mesh, LEARNER),
-        rollout_partition=partitioner(mesh, ROLLOUT),
+        learner_partition=meshes[0],
+        rollout_partition=meshes[1],
         tokenizer=tokenizer,
         scorer=_scorer(settings.reward),
         rollout=RolloutConfig(
@@ -309,6 +317,24 @@ def build(settings: Settings, mesh: Mesh) -> Setup:
     return setup
 
 
+def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
+    """The learner's own, or one of the devices beside it. Raises BadInput."""
+    if p.mode not in ("sync", "async"):
+        raise BadInput(f"pipeline.mode: there is no '{p.mode}'; there are sync, async")
+    if not p.rollout_devices:
+        if p.mode == "async":
+            raise BadInput("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
+        return mesh
+    split = p.tensor * p.expert
+    if p.rollout_devices % split:
+        raise BadInput(
+            f"pipeline.rollout_devices={p.rollout_devices} must divide by pipeline.tensor={p.tensor} x "
+            f"pipeline.expert={p.expert}"
+        )
+    sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
+    return make_mesh(sizes, jax.devices()[-p.rollout_devices :])
+
+
 def _objective(settings: Settings) -> Objective:
     g = settings.grpo
     if g.advantage not in ADVANTAGES:
@@ -317,6 +343,12 @@ def _objective(settings: Settings) -> Objective:
         raise BadInput(
             f"grpo.old_logprobs=current holds for one update a step: grpo.epochs={g.epochs} and "
             f"grpo.minibatches={g.minibatches} must be 1"
+        )
+    late = settings.pipeline.mode == "async" and settings.pipeline.lag
+    if late and g.old_logprobs != "rollout" and g.correction == "none":
+        raise BadInput(
+            f"pipeline.lag={settings.pipeline.lag}: an older policy draws the rollouts, which grpo.correction "
+            "(token_truncate) or grpo.old_logprobs=rollout must make up for"
         )
     if g.reference_every and not g.kl_coef:
         raise BadInput(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")

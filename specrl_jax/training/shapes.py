@@ -2,14 +2,12 @@
 
 import dataclasses
 
-from jax.sharding import Mesh
-
 from specrl_jax.core import BadInput
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
-from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
+from specrl_jax.sharding import Partitioner
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.rollout import check_cache_length
 from specrl_jax.training.settings import PolicySettings, Settings
@@ -115,12 +113,20 @@ def find_limits(settings: Settings, ways: int) -> Limits:
     )
 
 
+def _shown_ways(partition: Partitioner) -> str:
+    return " x ".join(f"mesh.{name}={partition.mesh.shape[name]}" for name in partition.axes("batch"))
+
+
 def check_rows(
-    settings: Settings, model: qwen3.Qwen3Config, draft: DraftModel | None, limits: Limits, mesh: Mesh
+    settings: Settings,
+    model: qwen3.Qwen3Config,
+    draft: DraftModel | None,
+    limits: Limits,
+    learner: Partitioner,
+    rollout: Partitioner,
 ) -> None:
-    """Raises BadInput where shapes do not go with the mesh, the model or each other."""
+    """Raises BadInput where shapes do not go with the meshes, the model or each other."""
     grpo = settings.grpo
-    learner, rollout = partitioner(mesh, LEARNER), partitioner(mesh, ROLLOUT)
     learner.tree(qwen3.param_specs(model))
     rollout.tree(qwen3.rollout_specs(model))
     if draft:
@@ -134,10 +140,10 @@ def check_rows(
             "with draft.online and draft.min_coverage; give a draft.path, or leave 0"
         )
     ways = learner.ways("batch")
-    shown = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in LEARNER["batch"])
+    shown, shown_rollout = (_shown_ways(partition) for partition in (learner, rollout))
     rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    if limits.num_slots % ways:
-        raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown}")
+    if limits.num_slots % rollout.ways("batch"):
+        raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
     if rows % ways:
         raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
     if grpo.microbatch and rows % grpo.microbatch:

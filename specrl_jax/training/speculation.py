@@ -1,6 +1,9 @@
 """What the host decides about speculation while a run goes on: draft lengths, when the draft learns, what to copy."""
 
+import threading
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +26,14 @@ HISTORY_PROMPTS = 65_536
 
 
 class Speculation:
-    """Draft lengths, alarm, schedule and history of one run; `saved`: as they were, from its checkpoint."""
+    """Draft lengths, alarm, schedule and history of one run; `saved`: as they were, from its checkpoint.
+
+    `observe` and `state` may be called while another thread generates with `lengths` and `history`.
+    """
 
     def __init__(self, setup: Setup, saved: Host | None = None) -> None:
         draft = setup.settings.draft
-        self._draft = draft
+        self._draft, self._lock = draft, threading.RLock()
         self._sampled = setup.rollout.sampling.temperature > 0
         programs, self._longest = setup.engine.programs, setup.engine.draft_length
         self.controller = None
@@ -51,7 +57,7 @@ class Speculation:
         """For the next rollouts."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
-            return _Guarded(self.controller, tripped)
+            return _Guarded(self.controller, tripped, self._lock)
         return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._longest)
 
     def draft_learns(self, step: int) -> bool:
@@ -70,6 +76,10 @@ class Speculation:
         Returns:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
+        with self._lock:
+            return self._observe(rollouts, outlook)
+
+    def _observe(self, rollouts: Rollouts, outlook: Outlook | None) -> dict[str, float]:
         self._step += 1
         predicted = None if outlook is None else outlook.acceptance
         if outlook is not None:
@@ -97,6 +107,10 @@ class Speculation:
 
     def state(self) -> Host:
         """Everything, for a checkpoint."""
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> Host:
         values = {
             "step": self._step,
             "controller": self.controller.state() if self.controller else None,
@@ -125,15 +139,27 @@ class Speculation:
 
 
 class _Guarded:
-    """A controller under an alarm: tripped, it drafts in probes only."""
+    """A controller under an alarm: tripped, it drafts in probes only. One thread at a time."""
 
-    def __init__(self, controller: Controller, tripped: bool) -> None:
-        self._controller, self._tripped = controller, tripped
-        self.observe, self.unmeasured, self.calibrate = (
-            controller.observe,
-            controller.unmeasured,
-            controller.calibrate,
-        )
+    def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:
+        self._controller, self._tripped, self._lock = controller, tripped, lock
 
     def choose(self, size: int, running: int) -> Choice:
-        return self._controller.choose(size, running, off=self._tripped)
+        with self._lock:
+            return self._controller.choose(size, running, off=self._tripped)
+
+    def observe(self, *chunk: Any) -> None:
+        with self._lock:
+            self._controller.observe(*chunk)
+
+    def replay(self, verifications: int, accepted: np.ndarray) -> None:
+        with self._lock:
+            self._controller.replay(verifications, accepted)
+
+    def unmeasured(self, size: int) -> Sequence[int]:
+        with self._lock:
+            return self._controller.unmeasured(size)
+
+    def calibrate(self, size: int, k: int, seconds: float) -> None:
+        with self._lock:
+            self._controller.calibrate(size, k, seconds)

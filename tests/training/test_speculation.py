@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.engine import Lengths
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.training.draft_learning import Outlook
@@ -262,6 +263,12 @@ def test_a_fresh_workdir_starts_anew():
     speculation = Speculation(setup_of(adaptive=True, groups=1))
     assert speculation.controller.unmeasured(16) == list(LENGTHS)
     assert speculation.history.get([1, 2]) == []
+
+
+def test_under_an_alarm_it_answers_all_that_an_engine_asks():
+    lengths = Speculation(setup_of(adaptive=True)).lengths
+    assert {name for name in vars(Lengths) if not name.startswith("_")} <= set(dir(lengths))
+    lengths.replay(10, np.array([5, 2, 1]))
 
 
 def test_costs_of_other_shapes_are_not_taken_over():

@@ -1,0 +1,205 @@
+"""Rollouts ahead of the learner: which policy draws them, how far ahead, and what becomes of failures."""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import main as command_line
+from configs import rlzero_tiny
+from specrl_jax.core import BadInput
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.sharding import learner_devices, make_mesh
+from specrl_jax.training import loop
+from specrl_jax.training.pipeline import Async, Produced, Sync
+from specrl_jax.training.setup import build
+from tests.helpers.rewards import FunctionScorer
+from tests.training.test_loop import NEVER, StopAfter, lower_case, saved, untimed
+
+LAST = 6
+
+
+class Recorder:
+    """Stands in for generation: remembers which weights each step got, and how far ahead of the learner it was."""
+
+    def __init__(self, fails_at=0):
+        self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
+
+    def __call__(self, step, weights, stamp):
+        if step == self.fails_at:
+            raise ValueError("the engine broke")
+        self.used[step] = weights
+        self.ahead.append(step - self.learning)
+        return Produced(step, [], {"next": step}, {"data": 0.0, "generate": 0.0, "idle": 0.0})
+
+
+def learn(produce, lag, first=1, last=LAST, patience=0.02):
+    """Takes steps first .. last from a pipeline whose weights are numbered by their step."""
+    pipeline = Async(produce, lag, first, last, threading.Lock()) if lag is not None else Sync(produce)
+    taken = []
+    try:
+        for step in range(first, last + 1):
+            produce.learning = step
+            pipeline.publish(step, step, None)
+            taken.append(pipeline.take(step).step)
+            time.sleep(patience)  # learning, in which the other thread goes as far as it may
+    finally:
+        pipeline.close()
+    return taken
+
+
+@pytest.mark.parametrize(("lag", "first"), [(None, 1), (0, 1), (1, 1), (2, 1), (4, 1), (2, 4)])
+def test_each_step_is_drawn_by_the_policy_so_many_versions_back(lag, first):
+    produce = Recorder()
+    assert learn(produce, lag, first) == list(range(first, LAST + 1))
+    assert produce.used == {step: max(step - (lag or 0), first) for step in range(first, LAST + 1)}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_it_runs_ahead_as_far_as_the_lag_and_no_further(lag):
+    produce = Recorder()
+    learn(produce, lag)
+    assert max(produce.ahead) == lag
+
+
+def test_a_failure_surfaces_in_the_learner():
+    with pytest.raises(ValueError, match="the engine broke"):
+        learn(Recorder(fails_at=3), 1)
+
+
+def test_it_ends_when_nothing_is_taken_any_more():
+    """Closed while it waits for weights, and while what it made waits to be taken."""
+    for steps in (0, 1):
+        produce = Recorder()
+        pipeline = Async(produce, 1, 1, LAST, threading.Lock())
+        if steps:
+            pipeline.publish(1, 1, None)
+            time.sleep(0.05)
+        pipeline.close()
+        assert not pipeline._thread.is_alive()
+
+
+def test_it_waits_for_its_devices():
+    devices, produce = threading.Lock(), Recorder()
+    with devices:
+        pipeline = Async(produce, 1, 1, LAST, devices)
+        pipeline.publish(1, 1, None)
+        time.sleep(0.05)
+        assert not produce.used
+    pipeline.take(1)
+    pipeline.close()
+
+
+# ---- whole runs on six learner and two rollout devices
+
+
+def make_run(**pipeline):
+    config = rlzero_tiny.get_config("smoke")
+    config.update({"steps": 4, "seed": 1})
+    config.grpo.update({"prompts_per_step": 3, "group_size": 4, "correction": "token_truncate"})
+    config.draft.update({"compare_rounds": 0, "history": 0})
+    config.eval.update({"problems": 4, "every": 2})
+    config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
+    config.checkpoint.update({"every": 2, "keep": 9})
+    config.pipeline.update({"rollout_devices": 2} | pipeline)
+    config.mesh.update({"fsdp": 2, "data": 3})
+    config.policy.vocab_tile = 0
+    mesh = make_mesh(config.mesh.to_dict(), learner_devices(2))
+    setup = build(command_line.to_settings(config), mesh)
+    return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(setup, workdir, rows) of each mode; one setup's compiled functions serve all."""
+    found, first = {}, None
+    for name, settings in {
+        "sync": {"mode": "sync"},
+        "lag 0": {"mode": "async", "lag": 0},
+        "lag 1": {"mode": "async", "lag": 1},
+        "lag 2": {"mode": "async", "lag": 2},
+    }.items():
+        setup, workdir = make_run(**settings), tmp_path_factory.mktemp("pipeline")
+        if first:
+            shared = {key: value for key, value in first.__dict__.items() if key not in FIELDS}
+            setup.__dict__.update(shared)
+        found[name] = setup, workdir, loop.train(setup, str(workdir), NEVER)
+        first = first or setup
+    return found
+
+
+FIELDS = {field.name for field in dataclasses.fields(loop.Setup)}
+
+
+def test_generation_has_its_own_devices(runs):
+    setup = runs["sync"][0]
+    weights, _ = setup.prepare(setup.initial_state())
+    assert {d for leaf in jax.tree.leaves(weights) for d in leaf.devices()} == set(jax.devices()[-2:])
+    learner = {d for leaf in jax.tree.leaves(setup.initial_state().policy) for d in leaf.devices()}
+    assert learner == set(jax.devices()[:6])
+
+
+def test_without_lag_it_is_the_synchronous_run_to_the_last_bit(runs):
+    setup, workdir, rows = runs["lag 0"]
+    assert untimed(rows) == untimed(runs["sync"][2])
+    for got, expected in zip(saved(setup, workdir, 4), saved(setup, runs["sync"][1], 4)):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_rollouts_are_as_old_as_the_lag_and_no_older(runs, lag):
+    rows = runs[f"lag {lag}"][2][1:]
+    assert [row["rollout/lag"] for row in rows] == [min(row["step"] - 1, lag) for row in rows]
+    # The first step is everybody's; then older policies draw, and the correction sees it.
+    assert rows[0]["reward/mean"] == runs["sync"][2][1]["reward/mean"]
+    assert rows[0]["mismatch/logprob_abs_max"] < 1e-4 < rows[-1]["mismatch/logprob_abs_max"]
+    assert rows[0]["policy/correction"] == pytest.approx(1, abs=1e-5)
+    for row in rows:
+        assert row["time/exposed_generation"] >= 0 and row["time/idle_rollout"] >= 0
+
+
+def test_a_run_resumes_with_the_data_that_was_not_learnt_from(runs, tmp_path):
+    """Stopped in step 3, whose prompts and those of step 4 had been drawn: both are drawn again."""
+    setup = runs["lag 1"][0]
+    with pytest.raises(loop.Stopped):
+        loop.train(setup, str(tmp_path), StopAfter(9))
+    loop.train(setup, str(tmp_path), NEVER)
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2, 3, 4]
+
+    def prompts(workdir):
+        return [
+            {line.split('"prompt": ')[1].split(",")[0] for line in (workdir / f"rollouts/step_{i}.jsonl").open()}
+            for i in (1, 2, 3, 4)
+        ]
+
+    assert prompts(tmp_path) == prompts(runs["lag 1"][1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "later"}, r"pipeline\.mode"),
+        ({"mode": "async", "rollout_devices": 0}, r"pipeline\.mode=async: pipeline\.rollout_devices"),
+        ({"tensor": 3}, r"pipeline\.rollout_devices=2 must divide by pipeline\.tensor=3"),
+        ({"lag": -1}, r"pipeline\.lag=-1"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message):
+    with pytest.raises(BadInput, match=message):
+        make_run(**changes)
+
+
+def test_a_device_must_be_left_to_learn():
+    with pytest.raises(BadInput, match=r"pipeline\.rollout_devices=8"):
+        learner_devices(8)
+
+
+def test_older_rollouts_want_a_correction():
+    config = rlzero_tiny.get_config("smoke")
+    config.pipeline.update({"mode": "async", "lag": 1, "rollout_devices": 2})
+    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
+    with pytest.raises(BadInput, match=r"pipeline\.lag=1: .*token_truncate"):
+        build(command_line.to_settings(config), mesh)
