@@ -35,6 +35,9 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         settings = to_settings(config)
+        if config.task == "dry_run":
+            run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
+            return 0
         run = find_task(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
@@ -100,6 +103,7 @@ def to_settings(config: ConfigDict) -> Any:
         generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
         pretrain=settings.PretrainSettings(**config.pretrain),
         export=settings.ExportSettings(**config.export),
+        dry_run=settings.DryRunSettings(**config.dry_run),
         logging=settings.LoggingSettings(**config.logging),
     )
 
@@ -116,7 +120,7 @@ def find_task(name: str) -> Callable[..., None]:
         "export": run_export,
     }
     if name not in tasks:
-        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
+        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}, dry_run")
     return tasks[name]
 
 
@@ -194,6 +198,21 @@ def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -
     check_workdir(workdir, config)
     open_output("export", output_folder(settings.export, workdir), settings.export.dtype)
     export(setup, workdir)
+
+
+def run_dry(settings: Any, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> None:
+    """Without a mesh of this machine's devices: there need not be any."""
+    import jax
+
+    from specrl_jax.dry_run.run import count_devices, dry_run
+
+    # Before JAX looks at devices. A fake device costs nothing where the target has a compiler of its own.
+    jax.config.update("jax_platforms", "cpu")
+    fake = f"--xla_force_host_platform_device_count={count_devices(settings, sizes)}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake}"
+    # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    dry_run(settings, sizes, config, workdir)
 
 
 def stop_on_signal() -> threading.Event:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from specrl_jax.rewards.scorer import Scorer, Scores
 
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.accuracy import accuracy_metrics
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup

@@ -151,6 +151,12 @@ class ExportSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class DryRunSettings:
+    devices: int  # 0 = as many as the mesh says
+    target: str  # gb200, h200, h100, v5p, v6e, cpu
+
+
+@dataclasses.dataclass(frozen=True)
 class LoggingSettings:
     rollouts: int  # rows of rollouts/step_N.jsonl
     profile_steps: tuple[int, ...]  # RL steps that are traced
@@ -177,6 +183,7 @@ class Settings:
     pretrain: PretrainSettings
     generate: GenerateSettings
     export: ExportSettings
+    dry_run: DryRunSettings
     logging: LoggingSettings
 
 
@@ -212,6 +219,7 @@ _SMALLEST = {
     "generate": {"samples": 1},
     "logging": {"rollouts": 0},
     "export": {"step": -1},
+    "dry_run": {"devices": 0},
 }
 
 

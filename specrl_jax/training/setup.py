@@ -61,13 +61,13 @@ class Setup:
     draft_optimizer: optax.GradientTransformation
 
     @functools.cached_property
-    def _prepare(self) -> Any:
+    def prepare_step(self) -> Any:
         return make_prepare(self.model, self.draft, self.rollout, self.rollout_partition)
 
     def prepare(self, state: RunState) -> tuple[Weights, Stamp]:
         """The weights that rollouts run on, and which they are. Waits until they are there."""
         draft = state.draft.params if state.draft else None
-        weights = self._prepare(state.policy.params, draft, state.vocab_map)
+        weights = self.prepare_step(state.policy.params, draft, state.vocab_map)
         versions = int(state.policy.step), int(state.draft.step) if state.draft else 0
         jax.block_until_ready(weights)
         return weights, Stamp(*versions, checksum=int(weights.checksum))
@@ -186,8 +186,8 @@ class Setup:
         """The same weights ready to generate, without the optimizers' memory."""
         policy = self.initial_params()
         if self.draft is None:
-            return self._prepare(policy, None, None)
-        return self._prepare(policy, self.initial_draft_params(policy), self.initial_vocab_map())
+            return self.prepare_step(policy, None, None)
+        return self.prepare_step(policy, self.initial_draft_params(policy), self.initial_vocab_map())
 
     def abstract_state(self) -> RunState:
         """ShapeDtypeStructs of `initial_state`, which a checkpoint is restored into."""

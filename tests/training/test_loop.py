@@ -51,7 +51,7 @@ def make_setup(config, **changes):
 
 
 COMPILED = (
-    "_prepare",
+    "prepare_step",
     "logprob_step",
     "policy_step",
     "read_tables",

@@ -1,0 +1,125 @@
+"""Compiles one phase and reads off it what it needs: memory by kind, products, collectives, XLA's warnings."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from specrl_jax.dry_run.count import Count, count
+from specrl_jax.dry_run.phases import KINDS, OPTIMIZER, PARAMETERS, Phase, bytes_by_kind, shard_bytes
+
+# XLA's log lines that say an array is gathered whole, or computed again, since nothing better was found.
+WARNING = re.compile(r".*\b(rematerializ|remateriali[sz]ation)", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while a phase runs."""
+
+    arguments: dict[str, int]  # by kind, of the program's arguments: exact, from their shapes and shardings
+    padding: int  # what the compiler's layouts of the arguments take beyond that
+    results: int  # that are not written in the place of a donated argument
+    temporaries: int | None  # of the compiler's buffer assignment, activations among them; None: not of this target
+    resident: dict[str, int]  # by kind, of what is no argument and yet there
+
+    def by_kind(self) -> dict[str, int]:
+        """Arguments and residents of each kind."""
+        return {kind: self.arguments[kind] + self.resident[kind] for kind in KINDS}
+
+    @property
+    def total(self) -> int:
+        """At the phase's peak; without temporaries where they are not known."""
+        known = sum(self.by_kind().values()) + self.padding + self.results
+        return known + (self.temporaries or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One phase."""
+
+    name: str
+    seconds: float  # of tracing and compiling
+    memory: Memory | None  # None: the compiler refused the program
+    count: Count
+    warnings: tuple[str, ...]
+    refused: str = ""  # what the compiler said
+
+
+def measure(phase: Phase, exact: bool) -> Measured:
+    """`exact`: whether it is compiled for the target itself, so that temporaries are the target's."""
+    start = time.perf_counter()
+    refused, compiled = "", None
+    with captured_stderr() as log:
+        lowered = phase.lower()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            # More than the device has; a TPU's compiler says so by itself.
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            refused = " ".join(str(error).split())[:400]
+    seconds, warnings = time.perf_counter() - start, warnings_in(log.getvalue())
+    if compiled is None:
+        return Measured(phase.name, seconds, None, Count(), warnings, refused)
+    memory = read_memory(phase, lowered, compiled, exact)
+    return Measured(phase.name, seconds, memory, count(compiled.as_text()), warnings)
+
+
+def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> Memory:
+    arguments = argument_bytes(phase, lowered, compiled)
+    found = compiled.memory_analysis()
+    return Memory(
+        arguments=arguments,
+        padding=found.argument_size_in_bytes - sum(arguments.values()),
+        results=found.output_size_in_bytes - found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes if exact else None,
+        resident=bytes_by_kind(phase.resident),
+    )
+
+
+def argument_bytes(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """By kind, on one device, of the arguments that the program reads."""
+    found = dict.fromkeys(KINDS, 0)
+    leaves, structure = jax.tree.flatten_with_path(lowered.args_info[0])
+    placed = structure.flatten_up_to(compiled.input_shardings[0])
+    for (path, info), sharding in zip(leaves, placed, strict=True):
+        if sharding is not None:  # XLA drops what is not read
+            kind = phase.arguments[path[0].idx]
+            found[_told_apart(kind, path)] += shard_bytes(info.shape, info.dtype, sharding)
+    return found
+
+
+def _told_apart(kind: str, path: tuple[Any, ...]) -> str:
+    """Of a TrainState, all but the parameters is the optimizer's."""
+    field = getattr(path[1], "name", "") if len(path) > 1 else ""
+    return OPTIMIZER if kind == PARAMETERS and field in ("opt_state", "step") else kind
+
+
+def warnings_in(log: str) -> tuple[str, ...]:
+    """Rematerialization that XLA did not want, each once, without the log's own prefix."""
+    lines = (re.sub(r"^[EWI]\d{4} \S+ +\d+ \S+\] ", "", line) for line in log.splitlines() if WARNING.match(line))
+    return tuple(dict.fromkeys(lines))
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[io.StringIO]:
+    """What is written to file descriptor 2 meanwhile, where XLA logs; filled at the end."""
+    sys.stderr.flush()
+    kept, log = os.dup(2), io.StringIO()
+    with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield log
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            log.write(file.read())
