@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
             run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
             return 0
         run = find_task(config.task)
+        check_one_process()
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
@@ -106,6 +107,15 @@ def to_settings(config: ConfigDict) -> Any:
         dry_run=settings.DryRunSettings(**config.dry_run),
         logging=settings.LoggingSettings(**config.logging),
     )
+
+
+def check_one_process() -> None:
+    """Raises BadInput in one of several processes that Slurm started: they would write one another's workdir."""
+    from specrl_jax.core import BadInput
+
+    processes = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if processes != "1":
+        raise BadInput(f"{processes} processes: main.py does not join several into one run yet; start one, on one node")
 
 
 def find_task(name: str) -> Callable[..., None]:
@@ -216,7 +226,11 @@ def run_dry(settings: Any, sizes: dict[str, int], config: dict[str, Any], workdi
 
 
 def stop_on_signal() -> threading.Event:
-    """An event that SIGTERM or Ctrl-C sets; the loops save and leave when they see it. A second Ctrl-C interrupts."""
+    """An event that SIGTERM, SIGUSR2 or Ctrl-C sets; the loops save and leave when they see it.
+
+    SIGUSR2 is what a cluster's scheduler sends before it pre-empts a job or ends its time (experiments/slurm.py). A
+    second Ctrl-C interrupts.
+    """
     stop = threading.Event()
 
     def handle(number: int, _: Any) -> None:
@@ -225,6 +239,7 @@ def stop_on_signal() -> threading.Event:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGUSR2, handle)
     signal.signal(signal.SIGINT, handle)
     return stop
 

@@ -29,7 +29,7 @@ def fit(*phases, settings=SETTINGS):
 
 
 def test_the_largest_phase_decides_and_its_sum_is_shown():
-    found = fit(memory(10, 20, 30), memory(10, 20, 5, 1, temporaries=30, results=4), memory(60))
+    found = fit(memory(10, 20, 30), memory(10, 20, 5, 1, temporaries=30, results=4), memory(60, results=5))
     assert (found.phase, found.fits, found.needed) == ("1", True, 70 * GB)
     assert found.arithmetic == (
         "parameters 10.00 GB + optimizer 20.00 GB + cache 5.00 GB + batch 1.00 GB + results 4.00 GB + "
