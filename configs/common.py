@@ -139,6 +139,7 @@ def base() -> ConfigDict:
 
     c.dry_run = ConfigDict()  # task=dry_run: compiles a training step without devices and weights
     c.dry_run.devices = 0  # 0 = as many as the mesh says
+    c.dry_run.layers = 0  # compiled of programs that unroll them, and extended to all: for deep models; 0 = all
     c.dry_run.target = "gb200"  # gb200, h200, h100, v5p, v6e: compiled for it with requirements-aot.txt; cpu
 
     c.mesh = ConfigDict()  # axis sizes; -1 = the rest of the devices

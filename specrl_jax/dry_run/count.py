@@ -53,7 +53,7 @@ class Count:
             self.flops + other.flops,
             self.collectives + other.collectives,
             self.custom_calls + other.custom_calls,
-            self.loops + other.loops,
+            _together((*self.loops, *other.loops)),
         )
 
     def times(self, n: int) -> "Count":
@@ -70,6 +70,19 @@ class Loop(NamedTuple):
     name: str  # in the program, such as "jit(run)/while"
     entered: int  # times in one run of the program, or in one turn of the loop around it
     turn: Count  # of its body and condition, once
+
+
+def _together(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    """Loops that do the same in a turn, such as those of equal layers, as one that is entered more often."""
+    found: list[Loop] = []
+    for loop in loops:
+        for i, other in enumerate(found):
+            if (other.name, other.turn) == (loop.name, loop.turn):
+                found[i] = other._replace(entered=other.entered + loop.entered)
+                break
+        else:
+            found.append(loop)
+    return tuple(found)
 
 
 class Instruction(NamedTuple):
@@ -160,7 +173,7 @@ def _largest(branches: list[Count]) -> Count:
         max(b.flops for b in branches),
         functools.reduce(lambda a, b: a | b, (b.collectives for b in branches)),
         functools.reduce(lambda a, b: a | b, (b.custom_calls for b in branches)),
-        sum((b.loops for b in branches), ()),
+        _together(sum((b.loops for b in branches), ())),
     )
 
 

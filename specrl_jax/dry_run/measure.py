@@ -51,6 +51,7 @@ class Measured:
     count: Count
     warnings: tuple[str, ...]
     refused: str = ""  # what the compiler said
+    extended: bool = False  # from programs of fewer layers: temporaries are an estimate
 
 
 def measure(phase: Phase, exact: bool) -> Measured:

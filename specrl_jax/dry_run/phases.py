@@ -26,6 +26,7 @@ class Phase:
     lower: Callable[[], jax.stages.Lowered]
     arguments: tuple[str, ...]  # the kind of each; of a TrainState, parameters and optimizer are told apart
     resident: tuple[Any, ...] = ()  # TrainStates and weights that are no argument, yet on the devices all the while
+    unrolled: bool = False  # over the layers, which takes long to compile; else they are scanned
 
 
 def find_phases(setup: Setup) -> list[Phase]:
@@ -45,6 +46,7 @@ def find_phases(setup: Setup) -> list[Phase]:
             lambda: setup.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
+            unrolled=True,
         ),
         *_generation(setup, weights, (*learner, *reference)),
         Phase(
@@ -74,7 +76,7 @@ def _generation(setup: Setup, weights: Any, resident: tuple[Any, ...]) -> list[P
     drafted = setup.engine.draft_length
 
     def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
-        return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident)
+        return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident, unrolled=True)
 
     chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
     phases = [

@@ -43,7 +43,9 @@ class Report:
         print(self.label())
         print(f"\n{'memory of one device':<36}" + "".join(f"{name:>13}" for name in COLUMNS))
         for m in self.measured:
-            print(f"{m.name:<36}" + (memory_row(m.memory) if m.memory else f"  refused: {m.refused}"))
+            print(f"{m.name:<36}" + (memory_row(m.memory, m.extended) if m.memory else f"  refused: {m.refused}"))
+        if any(m.extended for m in self.measured):
+            print("~ an estimate: of few layers, extended to all of them (dry_run.layers); the rest is exact")
         print("\nof one device                         products (FLOP)  collectives (bytes)")
         for m in self.measured:
             for line in count_rows(m.name, m.count):
@@ -91,9 +93,9 @@ class Report:
         return path
 
 
-def memory_row(memory: Memory) -> str:
+def memory_row(memory: Memory, extended: bool) -> str:
     results = memory.results + memory.padding
-    temporaries = "-" if memory.temporaries is None else shown(memory.temporaries)
+    temporaries = "-" if memory.temporaries is None else ("~" if extended else "") + shown(memory.temporaries)
     cells = [shown(n) for n in memory.by_kind().values()]
     return "".join(f"{cell:>13}" for cell in (*cells, shown(results), temporaries, shown(memory.total)))
 
@@ -103,7 +105,8 @@ def count_rows(name: str, count: Count, number: str = "") -> list[str]:
     kinds = ", ".join(f"{kind} {shown(n)}" for kind, n in sorted(count.collectives.items()))
     rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}"]
     for index, loop in enumerate(count.loops, 1):
-        rows += count_rows(f"  a turn of loop {number}{index}", loop.turn, f"{number}{index}.")
+        times = f", entered {loop.entered} times" if loop.entered > 1 else ""
+        rows += count_rows(f"  a turn of loop {number}{index}{times}", loop.turn, f"{number}{index}.")
     return rows
 
 
@@ -116,6 +119,7 @@ def phase_json(m: Measured) -> dict[str, Any]:
         "count": count_json(m.count),
         "warnings": m.warnings,
         "refused": m.refused,
+        "extended": m.extended,
     }
 
 

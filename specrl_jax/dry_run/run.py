@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 from specrl_jax.core import BadInput
+from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import find_fit
 from specrl_jax.dry_run.measure import Measured, measure
-from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
 from specrl_jax.sharding import make_mesh
@@ -44,11 +45,24 @@ def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], w
 
 
 def measure_all(setup: Setup, exact: bool) -> list[Measured]:
+    """Every phase, compiled whole, or extended from `dry_run.layers` layers where it unrolls them."""
+    layers, whole = setup.settings.dry_run.layers, setup.model.layers
+    shallow = [with_layers(setup, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
     measured = []
-    for phase in find_phases(setup):
-        measured.append(measure(phase, exact))
+    for index, phase in enumerate(find_phases(setup)):
+        if shallow and phase.unrolled:
+            parts = [measure(find_phases(s)[index], exact) for s in shallow]
+            measured.append(extend(*parts, whole - layers, bytes_by_kind(phase.resident)))
+        else:
+            measured.append(measure(phase, exact))
         say(f"{phase.name}: {measured[-1].seconds:.1f} s")
     return measured
+
+
+def with_layers(setup: Setup, layers: int) -> Setup:
+    """The same run with a policy of fewer layers."""
+    model = dataclasses.replace(setup.model, layers=layers)
+    return build(setup.settings, setup.learner_partition.mesh, model)
 
 
 def count_devices(settings: Settings, sizes: dict[str, int]) -> int:

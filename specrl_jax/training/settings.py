@@ -153,6 +153,7 @@ class ExportSettings:
 @dataclasses.dataclass(frozen=True)
 class DryRunSettings:
     devices: int  # 0 = as many as the mesh says
+    layers: int  # of the programs that unroll them, extended to all; 0 = all
     target: str  # gb200, h200, h100, v5p, v6e, cpu
 
 
@@ -219,7 +220,7 @@ _SMALLEST = {
     "generate": {"samples": 1},
     "logging": {"rollouts": 0},
     "export": {"step": -1},
-    "dry_run": {"devices": 0},
+    "dry_run": {"devices": 0, "layers": 0},
 }
 
 

@@ -222,11 +222,14 @@ class Setup:
         return [problem for problems in self.problems.validation.values() for problem in problems]
 
 
-def build(settings: Settings, mesh: Mesh) -> Setup:
-    """Checks the settings against each other and builds. Raises BadInput before any long work."""
+def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Setup:
+    """Checks the settings against each other and builds. Raises BadInput before any long work.
+
+    `model`: the policy's sizes; None: those that the settings name.
+    """
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
-    model = policy_sizes(policy)
+    model = model or policy_sizes(policy)
     d = settings.draft
     draft = find_draft_model(d.kind, model, d.path, d.preset, d.dialect, d.vocab_size)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.rule)

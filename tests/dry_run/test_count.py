@@ -72,6 +72,18 @@ def test_an_unknown_loop_within_a_known_one_is_entered_each_turn():
     assert found.flops == 0 and [(loop.entered, loop.turn.flops) for loop in found.loops] == [(7, 2 * M * K * K)]
 
 
+def test_equal_loops_of_unknown_turns_are_one():
+    """As layers have them that are unrolled."""
+
+    def fn(x, y, n):
+        for _ in range(3):
+            x = jax.lax.fori_loop(0, n, lambda _, c: jnp.tanh(c @ y), x)
+        return x
+
+    found = counted(fn, floats(M, K), floats(K, K), jax.ShapeDtypeStruct((), jnp.int32))
+    assert [(loop.entered, loop.turn.flops) for loop in found.loops] == [(3, 2 * M * K * K)]
+
+
 def test_of_branches_the_largest_counts():
     def fn(x, y, i):
         return jax.lax.switch(i, (lambda: x, lambda: x @ y, lambda: x @ y @ y))

@@ -1,5 +1,6 @@
 """task=dry_run: argument and result bytes equal arithmetic by hand, and the whole command on a config without files."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -125,6 +126,22 @@ def test_the_cache_of_a_chunk_by_hand(setup, phases):
     # The slots are donated. New are the tally, a flag a row and four numbers, and a pointer for each of what comes
     # back.
     assert memory.results == rows + 4 * 4 + 8 * (12 + 2 * m.layers + 3 + 5)
+
+
+def test_few_layers_extend_to_all(setup, monkeypatch):
+    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
+    whole = run.with_layers(setup, 10)
+    settings = dataclasses.replace(whole.settings, dry_run=dataclasses.replace(whole.settings.dry_run, layers=7))
+    names = ("prepare", "generate: plain chunk")
+    monkeypatch.setattr(run, "find_phases", lambda s: [p for p in find_phases(s) if p.name in names])
+    extended = run.measure_all(dataclasses.replace(whole, settings=settings), exact=True)
+    compiled = run.measure_all(whole, exact=True)
+    assert [m.name for m in compiled] == list(names)
+    for found, expected in zip(extended, compiled):
+        assert found.extended and not expected.extended
+        assert found.count == expected.count
+        assert dataclasses.replace(found.memory, temporaries=0) == dataclasses.replace(expected.memory, temporaries=0)
+        assert found.memory.temporaries == pytest.approx(expected.memory.temporaries, rel=0.3)
 
 
 # ---- the command

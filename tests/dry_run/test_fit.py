@@ -2,15 +2,20 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import main as command_line
 from configs import rlzero_8b
 from specrl_jax.core import BadInput
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import find_fit
-from specrl_jax.dry_run.measure import Measured, Memory, warnings_in
+from specrl_jax.dry_run.measure import Measured, Memory, measure, warnings_in
+from specrl_jax.dry_run.phases import Phase
 from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
+from specrl_jax.sharding import make_mesh
 
 SETTINGS = command_line.to_settings(rlzero_8b.get_config())
 TARGET = dataclasses.replace(TARGETS["h100"], memory=100 * 10**9, share=0.75)
@@ -107,6 +112,20 @@ def test_sizes_that_a_target_does_not_come_in_are_refused():
 
 
 # ---- warnings
+
+
+def test_a_warning_of_xla_itself_is_caught(capfd):
+    """Columns take the place of rows that do not divide: the array is gathered whole."""
+    mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
+
+    def fn(x):
+        return jnp.sin(jax.lax.with_sharding_constraint(jnp.tanh(x).reshape(6, 4), columns))
+
+    x = jax.ShapeDtypeStruct((24,), jnp.float32, sharding=rows)
+    found = measure(Phase("p", lambda: jax.jit(fn).lower(x), ("batch",)), exact=False)
+    assert len(found.warnings) == 1 and found.warnings[0].startswith("[SPMD] Involuntary full rematerialization.")
+    assert "jit(fn)/reshape" in found.warnings[0] and capfd.readouterr().err == ""
 
 
 LOG = """\
