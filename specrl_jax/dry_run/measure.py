@@ -1,5 +1,6 @@
 """Compiles one phase and reads off it what it needs: memory by kind, products, collectives, XLA's warnings."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import io
@@ -56,22 +57,32 @@ class Measured:
 
 def measure(phase: Phase, exact: bool) -> Measured:
     """`exact`: whether it is compiled for the target itself, so that temporaries are the target's."""
+    return measure_together([phase], exact)[0]
+
+
+def measure_together(phases: list[Phase], exact: bool) -> list[Measured]:
+    """The same phase of several models, compiled side by side: each has all their warnings, and the seconds of all."""
     start = time.perf_counter()
-    refused, compiled = "", None
-    with captured_stderr() as log:
-        lowered = phase.lower()
-        try:
-            compiled = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            # More than the device has; a TPU's compiler says so by itself.
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            refused = " ".join(str(error).split())[:400]
+    with captured_stderr() as log, concurrent.futures.ThreadPoolExecutor(len(phases)) as pool:
+        lowered = [phase.lower() for phase in phases]
+        compiled = list(pool.map(try_compile, lowered))
     seconds, warnings = time.perf_counter() - start, warnings_in(log.getvalue())
-    if compiled is None:
-        return Measured(phase.name, seconds, None, Count(), warnings, refused)
-    memory = read_memory(phase, lowered, compiled, exact)
-    return Measured(phase.name, seconds, memory, count(compiled.as_text()), warnings)
+    measured = []
+    for phase, before, (after, refused) in zip(phases, lowered, compiled, strict=True):
+        memory = read_memory(phase, before, after, exact) if after else None
+        found = count(after.as_text()) if after else Count()
+        measured.append(Measured(phase.name, seconds, memory, found, warnings, refused))
+    return measured
+
+
+def try_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
+    """(the program, ''), or (None, what the compiler says) where it needs more than the device has."""
+    try:
+        return lowered.compile(), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, " ".join(str(error).split())[:400]
 
 
 def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> Memory:

@@ -8,7 +8,7 @@ from typing import Any
 from specrl_jax.core import BadInput
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import find_fit
-from specrl_jax.dry_run.measure import Measured, measure
+from specrl_jax.dry_run.measure import Measured, measure, measure_together
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
@@ -51,7 +51,7 @@ def measure_all(setup: Setup, exact: bool) -> list[Measured]:
     measured = []
     for index, phase in enumerate(find_phases(setup)):
         if shallow and phase.unrolled:
-            parts = [measure(find_phases(s)[index], exact) for s in shallow]
+            parts = measure_together([find_phases(s)[index] for s in shallow], exact)
             measured.append(extend(*parts, whole - layers, bytes_by_kind(phase.resident)))
         else:
             measured.append(measure(phase, exact))
