@@ -36,7 +36,11 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         settings = to_settings(config)
+        if config.task == "dry_run":
+            run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
+            return 0
         run = find_task(config.task)
+        check_one_process()
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
@@ -90,8 +94,18 @@ def to_settings(config: ConfigDict) -> Any:
         generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
         pretrain=settings.PretrainSettings(**config.pretrain),
         export=settings.ExportSettings(**config.export),
+        dry_run=settings.DryRunSettings(**config.dry_run),
         logging=settings.LoggingSettings(**config.logging),
     )
+
+
+def check_one_process() -> None:
+    """Raises BadInput in one of several processes that Slurm started: they would write one another's workdir."""
+    from specrl_jax.core import BadInput
+
+    processes = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if processes != "1":
+        raise BadInput(f"{processes} processes: main.py does not join several into one run yet; start one, on one node")
 
 
 def find_task(name: str) -> Callable[..., None]:
@@ -106,7 +120,7 @@ def find_task(name: str) -> Callable[..., None]:
         "export": run_export,
     }
     if name not in tasks:
-        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}")
+        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}, dry_run")
     return tasks[name]
 
 
@@ -186,8 +200,27 @@ def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -
     export(setup, workdir)
 
 
+def run_dry(settings: Any, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> None:
+    """Without a mesh of this machine's devices: there need not be any."""
+    import jax
+
+    from specrl_jax.dry_run.run import count_devices, dry_run
+
+    # Before JAX looks at devices. A fake device costs nothing where the target has a compiler of its own.
+    jax.config.update("jax_platforms", "cpu")
+    fake = f"--xla_force_host_platform_device_count={count_devices(settings, sizes)}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake}"
+    # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    dry_run(settings, sizes, config, workdir)
+
+
 def stop_on_signal() -> threading.Event:
-    """An event that SIGTERM or Ctrl-C sets; the loops save and leave when they see it. A second Ctrl-C interrupts."""
+    """An event that SIGTERM, SIGUSR2 or Ctrl-C sets; the loops save and leave when they see it.
+
+    SIGUSR2 is what a cluster's scheduler sends before it pre-empts a job or ends its time (experiments/slurm.py). A
+    second Ctrl-C interrupts.
+    """
     stop = threading.Event()
 
     def handle(number: int, _: Any) -> None:
@@ -196,6 +229,7 @@ def stop_on_signal() -> threading.Event:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGUSR2, handle)
     signal.signal(signal.SIGINT, handle)
     return stop
 

@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 
 def base() -> ConfigDict:
     c = ConfigDict()
-    c.task = "train"  # train, evaluate, pretrain, draft_pretrain, generate, export
+    c.task = "train"  # train, evaluate, pretrain, draft_pretrain, generate, export, dry_run
     c.seed = 0  # weights, data order
     c.steps = 100  # RL steps, or pretraining steps
 
@@ -166,6 +166,11 @@ def base() -> ConfigDict:
     c.export.output = ""  # folder; '' = export/ in the workdir
     c.export.dtype = "bfloat16"  # storage there
     c.export.step = -1  # whose checkpoint; -1 = the last
+
+    c.dry_run = ConfigDict()  # task=dry_run: compiles a training step without devices and weights
+    c.dry_run.devices = 0  # 0 = as many as the mesh says
+    c.dry_run.layers = 0  # compiled of programs that unroll them, and extended to all: for deep models; 0 = all
+    c.dry_run.target = "gb200"  # gb200, h200, h100, v5p, v6e: compiled for it with requirements-aot.txt; cpu
 
     c.mesh = ConfigDict()  # axis sizes; -1 = the rest of the devices
     c.mesh.data = 1

@@ -2,7 +2,19 @@
 
     python main.py --config configs/rlzero_8b.py
 
-one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper). The draft is a fresh EAGLE-3 head, which learns in the
+on 8 nodes x 4 GPUs (32 GB200 in the paper). One process per node as a Slurm job, or on every worker of a TPU pod:
+
+    python -m experiments.launch --config configs/rlzero_8b.py --sweep experiments/once.py \
+        --executor slurm --nodes 8 --gpus 4 --hours 24
+    gcloud compute tpus tpu-vm ssh POD --worker=all \
+        --command="cd specrl_jax && python main.py --config configs/rlzero_8b.py"
+
+(main.py refuses to be one of several Slurm processes: joining them into one run is still to come.) What every phase
+takes of a GB200, an H200 or a TPU, on any machine and without weights:
+
+    python main.py --config configs/rlzero_8b.py --config.task=dry_run
+
+The draft is a fresh EAGLE-3 head, which learns in the
 run and is left off until it pays; with a head for this policy, in any of the three public formats,
 
     python main.py --config configs/rlzero_8b.py --config.draft.path=checkpoints/HEAD

@@ -1,7 +1,9 @@
-"""A sweep on this machine: main.py once per set of overrides, several at a time, and one results.csv.
+"""A sweep: main.py once per set of overrides, here or as jobs of a Slurm cluster, and one results.csv.
 
     python -m experiments.launch --config configs/NAME.py[:variant] --sweep experiments/NAME/sweep.py
-        [--workdir runs/sweeps/NAME] [--jobs 1] [-- --config.key=value ...]
+        [--workdir runs/sweeps/NAME] [--jobs 1] [--dry_run] [-- --config.key=value ...]
+    python -m experiments.launch --config ... --sweep ... --executor slurm
+        [--nodes 1] [--gpus 8] [--hours 24] [--partition NAME] [--account NAME] [--dry_run] [-- ...]
 
 The sweep file defines `get_sweep()`: a list of dicts of config overrides, one per run, such as
 `[{"seed": s, "rollout.seed": s} for s in range(3)]`. What follows `--` goes to every run. Paths are relative to the
@@ -10,6 +12,13 @@ repository's root. A mistake ends in one line and exit status 1 before anything 
 Each run has a folder in the workdir, named after its overrides: main.py's own workdir, with output.log (of all starts)
 and finished.json beside. The same launch again skips what finished with an equal command and resumes the rest; whether
 the config file has changed since is not looked at. results.csv has a row per finished run.
+
+--dry_run prints what would be started, a line each, and starts and writes nothing.
+
+With --executor slurm every run is a job (submitit), and the launcher leaves once they are submitted. The workdir must
+be on a file system that the nodes share; submitit's own files are in its folder slurm/. A job that is pre-empted, or
+whose time is over, saves, leaves and is queued again; it resumes from there. The same launch again submits what neither
+finished nor is still in the queue, and writes results.csv from what has finished.
 
 A run that fails does not hold up the others; the exit status is then 1. Ctrl-C, SIGTERM and SIGHUP end the runs in good
 order (SIGTERM), then the launcher, with 128 + the signal's number; a second one kills.
@@ -22,6 +31,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -43,6 +53,14 @@ from specrl_jax.io.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PROGRAM = (sys.executable, "main.py")
+# Flag, type, meaning.
+SLURM_FLAGS = (
+    ("nodes", int, "nodes, with one process each, of which main.py takes one only so far; 1 by default"),
+    ("gpus", int, "GPUs of a node; 8 by default"),
+    ("hours", float, "its time limit; 24 by default"),
+    ("partition", str, "the cluster's default by default"),
+    ("account", str, "the user's default by default"),
+)
 NAME_LENGTH = 100  # characters at most; file systems end at 255 bytes
 POLL = 0.1  # seconds between two looks at the processes
 
@@ -55,11 +73,12 @@ class Run:
     folder: pathlib.Path
     overrides: dict[str, Any]
     flags: list[str]  # all but the workdir: equal flags, equal results
-    state: str = "waiting"  # then running; then finished, failed or stopped
+    state: str = "waiting"  # then running, or queued; then finished, failed or stopped
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # last metrics, for the table
     process: subprocess.Popen | None = None
     began: float = 0.0  # seconds, monotonic clock
     seconds: float = 0.0  # a run that was resumed counts from there
+    job: str = ""  # its id, of a run in a cluster's queue
     log_begin: int = 0  # bytes in output.log before its output
 
 
@@ -70,6 +89,11 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
         runs = plan(arguments.config, load_sweep(arguments.sweep), arguments.workdir, extra)
         for run in runs:
             read_finished(run)
+        if arguments.dry_run:
+            print_commands(arguments, runs, program)
+            return 0
+        if arguments.executor == "slurm":
+            return submit(arguments, runs, program)
         make_folder(arguments.workdir)
         with Signals() as signals:
             with display(runs) as report:
@@ -106,16 +130,35 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", required=True, help="configs/NAME.py[:variant]")
     parser.add_argument("--sweep", required=True, type=pathlib.Path, help="Python file with get_sweep()")
     parser.add_argument("--workdir", type=pathlib.Path, help="runs/sweeps/CONFIG_SWEEP by default")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--jobs", type=int, help="runs at the same time on this machine; 1 by default")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands only")
+    for flag, kind, text in SLURM_FLAGS:
+        parser.add_argument(f"--{flag}", type=kind, help=f"of a Slurm job: {text}")
     a = parser.parse_args(argv[:split])
-    if a.jobs < 1:
-        raise BadInput(f"--jobs={a.jobs}: expected at least 1")
+    check_executor(a)
     a.sweep = REPOSITORY / a.sweep
     a.workdir = REPOSITORY / (a.workdir or default_workdir(a.config, a.sweep))
     for flag, path in (("--config", a.config.partition(":")[0]), ("--sweep", a.sweep)):
         if not (REPOSITORY / path).is_file():
             raise BadInput(f"{flag}: no file '{path}'")
     return a, list(argv[split + 1 :])
+
+
+def check_executor(a: argparse.Namespace) -> None:
+    """Fills in defaults. Raises BadInput for numbers that cannot be, and for a flag of the other executor."""
+    others = ["jobs"] if a.executor == "slurm" else [flag for flag, _, _ in SLURM_FLAGS]
+    for flag in others:
+        if getattr(a, flag) is not None:
+            raise BadInput(f"--{flag} does not go with --executor {a.executor}")
+    defaults = {"nodes": 1, "gpus": 8, "hours": 24.0} if a.executor == "slurm" else {"jobs": 1}
+    for flag, default in defaults.items():
+        if getattr(a, flag) is None:
+            setattr(a, flag, default)
+        if not 0 < getattr(a, flag) < math.inf:
+            raise BadInput(
+                f"--{flag}={getattr(a, flag)}: expected {'more than 0' if flag == 'hours' else 'at least 1'}"
+            )
 
 
 def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
@@ -185,6 +228,36 @@ def make_folder(path: pathlib.Path) -> None:
         raise BadInput(f"--workdir {path}: {error.strerror}") from None
 
 
+# ---- a cluster
+
+
+def print_commands(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str]) -> None:
+    """One line for each run that would be started."""
+    prefix = ""
+    if arguments.executor == "slurm":
+        from experiments import slurm
+
+        prefix = f"{shlex.join(slurm.sbatch_line(arguments))} "
+    for run in runs:
+        if run.state == "waiting":
+            print(prefix + shlex.join(command_of(program, run)))
+
+
+def submit(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str]) -> int:
+    """Submits what is neither finished nor in the queue; the exit status."""
+    # Here, since a sweep on this machine needs nothing of it.
+    from experiments import slurm
+
+    cluster = slurm.open_cluster(arguments)
+    make_folder(arguments.workdir)
+    for run in runs:
+        if run.state == "waiting":
+            slurm.submit(cluster, run, program)
+        print(f"{run.state:<8}  {run.name}" + (f"  job {run.job}" if run.job else ""), flush=True)
+    write_results(arguments.workdir / "results.csv", runs)
+    return 0
+
+
 # ---- running
 
 
@@ -242,12 +315,16 @@ def run_all(
             process.wait()
 
 
-def start(program: Sequence[str], run: Run) -> None:
+def command_of(program: Sequence[str], run: Run) -> list[str]:
+    return [*program, *run.flags, "--workdir", str(run.folder)]
+
+
+def start(program: Sequence[str], run: Run, log_name: str = "output.log") -> None:
     run.folder.mkdir(exist_ok=True)
     # From here on the folder is no longer what an earlier command left.
     (run.folder / "finished.json").unlink(missing_ok=True)
-    command = [*program, *run.flags, "--workdir", str(run.folder)]
-    with open(run.folder / "output.log", "ab") as log:
+    command = command_of(program, run)
+    with open(run.folder / log_name, "ab") as log:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         run.log_begin = log.tell()

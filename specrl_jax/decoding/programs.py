@@ -342,13 +342,19 @@ class Programs:
     def shrink(self, params: Any, slots: Slots, rows: np.ndarray) -> Slots:
         return self._get(Program("shrink", len(rows)), params)(slots, rows)
 
+    def lower(self, program: Program, params: Any) -> jax.stages.Lowered:
+        """One program for `params`, of which ShapeDtypeStructs with shardings are enough."""
+        function, arguments = self._describe(program, params)
+        return function.lower(*arguments)
+
     def _get(self, program: Program, params: Any) -> Callable[..., Any]:
         if program not in self._compiled:
             if program not in self.all():
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
             start = time.perf_counter()
-            function, arguments = self._describe(program, params)
-            self._compiled[program] = function if jax.config.jax_disable_jit else function.lower(*arguments).compile()
+            jit = not jax.config.jax_disable_jit
+            compiled = self.lower(program, params).compile() if jit else self._describe(program, params)[0]
+            self._compiled[program] = compiled
             self.seconds[program] = time.perf_counter() - start
         return self._compiled[program]
 

@@ -10,7 +10,7 @@ import specrl_jax
 from specrl_jax.core import BadInput, read_json, replacing
 
 # What may change between two starts of one run.
-MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export")
+MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
 
 
 def open_workdir(path: str, config: dict[str, Any]) -> None:

@@ -48,12 +48,15 @@ class Sync:
 
     def __init__(self, produce: Produce) -> None:
         self._produce = produce
+        self._newest: tuple[Weights, Stamp] | None = None
 
     def publish(self, step: int, weights: Weights, stamp: Stamp) -> None:
         self._newest = weights, stamp
 
     def take(self, step: int) -> Produced:
-        return self._produce(step, *self._newest)
+        # Let go of before learning: a copy of the weights that nothing reads.
+        (weights, stamp), self._newest = self._newest, None
+        return self._produce(step, weights, stamp)
 
     def close(self) -> None:
         pass

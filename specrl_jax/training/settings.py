@@ -180,6 +180,13 @@ class ExportSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class DryRunSettings:
+    devices: int  # 0 = as many as the mesh says
+    layers: int  # of the programs that unroll them, extended to all; 0 = all
+    target: str  # gb200, h200, h100, v5p, v6e, cpu
+
+
+@dataclasses.dataclass(frozen=True)
 class LoggingSettings:
     rollouts: int  # rows of rollouts/step_N.jsonl
     profile_steps: tuple[int, ...]  # RL steps that are traced
@@ -207,6 +214,7 @@ class Settings:
     pretrain: PretrainSettings
     generate: GenerateSettings
     export: ExportSettings
+    dry_run: DryRunSettings
     logging: LoggingSettings
 
 
@@ -260,6 +268,7 @@ _SMALLEST = {
     "generate": {"samples": 1},
     "logging": {"rollouts": 0},
     "export": {"step": -1},
+    "dry_run": {"devices": 0, "layers": 0},
 }
 
 

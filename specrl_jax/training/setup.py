@@ -19,6 +19,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import LoRA, init_adapters
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.advantages import ADVANTAGES
@@ -72,13 +73,13 @@ class Setup:
     draft_optimizer: optax.GradientTransformation
 
     @functools.cached_property
-    def _prepare(self) -> Any:
+    def prepare_step(self) -> Any:
         return make_prepare(self.model, self.draft, self.rollout, self.rollout_partition, self.learner_partition)
 
     def prepare(self, state: RunState) -> tuple[Weights, Stamp]:
         """The weights that rollouts run on, and which they are. Waits until they are there."""
         draft = state.draft.params if state.draft else None
-        weights = self._prepare(self.whole(state.policy), draft, state.vocab_map)
+        weights = self.prepare_step(self.whole(state.policy), draft, state.vocab_map)
         versions = int(state.policy.step), int(state.draft.step) if state.draft else 0
         jax.block_until_ready(weights)
         return weights, Stamp(*versions, checksum=int(weights.checksum))
@@ -226,8 +227,8 @@ class Setup:
         """The same weights ready to generate, without the optimizers' memory."""
         policy = self.initial_params()
         if self.draft is None:
-            return self._prepare(policy, None, None)
-        return self._prepare(policy, self.initial_draft_params(policy), self.initial_vocab_map())
+            return self.prepare_step(policy, None, None)
+        return self.prepare_step(policy, self.initial_draft_params(policy), self.initial_vocab_map())
 
     def abstract_state(self) -> RunState:
         """ShapeDtypeStructs of `initial_state` but for what is frozen, which a checkpoint is restored into."""
@@ -241,6 +242,13 @@ class Setup:
             return RunState(policy, draft, None, reference)
         ids = jax.ShapeDtypeStruct((self.draft.vocab,), jnp.int32, sharding=partition.replicated)
         return RunState(policy, draft, ids, reference)
+
+    def abstract_frozen(self) -> Any:
+        """Of `frozen_params`."""
+        if not self.learner.lora:
+            return None
+        specs = qwen3.param_specs(self.model)
+        return abstract_params(specs, jnp.float32, self.learner_partition.tree(specs))
 
     @functools.cached_property
     def problems(self) -> Problems:
@@ -263,11 +271,14 @@ class Setup:
         return [problem for problems in self.problems.validation.values() for problem in problems]
 
 
-def build(settings: Settings, mesh: Mesh) -> Setup:
-    """Checks the settings against each other and builds. Raises BadInput before any long work."""
+def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Setup:
+    """Checks the settings against each other and builds. Raises BadInput before any long work.
+
+    `model`: the policy's sizes; None: those that the settings name.
+    """
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
-    model = policy_sizes(policy)
+    model = model or policy_sizes(policy)
     d = settings.draft
     draft = find_draft_model(d.kind, model, d.path, d.preset, d.dialect, d.vocab_size)
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.rule)

@@ -1,0 +1,138 @@
+"""Runs as jobs of a Slurm cluster, through submitit: submitting them, and what happens inside one.
+
+A job is one process per node, each of which starts main.py and watches it. Before Slurm takes the nodes away it sends
+SIGUSR2 (and at the end SIGTERM): main.py gets a SIGTERM, saves and leaves, and the job is queued again.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import submitit
+from submitit.helpers import Checkpointable, DelayedSubmission
+
+from experiments import launch
+from specrl_jax.core import BadInput, read_json
+
+# Seconds before the end at which a job is told: the longest phase of a step, and a checkpoint.
+GRACE = 300
+# A long run is queued again as often as its time is over.
+MOST_TIMEOUTS = 1000
+SAVED = (128 + signal.SIGTERM, -signal.SIGTERM)
+# What sacct says of a job that runs or will.
+IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD")
+
+
+@dataclasses.dataclass
+class Job(Checkpointable):
+    """What runs on each node. Pickled by submitit, so it holds plain values."""
+
+    program: tuple[str, ...]
+    name: str
+    folder: str
+    flags: tuple[str, ...]
+    child: Any = dataclasses.field(default=None, init=False)  # main.py, while it runs
+
+    def __call__(self) -> str:
+        """The run's last state. Raises RuntimeError with its last line where that is not `finished`."""
+        rank = submitit.JobEnvironment().global_rank
+        run = launch.Run(self.name, pathlib.Path(self.folder), {}, list(self.flags))
+        before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
+        launch.start(self.program, run, "output.log" if rank == 0 else f"output_{rank}.log")
+        self.child = run.process
+        try:
+            for number, handler in before.items():
+                signal.signal(number, lambda *args, handler=handler: self._pass_on(handler, *args))
+            while run.process.poll() is None:
+                time.sleep(launch.POLL)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if rank:
+            return "finished" if run.process.returncode == 0 else "failed"
+        launch.end(run, stopping=run.process.returncode in SAVED)
+        if run.state != "finished":
+            raise RuntimeError(f"{run.state}: exit status {run.process.returncode}: {launch.last_line(run)}")
+        return run.state
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """Waits until main.py has saved; the job to be queued again, None where it failed instead."""
+        return DelayedSubmission(dataclasses.replace(self)) if self._wait() in (*SAVED, 0) else None
+
+    def _pass_on(self, handler: Any, *args: Any) -> None:
+        """Tells main.py, then does what submitit does at this signal."""
+        self.child.send_signal(signal.SIGTERM)
+        if callable(handler):
+            handler(*args)
+
+    def _wait(self) -> int:
+        """The exit status. Inside a signal handler Popen.wait could wait for a lock that the interrupted code holds."""
+        try:
+            ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # reaped already
+            return self.child.returncode
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def open_cluster(arguments: argparse.Namespace) -> submitit.SlurmExecutor:
+    """Raises BadInput where this machine submits to no cluster."""
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise BadInput(f"--executor slurm: there is no {program} here; launch from a node of the cluster")
+    cluster = submitit.SlurmExecutor(folder=arguments.workdir / "slurm", max_num_timeout=MOST_TIMEOUTS)
+    cluster.update_parameters(**parameters(arguments))
+    return cluster
+
+
+def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of sbatch, by submitit's names."""
+    chosen = {name: getattr(arguments, name) for name in ("partition", "account") if getattr(arguments, name)}
+    return chosen | {
+        "job_name": f"specrl_{arguments.workdir.name}",
+        "nodes": arguments.nodes,
+        "ntasks_per_node": 1,
+        "gpus_per_node": arguments.gpus,
+        "time": math.ceil(60 * arguments.hours),
+        "signal_delay_s": GRACE,
+        "additional_parameters": {"requeue": True, "chdir": str(launch.REPOSITORY)},
+    }
+
+
+def sbatch_line(arguments: argparse.Namespace) -> list[str]:
+    """The same as one would type it."""
+    flags = parameters(arguments)
+    signal_delay, more = flags.pop("signal_delay_s"), flags.pop("additional_parameters")
+    flags |= {"signal": f"USR2@{signal_delay}"} | more
+    return ["sbatch"] + [
+        f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in flags.items()
+    ]
+
+
+def submit(cluster: submitit.SlurmExecutor, run: launch.Run, program: Sequence[str]) -> None:
+    """Puts a run into the queue, unless it is there."""
+    record = run.folder / "job.json"
+    if record.exists() and in_queue(cluster, run, job := read_json(str(record))["id"]):
+        run.state, run.job = "queued", job
+        return
+    job = cluster.submit(Job(tuple(program), run.name, str(run.folder), tuple(run.flags)))
+    run.folder.mkdir(exist_ok=True)
+    with launch.replacing(record) as file:
+        json.dump({"id": job.job_id}, file)
+    run.state, run.job = "queued", job.job_id
+
+
+def in_queue(cluster: submitit.SlurmExecutor, run: launch.Run, job_id: str) -> bool:
+    job = submitit.SlurmJob(folder=cluster.folder, job_id=job_id, tasks=[0])
+    state = job.watcher.get_state(job_id, mode="force")
+    if state == "UNKNOWN":
+        # Whoever left no result may still be waiting; two jobs in one workdir would ruin each other.
+        return not job.paths.result_pickle.exists()
+    return state in IN_QUEUE

@@ -1,0 +1,258 @@
+"""Products and collectives of one compiled program, counted on its HLO text, every loop as often as it turns.
+
+XLA's own cost analysis sees the body of a loop once. Here a `while` counts its body and condition as often as XLA's
+annotation `known_trip_count` says, also inside other loops. A loop whose turns are known only at run time (the chunk
+of an engine, a refill) is kept apart, with what one of its turns does.
+
+FLOPs are those of matrix products and convolutions, two per multiply-add, on one device. Bytes of a collective are
+those of its larger side on one device: the result of an all-gather, the operand of everything else. Custom calls are
+listed by name, since their insides are not in the text.
+"""
+
+import collections
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Custom calls that are a product, with its dimensions in their backend_config.
+PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
+_HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r" +(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+# Attributes that name computations which run as often as the instruction. What reduces or sorts holds no product.
+_CALLED = re.compile(r"(?:calls|to_apply|called_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_BRANCHES = re.compile(r"(?:branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|%?([\w.\-]+))")
+_CALLS = ("fusion", "call", "async-start", "custom-call")
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """What one run of a computation does on one device."""
+
+    flops: int = 0
+    collectives: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # bytes
+    custom_calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # times
+    loops: tuple["Loop", ...] = ()  # not in the sums: how often they turn is known at run time only
+
+    def __add__(self, other: "Count") -> "Count":
+        return Count(
+            self.flops + other.flops,
+            self.collectives + other.collectives,
+            self.custom_calls + other.custom_calls,
+            _together((*self.loops, *other.loops)),
+        )
+
+    def times(self, n: int) -> "Count":
+        def scaled(counter: collections.Counter[str]) -> collections.Counter[str]:
+            return collections.Counter({key: n * value for key, value in counter.items()})
+
+        loops = tuple(loop._replace(entered=n * loop.entered) for loop in self.loops)
+        return Count(n * self.flops, scaled(self.collectives), scaled(self.custom_calls), loops if n else ())
+
+
+class Loop(NamedTuple):
+    """A loop that turns an unknown number of times."""
+
+    name: str  # in the program, such as "jit(run)/while"
+    entered: int  # times in one run of the program, or in one turn of the loop around it
+    turn: Count  # of its body and condition, once
+
+
+def _together(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    """Loops that do the same in a turn, such as those of equal layers, as one that is entered more often."""
+    found: list[Loop] = []
+    for loop in loops:
+        for i, other in enumerate(found):
+            if (other.name, other.turn) == (loop.name, loop.turn):
+                found[i] = other._replace(entered=other.entered + loop.entered)
+                break
+        else:
+            found.append(loop)
+    return tuple(found)
+
+
+class Instruction(NamedTuple):
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+def count(hlo: str) -> Count:
+    """Of a program's entry computation. `hlo`: what `jax.stages.Compiled.as_text()` gives."""
+    computations, entry = parse(hlo)
+
+    @functools.cache
+    def total(name: str) -> Count:
+        symbols = computations[name]
+        return sum((_count_one(i, symbols, total) for i in symbols.values()), Count())
+
+    return total(entry)
+
+
+def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """(instructions by name, by computation; the name of the entry computation)."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in hlo.splitlines():
+        if current is None or not line.startswith(" "):
+            header = _HEADER.match(line)
+            current = computations.setdefault(header[1], {}) if header else None
+            entry = header[1] if header and line.startswith("ENTRY") else entry
+        elif found := _INSTRUCTION.match(line):
+            current[found[1]] = _parse_instruction(found[2])
+    return computations, entry
+
+
+def _parse_instruction(text: str) -> Instruction:
+    opcode = _OPCODE.search(text)
+    end = _closing(text, opcode.end() - 1)
+    operands = re.findall(r"%([\w.\-]+)", text[opcode.end() : end])
+    return Instruction(opcode[1], text[: opcode.start()], tuple(operands), text[end + 1 :])
+
+
+def _closing(text: str, begin: int) -> int:
+    """Where the parenthesis at `begin` closes."""
+    depth = 0
+    for found in re.finditer(r"[()]", text[begin:]):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return begin + found.start()
+    raise ValueError(f"HLO with an open parenthesis: {text[:200]}")
+
+
+def _count_one(i: Instruction, symbols: dict[str, Instruction], total: functools._lru_cache_wrapper) -> Count:
+    if i.opcode == "while":
+        return _count_loop(i, total)
+    if i.opcode == "conditional":
+        return _largest([total(name) for name in _names(_BRANCHES, i.attributes)])
+    if i.opcode == "dot":
+        return Count(flops=_dot_flops(i, symbols, re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)))
+    if i.opcode == "convolution":
+        return Count(flops=_convolution_flops(i, symbols))
+    own = Count()
+    kind = i.opcode.removesuffix("-start")
+    if kind in COLLECTIVES:
+        return Count(collectives=collections.Counter({kind: _collective_bytes(i, kind, symbols)}))
+    if i.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
+        if target in PRODUCTS:
+            contracted = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', i.attributes)
+            return Count(flops=_dot_flops(i, symbols, contracted))
+        own = Count(custom_calls=collections.Counter([target]))
+    if i.opcode in _CALLS:
+        return sum((total(name) for name in _names(_CALLED, i.attributes)), own)
+    return own
+
+
+def _count_loop(i: Instruction, total: functools._lru_cache_wrapper) -> Count:
+    body, condition = (total(re.search(rf"{key}=%?([\w.\-]+)", i.attributes)[1]) for key in ("body", "condition"))
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', i.attributes):
+        return body.times(int(known[1])) + condition.times(int(known[1]) + 1)
+    name = re.search(r'op_name="([^"]*)"', i.attributes)
+    return Count(loops=(Loop(name[1] if name else "while", 1, body + condition),))
+
+
+def _largest(branches: list[Count]) -> Count:
+    """Of branches, one of which runs: at most so much of each."""
+    return Count(
+        max(b.flops for b in branches),
+        functools.reduce(lambda a, b: a | b, (b.collectives for b in branches)),
+        functools.reduce(lambda a, b: a | b, (b.custom_calls for b in branches)),
+        _together(sum((b.loops for b in branches), ())),
+    )
+
+
+def _names(pattern: re.Pattern[str], attributes: str) -> Iterator[str]:
+    for found in pattern.finditer(attributes):
+        yield from (name.strip().lstrip("%") for name in (found[1] or found[2] or "").split(",") if name.strip())
+
+
+# ---- sizes
+
+
+def dimensions(text: str) -> tuple[int, ...]:
+    """Of the first array in a type such as "f32[8,16]{1,0}"."""
+    return tuple(int(n) for n in _ARRAY.search(text)[2].split(",") if n)
+
+
+def type_bytes(text: str) -> int:
+    """Of all arrays in a type, tuples included; what has no bytes (token[], opaque[]) counts none."""
+    return sum(math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8 for dtype, sizes in _arrays(text))
+
+
+def _arrays(text: str) -> list[tuple[str, str]]:
+    return [(dtype, sizes) for dtype, sizes in _ARRAY.findall(text) if dtype not in ("token", "opaque")]
+
+
+def _bits(dtype: str) -> int:
+    """s32 -> 32, bf16 -> 16, f8e4m3fn -> 8, c64 -> 64; pred is a byte."""
+    return 8 if dtype == "pred" else int(re.match(r"[a-z]+(\d+)", dtype)[1])
+
+
+def _collective_bytes(i: Instruction, kind: str, symbols: dict[str, Instruction]) -> int:
+    given = sum(type_bytes(symbols[name].type) for name in i.operands)
+    if kind != "all-gather":
+        return given
+    # The start of an asynchronous one has the operands in its type, too.
+    return type_bytes(i.type) - (given if i.opcode.endswith("-start") else 0)
+
+
+def _dot_flops(i: Instruction, symbols: dict[str, Instruction], contracted: re.Match[str]) -> int:
+    left = dimensions(symbols[i.operands[0]].type)
+    axes = [int(n) for n in json.loads(f"[{contracted[1]}]")]
+    return 2 * math.prod(dimensions(i.type)) * math.prod(left[axis] for axis in axes)
+
+
+def _convolution_flops(i: Instruction, symbols: dict[str, Instruction]) -> int:
+    """Multiply-adds with elements that exist: a TPU writes batched products as convolutions that are mostly padding."""
+    left, kernel, result = (dimensions(t) for t in (*(symbols[name].type for name in i.operands), i.type))
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    window = re.search(r"window=\{([^}]*)\}", i.attributes)
+    settings = dict(part.split("=") for part in window[1].split()) if window else {}
+    groups = re.search(r"batch_group_count=(\d+)", i.attributes)
+    products = kernel[labels[2].index("i")] * result[labels[3].index("f")] * result[labels[3].index("b")]
+    for axis in range(len(labels[1]) - 2):
+        name = str(axis)
+        sizes = left[labels[1].index(name)], kernel[labels[2].index(name)], result[labels[3].index(name)]
+        products *= _pairs(*sizes, **_window(settings, axis))
+    return 2 * products // (int(groups[1]) if groups else 1)
+
+
+def _window(settings: dict[str, str], axis: int) -> dict[str, int]:
+    """stride, padding before, dilation of the input and of the kernel, along one spatial dimension."""
+
+    def read(key: str, default: str) -> str:
+        return settings[key].split("x")[axis] if key in settings else default
+
+    stride, low = int(read("stride", "1")), int(read("pad", "0_0").split("_")[0])
+    return {
+        "stride": stride,
+        "low": low,
+        "spread": int(read("lhs_dilate", "1")),
+        "dilation": int(read("rhs_dilate", "1")),
+    }
+
+
+def _pairs(size: int, window: int, results: int, stride: int, low: int, spread: int, dilation: int) -> int:
+    """(result, window element) pairs along one dimension that fall on an element of the input."""
+    last = (size - 1) * spread
+    return sum(
+        (at := result * stride - low + element * dilation) % spread == 0 and 0 <= at <= last
+        for result in range(results)
+        for element in range(window)
+    )

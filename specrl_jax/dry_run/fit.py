@@ -1,0 +1,89 @@
+"""Whether a phase fits into a device, and what to change where it does not."""
+
+import dataclasses
+
+from specrl_jax.dry_run.measure import Measured, Memory
+from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
+from specrl_jax.dry_run.targets import Target
+from specrl_jax.training.settings import Settings
+
+# Of a device's memory at most: the rest is the driver's, the collectives' and what fragments.
+LARGEST_SHARE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Of the phase that needs most."""
+
+    phase: str
+    fits: bool
+    needed: int  # bytes on one device
+    memory: int  # bytes of the device
+    arithmetic: str
+    suggestion: str  # '' where there is nothing to do
+
+
+def parts(memory: Memory) -> dict[str, int]:
+    """What `memory.total` is the sum of."""
+    found = memory.by_kind() | {"padding": memory.padding, "results": memory.results}
+    return found | ({} if memory.temporaries is None else {"temporaries": memory.temporaries})
+
+
+def find_fit(measured: list[Measured], target: Target, settings: Settings, ways: int) -> Fit:
+    """`ways`: parts that rows are split into."""
+    for m in measured:
+        if m.memory is None:
+            advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
+            return Fit(m.name, False, 0, target.memory, f"the compiler refuses it: {m.refused}", advice)
+    worst = max(measured, key=lambda m: m.memory.total)
+    memory, share = worst.memory, worst.memory.total / target.memory
+    sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
+    arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
+    fits = share <= LARGEST_SHARE
+    suggestion = suggest(memory, target, settings, ways) if not fits else ""
+    if fits and share > target.share:
+        suggestion = f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGEST_SHARE}: jax takes {target.share:.0%} as it comes"
+    return Fit(worst.name, fits, memory.total, target.memory, arithmetic, suggestion)
+
+
+def suggest(memory: Memory, target: Target, settings: Settings, ways: int) -> str:
+    """For the largest part of what is too much."""
+    sizes = parts(memory)
+    largest = max(sizes, key=sizes.get)
+    if largest == CACHE:
+        return _fewer_slots(memory, target, settings, ways)
+    if largest in (PARAMETERS, OPTIMIZER):
+        return "more devices for each weight: a larger mesh.fsdp or mesh.tensor (mesh.expert for experts)"
+    if largest in (BATCH, "results"):
+        return f"fewer rows in an update: grpo.minibatches above {settings.grpo.minibatches}"
+    return _fewer_temporaries(settings, ways)
+
+
+def _fewer_slots(memory: Memory, target: Target, settings: Settings, ways: int) -> str:
+    """The most slots that leave room for the rest, if that stays as it is."""
+    slots, cache = settings.rollout.num_slots, memory.by_kind()[CACHE]
+    room = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
+    most = max(0, slots * room // cache) // ways * ways
+    narrower = ", or rollout.cache_dtype=bfloat16" if settings.rollout.cache_dtype == "float32" else ""
+    if not most:
+        return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
+    return f"rollout.num_slots={most} instead of {slots}{narrower}"
+
+
+def _fewer_temporaries(settings: Settings, ways: int) -> str:
+    rows = settings.grpo.microbatch
+    if not settings.policy.remat:
+        return "policy.remat=true"
+    if not rows or rows > ways:
+        return f"grpo.microbatch={ways}: one row for each of the {ways} parts of a batch"
+    if not settings.policy.vocab_tile:
+        return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never whole"
+    return f"shorter rows (rollout.max_response_tokens={settings.rollout.max_response_tokens}) or a larger mesh.tensor"
+
+
+def shown(n: int) -> str:
+    """1_234_567 -> "1.23 MB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(n) >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n} B"

@@ -1,0 +1,155 @@
+"""The programs of one training step, each to be lowered without arrays, and what else lies on the devices meanwhile."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.data.rows import Rows
+from specrl_jax.decoding.programs import Program
+from specrl_jax.rl.grpo import Signal
+from specrl_jax.training.setup import Setup
+from specrl_jax.training.state import RunState, TrainState
+
+# What memory is for.
+PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One program."""
+
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    arguments: tuple[str, ...]  # the kind of each; of a TrainState, parameters and optimizer are told apart
+    resident: tuple[Any, ...] = ()  # TrainStates and weights that are no argument, yet on the devices all the while
+    unrolled: bool = False  # over the layers, which takes long to compile; else they are scanned
+
+
+def find_phases(setup: Setup) -> list[Phase]:
+    """In the order of a step of the synchronous loop. Nothing of them is compiled yet."""
+    s, state = setup.settings, abstract_state(setup)
+    g, d = s.grpo, s.draft
+    rows = g.prompts_per_step * g.group_size
+    learner = (state.policy, *([state.draft] if state.draft else []))
+    params, draft = setup.whole(state.policy), state.draft
+    moments = tuple(x.replace(params=None, frozen=None) for x in learner)
+    reference = (state.policy.params,) if g.kl_coef else ()
+    weights = setup.prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
+
+    phases = [
+        Phase(
+            "prepare",
+            lambda: setup.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
+            (PARAMETERS, PARAMETERS, PARAMETERS),
+            (*moments, *reference),
+            unrolled=True,
+        ),
+        *_generation(setup, weights, (*learner, *reference)),
+    ]
+    if setup.performance.scored:
+        phases.append(
+            Phase(
+                "logprob",
+                lambda: setup.logprob_step.lower(params, abstract_rows(setup, rows)),
+                (PARAMETERS, BATCH),
+                (*moments, *([draft.params] if draft else []), *reference),
+            )
+        )
+    minibatch = abstract_minibatch(setup)
+    phases.append(
+        Phase(
+            "train policy",
+            lambda: setup.policy_step.lower(state.policy, *minibatch),
+            (PARAMETERS, BATCH, BATCH),
+            (*reference, *([draft] if draft else [])),
+        )
+    )
+    return phases + (_draft_learning(setup, minibatch, (*reference, state.policy)) if draft and d.online else [])
+
+
+def abstract_state(setup: Setup) -> RunState:
+    """With what is frozen."""
+    state = setup.abstract_state()
+    return state.replace(policy=state.policy.replace(frozen=setup.abstract_frozen()))
+
+
+def _generation(setup: Setup, weights: Any, resident: tuple[Any, ...]) -> list[Phase]:
+    """Refill, a chunk without speculation, and one with the longest drafts, all of the full batch."""
+    programs, size = setup.engine.programs, setup.rollout.limits.num_slots
+    drafted = setup.engine.draft_length
+
+    def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
+        return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident, unrolled=True)
+
+    chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
+    phases = [
+        phase("generate: refill", Program("refill", size), (PARAMETERS, CACHE, CACHE, BATCH)),
+        phase("generate: plain chunk", Program("run", size, 0), chunk),
+        phase(f"generate: speculative chunk, k={drafted}", Program("run", size, drafted), chunk),
+    ]
+    return phases if drafted else phases[:-1]
+
+
+def _draft_learning(setup: Setup, minibatch: tuple[Rows, Signal], resident: tuple[Any, ...]) -> list[Phase]:
+    """One update of the draft, from the features of one policy update."""
+    state, d = abstract_state(setup), setup.settings.draft
+    features = setup.policy_step.eval_shape(state.policy, *minibatch)[2].features
+    tables = setup.read_tables.eval_shape(state.policy.base, state.vocab_map)
+
+    def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // d.minibatches, *x.shape[1:]), x.dtype, sharding=x.sharding)
+
+    arguments = (state.draft, tables, *jax.tree.map(part, (features, minibatch[0])))
+    kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
+    return [Phase("train draft", lambda: setup.draft_step.lower(*arguments), kinds, resident)]
+
+
+def abstract_minibatch(setup: Setup) -> tuple[Rows, Signal]:
+    """What one policy update learns from."""
+    g, o = setup.settings.grpo, setup.objective
+    rows = abstract_rows(setup, g.prompts_per_step * g.group_size // g.minibatches)
+    floats = jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding)
+    signal = Signal(
+        old_logprobs=None if o.old_logprobs == "current" else floats,
+        ref_logprobs=floats if o.kl_coef else None,
+        advantages=floats,
+        behaviour=floats if o.correction != "none" else None,
+        teaches=rows.mask if g.mask_truncated or g.sampling_rounds > 1 else None,
+    )
+    return rows, signal
+
+
+def abstract_rows(setup: Setup, B: int) -> Rows:
+    sharding = setup.learner_partition.sharding(("batch", "sequence"))
+    shape = (B, setup.rollout.limits.cache_length)
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    return Rows(ints, ints, ints, mask, ints if setup.settings.grpo.packing else None)
+
+
+def bytes_by_kind(tree: Any) -> dict[str, int]:
+    """Of TrainStates and weights, on one device."""
+    found = dict.fromkeys(KINDS, 0)
+    for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState)):
+        if isinstance(part, TrainState):
+            found[PARAMETERS] += device_bytes((part.params, part.frozen))
+            found[OPTIMIZER] += device_bytes((part.step, part.opt_state))
+        else:
+            found[PARAMETERS] += device_bytes(part)
+    return found
+
+
+def device_bytes(tree: Any) -> int:
+    """Of ShapeDtypeStructs with shardings, on one device."""
+    return sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree))
+
+
+def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
+    size = jnp.dtype(dtype).itemsize
+    for n in sharding.shard_shape(shape):
+        size *= n
+    return size

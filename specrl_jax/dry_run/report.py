@@ -1,0 +1,133 @@
+"""What a dry run says: a table on the terminal, and everything again as JSON."""
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from specrl_jax.core import replacing
+from specrl_jax.dry_run.count import Count
+from specrl_jax.dry_run.fit import LARGEST_SHARE, Fit, shown
+from specrl_jax.dry_run.measure import Measured, Memory
+from specrl_jax.dry_run.phases import KINDS
+from specrl_jax.dry_run.targets import Target
+from specrl_jax.io.workdir import versions
+
+COLUMNS = (*KINDS, "results", "temporaries", "total")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    target: Target  # named by the config
+    compiled_for: Target  # the same, or fake CPU devices
+    mesh: dict[str, int]
+    measured: list[Measured]
+    fit: Fit | None  # None: the target is no device to fit into
+    seconds: float  # of everything
+
+    @property
+    def devices(self) -> int:
+        product = 1
+        for size in self.mesh.values():
+            product *= size
+        return product
+
+    @property
+    def exact(self) -> bool:
+        return self.compiled_for is self.target and self.target.memory > 0
+
+    def print(self) -> None:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1)
+        print(f"dry run for {self.devices} {self.target.name} ({sizes or 'one device'})")
+        print(self.label())
+        print(f"\n{'memory of one device':<36}" + "".join(f"{name:>13}" for name in COLUMNS))
+        for m in self.measured:
+            print(f"{m.name:<36}" + (memory_row(m.memory, m.extended) if m.memory else f"  refused: {m.refused}"))
+        if any(m.extended for m in self.measured):
+            print("~ an estimate: of few layers, extended to all of them (dry_run.layers); the rest is exact")
+        print("\nof one device                         products (FLOP)  collectives (bytes)")
+        for m in self.measured:
+            for line in count_rows(m.name, m.count):
+                print(line)
+        for m in self.measured:
+            for warning in m.warnings:
+                print(f"\nwarning, {m.name}: {warning}")
+        print(f"\n{self.verdict()}\n{self.seconds:.0f} s")
+
+    def label(self) -> str:
+        if self.exact:
+            return "compiled by the target's own compiler, without devices: bytes and counts are the target's"
+        line = "compiled for fake CPU devices: argument bytes only, and counts as a CPU's compiler splits the work"
+        if self.compiled_for is not self.target:
+            line += f" ({self.target.name} needs requirements-aot.txt)"
+        return line
+
+    def verdict(self) -> str:
+        if self.fit is None:
+            return "no device to fit into: dry_run.target=cpu"
+        said = "fits" if self.fit.fits else "does not fit"
+        if self.fit.fits and not self.exact:
+            said = "fits as far as arguments and results go"
+        line = f"{said} {self.target.name}, of whose memory {LARGEST_SHARE:.0%} count ({self.target.source})\n"
+        line += f"most in '{self.fit.phase}': {self.fit.arithmetic}"
+        return line + (f"\nsuggestion: {self.fit.suggestion}" if self.fit.suggestion else "")
+
+    def write(self, workdir: str, config: dict[str, Any]) -> str:
+        """dry_run.json in the workdir, which stays free for a run. Its path."""
+        path = os.path.join(workdir, "dry_run.json")
+        content = {
+            "target": self.target.name,
+            "compiled_for": self.compiled_for.name,
+            "exact": self.exact,
+            "devices": self.devices,
+            "mesh": self.mesh,
+            "seconds": self.seconds,
+            "fit": dataclasses.asdict(self.fit) if self.fit else None,
+            "phases": [phase_json(m) for m in self.measured],
+            "versions": versions(),
+            "config": config,
+        }
+        with replacing(path) as file:
+            json.dump(content, file, indent=2)
+        return path
+
+
+def memory_row(memory: Memory, extended: bool) -> str:
+    results = memory.results + memory.padding
+    temporaries = "-" if memory.temporaries is None else ("~" if extended else "") + shown(memory.temporaries)
+    cells = [shown(n) for n in memory.by_kind().values()]
+    return "".join(f"{cell:>13}" for cell in (*cells, shown(results), temporaries, shown(memory.total)))
+
+
+def count_rows(name: str, count: Count, number: str = "") -> list[str]:
+    """One for a program, and one for what a turn of each of its open loops does."""
+    kinds = ", ".join(f"{kind} {shown(n)}" for kind, n in sorted(count.collectives.items()))
+    rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}"]
+    for index, loop in enumerate(count.loops, 1):
+        times = f", entered {loop.entered} times" if loop.entered > 1 else ""
+        rows += count_rows(f"  a turn of loop {number}{index}{times}", loop.turn, f"{number}{index}.")
+    return rows
+
+
+def phase_json(m: Measured) -> dict[str, Any]:
+    memory = m.memory and dataclasses.asdict(m.memory) | {"total": m.memory.total}
+    return {
+        "name": m.name,
+        "seconds": m.seconds,
+        "memory": memory,
+        "count": count_json(m.count),
+        "warnings": m.warnings,
+        "refused": m.refused,
+        "extended": m.extended,
+    }
+
+
+def count_json(count: Count) -> dict[str, Any]:
+    loops = [{"name": loop.name, "entered": loop.entered, "turn": count_json(loop.turn)} for loop in count.loops]
+    sums = {"flops": count.flops, "collectives": dict(count.collectives), "custom_calls": dict(count.custom_calls)}
+    return sums | {"open_loops": loops}
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""task=dry_run: compiles every phase of a training step for devices that are not here, without weights."""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from specrl_jax.core import BadInput
+from specrl_jax.dry_run.extend import extend
+from specrl_jax.dry_run.fit import find_fit
+from specrl_jax.dry_run.measure import Measured, measure, measure_together
+from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
+from specrl_jax.dry_run.report import Report, say
+from specrl_jax.dry_run.targets import compiler_of, find_target
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.settings import Settings, check_values
+from specrl_jax.training.setup import Setup, build
+
+
+def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
+    """Prints the report and leaves it in the workdir.
+
+    Args:
+      sizes: of the mesh's axes, one of which may be -1.
+    Raises:
+      BadInput: a target, mesh or batch that cannot be; a workdir that cannot be written.
+    """
+    start = time.perf_counter()
+    if settings.pipeline.rollout_devices:
+        raise BadInput(
+            f"task=dry_run: pipeline.rollout_devices={settings.pipeline.rollout_devices}: devices that only "
+            "generate are not counted; ask for either side by itself, with 0"
+        )
+    target = find_target(settings.dry_run.target)
+    compiler = compiler_of(target)
+    mesh = make_mesh(sizes, compiler.devices(count_devices(settings, sizes)))
+    setup = build(without_files(settings), mesh)
+    try:
+        os.makedirs(workdir, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--workdir {workdir}: {error.strerror}") from None
+    exact = compiler is target and target.memory > 0
+    measured = measure_all(setup, exact)
+    ways = setup.rollout_partition.ways("batch")
+    fit = find_fit(measured, target, settings, ways) if target.memory else None
+    report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
+    report.print()
+    say(f"written: {report.write(workdir, config)}")
+    return report
+
+
+def measure_all(setup: Setup, exact: bool) -> list[Measured]:
+    """Every phase, compiled whole, or extended from `dry_run.layers` layers where it unrolls them."""
+    layers, whole = setup.settings.dry_run.layers, setup.model.layers
+    shallow = [with_layers(setup, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
+    measured = []
+    for index, phase in enumerate(find_phases(setup)):
+        if shallow and phase.unrolled:
+            parts = measure_together([find_phases(s)[index] for s in shallow], exact)
+            measured.append(extend(*parts, whole - layers, bytes_by_kind(phase.resident)))
+        else:
+            measured.append(measure(phase, exact))
+        say(f"{phase.name}: {measured[-1].seconds:.1f} s")
+    return measured
+
+
+def with_layers(setup: Setup, layers: int) -> Setup:
+    """The same run with a policy of fewer layers."""
+    model = dataclasses.replace(setup.model, layers=layers)
+    return build(setup.settings, setup.learner_partition.mesh, model)
+
+
+def count_devices(settings: Settings, sizes: dict[str, int]) -> int:
+    """dry_run.devices, or as many as the mesh says. Raises BadInput for settings that no dry run could have."""
+    check_values(settings)
+    find_target(settings.dry_run.target)
+    if settings.dry_run.devices:
+        return settings.dry_run.devices
+    if -1 in sizes.values():
+        raise BadInput("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
+    product = 1
+    for size in sizes.values():
+        product *= size
+    return product
+
+
+def without_files(settings: Settings) -> Settings:
+    """The same training run with nothing to read but a draft's own sizes: its shapes do not depend on the rest.
+
+    A policy without a preset has its sizes in the checkpoint alone, and keeps it.
+    """
+    policy = dataclasses.replace(settings.policy, path="" if settings.policy.preset else settings.policy.path)
+    data = dataclasses.replace(settings.data, path="", schema="", tokenizer="char", chat=False)
+    evaluation = dataclasses.replace(settings.eval, path="", schema="")
+    return dataclasses.replace(settings, task="train", policy=policy, data=data, eval=evaluation)

@@ -1,0 +1,184 @@
+"""task=dry_run: argument and result bytes equal arithmetic by hand, and the whole command on a config without files."""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+
+import jax
+import pytest
+
+import main as command_line
+from specrl_jax.dry_run import run
+from specrl_jax.dry_run.measure import measure
+from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.targets import TARGETS
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.setup import build
+from tests.helpers.runs import SMOKE, arguments, make_call
+
+CONFIG = "rlzero_8b"
+PHASES = [
+    "prepare",
+    "generate: refill",
+    "generate: plain chunk",
+    "generate: speculative chunk, k=1",
+    "logprob",
+    "train policy",
+    "train draft",
+]
+MESH = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+# By hand, beside specrl_jax/sharding.py: into how many parts each logical axis is split there.
+LEARNER = {"embed": 4, "heads": 2, "kv_heads": 2, "head_dim": 1, "mlp": 2, "vocab": 2, "layers": 1, None: 1}
+
+
+@pytest.fixture
+def call(monkeypatch, capfd, tmp_path_factory):
+    platforms = jax.config.jax_platforms
+    for name in ("XLA_FLAGS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back as it is
+    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+        yield call
+    jax.config.update("jax_platforms", platforms)
+
+
+@pytest.fixture(scope="module")
+def setup():
+    config = importlib.import_module(f"configs.{CONFIG}").get_config("smoke")
+    return build(run.without_files(command_line.to_settings(config)), make_mesh(MESH))
+
+
+@pytest.fixture(scope="module")
+def phases(setup):
+    return {phase.name: phase for phase in find_phases(setup)}
+
+
+def split_bytes(specs, ways, itemsize):
+    """Of one device."""
+    return sum(
+        itemsize * math.prod(spec.shape) // math.prod(ways[axis] for axis in spec.axes)
+        for spec in jax.tree.leaves(specs)
+    )
+
+
+def by_hand(setup):
+    """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, signal)."""
+    params = split_bytes(qwen3.param_specs(setup.model), LEARNER, 4)
+    B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
+    rows = B // 4 * T * (4 + 4 + 4 + 1)
+    return params, rows, B // 4 * (4 * T + 4 * T)
+
+
+def resident_by_hand(setup):
+    """While the policy learns: the draft with its moments. The rollout weights have been let go."""
+    draft = split_bytes(setup.draft.specs, LEARNER, 4)
+    return {"parameters": draft, "optimizer": 2 * draft + 3 * 4, "cache": 0, "batch": 0}
+
+
+def test_the_phases_are_those_of_a_step(phases):
+    assert list(phases) == PHASES
+
+
+def test_the_policys_update_by_hand(setup, phases):
+    memory = measure(phases["train policy"], exact=False).memory
+    params, rows, signal = by_hand(setup)
+    # Two moments; adamw's count, the schedule's count and the step are int32.
+    assert memory.arguments == {
+        "parameters": params,
+        "optimizer": 2 * params + 3 * 4,
+        "cache": 0,
+        "batch": rows + signal,
+    }
+    assert memory.padding == 0 and memory.temporaries is None
+    # The state is donated. New are the features of 2 rows of 28 tokens: three aux layers and the hidden state in
+    # bfloat16, and the normaliser; and its log-probs.
+    D, tokens = setup.model.embed, 2 * 28
+    features = tokens * ((3 + 1) * D * 2 + 4 + 4)
+    # Sums and counts of five terms, the norm, and whether it was skipped; a pointer for each of 13 weights with two
+    # moments, three counters, twelve metrics, three features and the log-probs.
+    assert memory.results == features + 11 * 4 + 1 + 8 * (3 * 13 + 3 + 12 + 4)
+    assert memory.resident == resident_by_hand(setup)
+
+
+def test_the_logprobs_by_hand(setup, phases):
+    memory = measure(phases["logprob"], exact=False).memory
+    params, _, _ = by_hand(setup)
+    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4)}
+    # A dense policy does not read the mask. Log-probs and entropies of 4 rows, and the tuple's two pointers.
+    assert memory.results == 2 * 4 * 28 * 4 + 2 * 8
+    assert memory.padding == 0
+
+
+def test_the_cache_of_a_chunk_by_hand(setup, phases):
+    memory = measure(phases["generate: plain chunk"], exact=False).memory
+    m, rows, S = setup.model, 16 // 4, 12 + 16
+    # bfloat16 keys and values of the target's layers and the head's one, split over heads; three features whole.
+    token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + 3 * m.embed)
+    # Of a token its id and log-prob; of a row seven numbers and a flag, and two counts for each of k = 1 drafts.
+    slots = rows * (S * (4 + 4) + 7 * 4 + 1 + 2 * 4)
+    assert memory.arguments["cache"] == rows * S * token + slots
+    assert memory.padding == 0
+    # The slots are donated. New are the tally, a flag a row and four numbers, and a pointer for each of what comes
+    # back.
+    assert memory.results == rows + 4 * 4 + 8 * (12 + 2 * m.layers + 3 + 5)
+
+
+def test_few_layers_extend_to_all(setup, monkeypatch):
+    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
+    whole = run.with_layers(setup, 10)
+    settings = dataclasses.replace(whole.settings, dry_run=dataclasses.replace(whole.settings.dry_run, layers=7))
+    names = ("prepare", "generate: plain chunk")
+    monkeypatch.setattr(run, "find_phases", lambda s: [p for p in find_phases(s) if p.name in names])
+    extended = run.measure_all(dataclasses.replace(whole, settings=settings), exact=True)
+    compiled = run.measure_all(whole, exact=True)
+    assert [m.name for m in compiled] == list(names)
+    for found, expected in zip(extended, compiled):
+        assert found.extended and not expected.extended
+        assert found.count == expected.count
+        assert dataclasses.replace(found.memory, temporaries=0) == dataclasses.replace(expected.memory, temporaries=0)
+        assert found.memory.temporaries == pytest.approx(expected.memory.temporaries, rel=0.3)
+
+
+# ---- the command
+
+
+def dry(call, workdir, *overrides):
+    argv = arguments("--config.task=dry_run", *overrides, workdir=workdir, config=SMOKE)
+    return call(argv)
+
+
+def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
+    status, out, err = dry(call, tmp_path / "run", "--config.dry_run.devices=8", "--config.draft.kind=none")
+    assert status == 0, err
+    assert out.startswith("dry run for 8 gb200 (fsdp 8)\ncompiled for fake CPU devices: argument bytes only")
+    assert "fits as far as arguments and results go gb200" in out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["dry_run.json"]
+    found = json.loads((tmp_path / "run/dry_run.json").read_text())
+    assert [phase["name"] for phase in found["phases"]] == [PHASES[i] for i in (0, 1, 2, 4, 5)]
+    assert found["target"] == "gb200" and found["compiled_for"] == "cpu" and not found["exact"]
+    for phase in found["phases"]:
+        assert phase["memory"]["temporaries"] is None and phase["memory"]["padding"] == 0
+        flops = phase["count"]["flops"] + sum(loop["turn"]["flops"] for loop in phase["count"]["open_loops"])
+        assert (flops > 0) == (phase["name"] != "prepare")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--config.dry_run.target=gb20", "--config.dry_run.devices=8"], ["dry_run.target", "gb20", "gb200"]),
+        ([], ["dry_run.devices=0", "-1"]),
+        (["--config.dry_run.devices=64", "--config.dry_run.target=cpu"], ["dry_run.devices=64", "8 fake CPU devices"]),
+        (["--config.dry_run.devices=8", "--config.dry_run.target=cpu", "--config.mesh.fsdp=3"], ["mesh.fsdp=3", "8"]),
+        (["--config.dry_run.devices=-1"], ["dry_run.devices=-1"]),
+    ],
+)
+def test_what_cannot_be_is_refused(call, tmp_path, overrides, words):
+    status, out, err = dry(call, tmp_path / "run", *overrides)
+    assert (status, out) == (1, ""), err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "run").exists()

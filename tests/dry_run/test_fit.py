@@ -1,0 +1,144 @@
+"""Whether a phase fits, and what is suggested where it does not: arithmetic by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import main as command_line
+from configs import rlzero_8b
+from specrl_jax.core import BadInput
+from specrl_jax.dry_run.count import Count
+from specrl_jax.dry_run.fit import find_fit
+from specrl_jax.dry_run.measure import Measured, Memory, measure, warnings_in
+from specrl_jax.dry_run.phases import Phase
+from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
+from specrl_jax.sharding import make_mesh
+
+SETTINGS = command_line.to_settings(rlzero_8b.get_config())
+TARGET = dataclasses.replace(TARGETS["h100"], memory=100 * 10**9, share=0.75)
+GB = 10**9
+
+
+def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0):
+    arguments = {"parameters": parameters * GB, "optimizer": 0, "cache": cache * GB, "batch": batch * GB}
+    resident = {"parameters": 0, "optimizer": optimizer * GB, "cache": 0, "batch": 0}
+    return Memory(arguments, 0, results * GB, temporaries * GB, resident)
+
+
+def fit(*phases, settings=SETTINGS):
+    measured = [Measured(str(i), 0.0, m, Count(), ()) for i, m in enumerate(phases)]
+    return find_fit(measured, TARGET, settings, ways=8)
+
+
+def test_the_largest_phase_decides_and_its_sum_is_shown():
+    found = fit(memory(10, 20, 30), memory(10, 20, 5, 1, temporaries=30, results=4), memory(60, results=5))
+    assert (found.phase, found.fits, found.needed) == ("1", True, 70 * GB)
+    assert found.arithmetic == (
+        "parameters 10.00 GB + optimizer 20.00 GB + cache 5.00 GB + batch 1.00 GB + results 4.00 GB + "
+        "temporaries 30.00 GB = 70.00 GB of 100.00 GB, 70%"
+    )
+    assert found.suggestion == ""
+
+
+def test_above_what_jax_takes_it_says_so():
+    found = fit(memory(90))
+    assert found.fits and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in found.suggestion and "75%" in found.suggestion
+
+
+def test_too_many_slots():
+    """20 GB beside the cache leave 75 of 95 GB, for 75/90 of the 1,024 slots, in eights: 848."""
+    found = fit(memory(20, cache=90))
+    assert not found.fits and found.suggestion == "rollout.num_slots=848 instead of 1024"
+
+
+def test_no_slots_at_all():
+    assert "mesh.tensor" in fit(memory(96, cache=97)).suggestion
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        (memory(90, 20), "mesh.fsdp"),
+        (memory(20, 90), "mesh.fsdp"),
+        (memory(20, batch=90), "grpo.minibatches above 4"),
+        (memory(20, results=90), "grpo.minibatches above 4"),
+        (memory(20, temporaries=90), "rollout.max_response_tokens=8192"),
+    ],
+)
+def test_the_largest_part_is_what_should_shrink(phase, words):
+    assert words in fit(phase).suggestion
+
+
+def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
+    policy, grpo = SETTINGS.policy, SETTINGS.grpo
+    steps = [
+        ({"policy": dataclasses.replace(policy, remat=False)}, "policy.remat=true"),
+        ({"grpo": dataclasses.replace(grpo, microbatch=0)}, "grpo.microbatch=8"),
+        ({"grpo": dataclasses.replace(grpo, microbatch=16)}, "grpo.microbatch=8"),
+        ({"policy": dataclasses.replace(policy, vocab_tile=0)}, "policy.vocab_tile"),
+    ]
+    for changes, words in steps:
+        assert words in fit(memory(temporaries=99), settings=dataclasses.replace(SETTINGS, **changes)).suggestion
+
+
+def test_what_the_compiler_refuses_does_not_fit():
+    refused = Measured("train", 0.0, None, Count(), (), "RESOURCE_EXHAUSTED: 40G of 31G hbm")
+    found = find_fit([Measured("a", 0.0, memory(1), Count(), ()), refused], TARGET, SETTINGS, 8)
+    assert not found.fits and found.phase == "train" and "40G of 31G" in found.arithmetic
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(("name", "gib"), [("h100", 79.1), ("h200", 141.0), ("gb200", 184.3), ("v5p", 95), ("v6e", 32)])
+def test_memory_of_a_device(name, gib):
+    assert find_target(name).memory / GIB == pytest.approx(gib, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["v5p", "v6e"])
+def test_slices_differ_in_their_number_of_chips(name):
+    numbers = [chips(topology) for topology in find_target(name).slices]
+    assert numbers == sorted(set(numbers)) and (name == "v6e" or 512 in numbers)
+
+
+def test_sizes_that_a_target_does_not_come_in_are_refused():
+    with pytest.raises(BadInput, match=r"dry_run.devices=30: gb200 has 4 a node"):
+        find_target("gb200").devices(30)
+    with pytest.raises(BadInput, match=r"dry_run.devices=512: slices of v6e have 1, 4, 8, .* 256 chips"):
+        find_target("v6e").devices(512)
+
+
+# ---- warnings
+
+
+def test_a_warning_of_xla_itself_is_caught(capfd):
+    """Columns take the place of rows that do not divide: the array is gathered whole."""
+    mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("fsdp",), (None, "fsdp")))
+
+    def fn(x):
+        return jnp.sin(jax.lax.with_sharding_constraint(jnp.tanh(x).reshape(6, 4), columns))
+
+    x = jax.ShapeDtypeStruct((24,), jnp.float32, sharding=rows)
+    found = measure(Phase("p", lambda: jax.jit(fn).lower(x), ("batch",)), exact=False)
+    assert len(found.warnings) == 1 and found.warnings[0].startswith("[SPMD] Involuntary full rematerialization.")
+    assert "jit(fn)/reshape" in found.warnings[0] and capfd.readouterr().err == ""
+
+
+LOG = """\
+I0000 00:00:1795320389.089218   11350 cudart_stub.cc:31] Could not find cuda drivers on your machine.
+W1122 04:08:12.123456   11350 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was \
+not able to go from sharding {devices=[2,4]<=[8]} to {devices=[4,2]<=[8]} for %x = f32[8].
+W1122 04:08:12.123456   11350 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was \
+not able to go from sharding {devices=[2,4]<=[8]} to {devices=[4,2]<=[8]} for %x = f32[8].
+W1122 04:08:13.123456   11350 hlo_rematerialization.cc:3005] Can't reduce memory use below 60.00GiB by \
+rematerialization; only reduced to 82GiB
+"""
+
+
+def test_rematerialization_is_reported_once_without_the_logs_prefix():
+    first, second = warnings_in(LOG)
+    assert first.startswith("[SPMD] Involuntary full rematerialization.") and second.startswith("Can't reduce memory")

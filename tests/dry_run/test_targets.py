@@ -1,0 +1,33 @@
+"""A phase compiled for machines that are not here: `pip install -r requirements-aot.txt` for these."""
+
+import importlib
+
+import pytest
+
+import main as command_line
+from specrl_jax.dry_run import run
+from specrl_jax.dry_run.measure import measure
+from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.targets import find_target, installed
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.setup import build
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "gb200", "v5p", "v6e"])
+def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
+    target = find_target(name)
+    if not installed(target):
+        pytest.skip("requirements-aot.txt is not installed")
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    config = importlib.import_module("configs.rlzero_8b").get_config("smoke")
+    mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}, target.devices(8))
+    setup = build(run.without_files(command_line.to_settings(config)), mesh)
+    phases = {phase.name: phase for phase in find_phases(setup)}
+    for phase in ("logprob", "generate: speculative chunk, k=1"):
+        found = measure(phases[phase], exact=True)
+        # Of tiles; a GPU has none.
+        assert found.memory.padding == 0 or (found.memory.padding > 0 and target.platform == "tpu")
+        assert found.memory.temporaries > 0
+        flops = found.count.flops + sum(loop.turn.flops for loop in found.count.loops)
+        assert flops > 0 and found.count.collectives
