@@ -82,7 +82,7 @@ def base() -> ConfigDict:
     c.grpo.epochs = 1  # times over the rollouts of a step
     c.grpo.minibatches = 1  # optimizer updates per epoch
     c.grpo.microbatch = 0  # rows per forward and backward pass; 0 = the whole minibatch
-    c.grpo.packing = False  # several rollouts in one row of the learner
+    c.grpo.pack_tokens = 0  # of a learner's row, which rollouts are packed into; 0 = a rollout a row
     c.grpo.sampling_rounds = 1  # generate again, at most so often in all, until every group has unequal rewards
     c.grpo.mask_truncated = False  # answers cut by the limit teach nothing
     c.grpo.overlong_buffer = 0  # tokens before the limit in which an answer pays for its length; 0 = none

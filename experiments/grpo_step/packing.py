@@ -2,8 +2,9 @@
 
     python -m experiments.grpo_step.packing --rounds 9 --output experiments/grpo_step/packing.csv
 
-The policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update. Log-probs and
-update of both layouts in turn, each round; who goes first alternates. Rows of the CSV are rounds.
+The policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update, packed into
+rows of `--tokens`. Log-probs and update of both layouts in turn, each round; who goes first alternates. Rows of the CSV
+are rounds.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.rl.grpo import Signal
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.batches import LearnerBatch, learner_batch
+from specrl_jax.training.batches import LearnerBatch, Packing, learner_batch
 from specrl_jax.training.collect import Lesson
 from specrl_jax.training.setup import Setup, build
 
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 
 
-def batches(setup: Setup, weights: Any) -> dict[str, LearnerBatch]:
+def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
     """One step's rollouts in both layouts."""
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed)
@@ -38,7 +39,7 @@ def batches(setup: Setup, weights: Any) -> dict[str, LearnerBatch]:
     advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
     lesson = Lesson(rollouts, advantages, np.ones(len(advantages), bool))
     pad_id = setup.tokenizer.pad_id
-    return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, 1, 1)}
+    return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, Packing(tokens, 1, 1))}
 
 
 def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
@@ -51,12 +52,12 @@ def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     return state, middle - start, time.perf_counter() - middle
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
     config.draft.kind, config.draft.path = "none", ""
     setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
     state = setup.initial_state()
-    found = batches(setup, setup.prepare(state)[0])
+    found = batches(setup, setup.prepare(state)[0], tokens)
     policy, rows = state.policy, []
     for i in range(-1, rounds):  # the first compiles
         row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
@@ -69,9 +70,10 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=224)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds)
+    rows = measure(arguments.rounds, arguments.tokens)
     with open(arguments.output, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()

@@ -28,6 +28,7 @@ class Places(NamedTuple):
     start: np.ndarray  # [R] int64, its first token there
     segment: np.ndarray  # [R] int64, from 1
     rows: int  # B
+    tokens: int  # T, of a row
 
 
 def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:
@@ -59,16 +60,14 @@ def pack(length: np.ndarray, row_length: int) -> Places:
         row[i], start[i], segment[i] = r, used[r], held[r] + 1
         used[r] += length[i]
         held[r] += 1
-    return Places(row, start, segment, int((held > 0).sum()))
+    return Places(row, start, segment, int((held > 0).sum()), row_length)
 
 
 def packed(values: Array, places: Places, length: np.ndarray, empty: int | float | bool) -> np.ndarray:
-    """[R, T] per-token values of sequences to [B, T] of the rows they lie in; `empty` between and behind them."""
-    T = values.shape[1]
-    out = np.full((places.rows, T), empty, values.dtype)
-    column = np.arange(T)
+    """[R, S] per-token values of sequences to [B, T] of the rows they lie in; `empty` behind the last of a row."""
+    out = np.full((places.rows, places.tokens), empty, values.dtype)
     for i, (row, start) in enumerate(zip(places.row, places.start)):
-        out[row, start : start + length[i]] = values[i, column < length[i]]
+        out[row, start : start + length[i]] = values[i, : length[i]]
     return out
 
 

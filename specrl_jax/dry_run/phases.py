@@ -128,7 +128,7 @@ def abstract_rows(setup: Setup, B: int) -> Rows:
     shape = (B, setup.rollout.limits.cache_length)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
-    return Rows(ints, ints, ints, mask, ints if setup.settings.grpo.packing else None)
+    return Rows(ints, ints, ints, mask, ints if setup.packing else None)
 
 
 def bytes_by_kind(tree: Any) -> dict[str, int]:

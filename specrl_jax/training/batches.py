@@ -22,18 +22,21 @@ class LearnerBatch(NamedTuple):
     teaches: np.ndarray  # [B, T] bool
 
 
-def learner_batch(lesson: Lesson, pad_id: int, minibatches: int = 1, unit: int = 0) -> LearnerBatch:
-    """A rollout a row, of rollout.max_prompt_tokens + max_response_tokens; or packed.
+class Packing(NamedTuple):
+    """How rollouts are packed."""
 
-    Args:
-      unit: of which the rows of a minibatch must be a multiple to be packed; it divides the rollouts of one. 0: not
-        packed.
-    """
+    tokens: int  # of a row; at least those of the longest rollout
+    minibatches: int
+    unit: int  # that the rows of a minibatch must be a multiple of
+
+
+def learner_batch(lesson: Lesson, pad_id: int, packing: Packing | None = None) -> LearnerBatch:
+    """A rollout a row, of rollout.max_prompt_tokens + max_response_tokens; or packed."""
     r = lesson.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in lesson[1:])]
-    if unit:
-        places = pack_minibatches(r.length, r.tokens.shape[1], minibatches, unit)
+    if packing:
+        places = pack_minibatches(r.length, r.tokens.shape[1], packing)
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
     return LearnerBatch(rows, *by_token)
@@ -45,17 +48,22 @@ def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
     return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
 
 
-def pack_minibatches(length: np.ndarray, row_length: int, minibatches: int, unit: int) -> Places:
-    """Each minibatch packed by itself, all into the same number of rows: one of at most RUNGS, a multiple of `unit`."""
-    full = len(length) // minibatches
-    parts = [pack(length[i::minibatches], row_length) for i in range(minibatches)]
-    rung = unit * math.ceil(full / (RUNGS * unit))
-    rows = min(rung * math.ceil(max(part.rows for part in parts) / rung), full)
+def pack_minibatches(length: np.ndarray, longest: int, packing: Packing) -> Places:
+    """Each minibatch packed by itself, all into the same number of rows: one of at most RUNGS, a multiple of the unit.
+
+    Args:
+      length: [R] tokens of the rollouts, at most `longest`.
+    """
+    n, unit = packing.minibatches, packing.unit
+    parts = [pack(length[i::n], packing.tokens) for i in range(n)]
+    # First fit leaves no row but the last with fewer rollouts than always fit.
+    most = math.ceil(len(length) // n / (packing.tokens // longest))
+    rung = unit * math.ceil(most / (RUNGS * unit))
+    rows = rung * math.ceil(max(part.rows for part in parts) / rung)
     row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
     for i, part in enumerate(parts):
-        row[i::minibatches] = part.row * minibatches + i
-        start[i::minibatches], segment[i::minibatches] = part.start, part.segment
-    return Places(row, start, segment, rows * minibatches)
+        row[i::n], start[i::n], segment[i::n] = part.row * n + i, part.start, part.segment
+    return Places(row, start, segment, rows * n, packing.tokens)
 
 
 def packing_unit(ways: int, microbatch: int, draft_minibatches: int) -> int:

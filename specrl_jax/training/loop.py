@@ -27,7 +27,7 @@ from specrl_jax.io.metrics import MetricsWriter, read_metrics
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.grpo import Signal
-from specrl_jax.training.batches import LearnerBatch, learner_batch, packing_unit
+from specrl_jax.training.batches import LearnerBatch, learner_batch
 from specrl_jax.training.collect import Batch, collect, lesson, merged_scores, unequal
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
@@ -142,7 +142,7 @@ def run_step(
 
     with clock("logprob"):
         learnt = lesson(produced.batches, s.grpo)
-        batch = learner_batch(learnt, tokenizer.pad_id, s.grpo.minibatches, _packing_unit(setup))
+        batch = learner_batch(learnt, tokenizer.pad_id, setup.packing)
         signal = learner_signal(setup, state, batch)
     _leave_if(stop)
 
@@ -220,13 +220,6 @@ def make_pipeline(
 
 def _equal_share(batches: list[Batch], group_size: int) -> float:
     return float(1 - np.concatenate([unequal(batch.rewards, group_size) for batch in batches]).mean())
-
-
-def _packing_unit(setup: Setup) -> int:
-    """For `learner_batch`."""
-    g, draft = setup.settings.grpo, setup.settings.draft
-    ways = setup.learner_partition.ways("batch")
-    return packing_unit(ways, g.microbatch, draft.minibatches if setup.draft else 1) if g.packing else 0
 
 
 def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal:

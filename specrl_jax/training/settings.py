@@ -88,7 +88,7 @@ class GRPOSettings:
     epochs: int  # times over the rollouts
     minibatches: int  # optimizer updates per epoch
     microbatch: int  # rows per forward and backward pass, 0 = the minibatch
-    packing: bool  # several rollouts in one row
+    pack_tokens: int  # of a learner's row, which rollouts are packed into; 0 = a rollout a row
     sampling_rounds: int  # at most, until every group has unequal rewards; 1 = take what comes
     mask_truncated: bool  # answers cut by the limit teach nothing
     overlong_buffer: int  # tokens before the limit in which answers pay for length; 0 = none
@@ -249,6 +249,7 @@ _SMALLEST = {
         "epochs": 1,
         "minibatches": 1,
         "microbatch": 0,
+        "pack_tokens": 0,
         "sampling_rounds": 1,
         "overlong_buffer": 0,
         "overlong_penalty": 0,

@@ -27,6 +27,7 @@ from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.simulator.hardware import peak_flops
+from specrl_jax.training.batches import Packing, packing_unit
 from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
 from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
 from specrl_jax.training.performance import Performance
@@ -137,6 +138,16 @@ class Setup:
             sampling=dataclasses.replace(self.rollout.sampling, **sampling),
             limits=dataclasses.replace(limits, max_response_tokens=longest or limits.max_response_tokens),
         )
+
+    @property
+    def packing(self) -> Packing | None:
+        """Of rollouts into the learner's rows."""
+        g, draft = self.settings.grpo, self.settings.draft
+        if not g.pack_tokens:
+            return None
+        ways = self.learner_partition.ways("batch")
+        unit = packing_unit(ways, g.microbatch, draft.minibatches if self.draft else 1)
+        return Packing(g.pack_tokens, g.minibatches, unit)
 
     @functools.cached_property
     def performance(self) -> Performance:

@@ -146,8 +146,14 @@ def check_rows(
         raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
     if rows % ways:
         raise BadInput(f"grpo: a minibatch of {rows} rows must divide by {shown}")
-    if grpo.microbatch and rows % grpo.microbatch:
+    if 0 < grpo.pack_tokens < limits.cache_length:
+        raise BadInput(
+            f"grpo.pack_tokens={grpo.pack_tokens}: a prompt and its answer may have {limits.cache_length} tokens"
+        )
+    if grpo.microbatch and not grpo.pack_tokens and rows % grpo.microbatch:
         raise BadInput(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
+    if grpo.pack_tokens:  # rows as many as it takes, a multiple of all these
+        return check_cache_length(limits, model)
     if draft and (rows % d.minibatches or rows // d.minibatches % ways):
         raise BadInput(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
     if draft and grpo.microbatch and rows // d.minibatches % grpo.microbatch:

@@ -22,7 +22,7 @@ from tests.training.test_steps import MESHES, SPECS, initial_params, partition_o
 STEPS = 4
 EVERYTHING = {
     "policy__lora_rank": 3,
-    "grpo__packing": True,
+    "grpo__pack_tokens": 64,
     "grpo__kl_coef": 0.01,
     "grpo__kl": "k2",
     "grpo__reference_every": 2,
@@ -233,6 +233,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
         ({"policy__lora_rank": 2, "task": "pretrain"}, r"policy\.lora_rank=2"),
         ({"policy__lora_rank": -1}, r"policy\.lora_rank=-1"),
         ({"policy__lora_rank": 2, "policy__lora_targets": ("q", "embed")}, r"lora_targets.*'embed'"),
+        ({"grpo__pack_tokens": 27}, r"grpo\.pack_tokens=27: .* 28 tokens"),
         ({"grpo__sampling_rounds": 0}, r"grpo\.sampling_rounds=0"),
         ({"checkpoint__keep_best": -1}, r"checkpoint\.keep_best=-1"),
     ],
