@@ -177,6 +177,7 @@ def base() -> ConfigDict:
     c.mesh.fsdp = -1
     c.mesh.expert = 1
     c.mesh.tensor = 1
+    c.mesh.sequence = 1  # the learner's rows are split along their tokens, for long ones
 
     c.logging = ConfigDict()
     c.logging.rollouts = 16  # rows of rollouts/step_N.jsonl

@@ -15,14 +15,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specrl_jax.core import BadInput
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 
 # Logical axis -> mesh axes. An axis that is absent is a bug in the caller and raises KeyError.
 LEARNER = {
     "batch": ("data", "fsdp", "expert"),
-    "sequence": (),
+    # Long rows: each device has some of their tokens, and the keys and values of all (gathered, layer by layer).
+    "sequence": ("sequence",),
     # Rows whose whole vocabulary one device reads, to sample from it: one all-to-all instead of gathering the logits.
-    "sampled_rows": ("data", "fsdp", "expert", "tensor"),
+    "sampled_rows": ("data", "fsdp", "expert", "tensor", "sequence"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -33,8 +34,9 @@ LEARNER = {
     "layers": (),
 }
 # Decoding reads every weight once per iteration, so weights are split only where the product stays local (tensor) and
-# are whole along `embed`: an all-gather per layer per token would cost more than the memory it saves.
-ROLLOUT = LEARNER | {"embed": ()}
+# are whole along `embed`: an all-gather per layer per token would cost more than the memory it saves. Its rows are a
+# token or a few long: the devices of a sequence take rows too.
+ROLLOUT = LEARNER | {"embed": (), "sequence": (), "batch": ("data", "fsdp", "expert", "sequence")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +105,12 @@ def learner_devices(rollout_devices: int) -> list[jax.Device]:
 
 
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
-    """Mesh over `devices` (all of them by default). One size may be -1: the rest.
+    """Mesh over `devices` (all of them by default). One size may be -1: the rest; an axis without one has 1.
 
     Raises BadInput where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    wanted = [sizes[axis] for axis in MESH_AXES]
+    wanted = [sizes.get(axis, 1) for axis in MESH_AXES]
     shown = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, wanted))
     if any(size < 1 and size != -1 for size in wanted) or wanted.count(-1) > 1:
         raise BadInput(f"{shown}: sizes are positive, and at most one is -1 (the rest)")

@@ -322,6 +322,8 @@ def _scanned(
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        # Where a row is split along its tokens, every part of it reads the keys and values of all.
+        k, v = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
 
     def block(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:

@@ -142,6 +142,9 @@ def check_rows(
     ways = learner.ways("batch")
     shown, shown_rollout = (_shown_ways(partition) for partition in (learner, rollout))
     rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
+    tokens = grpo.pack_tokens or limits.cache_length
+    if tokens % learner.ways("sequence"):
+        raise BadInput(f"mesh.sequence={learner.ways('sequence')} must divide the {tokens} tokens of a learner's row")
     if limits.num_slots % rollout.ways("batch"):
         raise BadInput(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
     if rows % ways:

@@ -34,6 +34,7 @@ MESHES = {
     "one": {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1},
     "fsdp 8": {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1},
     "data 2, tensor 2, fsdp 2": {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2},
+    "sequence 4, fsdp 2": {"data": 1, "fsdp": 2, "expert": 1, "tensor": 1, "sequence": 4},
 }
 
 
@@ -139,7 +140,9 @@ def test_microbatches_change_rounding_only():
     assert_trees_close(split[2], whole[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("mesh", "microbatch"), [("fsdp 8", 0), ("data 2, tensor 2, fsdp 2", 4)])
+@pytest.mark.parametrize(
+    ("mesh", "microbatch"), [("fsdp 8", 0), ("data 2, tensor 2, fsdp 2", 4), ("sequence 4, fsdp 2", 0)]
+)
 def test_sharded_equals_unsharded(mesh, microbatch):
     one, sharded = results("one", PLAIN), results(mesh, dataclasses.replace(PLAIN, microbatch=microbatch))
     # Tensor shards split the sums over heads and mlp columns: float32 rounding over at most 128 terms.
@@ -149,7 +152,18 @@ def test_sharded_equals_unsharded(mesh, microbatch):
     assert_trees_close(sharded[2], one[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["one", "data 2, tensor 2, fsdp 2"])
+def test_a_row_is_split_along_its_tokens():
+    """What a layer leaves for the backward pass, and what a draft learns from: a quarter of the tokens a device."""
+    rows, signal = batch()
+    learner = dataclasses.replace(PLAIN, features=True, remat=True)
+    partition = partition_of("sequence 4, fsdp 2")
+    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, signal.replace(advantages=np.ones((B, T), "f4")))
+    D = PLAIN.model.embed
+    assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
+
+
+@pytest.mark.parametrize("mesh", ["one", "data 2, tensor 2, fsdp 2", "sequence 4, fsdp 2"])
 def test_packed_rows_score_as_one_row_a_sequence(mesh):
     """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
 
