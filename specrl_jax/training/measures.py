@@ -12,6 +12,7 @@ import numpy as np
 from specrl_jax.core import masked_max, masked_mean
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.models.moe import balance
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.divergences import divergence
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook
@@ -68,11 +69,15 @@ def length_shares(rollouts: Rollouts) -> dict[str, float]:
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
-    """Averages over all updates; the largest gradient norm; how many updates were skipped."""
+    """Averages over all updates; the largest gradient norm; how many updates were skipped; how experts were used."""
     terms = updates[0].terms
     for update in updates[1:]:
         terms = terms + update.terms
-    return {
+    experts = {}
+    if updates[0].routing is not None:
+        used = balance(sum(update.routing for update in updates))
+        experts = {"policy/expert_entropy": float(used.entropy.value()), "policy/expert_peak": float(used.peak)}
+    return experts | {
         "policy/loss": float(terms.loss.value()),
         "policy/kl": float(terms.kl.value()),
         "policy/clip_fraction": float(terms.clip_fraction.value()),

@@ -81,6 +81,7 @@ class UpdateMetrics:
     terms: Terms
     grad_norm: jax.Array  # [] float32, before clipping
     skipped: jax.Array  # [] bool: loss or gradient was not finite, and nothing changed
+    routing: jax.Array | None  # [L, E] float32, copies of response tokens that each expert got; None: no experts
 
 
 def make_logprob_step(learner: Learner, partition: Partitioner) -> Callable[[Any, Rows], tuple[jax.Array, jax.Array]]:
@@ -135,18 +136,21 @@ def make_policy_step(
         out = learner.score(learner.whole(trained, frozen), rows, partition)
         terms = objective_terms(out.logprobs, out.entropy, signal, rows.mask, rows.segments, objective)
         logprobs = jax.lax.stop_gradient(out.logprobs)
-        return terms.loss.total, (terms, Learnt(logprobs, _features(out) if learner.features else None))
+        learnt = Learnt(logprobs, _features(out) if learner.features else None)
+        return terms.loss.total, ((terms, jax.lax.stop_gradient(out.routing)), learnt)
 
     def update(state: TrainState, rows: Rows, signal: Signal) -> tuple[TrainState, UpdateMetrics, Learnt]:
         def gradient_fn(trained: Any, rows: Rows, signal: Signal) -> Any:
-            gradient, (terms, learnt) = jax.grad(loss_sum, has_aux=True)(trained, state.frozen, rows, signal)
-            return (gradient, terms), learnt
+            gradient, (sums, learnt) = jax.grad(loss_sum, has_aux=True)(trained, state.frozen, rows, signal)
+            return (gradient, sums), learnt
 
-        (gradient, terms), learnt = accumulate(gradient_fn, state.params, (rows, signal), learner.microbatch)
+        parts = (rows, signal)
+        (gradient, (terms, routing)), learnt = accumulate(gradient_fn, state.params, parts, learner.microbatch)
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
         norm = optax.tree.norm(gradient)
         healthy = jnp.isfinite(norm) & jnp.isfinite(terms.loss.total)
-        return apply_gradient(state, gradient, optimizer, healthy), UpdateMetrics(terms, norm, ~healthy), learnt
+        metrics = UpdateMetrics(terms, norm, ~healthy, routing)
+        return apply_gradient(state, gradient, optimizer, healthy), metrics, learnt
 
     frozen = qwen3.param_specs(learner.model) if learner.lora else None
     shardings = state_shardings(learner.trained_specs, optimizer, partition, frozen)

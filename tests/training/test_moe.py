@@ -55,6 +55,8 @@ def test_it_learns_and_is_drafted_for(tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert row["policy/grad_norm"] > 0 and row["draft/grad_norm"] > 0
+        # Of eight experts: 1 where all are used alike, up to 4 for one of a token's two in every token.
+        assert 0.5 < row["policy/expert_entropy"] <= 1 <= row["policy/expert_peak"] <= 4
         assert row["spec/accepted"] > 0
         # float32 on both sides, seven layers; the second row after an update.
         assert row["mismatch/logprob_abs_max"] < 2e-5

@@ -61,7 +61,7 @@ def batch():
     rows = make_rows(prompts, responses, T, 0)
     near = (-4.85 + rng.normal(0, 0.3, (B, T))).astype(np.float32)  # a random policy is near -log(128)
     ref = (near + rng.normal(0, 0.3, (B, T))).astype(np.float32)
-    return rows, Signal(near, ref, rng.normal(size=(B, 1)).astype(np.float32))
+    return rows, Signal(near, ref, np.repeat(rng.normal(size=(B, 1)).astype(np.float32), T, axis=1))
 
 
 @functools.cache
