@@ -2,12 +2,13 @@
 
 import importlib
 
+import jax
 import pytest
 
 import main as command_line
 from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import measure
-from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.phases import device_bytes, find_phases
 from specrl_jax.dry_run.targets import find_target, installed
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.setup import build
@@ -31,3 +32,24 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
         assert found.memory.temporaries > 0
         flops = found.count.flops + sum(loop.turn.flops for loop in found.count.loops)
         assert flops > 0 and found.count.collectives
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
+def test_preparing_rollout_weights_takes_half_as_much_again_as_the_largest_of_them(sizes, monkeypatch):
+    """Beyond the learner's parameters and the rollouts' copy: Qwen3-0.6B, whose largest is the table, gathered and turned.
+
+    What is gathered is the copy itself: each device gets of every weight what it has not.
+    """
+    target = find_target("h100")
+    if not installed(target):
+        pytest.skip("requirements-aot.txt is not installed")
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    config = importlib.import_module("configs.rlzero_0p6b").get_config()
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | sizes, target.devices(8))
+    setup = build(run.without_files(command_line.to_settings(config)), mesh)
+    prepare = next(phase for phase in find_phases(setup) if phase.name == "prepare")
+    state = setup.abstract_state()
+    weights = setup.prepare_step.eval_shape(state.policy.params, state.draft.params, state.vocab_map)
+    found = measure(prepare, exact=True)
+    assert found.memory.temporaries <= 1.5 * max(device_bytes(leaf) for leaf in jax.tree.leaves(weights))
+    assert found.count.collectives["all-gather"] <= device_bytes(weights)
