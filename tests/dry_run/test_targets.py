@@ -36,7 +36,7 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
 def test_preparing_rollout_weights_takes_half_as_much_again_as_the_largest_of_them(sizes, monkeypatch):
-    """Beyond the learner's parameters and the rollouts' copy: Qwen3-0.6B, whose largest is the table, gathered and turned.
+    """Beyond the learner's parameters and the rollouts' copy: Qwen3-0.6B, whose largest is the table.
 
     What is gathered is the copy itself: each device gets of every weight what it has not.
     """
