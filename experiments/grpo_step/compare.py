@@ -21,11 +21,16 @@ HERE = pathlib.Path(__file__).parent
 
 
 def run_once(command: list[str], steps: int) -> dict:
+    """What the program wrote, and its largest resident size in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]
-        subprocess.run(arguments, check=True, cwd=HERE.parents[1], stdout=subprocess.DEVNULL)
-        return json.loads(pathlib.Path(output).read_text())
+        process = subprocess.Popen(arguments, cwd=HERE.parents[1], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise subprocess.CalledProcessError(os.waitstatus_to_exitcode(status), arguments)
+        # Linux counts it in KiB.
+        return json.loads(pathlib.Path(output).read_text()) | {"peak_memory": usage.ru_maxrss / 2**20}
 
 
 def main() -> None:
@@ -46,17 +51,22 @@ def main() -> None:
             result = run_once(command, arguments.steps)
             for step, seconds in enumerate(result["seconds_per_step"]):
                 phases = {phase: values[step] for phase, values in result["phases"].items()}
-                rows.append({"round": round_number, "system": name, "step": step, "seconds": seconds} | phases)
+                row = {"round": round_number, "system": name, "step": step, "seconds": seconds} | phases
+                rows.append(row | {"peak_memory": result["peak_memory"]})
             print(f"round {round_number} {name}: {statistics.median(result['seconds_per_step']):.3f} s", flush=True)
     write(rows)
     for name in commands:
         seconds = [row["seconds"] for row in rows if row["system"] == name]
         low, middle, high = statistics.quantiles(seconds, n=4)
-        print(f"{name:6} median {middle:.3f} s per step, quartiles {low:.3f} to {high:.3f}, {len(seconds)} steps")
+        peak = max(row["peak_memory"] for row in rows if row["system"] == name)
+        print(
+            f"{name:6} median {middle:.3f} s per step, quartiles {low:.3f} to {high:.3f}, {len(seconds)} steps, "
+            f"{peak:.2f} GiB at most"
+        )
 
 
 def write(rows: list[dict]) -> None:
-    fields = ["round", "system", "step", "seconds", "data", "prepare", "generate", "logprob", "train"]
+    fields = ["round", "system", "step", "seconds", "data", "prepare", "generate", "logprob", "train", "peak_memory"]
     with open(HERE / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()

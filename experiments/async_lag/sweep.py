@@ -1,0 +1,25 @@
+"""rlzero_tiny on six learner and two rollout devices: synchronous, and one and two policy versions ahead, three seeds.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.launch \
+        --config configs/rlzero_tiny.py --sweep experiments/async_lag/sweep.py
+"""
+
+from typing import Any
+
+# Name in the table -> overrides. All three correct for what drew the rollouts; without lag that changes nothing.
+PIPELINES: dict[str, dict[str, Any]] = {
+    "sync": {"pipeline.mode": "sync"},
+    "lag 1": {"pipeline.mode": "async", "pipeline.lag": 1},
+    "lag 2": {"pipeline.mode": "async", "pipeline.lag": 2},
+}
+SPLIT = {"pipeline.rollout_devices": 2, "mesh.data": 3, "mesh.fsdp": 2, "grpo.correction": "token_truncate"}
+# Rows of a step and of the draft's updates divide over six devices.
+SPLIT |= {"grpo.prompts_per_step": 18, "rollout.num_slots": 128, "draft.compare_rounds": 0}
+
+
+def get_sweep() -> list[dict[str, Any]]:
+    return [
+        SPLIT | overrides | {"seed": seed, "rollout.seed": seed}
+        for seed in range(3)
+        for overrides in PIPELINES.values()
+    ]
