@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 import threading
-from collections.abc import Iterator
+import types
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.loop import run_step
+from specrl_jax.training.loop import make_pipeline, run_step
 from specrl_jax.training.progress import Display
 from specrl_jax.training.setup import Setup, build
 from specrl_jax.training.speculation import Speculation
@@ -74,21 +74,28 @@ def mean_id(responses: list[str], answers: list[str]) -> Scores:
     return Scores(rewards, {"mean_id": rewards}, rewards > 0, {}, [None] * len(rewards))
 
 
-def random_prompts(seed: int) -> Iterator[list[Problem]]:
-    rng = np.random.default_rng(seed)
-    while True:
-        ids = rng.integers(0, MODEL.vocab, size=(PROMPTS, PROMPT_TOKENS))
-        yield [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
+class RandomPrompts:
+    """Stands in for a stream of problems."""
+
+    position = types.MappingProxyType({})  # nobody resumes it
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __next__(self) -> list[Problem]:
+        ids = self._rng.integers(0, MODEL.vocab, size=(PROMPTS, PROMPT_TOKENS))
+        return [Problem(" ".join(map(str, prompt)), "", "") for prompt in ids]
 
 
 def measure(steps: int, warmup: int) -> dict:
     setup = make_setup()
-    state, stream, stop = setup.initial_state(), random_prompts(0), threading.Event()
+    state, stream, stop = setup.initial_state(), RandomPrompts(0), threading.Event()
     speculation = Speculation(setup)
     rows = []
     with Display(warmup + steps, 0) as display:
+        pipeline = make_pipeline(setup, stream, 1, display, speculation, threading.Lock())
         for step in itertools.islice(itertools.count(1), warmup + steps):
-            state, report = run_step(setup, state, stream, step, display, stop, speculation)
+            state, report = run_step(setup, state, pipeline, step, display, stop, speculation)
             row = report.row
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)

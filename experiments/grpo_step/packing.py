@@ -70,7 +70,7 @@ def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=224)
+    parser.add_argument("--tokens", type=int, default=112)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = measure(arguments.rounds, arguments.tokens)
