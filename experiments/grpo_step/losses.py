@@ -7,7 +7,6 @@ Exits with 1 where a loss differs by more than 1e-4.
 """
 
 import argparse
-import csv
 import json
 import os
 import pathlib
@@ -18,6 +17,7 @@ import tempfile
 import jax
 import numpy as np
 
+from experiments.engine import bench
 from specrl_jax.rl.grpo import Objective, Signal, objective_terms
 
 HERE = pathlib.Path(__file__).parent
@@ -83,10 +83,9 @@ def main() -> None:
             }
         )
         print("{case:30} ours {ours:+.7f}  TRL {trl:+.7f}  gradient {gradient_difference:.1e}".format(**rows[-1]))
-    with open(arguments.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with bench.csv_writer(arguments.output, list(rows[0])) as write:
+        for row in rows:
+            write(row)
     sys.exit(max(row["difference"] for row in rows) > TOLERANCE)
 
 

@@ -8,8 +8,6 @@ are rounds.
 """
 
 import argparse
-import csv
-import statistics
 import time
 from typing import Any
 
@@ -17,6 +15,7 @@ import jax
 import numpy as np
 
 from configs import rlzero_tiny
+from experiments.engine import bench
 from main import to_settings
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
@@ -74,14 +73,13 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = measure(arguments.rounds, arguments.tokens)
-    with open(arguments.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    with bench.csv_writer(arguments.output, FIELDS) as write:
+        for row in rows:
+            write(row)
     print(f"{rows[0]['padded_rows']} padded rows, {rows[0]['packed_rows']} packed")
     for phase in ("logprob", "train"):
-        low, middle, high = statistics.quantiles([r[f"padded_{phase}"] / r[f"packed_{phase}"] for r in rows], n=4)
-        print(f"{phase}: packed {middle:.2f} times as fast ({low:.2f} to {high:.2f})")
+        ratios = bench.quartiles([row[f"padded_{phase}"] / row[f"packed_{phase}"] for row in rows])
+        print(f"{phase}: packed {ratios} times as fast")
 
 
 if __name__ == "__main__":

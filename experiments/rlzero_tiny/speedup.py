@@ -17,22 +17,30 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from main import to_settings
+from specrl_jax.io.checkpoints import Host
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.setup import Setup, build
 from specrl_jax.training.shapes import find_limits
+from specrl_jax.training.state import RunState
 
 PROMPTS = 128
 
 
-def load(workdir: str) -> tuple[Setup, Any]:
-    """(setup, weights) of the run's last checkpoint."""
+def restored(workdir: str) -> tuple[Setup, RunState, Host]:
+    """(setup, state, the host's part) of the run's last checkpoint."""
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])
     setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
     checkpoints = setup.open_checkpoints(workdir)
-    state, _ = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
+    found = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
     checkpoints.close()
+    return setup, *found
+
+
+def load(workdir: str) -> tuple[Setup, Any]:
+    """(setup, weights) of the run's last checkpoint."""
+    setup, state, _ = restored(workdir)
     return setup, setup.prepare(state)[0]
 
 

@@ -22,13 +22,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
-from main import to_settings
+from experiments.rlzero_tiny.speedup import restored
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.workdir import versions
-from specrl_jax.sharding import make_mesh
-from specrl_jax.training.setup import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 30
@@ -73,11 +70,7 @@ def saving(workdir: str) -> bool:
 
 def kept(workdir: str) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
     """(state, the host's part, rows without what depends on the clock) of a finished run."""
-    config = ConfigDict(json.loads(pathlib.Path(workdir, "config.json").read_text())["config"])
-    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
-    checkpoints = setup.open_checkpoints(workdir)
-    state, host = checkpoints.restore(STEPS, setup.abstract_state())
-    checkpoints.close()
+    _, state, host = restored(workdir)
     rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(workdir)]
     return jax.device_get(state), host.values, rows
 

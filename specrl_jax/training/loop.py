@@ -226,15 +226,16 @@ def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal
     """What the objective asks for, of the policy before the first update. Waits until it is there."""
     o = setup.objective
     params, rows = setup.whole(state.policy), batch.rows
-    old = {"learner": lambda: setup.logprob_step(params, rows)[0], "rollout": lambda: batch.behaviour}
-    old_logprobs = old[o.old_logprobs]() if o.old_logprobs in old else None
-    ref_logprobs = None
+    old_logprobs = ref_logprobs = None
+    if o.old_logprobs == "learner":
+        old_logprobs = setup.logprob_step(params, rows)[0]
+    elif o.old_logprobs == "rollout":
+        old_logprobs = batch.behaviour
     if o.kl_coef:
         reference = setup.first_reference if state.reference is None else state.reference
         ref_logprobs = setup.logprob_step(setup.learner.whole(reference, state.policy.frozen), rows)[0]
     behaviour = batch.behaviour if o.correction != "none" else None
-    g = setup.settings.grpo
-    teaches = batch.teaches if g.mask_truncated or g.sampling_rounds > 1 else None
+    teaches = batch.teaches if setup.settings.grpo.leaves_out else None
     return jax.block_until_ready(Signal(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches))
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from specrl_jax.core import Stopped
 from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.training.collect import Batch
 from specrl_jax.training.weights import Weights
@@ -132,5 +131,5 @@ class Async:
             return self._published[step]
 
 
-class _Closed(Stopped):
+class _Closed(Exception):
     pass

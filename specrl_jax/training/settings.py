@@ -94,6 +94,11 @@ class GRPOSettings:
     overlong_buffer: int  # tokens before the limit in which answers pay for length; 0 = none
     overlong_penalty: float  # reward lost at the limit
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step may have answers that teach nothing."""
+        return self.mask_truncated or self.sampling_rounds > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSettings:

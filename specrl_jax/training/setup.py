@@ -223,7 +223,7 @@ class Setup:
         partition = self.learner_partition
         policy = init_state(self.initial_trained(), self.learner.trained_specs, self.optimizer, partition)
         policy = policy.replace(frozen=self.frozen_params())
-        reference = self.initial_trained() if self.objective.kl_coef and self.settings.grpo.reference_every else None
+        reference = jax.tree.map(jnp.copy, policy.params) if self.settings.grpo.reference_every else None
         if self.draft is None:
             return RunState(policy, None, None, reference)
         params = self.initial_draft_params(policy.base)
@@ -245,7 +245,7 @@ class Setup:
         """ShapeDtypeStructs of `initial_state` but for what is frozen, which a checkpoint is restored into."""
         partition = self.learner_partition
         policy = abstract_state(self.learner.trained_specs, self.optimizer, partition)
-        reference = policy.params if self.objective.kl_coef and self.settings.grpo.reference_every else None
+        reference = policy.params if self.settings.grpo.reference_every else None
         if self.draft is None:
             return RunState(policy, None, None, reference)
         draft = abstract_state(self.draft.specs, self.draft_optimizer, partition)
