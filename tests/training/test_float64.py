@@ -1,0 +1,109 @@
+"""In float64, where rounding hides nothing: packing, microbatches, minibatches, remat and adapters give one gradient.
+
+The attention is by definition here, since jax.nn.dot_product_attention rounds its softmax to float32.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.core import at_least_float32
+from specrl_jax.models import qwen3
+from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
+from specrl_jax.rl.grpo import Signal
+from specrl_jax.training.batches import Packing, learner_batch
+from specrl_jax.training.state import TrainState
+from specrl_jax.training.steps import make_policy_step
+from tests.training.test_batches import OBJECTIVES, T, lesson_of
+from tests.training.test_steps import PLAIN, initial_params, partition_of, recorder
+
+WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
+ADAPTERS = LoRA(3, 6.0, tuple(EQUATIONS))
+
+
+@pytest.fixture(autouse=True)
+def float64(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    with jax.enable_x64(True):
+        yield
+
+
+def attention(q, k, v, mask=None, is_causal=True):
+    B, Tq, N, H = q.shape
+    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scores = at_least_float32(jnp.einsum("BTNH,BSNH->BNTS", q, k)) / np.sqrt(H)
+    allowed = jnp.tril(jnp.ones((Tq, Tq), bool))[None, None]
+    allowed = allowed if mask is None else allowed & mask
+    return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(jnp.where(allowed, scores, -1e300), axis=-1), v)
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
+
+
+def batch_of(packing=None):
+    """(rows, signal); what belongs to a token is a function of its target, so that every layout has the same."""
+    batch = learner_batch(lesson_of(), 0, packing)
+    ref = (-4.85 + np.random.default_rng(7).normal(0, 0.3, 128))[batch.rows.targets]
+    signal = Signal(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.teaches)
+    return batch.rows, signal
+
+
+def gradient(name, learner, batch, trained=None, frozen=None):
+    """(gradient of the mean loss, what it is a mean over)."""
+    step = make_policy_step(learner, OBJECTIVES[name], recorder(), partition_of("one"))
+    # Copied, since the step donates it.
+    trained = jax.tree.map(jnp.array, wide(initial_params()) if trained is None else trained)
+    nothing = jax.tree.map(jnp.zeros_like, trained)
+    state, metrics, _ = step(TrainState(jnp.zeros((), jnp.int32), trained, nothing, frozen), *batch)
+    return jax.device_get((state.opt_state, metrics.terms.loss.count))
+
+
+def assert_same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype == np.float64
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_packed_rows(name):
+    packed = batch_of(Packing(2 * T, 1, 2))
+    assert len(packed[0].tokens) < len(batch_of()[0].tokens)
+    assert_same(gradient(name, WIDE, packed)[0], gradient(name, WIDE, batch_of())[0])
+
+
+@pytest.mark.parametrize("packing", [None, Packing(2 * T, 1, 2)])
+def test_microbatches_with_recomputed_layers(packing):
+    batch = batch_of(packing)
+    parts = dataclasses.replace(WIDE, microbatch=2, remat=True, vocab_tile=48)
+    assert_same(gradient("token", parts, batch)[0], gradient("token", WIDE, batch)[0])
+
+
+def test_minibatches():
+    """Of one policy, each weighed by its tokens, they add up to the gradient of the whole."""
+    batch = batch_of()
+    parts = [gradient("token", WIDE, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
+    whole, count = gradient("token", WIDE, batch)
+    assert count == sum(n for _, n in parts)
+    assert_same(jax.tree.map(lambda *g: sum(n * x for (_, n), x in zip(parts, g)) / count, *[g for g, _ in parts]), whole)
+
+
+def test_adapters():
+    """dA = scale dW B^T and dB = scale A^T dW, with dW the gradient of weights that are the sum."""
+    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch=2, remat=True)
+    frozen, rng = wide(initial_params()), np.random.default_rng(3)
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape)), init_adapters(jax.random.key(0), learner.trained_specs)
+    )
+    plain, _ = gradient("token", WIDE, batch_of(), trained=merged(attach(frozen, adapters, ADAPTERS)))
+    got, _ = gradient("token", learner, batch_of(), adapters, frozen)
+    assert set(got) == set(adapters) <= set(qwen3.param_specs(PLAIN.model)["layers"])
+    for name, parts in got.items():
+        inputs, out = EQUATIONS[name].split("->")
+        left, right = inputs.split(",")
+        a, b, dw = adapters[name]["a"], adapters[name]["b"], plain["layers"][name]
+        to_a, to_b = np.einsum(f"{out},{right}->{left}", dw, b), np.einsum(f"{left},{out}->{right}", a, dw)
+        assert_same(parts, {"a": 2 * to_a, "b": 2 * to_b})
