@@ -114,7 +114,7 @@ def base() -> ConfigDict:
     c.reward.memory = 4.0  # GiB, of each of them
 
     c.data = ConfigDict()
-    c.data.task = "arithmetic"  # built-in: arithmetic, countdown; used where data.path is ''
+    c.data.task = "arithmetic"  # built-in: arithmetic, long_arithmetic, countdown; used where data.path is ''
     c.data.path = ""  # JSONL or Parquet files of prompts, separated by commas; a prompt counts once
     c.data.weights = ()  # how often each of several files is drawn from; () = by their numbers of prompts
     c.data.schema = ""  # gsm8k, dapo, verl, math: one for all files or one each, with commas; '' = these three keys

@@ -4,15 +4,15 @@
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
-Variant `small`: for the base that `configs/pretrain_tiny.py:small` makes. About 20 minutes.
+Variants `small`, `zero`, `think`: for the bases of these names that `configs/pretrain_tiny.py` makes. About 15 minutes.
 """
 
 from configs import common
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "small", "smoke"):
-        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are small, smoke")
+    if arg not in ("", "small", "zero", "think", "smoke"):
+        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are small, zero, think, smoke")
     c = common.base()
     c.task = "draft_pretrain"
     c.steps = 2400
@@ -31,13 +31,17 @@ def get_config(arg: str = ""):
     c.draft.ttt_steps = 4
     c.eval.problems = 512
     c.pretrain.output = "runs/tiny_head"
-    if arg == "small":
+    if arg in ("small", "zero", "think"):
         c.policy.preset = ""
-        c.policy.path = "runs/small_base"
+        c.policy.path = f"runs/{arg}_base"
         c.steps = 500
         c.draft.learning_rate = 1e-3
         c.pretrain.rollouts = 4096
-        c.pretrain.output = "runs/small_head"
+        c.pretrain.output = f"runs/{arg}_head"
+    if arg == "think":
+        c.data.task = "long_arithmetic"
+        c.rollout.max_prompt_tokens = 14
+        c.rollout.max_response_tokens = 64
     if arg == "smoke":
         c.policy.path = ""
         c.policy.preset = "nano_deep"

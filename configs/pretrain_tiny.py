@@ -5,16 +5,17 @@
 About 9 minutes on 2 CPU cores. Expected at the end (log.jsonl): accuracy between 0.2 and 0.5 sampled at temperature
 1, below 0.6 greedy.
 
-Variant `small`: 20 M parameters and few mistakes in the worked solutions, a policy that is good at its task, for the
-timings of experiments/engine/speedup.py. About 20 minutes.
+Variants of 20 M parameters, which two cores have to read anew for every token: `small`, few mistakes in the worked
+solutions, a policy that is good at its task; `zero`, as many mistakes as the tiny base; `think`, hardly any, on longer
+numbers. The last two are the bases of the workloads rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
 """
 
 from configs import common
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "small", "smoke"):
-        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are small, smoke")
+    if arg not in ("", "small", "zero", "think", "smoke"):
+        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are small, zero, think, smoke")
     c = common.base()
     c.task = "pretrain"
     c.steps = 1200
@@ -26,13 +27,17 @@ def get_config(arg: str = ""):
     c.optimizer.weight_decay = 0.01
     c.optimizer.decay_steps = c.get_ref("steps")
     c.eval.problems = 512
-    if arg == "small":
+    if arg in ("small", "zero", "think"):
         c.policy.preset = "small"
         c.steps = 300
         c.optimizer.learning_rate = 1e-3
         c.optimizer.warmup = 50
-        c.pretrain.error_rate = 0.1
-        c.pretrain.output = "runs/small_base"
+        c.pretrain.error_rate = {"small": 0.1, "zero": 0.6, "think": 0.05}[arg]
+        c.pretrain.output = f"runs/{arg}_base"
+    if arg == "think":
+        c.data.task = "long_arithmetic"
+        c.rollout.max_prompt_tokens = 14
+        c.rollout.max_response_tokens = 64
     if arg == "smoke":
         c.policy.preset = "nano"
         c.steps = 20

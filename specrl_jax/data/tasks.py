@@ -5,6 +5,7 @@ does it, systematically: the carry is forgotten, the target is missed. A base pr
 step and the wrong one, prefers the wrong one, and has something to gain from reinforcement.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,13 +21,14 @@ class Problem(NamedTuple):
     solution: str  # worked steps, then "#answer"
 
 
-def arithmetic(rng: np.random.Generator, error_rate: float) -> Problem:
+def arithmetic(rng: np.random.Generator, error_rate: float, shortest: int = 3, longest: int = 4) -> Problem:
     """Addition, subtraction, or multiplication by a digit, worked digit by digit from the right: `384+257` ->
     `4+7=11 8+5+1=14 3+2+1=6 #641`.
 
-    With probability `error_rate` a carry (or borrow) is dropped, independently each time there is one.
+    With probability `error_rate` a carry (or borrow) is dropped, independently each time there is one. Numbers have
+    `shortest` to `longest` digits.
     """
-    digits = int(rng.integers(3, 5))
+    digits = int(rng.integers(shortest, longest + 1))
     operation = str(rng.choice(["+", "-", "*"]))
     a = int(rng.integers(10 ** (digits - 1), 10**digits))
     b = int(rng.integers(2, 10)) if operation == "*" else int(rng.integers(10 ** (digits - 1), 10**digits))
@@ -113,7 +115,11 @@ def _combine(rng: np.random.Generator, numbers: list[int]) -> tuple[list[str], i
     return steps, value, expression
 
 
-TASKS = {"arithmetic": arithmetic, "countdown": countdown}
+TASKS = {
+    "arithmetic": arithmetic,
+    "long_arithmetic": functools.partial(arithmetic, shortest=5, longest=6),
+    "countdown": countdown,
+}
 
 
 class TaskSource:

@@ -11,7 +11,7 @@ from specrl_jax.data.tasks import TASKS, TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.rewards.verifiable import countdown, exact
 
-REWARD = {"arithmetic": exact, "countdown": countdown}
+REWARD = {"arithmetic": exact, "long_arithmetic": exact, "countdown": countdown}
 SOME = range(1500)
 
 
@@ -52,15 +52,16 @@ RIGHT = {"+": right_addition, "-": right_subtraction, "*": right_multiplication}
 TRUTH = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
-def test_arithmetic_is_worked_rightly_without_errors():
-    source, seen = TaskSource("arithmetic", "train", 0), set()
+@pytest.mark.parametrize("task, lengths", [("arithmetic", (3, 4)), ("long_arithmetic", (5, 6))])
+def test_arithmetic_is_worked_rightly_without_errors(task, lengths):
+    source, seen = TaskSource(task, "train", 0), set()
     for i in SOME:
         a, operation, b, steps, stated = parse_arithmetic(source[i])
         assert steps == list(RIGHT[operation](a, b)), source[i]
         assert stated == TRUTH[operation](a, b) == int(source[i].answer)
         assert stated >= 0
         seen.add((operation, len(str(a))))
-    assert seen == {(operation, n) for operation in "+-*" for n in (3, 4)}
+    assert seen == {(operation, n) for operation in "+-*" for n in lengths}
 
 
 def parse_countdown(problem):
@@ -153,7 +154,7 @@ def test_an_item_is_a_function_of_seed_split_and_index(task):
 
 
 def test_an_unknown_task_names_the_known_ones():
-    with pytest.raises(BadInput, match=r"data\.task: .*'arithmetics'.*arithmetic, countdown"):
+    with pytest.raises(BadInput, match=r"data\.task: .*'arithmetics'.*arithmetic, long_arithmetic, countdown"):
         TaskSource("arithmetics", "train", 0)
 
 
