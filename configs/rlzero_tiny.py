@@ -4,15 +4,16 @@
 
 Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
 greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` is the
-same street with a random seven-layer policy and a random head, in seconds.
+same street with a random seven-layer policy and a random head, in seconds. `:small`: a base of 20 M parameters and its
+head, made as rlthink_tiny.py says (`:zero` in the place of `:think`), one sequence at a time: for what speculation saves.
 """
 
 from configs import common
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "smoke"):
-        raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there is smoke")
+    if arg not in ("", "small", "smoke"):
+        raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, smoke")
     c = common.base()
     c.steps = 60
     c.policy.path = "experiments/tiny_base/checkpoint"
@@ -24,6 +25,14 @@ def get_config(arg: str = ""):
     c.draft.learning_rate = 5e-4
     c.optimizer.learning_rate = 1e-4
     c.optimizer.warmup = 3
+    if arg == "small":
+        c.policy.preset = ""
+        c.policy.path = "runs/zero_base"
+        c.draft.path = "runs/zero_head"
+        c.rollout.num_slots = 1
+        c.grpo.prompts_per_step = 4
+        c.eval.problems = 64
+        c.checkpoint.keep = 1
     if arg == "smoke":
         c.policy.preset = "nano_deep"
         c.policy.path = ""
