@@ -93,6 +93,9 @@ def to_settings(config: ConfigDict) -> Any:
         checkpoint=settings.CheckpointSettings(**config.checkpoint),
         generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
         pretrain=settings.PretrainSettings(**config.pretrain),
+        benchmark=settings.BenchmarkSettings(
+            config.benchmark.rounds, config.benchmark.warmup, tuple(config.benchmark.lengths)
+        ),
         export=settings.ExportSettings(**config.export),
         dry_run=settings.DryRunSettings(**config.dry_run),
         logging=settings.LoggingSettings(**config.logging),
@@ -114,6 +117,7 @@ def find_task(name: str) -> Callable[..., None]:
     tasks = {
         "train": run_train,
         "evaluate": run_evaluate,
+        "benchmark": run_benchmark,
         "pretrain": run_pretrain,
         "draft_pretrain": run_draft_pretrain,
         "generate": run_generate,
@@ -149,6 +153,18 @@ def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
     open_workdir(workdir, config)
     with setup.scorer:
         run_evaluation(setup, workdir)
+
+
+def run_benchmark(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.benchmark import benchmark, check_benchmark, print_benchmark
+    from specrl_jax.training.setup import build
+
+    setup = build(settings, mesh)
+    check_benchmark(settings)
+    setup.check_problems()
+    open_workdir(workdir, config)
+    print_benchmark(benchmark(setup, workdir, stop_on_signal()))
 
 
 def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:

@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 
 def base() -> ConfigDict:
     c = ConfigDict()
-    c.task = "train"  # train, evaluate, pretrain, draft_pretrain, generate, export, dry_run
+    c.task = "train"  # train, evaluate, benchmark, pretrain, draft_pretrain, generate, export, dry_run
     c.seed = 0  # weights, data order
     c.steps = 100  # RL steps, or pretraining steps
 
@@ -161,6 +161,11 @@ def base() -> ConfigDict:
     c.pretrain.patience = 0  # measurements (every eval.every steps) without a better acceptance, then done; 0 = all
     c.pretrain.output = "runs/base"  # folder for the finished policy or draft
     c.pretrain.dtype = "bfloat16"  # storage there
+
+    c.benchmark = ConfigDict()  # task=benchmark: generation with the draft beside plain decoding
+    c.benchmark.rounds = 5  # in each, as many rollouts as an RL step has
+    c.benchmark.warmup = 2  # rounds before them, in which the controller measures
+    c.benchmark.lengths = ()  # draft lengths up to draft.length; () = those that the controller would choose from
 
     c.export = ConfigDict()  # task=export: a run's policy and draft as Hugging Face folders
     c.export.output = ""  # folder; '' = export/ in the workdir

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.programs import Model
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
+from specrl_jax.training.compare import timed
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.rollout import RolloutConfig, Target, sharded_verify
 
@@ -118,9 +118,7 @@ def timed_rollouts(
     engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
 ) -> Row:
     """One call of `generate` as columns: tokens, seconds, tokens_per_second and tokens per verification."""
-    start = time.perf_counter()
-    rollouts = engine.generate(weights, prompts, samples, seed, lengths=lengths)
-    seconds = time.perf_counter() - start
+    rollouts, seconds = timed(engine, weights, prompts, samples, seed, lengths)
     tokens = int(rollouts.response_length.sum())
     return {
         "tokens": tokens,

@@ -7,6 +7,16 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.rollouts import Rollouts
+
+
+def timed(
+    engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
+) -> tuple[Rollouts, float]:
+    """(rollouts, seconds that they took)."""
+    start = time.perf_counter()
+    rollouts = engine.generate(weights, prompts, samples, seed, lengths=lengths)
+    return rollouts, time.perf_counter() - start
 
 
 def compare_with_plain(
@@ -25,9 +35,9 @@ def compare_with_plain(
     """
 
     def tokens_per_second(engine: Engine, seed: int) -> float:
-        start = time.perf_counter()
-        rollouts = engine.generate(weights, prompts, samples, seed, lengths=None if engine is plain else lengths)
-        return rollouts.response_length.sum() / (time.perf_counter() - start)
+        chooses = None if engine is plain else lengths
+        rollouts, seconds = timed(engine, weights, prompts, samples, seed, chooses)
+        return rollouts.response_length.sum() / seconds
 
     for warm in (engine, plain):
         tokens_per_second(warm, seed)

@@ -178,6 +178,13 @@ class GenerateSettings:
 
 
 @dataclasses.dataclass(frozen=True)
+class BenchmarkSettings:
+    rounds: int
+    warmup: int  # rounds before that, in which the controller measures
+    lengths: tuple[int, ...]  # draft lengths; () = those that the controller would choose from
+
+
+@dataclasses.dataclass(frozen=True)
 class ExportSettings:
     output: str  # folder; '' = export/ in the workdir
     dtype: str  # storage there
@@ -218,6 +225,7 @@ class Settings:
     checkpoint: CheckpointSettings
     pretrain: PretrainSettings
     generate: GenerateSettings
+    benchmark: BenchmarkSettings
     export: ExportSettings
     dry_run: DryRunSettings
     logging: LoggingSettings
@@ -273,6 +281,7 @@ _SMALLEST = {
     "pretrain": {"batch_size": 1, "rollouts": 1, "patience": 0},
     "generate": {"samples": 1},
     "logging": {"rollouts": 0},
+    "benchmark": {"rounds": 1, "warmup": 1},
     "export": {"step": -1},
     "dry_run": {"devices": 0, "layers": 0},
 }

@@ -119,6 +119,10 @@ class Setup:
         drafter = self.drafter(self.rollout.sampling)
         return self._engine(self.rollout, drafter, draft_lengths(drafter.length, self.settings.draft.adaptive))
 
+    def engine_of(self, lengths: tuple[int, ...]) -> Engine:
+        """The same with programs of these draft lengths, ascending."""
+        return self._engine(self.rollout, self.drafter(self.rollout.sampling), lengths)
+
     @functools.cached_property
     def eval_engine(self) -> Engine:
         """Sampled as `eval` says; the training engine itself where that is the same."""

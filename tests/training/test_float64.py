@@ -32,10 +32,10 @@ def float64(monkeypatch):
 
 
 def attention(q, k, v, mask=None, is_causal=True):
-    B, Tq, N, H = q.shape
-    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    _, length, heads, H = q.shape
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     scores = at_least_float32(jnp.einsum("BTNH,BSNH->BNTS", q, k)) / np.sqrt(H)
-    allowed = jnp.tril(jnp.ones((Tq, Tq), bool))[None, None]
+    allowed = jnp.tril(jnp.ones((length, length), bool))[None, None]
     allowed = allowed if mask is None else allowed & mask
     return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(jnp.where(allowed, scores, -1e300), axis=-1), v)
 
@@ -88,7 +88,9 @@ def test_minibatches():
     parts = [gradient("token", WIDE, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
     whole, count = gradient("token", WIDE, batch)
     assert count == sum(n for _, n in parts)
-    assert_same(jax.tree.map(lambda *g: sum(n * x for (_, n), x in zip(parts, g)) / count, *[g for g, _ in parts]), whole)
+    assert_same(
+        jax.tree.map(lambda *g: sum(n * x for (_, n), x in zip(parts, g)) / count, *[g for g, _ in parts]), whole
+    )
 
 
 def test_adapters():

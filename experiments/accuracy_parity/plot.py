@@ -1,0 +1,69 @@
+"""Validation accuracy over RL steps with speculation and without (the paper's figures, which have one run each).
+
+python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/accuracy_parity/sweep.py
+python -m experiments.accuracy_parity.plot --collect runs/sweeps/rlzero_tiny_accuracy_parity
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+from scipy import stats
+
+from experiments.accuracy_parity.sweep import RUNS, get_sweep
+from experiments.claims import STYLES, Row, interval, main, markdown, save
+from experiments.engine.bench import distinct, matching
+
+ACCURACY = "eval/accuracy"
+KEYS = [ACCURACY, "eval/accuracy_greedy", "reward/mean", "rollout/response_length_mean", "mismatch/logprob_abs_max"]
+
+
+def curve(rows: list[Row], name: str, key: str = ACCURACY) -> tuple[list[int], np.ndarray]:
+    """(steps, [seeds, steps] values) where they were measured."""
+    found = [row for row in matching(rows, **RUNS[name]) if isinstance(row[key], int | float)]
+    steps = sorted({row["step"] for row in found})
+    return steps, np.array([[r[key] for r in matching(found, seed=s)] for (s,) in distinct(found, "seed")])
+
+
+def difference(rows: list[Row], name: str, plain: str) -> tuple[float, float]:
+    """(mean, half of the 95 % interval, Welch) of the area under the accuracy curve, `name` - `plain`, over seeds."""
+    a, b = (curve(rows, x)[1].mean(axis=1) for x in (name, plain))
+    found = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+    return float(a.mean() - b.mean()), float(found.high - found.low) / 2
+
+
+def identical(rows: list[Row]) -> bool:
+    """Whether coupled runs have the same numbers at every step with speculation and without."""
+    pairs = [[curve(rows, name, key)[1] for name in ("plain, coupled", "coupled")] for key in KEYS[:4]]
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def table(rows: list[Row]) -> str:
+    lines = []
+    for name in RUNS:
+        _, values = curve(rows, name)
+        plain = "plain, coupled" if "coupled" in name else "plain"
+        gap = "" if name == plain else "{:+.3f} +- {:.3f}".format(*difference(rows, name, plain))
+        lines.append([name, f"{interval(values[:, -1])}", f"{interval(values.mean(axis=1))}", gap])
+    verdict = "identical" if identical(rows) else "NOT identical"
+    header = ["", "accuracy at the end", "mean over the run", "minus plain (95 %, Welch)"]
+    return (
+        markdown(header, lines) + f"\n\nCoupled, with speculation and without: {verdict} at every step of every seed."
+    )
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, name in enumerate(RUNS):
+        steps, values = curve(rows, name)
+        found = [interval(column) for column in values.T]
+        half = np.nan_to_num([f.half for f in found])
+        at = np.array(steps) + 0.4 * (i - 2)
+        axis.errorbar(at, [f.mean for f in found], half, fmt=STYLES[i], color=str(0.15 * i), capsize=3, label=name)
+    axis.set(xlabel="RL step", ylabel="validation accuracy, sampled, 256 problems", ylim=(0, 1.05))
+    axis.legend(fontsize=8, loc="lower right")
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)

@@ -1,0 +1,81 @@
+"""What a longer draft brings and costs (Table 4 of arXiv 2604.26779, which has k = 3, 5 and 7).
+
+Commands: experiments/claims.py.
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.claims import STYLES, Interval, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.draft_length.sweep import LENGTHS, get_sweep
+from experiments.engine.bench import distinct
+
+SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
+KEYS = ["benchmark/plain"]
+KEYS += [f"benchmark/{side}{what}" for side in SIDES for what in ("", "_over_plain", "_acceptance_length")]
+# (acceptance length, generation over plain) by k
+PAPER = {
+    "Zero": {3: (3.32, 1.77), 5: (4.35, 1.44), 7: (5.06, 1.21)},
+    "Think": {3: (2.77, 1.53), 5: (3.23, 0.84), 7: (3.48, 0.71)},
+}
+
+
+def found(rows: list[Row], workload: str, side: str, what: str) -> Interval:
+    return interval(by_seed(rows, f"benchmark/{side}_{what}", workload=workload))
+
+
+def adaptive_over_best(rows: list[Row], workload: str) -> Interval:
+    """Over the fixed k of the best mean, seed by seed."""
+    speed = {side: by_seed(rows, f"benchmark/{side}_over_plain", workload=workload) for side in SIDES}
+    best = max((side for side in SIDES if side != "adaptive"), key=lambda side: speed[side].mean())
+    return interval(speed["adaptive"] / speed[best])
+
+
+def table(rows: list[Row]) -> str:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    header = ["k"]
+    for w in workloads:
+        header += [f"{w}: tokens per verification (paper)", "over plain (paper)", "cost of one, in plain steps (paper)"]
+    lines = []
+    for side in SIDES:
+        line = [side.removeprefix("k_")]
+        for w in workloads:
+            length, speed = (
+                by_seed(rows, f"benchmark/{side}_{x}", workload=w) for x in ("acceptance_length", "over_plain")
+            )
+            paper = PAPER[workload_name(w)].get(int(line[0]) if line[0].isdigit() else 0)
+            theirs = (*paper, round(paper[0] / paper[1], 2)) if paper else ("", "", "")
+            ours = (interval(length), interval(speed), interval(length / speed))
+            line += [f"{a}" + (f" ({b})" if b else "") for a, b in zip(ours, theirs)]
+        lines.append(line)
+    last = [f"{w} {adaptive_over_best(rows, w)}" for w in workloads]
+    return markdown(header, lines) + f"\n\nThe controller over the best fixed k: {', '.join(last)}."
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    for i, (w,) in enumerate(distinct(rows, "workload")):
+        name, grey = workload_name(w), ("0.0", "0.5")[i % 2]
+        for axis, what, column in zip(axes, ("acceptance_length", "over_plain"), (0, 1)):
+            points = [found(rows, w, f"k_{k}", what) for k in LENGTHS]
+            half = np.nan_to_num([p.half for p in points])
+            axis.errorbar(
+                LENGTHS, [p.mean for p in points], half, fmt=STYLES[i], color=grey, capsize=3, label=f"{name}, here"
+            )
+            paper = PAPER[name]
+            values = [v[column] for v in paper.values()]
+            axis.plot(list(paper), values, STYLES[i][:1] + ":", color=grey, mfc="none", label=f"{name}, paper")
+        axes[1].axhline(found(rows, w, "adaptive", "over_plain").mean, color=grey, lw=1, ls=("-", "--")[i % 2])
+    axes[1].axhline(1, color="k", lw=0.8)
+    axes[0].set(xlabel="draft length k, tokens", ylabel="tokens per verification")
+    axes[1].set(xlabel="draft length k, tokens", ylabel="generated tokens per second over plain decoding")
+    axes[1].set_title("horizontal: the controller", fontsize=9)
+    for axis in axes:
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)

@@ -1,0 +1,72 @@
+"""What drafts best (Table 2 of arXiv 2604.26779, which has n-gram lookup and EAGLE-3, k = 3).
+
+Commands: experiments/claims.py.
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.claims import GREYS, HATCHES, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.drafting_method.sweep import METHODS, get_sweep
+from experiments.engine.bench import distinct
+
+SIDES = {"k_3": "k = 3", "adaptive": "adaptive"}
+KEYS = ["benchmark/plain"]
+KEYS += [f"benchmark/{side}{what}" for side in SIDES for what in ("", "_over_plain", "_acceptance_length")]
+# (acceptance length, generation over plain)
+PAPER = {
+    ("Zero", "n-gram"): (2.47, 0.7),
+    ("Zero", "EAGLE-3"): (3.32, 1.8),
+    ("Think", "n-gram"): (2.05, 0.5),
+    ("Think", "EAGLE-3"): (2.77, 1.5),
+}
+
+
+def of(rows: list[Row], workload: str, method: str, key: str) -> np.ndarray:
+    # A column that only some runs set is empty in the others.
+    where = {"draft.cascade": ""} | METHODS[method]
+    return by_seed(
+        rows, f"benchmark/{key}", workload=workload, **{k: where[k] for k in ("draft.kind", "draft.cascade")}
+    )
+
+
+def table(rows: list[Row]) -> str:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    header = ["drafts"]
+    for w in workloads:
+        header += [f"{w}: tokens per verification, k = 3 (paper)", "over plain, k = 3 (paper)", "over plain, adaptive"]
+    lines = []
+    for method in METHODS:
+        line = [method]
+        for w in workloads:
+            paper = PAPER.get((workload_name(w), method), ("", ""))
+            for key, theirs in zip(("k_3_acceptance_length", "k_3_over_plain", "adaptive_over_plain"), (*paper, "")):
+                line.append(f"{interval(of(rows, w, method, key))}" + (f" ({theirs})" if theirs else ""))
+        lines.append(line)
+    return markdown(header, lines)
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    figure, axes = plt.subplots(1, len(workloads), figsize=(6 * len(workloads), 4), layout="constrained", squeeze=False)
+    for axis, w in zip(axes[0], workloads):
+        name = workload_name(w)
+        for i, (side, label) in enumerate(SIDES.items()):
+            found = [interval(of(rows, w, method, f"{side}_over_plain")) for method in METHODS]
+            places = np.arange(len(METHODS)) + 0.27 * (i - 1)
+            half = np.nan_to_num([f.half for f in found])
+            style = {"color": GREYS[1 + i], "hatch": HATCHES[i], "edgecolor": "k", "capsize": 3}
+            axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=label, **style)
+        paper = [PAPER.get((name, method), (0, 0))[1] for method in METHODS]
+        axis.bar(np.arange(len(METHODS)) + 0.27, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
+        axis.axhline(1, color="k", lw=0.8)
+        axis.set(xticks=range(len(METHODS)), xticklabels=list(METHODS), title=f"{name}: {w}")
+        axis.set_ylabel("generated tokens per second over plain decoding")
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)

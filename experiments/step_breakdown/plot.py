@@ -1,0 +1,107 @@
+"""Where the seconds of a step go, plain and with speculation (Table 1 of arXiv 2604.26779).
+
+Commands: experiments/claims.py.
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.claims import GREYS, HATCHES, Interval, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.engine.bench import distinct
+from experiments.step_breakdown.sweep import get_sweep
+from specrl_jax.core import PHASES
+
+SPEED = "rollout/tokens_per_second"
+KEYS = [f"time/{phase}" for phase in (*PHASES, "total")] + [SPEED, "spec/acceptance_length", "rollout/tokens"]
+KINDS = {"none": "AR", "eagle3": "spec"}
+# Seconds, Table 1: data, prepare, generate, logprob, train, total.
+PAPER = {
+    ("Zero", "AR"): (0.2, 1.9, 100.0, 17.8, 31.3, 151.2),
+    ("Zero", "spec"): (0.2, 2.1, 56.6, 18.1, 30.5, 107.5),
+    ("Think", "AR"): (0.3, 2.1, 133.6, 17.9, 31.4, 185.3),
+    ("Think", "spec"): (0.2, 1.6, 87.0, 18.1, 30.5, 137.4),
+}
+
+
+def timed(rows: list[Row]) -> list[Row]:
+    """Without the first step of each run, which compiles."""
+    return [row for row in rows if row["step"] > 1]
+
+
+def seconds(rows: list[Row], workload: str, kind: str, phase: str) -> Interval:
+    return interval(by_seed(timed(rows), f"time/{phase}", workload=workload, **{"draft.kind": kind}))
+
+
+class Saved:
+    """What speculation saves on one workload, seed by seed."""
+
+    def __init__(self, rows: list[Row], workload: str) -> None:
+        def of(key: str, kind: str) -> np.ndarray:
+            return by_seed(timed(rows), key, workload=workload, **{"draft.kind": kind})
+
+        plain, spec = ({p: of(f"time/{p}", kind) for p in (*PHASES, "total")} for kind in KINDS)
+        self.share = plain["generate"] / plain["total"]
+        # By tokens per second: equal laws, but not equal rollouts.
+        self.generation = of(SPEED, "eagle3") / of(SPEED, "none")
+        self.step = plain["total"] / spec["total"]
+        self.bound = 1 / (self.share / self.generation + 1 - self.share)
+        rest = [p for p in PHASES if p != "generate"]
+        self.others = sum(spec[p] for p in rest) / sum(plain[p] for p in rest)
+        self.acceptance = of("spec/acceptance_length", "eagle3")
+
+
+def table(rows: list[Row]) -> str:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    columns = [(w, kind) for w in workloads for kind in KINDS]
+    header = ["seconds of a step", *[f"{w}, {KINDS[k]} (paper)" for w, k in columns]]
+    lines = []
+    for i, phase in enumerate((*PHASES, "total")):
+        cells = [f"{seconds(rows, w, k, phase)} ({PAPER[workload_name(w), KINDS[k]][i]})" for w, k in columns]
+        lines.append([phase, *cells])
+    saved = {w: Saved(rows, w) for w in workloads}
+    paper = {"Zero": (0.661, 1.77, 1.41, 1.40, 1.00, 3.32), "Think": (0.721, 1.54, 1.35, 1.34, 0.98, 2.77)}
+    names = {
+        "share": "generation's share of a plain step",
+        "generation": "generation, times as fast",
+        "step": "step, times as fast",
+        "bound": "step by that share and that speed, 1 / (s / S + 1 - s)",
+        "others": "the other phases over those of the plain step",
+        "acceptance": "tokens per verification",
+    }
+    second = []
+    for i, (name, text) in enumerate(names.items()):
+        second.append(
+            [text, *[f"{interval(getattr(s, name))} ({paper[workload_name(w)][i]})" for w, s in saved.items()]]
+        )
+    return markdown(header, lines) + "\n\n" + markdown(["", *[f"{w} (paper)" for w in workloads]], second)
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    bars = [(w, k) for w in workloads for k in KINDS]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 0.6 * len(bars) + 1.8), layout="constrained", sharey=True)
+    places, labels = range(len(bars)), [f"{workload_name(w)}, {KINDS[k]}" for w, k in bars]
+    ours = {p: [seconds(rows, w, k, p).mean for w, k in bars] for p in PHASES}
+    theirs = {p: [PAPER[workload_name(w), KINDS[k]][i] for w, k in bars] for i, p in enumerate(PHASES)}
+    titles = ("here: " + ", ".join(workloads), "arXiv 2604.26779: Qwen3-8B, 32 GB200")
+    for axis, found, title in zip(axes, (ours, theirs), titles):
+        left = np.zeros(len(bars))
+        for i, phase in enumerate(PHASES):
+            grey, hatch = GREYS[i % len(GREYS)], HATCHES[i]
+            axis.barh(places, found[phase], left=left, color=grey, hatch=hatch, edgecolor="k", label=phase)
+            left += found[phase]
+        axis.set(xlabel="seconds of a step", title=title, yticks=list(places), yticklabels=labels)
+        axis.title.set_fontsize(9)
+    total = [seconds(rows, w, k, "total") for w, k in bars]
+    axes[0].errorbar(
+        [t.mean for t in total], places, xerr=np.nan_to_num([t.half for t in total]), fmt="none", color="k"
+    )
+    axes[0].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)

@@ -1,0 +1,49 @@
+"""What each exact rule of verification keeps of the same drafts, and how fast it is.
+
+Commands: experiments/claims.py.
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.claims import GREYS, HATCHES, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.engine.bench import distinct
+from experiments.verification_rules.sweep import LENGTHS, RULES, get_sweep
+
+KEYS = ["benchmark/plain"]
+KEYS += [f"benchmark/k_{k}{what}" for k in LENGTHS for what in ("", "_over_plain", "_acceptance_length")]
+WHAT = {"acceptance_length": "tokens per verification", "over_plain": "generated tokens per second over plain decoding"}
+
+
+def of(rows: list[Row], workload: str, rule: str, k: int, what: str) -> np.ndarray:
+    return by_seed(rows, f"benchmark/k_{k}_{what}", workload=workload, **{"rollout.rule": rule})
+
+
+def table(rows: list[Row]) -> str:
+    workloads = [w for (w,) in distinct(rows, "workload")]
+    columns = [(w, k, what) for w in workloads for k in LENGTHS for what in WHAT]
+    header = [
+        "rule",
+        *[f"{w}, k = {k}: {'tokens per verification' if 'acc' in x else 'over plain'}" for w, k, x in columns],
+    ]
+    return markdown(header, [[rule, *[interval(of(rows, w, rule, k, x)) for w, k, x in columns]] for rule in RULES])
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    cells = [(w, k) for (w,) in distinct(rows, "workload") for k in LENGTHS]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    for axis, (what, label) in zip(axes, WHAT.items()):
+        for i, rule in enumerate(RULES):
+            found = [interval(of(rows, w, rule, k, what)) for w, k in cells]
+            half, places = np.nan_to_num([f.half for f in found]), np.arange(len(cells)) + 0.27 * (i - 1)
+            style = {"color": GREYS[1 + i], "hatch": HATCHES[i], "edgecolor": "k", "capsize": 3}
+            axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=rule, **style)
+        axis.set(xticks=range(len(cells)), xticklabels=[f"{workload_name(w)}, k = {k}" for w, k in cells], ylabel=label)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)

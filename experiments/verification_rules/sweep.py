@@ -1,0 +1,12 @@
+"""Generation under each exact rule, with drafts of three and of seven tokens; three seeds. The paper has no such table."""
+
+from typing import Any
+
+from experiments.claims import seeded
+
+RULES, LENGTHS = ("rejection", "block", "coupled"), (3, 7)
+
+
+def get_sweep() -> list[dict[str, Any]]:
+    run = {"task": "benchmark", "draft.length": 7, "draft.adaptive": False, "benchmark.lengths": LENGTHS}
+    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 1, "rollout.rule": rule} for rule in RULES)
