@@ -5,7 +5,7 @@
 Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
 greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` is the
 same street with a random seven-layer policy and a random head, in seconds. `:small`: a base of 20 M parameters and its
-head, made as rlthink_tiny.py says (`:zero` in the place of `:think`), one sequence at a time: for what speculation saves.
+head, made as rlthink_tiny.py says (`:zero` for `:think`), one sequence at a time: for what speculation saves.
 """
 
 from configs import common

@@ -56,6 +56,25 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(float(values.mean()), float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)))
 
 
+class Claim(NamedTuple):
+    """A line of the table that compares this project with the paper."""
+
+    text: str
+    paper: str  # value and place
+    ours: str
+    verdict: str  # reproduced, contradicted, undecided, not in the paper, not run
+
+
+def faster(text: str, paper: float | None, place: str, ours: Interval) -> Claim:
+    """A ratio of speeds. Reproduced: the whole interval lies on the paper's side of 1; contradicted: on the other."""
+    if paper is None:
+        return Claim(text, "", f"{ours}", "not in the paper")
+    low, high = ours.mean - ours.half, ours.mean + ours.half
+    sides = {True: "reproduced", False: "contradicted"}
+    certain = low > 1 or high < 1  # nan, of a single seed, is neither
+    return Claim(text, f"{paper} ({place})", f"{ours}", sides[(low > 1) == (paper > 1)] if certain else "undecided")
+
+
 def seeded(runs: Iterable[Row], seeds: Iterable[int] = SEEDS) -> list[Row]:
     """Every run with every seed; seed by seed, so that an interrupted sweep has whole seeds."""
     runs = list(runs)

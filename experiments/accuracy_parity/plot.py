@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.accuracy_parity.sweep import RUNS, get_sweep
-from experiments.claims import STYLES, Row, interval, main, markdown, save
+from experiments.claims import STYLES, Claim, Row, interval, main, markdown, save
 from experiments.engine.bench import distinct, matching
 
 ACCURACY = "eval/accuracy"
@@ -50,6 +50,17 @@ def table(rows: list[Row]) -> str:
     return (
         markdown(header, lines) + f"\n\nCoupled, with speculation and without: {verdict} at every step of every seed."
     )
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    made = []
+    for name in ("rejection", "block"):
+        gap, half = difference(rows, name, "plain")
+        verdict = "reproduced" if abs(gap) <= half else "contradicted"
+        text = f"validation accuracy over the run with speculation minus plain, {name}"
+        made.append(Claim(text, "curves overlap (no seeds)", f"{gap:+.3f} +- {half:.3f}", verdict))
+    same = "identical" if identical(rows) else "different"
+    return [*made, Claim("a run under coupled, with speculation and without", "", same, "not in the paper")]
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:

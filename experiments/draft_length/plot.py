@@ -8,7 +8,19 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import STYLES, Interval, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.claims import (
+    STYLES,
+    Claim,
+    Interval,
+    Row,
+    by_seed,
+    faster,
+    interval,
+    main,
+    markdown,
+    save,
+    workload_name,
+)
 from experiments.draft_length.sweep import LENGTHS, get_sweep
 from experiments.engine.bench import distinct
 
@@ -52,6 +64,23 @@ def table(rows: list[Row]) -> str:
         lines.append(line)
     last = [f"{w} {adaptive_over_best(rows, w)}" for w in workloads]
     return markdown(header, lines) + f"\n\nThe controller over the best fixed k: {', '.join(last)}."
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    made = []
+    for (w,) in distinct(rows, "workload"):
+        for k in (5, 7):
+            paper = PAPER[workload_name(w)]
+            ours = interval(
+                by_seed(rows, f"benchmark/k_{k}_over_plain", workload=w)
+                / by_seed(rows, "benchmark/k_3_over_plain", workload=w)
+            )
+            text = f"{workload_name(w)}: generation at k = {k} over that at k = 3"
+            made.append(faster(text, round(paper[k][1] / paper[3][1], 2), "Table 4", ours))
+        made.append(
+            faster(f"{workload_name(w)}: the controller over the best fixed k", None, "", adaptive_over_best(rows, w))
+        )
+    return made
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:

@@ -8,7 +8,19 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import GREYS, HATCHES, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.claims import (
+    GREYS,
+    HATCHES,
+    Claim,
+    Row,
+    by_seed,
+    faster,
+    interval,
+    main,
+    markdown,
+    save,
+    workload_name,
+)
 from experiments.drafting_method.sweep import METHODS, get_sweep
 from experiments.engine.bench import distinct
 
@@ -46,6 +58,19 @@ def table(rows: list[Row]) -> str:
                 line.append(f"{interval(of(rows, w, method, key))}" + (f" ({theirs})" if theirs else ""))
         lines.append(line)
     return markdown(header, lines)
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    made = []
+    for (w,) in distinct(rows, "workload"):
+        name = workload_name(w)
+        for method in METHODS:
+            paper = PAPER.get((name, method), (None, None))[1]
+            ours = interval(of(rows, w, method, "k_3_over_plain"))
+            made.append(faster(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours))
+        ours = interval(of(rows, w, "n-gram", "adaptive_over_plain"))
+        made.append(faster(f"{name}: n-gram under the controller, generation over plain", None, "", ours))
+    return made
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:

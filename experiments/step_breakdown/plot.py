@@ -8,7 +8,20 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import GREYS, HATCHES, Interval, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.claims import (
+    GREYS,
+    HATCHES,
+    Claim,
+    Interval,
+    Row,
+    by_seed,
+    faster,
+    interval,
+    main,
+    markdown,
+    save,
+    workload_name,
+)
 from experiments.engine.bench import distinct
 from experiments.step_breakdown.sweep import get_sweep
 from specrl_jax.core import PHASES
@@ -76,6 +89,16 @@ def table(rows: list[Row]) -> str:
             [text, *[f"{interval(getattr(s, name))} ({paper[workload_name(w)][i]})" for w, s in saved.items()]]
         )
     return markdown(header, lines) + "\n\n" + markdown(["", *[f"{w} (paper)" for w in workloads]], second)
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    found = []
+    for (w,) in distinct(rows, "workload"):
+        saved, paper = Saved(rows, w), {"Zero": (1.77, 1.41), "Think": (1.54, 1.35)}[workload_name(w)]
+        name = f"{workload_name(w)}: EAGLE-3, k = 3, "
+        found.append(faster(name + "generation over plain", paper[0], "Table 1", interval(saved.generation)))
+        found.append(faster(name + "step over plain", paper[1], "Table 1", interval(saved.step)))
+    return found
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:

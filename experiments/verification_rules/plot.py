@@ -8,7 +8,19 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import GREYS, HATCHES, Row, by_seed, interval, main, markdown, save, workload_name
+from experiments.claims import (
+    GREYS,
+    HATCHES,
+    Claim,
+    Row,
+    by_seed,
+    faster,
+    interval,
+    main,
+    markdown,
+    save,
+    workload_name,
+)
 from experiments.engine.bench import distinct
 from experiments.verification_rules.sweep import LENGTHS, RULES, get_sweep
 
@@ -29,6 +41,18 @@ def table(rows: list[Row]) -> str:
         *[f"{w}, k = {k}: {'tokens per verification' if 'acc' in x else 'over plain'}" for w, k, x in columns],
     ]
     return markdown(header, [[rule, *[interval(of(rows, w, rule, k, x)) for w, k, x in columns]] for rule in RULES])
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    made = []
+    for (w,) in distinct(rows, "workload"):
+        for rule in RULES[1:]:
+            ours = interval(
+                of(rows, w, rule, 7, "acceptance_length") / of(rows, w, "rejection", 7, "acceptance_length")
+            )
+            text = f"{workload_name(w)}: tokens per verification, k = 7, {rule} over rejection"
+            made.append(faster(text, None, "", ours))
+    return made
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:

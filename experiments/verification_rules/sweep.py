@@ -1,4 +1,4 @@
-"""Generation under each exact rule, with drafts of three and of seven tokens; three seeds. The paper has no such table."""
+"""Generation under each exact rule, with drafts of three and of seven tokens; three seeds (not in the paper)."""
 
 from typing import Any
 

@@ -1,0 +1,156 @@
+"""The reproduction's tables, figures and page, on made-up rows; nothing is run here."""
+
+import csv
+import importlib
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import claims, report
+from experiments.claims import Interval, by_seed, faster, interval, put_table
+from experiments.launch import make_name
+
+
+def test_an_interval_is_students():
+    # t(0.975, 2) = 4.303; deviation 1, over sqrt(3).
+    found = interval([1.0, 2.0, 3.0])
+    assert found.mean == 2 and found.half == pytest.approx(4.303 / 3**0.5, abs=1e-3)
+    assert str(found) == "2.00 +- 2.48"
+    assert np.isnan(interval([5.0]).half) and str(interval([5.0])) == "5.00"
+
+
+@pytest.mark.parametrize(
+    "paper, mean, half, verdict",
+    [
+        (1.8, 1.2, 0.1, "reproduced"),
+        (1.8, 1.2, 0.3, "undecided"),
+        (1.8, 0.8, 0.1, "contradicted"),
+        (0.7, 0.8, 0.1, "reproduced"),
+        (0.7, 1.2, 0.1, "contradicted"),
+        (1.8, 1.2, float("nan"), "undecided"),
+        (None, 1.2, 0.1, "not in the paper"),
+    ],
+)
+def test_a_claim_needs_its_whole_interval(paper, mean, half, verdict):
+    assert faster("", paper, "Table 0", Interval(mean, half)).verdict == verdict
+
+
+def test_medians_are_by_seed():
+    rows = [{"seed": s, "kind": "a", "x": v} for s, values in ((0, (1, 2, 9)), (1, (4, "", 6))) for v in values]
+    np.testing.assert_array_equal(by_seed(rows, "x", kind="a"), [2.0, 5.0])
+
+
+def test_rows_are_collected_and_failures_kept(tmp_path):
+    sweep = claims.seeded([{"a": 1}], seeds=(0, 1, 2))
+    assert [run["seed"] for run in sweep] == [0, 1, 2] and sweep[0] == {"a": 1, "seed": 0, "rollout.seed": 0}
+    workdir = tmp_path / "rlzero_tiny_small_folder"
+    for run in sweep[:2]:
+        place = workdir / make_name(run)
+        place.mkdir(parents=True)
+        (place / "metrics.jsonl").write_text('{"step": 0, "x": 1}\n{"step": 1, "x": 2.5, "y": true}\n')
+    (workdir / make_name(sweep[0]) / "finished.json").write_text("{}")
+    rows = claims.collect([str(workdir)], "folder", sweep, ["x"])
+    assert [row["state"] for row in rows] == ["finished", "failed", "not run"]
+    assert rows[0] == {"workload": "rlzero_tiny_small", "state": "finished", "step": 1, "x": 2.5} | sweep[0]
+    claims.write_rows(tmp_path / "results.csv", rows)
+    (again,) = claims.finished_rows(tmp_path / "results.csv")
+    assert again == {"workload": "rlzero_tiny_small", "state": "finished", "step": 1, "x": 2.5} | sweep[0]
+
+
+def test_a_table_takes_the_place_of_the_old_one(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{claims.BEGIN}\nold\n{claims.END}\nafter\n")
+    put_table(readme, "new\n")
+    assert readme.read_text() == f"before\n{claims.BEGIN}\nnew\n{claims.END}\nafter\n"
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="once each"):
+        put_table(readme, "new")
+
+
+def made_up(module, workloads):
+    """Rows of every run of the folder's sweep: a value of its own for each run, metric and step."""
+    rng, rows = np.random.default_rng(0), []
+    for workload in workloads:
+        for run in module.get_sweep():
+            for step in (1, 2, 3):
+                row = {"workload": workload, "state": "finished", "step": step} | run
+                rows.append(row | {key: float(rng.uniform(1, 2)) for key in module.KEYS})
+    return rows
+
+
+FOLDERS = dict.fromkeys(report.COMPARED, ("rlzero_tiny_small", "rlthink_tiny"))
+FOLDERS["accuracy_parity"] = ("rlzero_tiny",)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_makes_its_table_figure_and_claims(folder, tmp_path):
+    module = importlib.import_module(f"experiments.{folder}.plot")
+    claims.write_rows(tmp_path / "results.csv", made_up(module, FOLDERS[folder]))
+    rows = claims.finished_rows(tmp_path / "results.csv")
+    lines = module.table(rows).splitlines()
+    assert "nan" not in module.table(rows) and len(lines) > 4
+    blocks = [block.splitlines() for block in module.table(rows).split("\n\n") if block.startswith("|")]
+    assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
+    for claim in module.claims(rows):
+        assert claim.ours and "nan" not in claim.ours
+    module.draw(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_the_step_speedup_is_bounded_by_amdahl():
+    from experiments.step_breakdown.plot import Saved
+
+    def row(kind, generate, total, speed):
+        seconds = {"time/data": 0.0, "time/prepare": 0.0, "time/logprob": 1.0, "time/train": 3.0}
+        seconds |= {"time/generate": generate, "time/total": total}
+        return seconds | {"workload": "w", "seed": 0, "step": 2, "draft.kind": kind} | speed
+
+    plain = row("none", 12.0, 16.0, {"rollout/tokens_per_second": 100, "spec/acceptance_length": ""})
+    spec = row("eagle3", 6.0, 10.0, {"rollout/tokens_per_second": 200, "spec/acceptance_length": 3.0})
+    saved = Saved([plain, spec], "w")
+    found = [float(x[0]) for x in (saved.share, saved.generation, saved.step, saved.bound, saved.others)]
+    np.testing.assert_allclose(found, [0.75, 2.0, 1.6, 1.6, 1.0])
+
+
+def test_coupled_runs_that_differ_are_called_so():
+    from experiments.accuracy_parity import plot
+
+    rows = made_up(plot, ["rlzero_tiny"])
+    assert not plot.identical(rows)
+    by_place = {(r["seed"], r["step"]): r for r in rows if claims.matching([r], **plot.RUNS["coupled"])}
+    for r in claims.matching(rows, **plot.RUNS["plain, coupled"]):
+        r |= {key: by_place[r["seed"], r["step"]][key] for key in plot.KEYS}
+    assert plot.identical(rows)
+
+
+def test_the_page_holds_everything_itself():
+    text = report.folders_page()
+    assert all(f'id="{folder}"' in text for folder in report.COMPARED)
+    sources = re.findall(r'src="([^"]*)"', text)
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r'<script|<link rel="stylesheet"', text)
+
+
+def test_the_page_of_a_run(tmp_path):
+    rows = [{"step": 0, "eval/accuracy": 0.25}]
+    seconds = {f"time/{p}": 1.0 for p in report.PHASES} | {"time/total": 5.0}
+    rows += [{"step": i, "reward/mean": 0.5, "spec/acceptance_rate_pos_1": 0.875} | seconds for i in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_2.jsonl").write_text(
+        '{"reward": 1.0, "prompt": "1+1|\\n", "response": "<b>2</b>"}\n'
+    )
+    text = report.run_page(tmp_path)
+    assert "20.0%" in text and "0.875" in text and "&lt;b&gt;2&lt;/b&gt;" in text
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
+        report.run_page(tmp_path / "nothing")
+
+
+def test_results_that_are_committed_can_be_read():
+    for folder in report.COMPARED:
+        path = report.HERE / folder / "results.csv"
+        if path.exists():
+            with open(path, newline="") as file:
+                assert {"workload", "seed", "state", "step"} <= set(next(csv.reader(file)))
