@@ -1,0 +1,90 @@
+"""The whole reproduction, one command: bases and heads, every sweep, every table and figure, the page.
+
+    python -m experiments.reproduce [--only FOLDER ...] [--dry_run]
+
+What is finished is not run again, so the same command resumes. A command that fails is named at the end, and does not
+hold up the others; the exit status is then 1. Under six hours on 2 CPU cores.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from experiments.launch import REPOSITORY, default_workdir
+
+ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
+# Folder -> workloads of its sweep.
+SWEEPS = {
+    "step_breakdown": (ZERO, THINK),
+    "drafting_method": (ZERO, THINK),
+    "draft_length": (ZERO, THINK),
+    "verification_rules": (ZERO, THINK),
+    "accuracy_parity": (TINY,),
+    "online_adaptation": (TINY,),
+    "async_lag": (TINY,),
+}
+# Folders whose table and figure come from `report --workdir` of their one workload.
+REPORTED = ("online_adaptation", "async_lag")
+# What is made first: folder -> command.
+COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
+COUNTDOWN += ["rollout.max_response_tokens=36"]
+MADE: dict[str, list[str]] = {
+    "runs/zero_base": ["configs/pretrain_tiny.py:zero"],
+    "runs/zero_head": ["configs/draft_tiny.py:zero"],
+    "runs/think_base": ["configs/pretrain_tiny.py:think"],
+    "runs/think_head": ["configs/draft_tiny.py:think"],
+    "runs/heads/in_domain": ["configs/draft_tiny.py"],
+    "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
+}
+NEEDS = {ZERO: ("runs/zero_base", "runs/zero_head"), THINK: ("runs/think_base", "runs/think_head"), TINY: ()}
+HEADS = ("runs/heads/in_domain", "runs/heads/generic")  # of online_adaptation
+
+
+def commands(folders: list[str]) -> Iterator[list[str]]:
+    """In order; those that make what is there already are left out."""
+    python = sys.executable
+    wanted = dict.fromkeys(path for folder in folders for config in SWEEPS[folder] for path in NEEDS[config])
+    wanted |= dict.fromkeys(HEADS if "online_adaptation" in folders else ())
+    for path in wanted:
+        if not (REPOSITORY / path / "config.json").exists():
+            config, *overrides = MADE[path]
+            flags = [f"--config.{override}" for override in (*overrides, f"pretrain.output={path}")]
+            yield [python, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
+    for folder in folders:
+        sweep = f"experiments/{folder}/sweep.py"
+        workdirs = [str(default_workdir(config, REPOSITORY / sweep)) for config in SWEEPS[folder]]
+        for config in SWEEPS[folder]:
+            yield [python, "-m", "experiments.launch", "--config", config, "--sweep", sweep]
+        if folder in REPORTED:
+            yield [python, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
+        else:
+            yield [python, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
+    yield [python, "-m", "experiments.report", "--output", "runs/report.html", "--readme"]
+
+
+def environment(command: list[str]) -> dict[str, str]:
+    """async_lag shares eight devices out, which a CPU has to pretend."""
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    return os.environ | (devices if "experiments/async_lag/sweep.py" in command else {})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(SWEEPS), default=list(SWEEPS), help="folders; default: all")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands only")
+    a = parser.parse_args()
+    failed = []
+    for command in commands(a.only):
+        print(f"$ {shlex.join(command)}", flush=True)
+        if not a.dry_run and subprocess.run(command, cwd=REPOSITORY, env=environment(command)).returncode:
+            failed.append(command)
+    for command in failed:
+        print(f"failed: {shlex.join(command)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
