@@ -18,6 +18,9 @@ from ml_collections import ConfigDict, config_flags
 from specrl_jax.io.command_line import fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "join the other processes of a TPU pod, Kubernetes or MPI job; Slurm's join by themselves"
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
 
 
@@ -27,6 +30,7 @@ def main(argv: list[str]) -> int:
     import jax
 
     from specrl_jax.core import BadInput, RunFailed, Stopped
+    from specrl_jax.processes import join
     from specrl_jax.sharding import learner_devices, make_mesh
     from specrl_jax.training.draft_models import find_draft_model
     from specrl_jax.training.shapes import policy_sizes
@@ -40,7 +44,8 @@ def main(argv: list[str]) -> int:
             run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
             return 0
         run = find_task(config.task)
-        check_one_process()
+        join(_DISTRIBUTED.value)
+        check_processes(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
@@ -102,13 +107,14 @@ def to_settings(config: ConfigDict) -> Any:
     )
 
 
-def check_one_process() -> None:
-    """Raises BadInput in one of several processes that Slurm started: they would write one another's workdir."""
+def check_processes(task: str) -> None:
+    """Raises BadInput where several processes are at something that one does."""
+    import jax
+
     from specrl_jax.core import BadInput
 
-    processes = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if processes != "1":
-        raise BadInput(f"{processes} processes: main.py does not join several into one run yet; start one, on one node")
+    if jax.process_count() > 1 and task != "train":
+        raise BadInput(f"task={task} is for one process, and there are {jax.process_count()}")
 
 
 def find_task(name: str) -> Callable[..., None]:
@@ -131,16 +137,19 @@ def find_task(name: str) -> Callable[..., None]:
 def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.plots import plot_run
     from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.processes import is_first
     from specrl_jax.training.loop import train
     from specrl_jax.training.report import print_report
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
     setup.check_problems()
-    open_workdir(workdir, config)
+    if is_first():
+        open_workdir(workdir, config)
     with setup.scorer:
         rows = train(setup, workdir, stop_on_signal())
-    print_report(rows, plot_run(rows, workdir))
+    if is_first():
+        print_report(rows, plot_run(rows, workdir))
 
 
 def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:

@@ -64,6 +64,19 @@ class MetricsWriter:
             self._wandb.close()
 
 
+class NoMetrics:
+    """Takes the same calls and writes nothing."""
+
+    def write(self, row: dict[str, Any], histograms: dict[str, np.ndarray] | None = None) -> None:
+        pass
+
+    def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _markdown(rows: list[dict[str, Any]]) -> str:
     """A table whose cells are literal text."""
 

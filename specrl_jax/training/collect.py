@@ -92,9 +92,9 @@ def lesson(batches: list[Batch], g: GRPOSettings) -> Lesson:
     return Lesson(rollouts.take(rows), advantages, teaches)
 
 
-def merged_scores(batches: list[Batch]) -> Scores:
-    """The scores of all batches, as of one."""
-    first, *others = (batch.scores for batch in batches)
+def merged_scores(parts: Sequence[Scores]) -> Scores:
+    """The scores of all parts, as of one."""
+    first, *others = parts
     for scores in others:
         first = Scores(
             np.concatenate([first.total, scores.total]),

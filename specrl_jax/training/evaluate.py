@@ -1,5 +1,6 @@
 """A policy on fixed sets of problems: how often it is right, and what it wrote."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -7,12 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrl_jax import processes
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
-from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.accuracy import accuracy_metrics
+from specrl_jax.training.collect import merged_scores
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup
 
@@ -80,11 +83,19 @@ def evaluate(
 
     `lengths` chooses draft lengths; None: always the engine's own.
     """
-    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-    rollouts = engine.generate(
-        params, prompts, samples, seed + EVAL_SEED_OFFSET, on_progress=on_progress, lengths=lengths
-    )
-    return Evaluation(problems, samples, score(rollouts, problems, tokenizer, scorer), rollouts)
+    own = processes.share(len(problems))
+    prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
+    noise, first_id = seed + EVAL_SEED_OFFSET, own.start * samples
+    rollouts = engine.generate(params, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)
+    rollouts, scores = of_all(rollouts, score(rollouts, problems[own], tokenizer, scorer))
+    return Evaluation(problems, samples, scores, rollouts)
+
+
+def of_all(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
+    """Those of every process, in their order; of the chunks this one's, whose seconds they are."""
+    parts = processes.gathered((rollouts, scores))
+    together = concatenated([part for part, _ in parts])
+    return dataclasses.replace(together, chunks=rollouts.chunks), merged_scores([part for _, part in parts])
 
 
 def score(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specrl_jax import processes
 from specrl_jax.core import PHASES, BadInput, RunFailed, Stopped
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.sources import ProblemStream
@@ -23,7 +24,7 @@ from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts, Stamp, concatenated
 from specrl_jax.io.checkpoints import Checkpoints, Host
-from specrl_jax.io.metrics import MetricsWriter, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, read_metrics
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.grpo import Signal
@@ -31,7 +32,7 @@ from specrl_jax.training.batches import LearnerBatch, learner_batch
 from specrl_jax.training.collect import Batch, collect, lesson, merged_scores, unequal
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
-from specrl_jax.training.evaluate import Evaluation, evaluate, score
+from specrl_jax.training.evaluate import Evaluation, evaluate, of_all, score
 from specrl_jax.training.measures import (
     draft_metrics,
     mismatch_metrics,
@@ -70,10 +71,10 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     stream = setup.problems.stream(s.grpo.prompts_per_step)
     checkpoints = setup.open_checkpoints(workdir)
     state, first, watch = _restore(setup, checkpoints, stream)
-    writer = MetricsWriter(workdir, first if first is not None else -1, open_wandb(s, workdir))
+    writer = open_metrics(s, workdir, first if first is not None else -1)
     step = first or 0
     host, devices = Host({}, {}), threading.Lock()
-    with Display(s.steps, step) as display, contextlib.ExitStack() as ending:
+    with Display(s.steps, step, processes.is_first()) as display, contextlib.ExitStack() as ending:
         try:
             announce_programs(setup, state, display)
             if first is None:
@@ -155,7 +156,7 @@ def run_step(
 
     total, waited = clock.total(), clock.seconds["generate"] - (produced.seconds["data"] if pipeline.inline else 0)
     seconds = clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")}
-    scores = merged_scores(produced.batches)
+    scores = merged_scores([batch.scores for batch in produced.batches])
     rollouts = concatenated([part.rollouts for part in produced.batches])
     row = {"step": step} | {f"time/{name}": seconds[name] for name in PHASES} | {"time/total": total}
     row |= {"time/exposed_generation": waited, "time/idle_rollout": produced.seconds["idle"]}
@@ -191,19 +192,20 @@ def make_pipeline(
 
     def produce(step: int, weights: Weights, stamp: Stamp) -> Produced:
         def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-            prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+            own = processes.share(len(problems))
+            prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
             rollouts = setup.engine.generate(
                 weights,
                 prompts,
                 s.grpo.group_size,
                 s.rollout.seed,
-                first_id,
+                first_id + own.start * s.grpo.group_size,
                 progress,
                 stamp,
                 speculation.lengths,
                 speculation.history,
             )
-            return rollouts, score(rollouts, problems, tokenizer, setup.scorer)
+            return of_all(rollouts, score(rollouts, problems[own], tokenizer, setup.scorer))
 
         start = time.perf_counter()
         problems = next(stream)
@@ -225,18 +227,20 @@ def _equal_share(batches: list[Batch], group_size: int) -> float:
 def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal:
     """What the objective asks for, of the policy before the first update. Waits until it is there."""
     o = setup.objective
-    params, rows = setup.whole(state.policy), batch.rows
+    params, rows = setup.whole(state.policy), setup.on_learner(batch.rows)
     old_logprobs = ref_logprobs = None
     if o.old_logprobs == "learner":
-        old_logprobs = setup.logprob_step(params, rows)[0]
+        old_logprobs = processes.to_host(setup.logprob_step(params, rows)[0])
     elif o.old_logprobs == "rollout":
         old_logprobs = batch.behaviour
     if o.kl_coef:
         reference = setup.first_reference if state.reference is None else state.reference
-        ref_logprobs = setup.logprob_step(setup.learner.whole(reference, state.policy.frozen), rows)[0]
+        ref_logprobs = processes.to_host(
+            setup.logprob_step(setup.learner.whole(reference, state.policy.frozen), rows)[0]
+        )
     behaviour = batch.behaviour if o.correction != "none" else None
     teaches = batch.teaches if setup.settings.grpo.leaves_out else None
-    return jax.block_until_ready(Signal(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches))
+    return Signal(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches)
 
 
 class Updates(NamedTuple):
@@ -265,7 +269,7 @@ def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learn
     updates = Updates([], [], None, 0.0, np.zeros(rows.tokens.shape, np.float32))
     for i in range(g.epochs * g.minibatches):
         share = slice(i % g.minibatches, None, g.minibatches)
-        part, part_signal = jax.tree.map(lambda x, share=share: x[share], (rows, signal))
+        part, part_signal = setup.on_learner(jax.tree.map(lambda x, share=share: x[share], (rows, signal)))
         first_epoch = i < g.minibatches
         wanted = draft is not None and first_epoch and (draft_learns or i == 0)
         # Before the update, which donates the tables and changes them.
@@ -273,7 +277,7 @@ def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learn
         policy, metrics, learnt = setup.policy_step(policy, part, part_signal)
         updates.policy.append(metrics)
         if first_epoch:
-            updates.logprobs[share] = learnt.logprobs
+            updates.logprobs[share] = processes.to_host(learnt.logprobs)
         if not wanted:
             continue
         jax.block_until_ready(learnt)
@@ -314,6 +318,13 @@ def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
     programs.compile_all(weights, lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s"))
 
 
+def open_metrics(settings: Settings, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
+    """What the first process writes; the others write nothing."""
+    if not processes.is_first():
+        return NoMetrics()
+    return MetricsWriter(workdir, last_step, open_wandb(settings, workdir))
+
+
 def open_wandb(settings: Settings, workdir: str) -> WandbRun | None:
     """The run at Weights & Biases, where the config asks for one."""
     log = settings.logging
@@ -348,6 +359,8 @@ def evaluation_row(
         row = sampled.metrics(setup.problems.validation)
         if step in (0, s.steps):
             row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
+    if not processes.is_first():
+        return row
     os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)
     sampled.write(os.path.join(workdir, "evaluations", f"step_{step}.jsonl"), setup.tokenizer)
     return row | {"time/evaluate": clock.seconds["evaluate"]}
@@ -393,7 +406,7 @@ def _without_frozen(state: RunState) -> RunState:
 
 
 def _leave_if(stop: threading.Event) -> None:
-    if stop.is_set():
+    if processes.any_of(stop.is_set()):
         raise Stopped
 
 

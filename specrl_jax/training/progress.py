@@ -9,10 +9,10 @@ import rich.progress
 
 
 class Display:
-    """Two live bars on a terminal; one line a step where output is a file."""
+    """Two live bars on a terminal; one line a step where output is a file; nothing where not `shown`."""
 
-    def __init__(self, steps: int, done: int) -> None:
-        self.console = rich.console.Console()
+    def __init__(self, steps: int, done: int, shown: bool = True) -> None:
+        self.console = rich.console.Console(quiet=not shown)
         columns = (
             rich.progress.TextColumn("{task.description:<10}"),
             rich.progress.BarColumn(),

@@ -18,6 +18,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.processes import own_copy
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.weights import Caches, Weights, checksum
@@ -66,6 +67,10 @@ def make_prepare(
 
     if learner is None or learner.mesh == partition.mesh:
         return jax.jit(prepare, out_shardings=shardings(partition))
+    if jax.process_count() > 1:
+        # One program of all processes, after which each has a whole copy among its own devices.
+        everywhere = jax.jit(prepare, out_shardings=shardings(dataclasses.replace(partition, mesh=learner.mesh)))
+        return lambda *parts: own_copy(everywhere(*parts), shardings(partition))
     # Made where the parameters are, split as finely as they are, then moved.
     made = jax.jit(prepare, out_shardings=shardings(learner))
     return lambda *parts: jax.device_put(made(*parts), shardings(partition))

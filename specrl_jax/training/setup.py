@@ -21,6 +21,7 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import LoRA, init_adapters
+from specrl_jax.processes import own_mesh, placed
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.draft_losses import LOSSES
@@ -184,6 +185,10 @@ class Setup:
             self.model, self.draft, drafter, config, self.tokenizer, self.rollout_partition, lengths
         )
 
+    def on_learner(self, rows: Any) -> Any:
+        """Host arrays [B, T] as the learner's steps take them."""
+        return placed(rows, self.learner_partition.sharding(("batch", "sequence")))
+
     def open_checkpoints(self, workdir: str) -> Checkpoints:
         c = self.settings.checkpoint
         return Checkpoints(workdir, c.keep, c.keep_every, c.keep_best)
@@ -301,7 +306,7 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     if rows % grpo.minibatches:
         raise BadInput(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
     meshes = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(settings.pipeline, mesh), ROLLOUT)
-    limits = find_limits(settings, meshes[1].ways("batch"))
+    limits = find_limits(_own_share(settings), meshes[1].ways("batch"))
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     learner = Learner(
@@ -350,7 +355,9 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
     if not p.rollout_devices:
         if p.mode == "async":
             raise BadInput("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        return mesh
+        return own_mesh(mesh, ("expert", "tensor"))
+    if jax.process_count() > 1:
+        raise BadInput(f"pipeline.rollout_devices={p.rollout_devices}: several processes generate on all their devices")
     split = p.tensor * p.expert
     if p.rollout_devices % split:
         raise BadInput(
@@ -359,6 +366,20 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
         )
     sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
     return make_mesh(sizes, jax.devices()[-p.rollout_devices :])
+
+
+def _own_share(settings: Settings) -> Settings:
+    """With the slots and prompts of one process. Raises BadInput where they do not divide."""
+    n, rollout, grpo = jax.process_count(), settings.rollout, settings.grpo
+    for key, value in (("rollout.num_slots", rollout.num_slots), ("grpo.prompts_per_step", grpo.prompts_per_step)):
+        if value % n:
+            raise BadInput(f"{key}={value} must divide by the {n} processes")
+    if settings.eval.problems < n:
+        raise BadInput(f"eval.problems={settings.eval.problems}: each of the {n} processes takes some")
+    rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
+    return dataclasses.replace(
+        settings, rollout=rollout, grpo=dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
+    )
 
 
 def _objective(settings: Settings) -> Objective:

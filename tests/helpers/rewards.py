@@ -17,3 +17,8 @@ class FunctionScorer:
     def __call__(self, responses, answers):
         rewards = np.array([self._reward(*pair) for pair in zip(responses, answers, strict=True)], np.float32)
         return Scores(rewards, {"reward": rewards}, rewards > 0, {}, [None] * len(rewards))
+
+
+def length(response, answer):
+    """Unequal for unequal answers, whatever the policy."""
+    return len(response) / 10
