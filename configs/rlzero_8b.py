@@ -7,10 +7,9 @@ on 8 nodes x 4 GPUs (32 GB200 in the paper). One process per node as a Slurm job
     python -m experiments.launch --config configs/rlzero_8b.py --sweep experiments/once.py \
         --executor slurm --nodes 8 --gpus 4 --hours 24
     gcloud compute tpus tpu-vm ssh POD --worker=all \
-        --command="cd specrl_jax && python main.py --config configs/rlzero_8b.py"
+        --command="cd specrl_jax && python main.py --distributed --config configs/rlzero_8b.py"
 
-(main.py refuses to be one of several Slurm processes: joining them into one run is still to come.) What every phase
-takes of a GB200, an H200 or a TPU, on any machine and without weights:
+What every phase takes of a GB200, an H200 or a TPU, on any machine and without weights:
 
     python main.py --config configs/rlzero_8b.py --config.task=dry_run
 

@@ -55,7 +55,7 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 PROGRAM = (sys.executable, "main.py")
 # Flag, type, meaning.
 SLURM_FLAGS = (
-    ("nodes", int, "nodes, with one process each, of which main.py takes one only so far; 1 by default"),
+    ("nodes", int, "nodes, with one process each, which are one run together; 1 by default"),
     ("gpus", int, "GPUs of a node; 8 by default"),
     ("hours", float, "its time limit; 24 by default"),
     ("partition", str, "the cluster's default by default"),
