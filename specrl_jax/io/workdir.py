@@ -1,8 +1,9 @@
-"""A run's folder: made once, belongs to one config."""
+"""A run's folder: made once, belongs to one config, and to one process at a time."""
 
+import fcntl
 import json
 import os
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -13,14 +14,19 @@ from specrl_jax.core import BadInput, read_json, replacing
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
 
 
-def open_workdir(path: str, config: dict[str, Any]) -> None:
-    """Makes `path` and its config.json, or checks that it belongs to `config`.
+# Folders that this process is at work in; open, since the system lets go of a lock with its file, however that happens.
+_held: dict[str, TextIO] = {}
 
-    Raises BadInput for an unwritable path and for a run of another config.
+
+def open_workdir(path: str, config: dict[str, Any]) -> None:
+    """Makes `path` and its config.json, or checks that it belongs to `config`; holds it until this process ends.
+
+    Raises BadInput for an unwritable path, for a run of another config, and while another process is at work there.
     """
     file = os.path.join(path, "config.json")
     try:
         os.makedirs(path, exist_ok=True)
+        _hold(path)
         if os.path.exists(file):
             with open(file) as f:
                 _check_same(path, json.load(f)["config"], config)
@@ -31,6 +37,23 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
         raise BadInput(f"--workdir {path}: {error.strerror}") from None
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+
+
+def _hold(path: str) -> None:
+    if (place := os.path.realpath(path)) in _held:
+        return
+    lock = open(os.path.join(path, "lock"), "a+")  # noqa: SIM115 (open for good)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise BadInput(f"--workdir {path}: process {owner} is at work in it") from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    _held[place] = lock
 
 
 def check_workdir(path: str, config: dict[str, Any]) -> None:
