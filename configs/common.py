@@ -23,7 +23,8 @@ def base() -> ConfigDict:
     c.policy.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
 
     c.draft = ConfigDict()
-    c.draft.kind = "none"  # none: plain decoding; with weights: eagle3, mtp, model; copying text: ngram, suffix
+    # none: plain decoding, whatever else is set here; with weights: eagle3, mtp, model; copying text: ngram, suffix
+    c.draft.kind = "none"
     c.draft.path = ""  # local folder of a draft; '' = random weights, but for what the policy lends (its unembedding)
     c.draft.preset = ""  # kind=model without a path: its sizes, see specrl_jax/models/qwen3.py
     c.draft.dialect = ""  # a head is saved in: eagle3 sglang, vllm, speculators; mtp deepseek, mimo; '' = the first

@@ -19,7 +19,7 @@ from specrl_jax.models import eagle3, qwen3
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.draft_models import Eagle3Draft
 from specrl_jax.training.drafting import draft_tokens
-from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollout import RolloutConfig, Target, make_prepare, make_rollout_engine
 from specrl_jax.training.state import init_random_params
 from specrl_jax.training.weights import Caches
 
@@ -31,6 +31,7 @@ Timed = Callable[[], float]
 class Case(NamedTuple):
     engine: Engine
     parts: Model
+    target: Target  # by itself: nothing is kept for the head
     draft: Eagle3Draft
     weights: Any
     config: RolloutConfig
@@ -55,7 +56,8 @@ def build(
     specs = (qwen3.param_specs(model), draft.specs)
     params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
     weights = make_prepare(model, draft, config, partition)(*params, jnp.arange(draft_vocab, dtype=jnp.int32))
-    return Case(engine, parts, draft, jax.block_until_ready(weights), config, partition)
+    target = Target(model, None, config, partition)
+    return Case(engine, parts, target, draft, jax.block_until_ready(weights), config, partition)
 
 
 def iteration(case: Case, k: int, count: int) -> Timed:
@@ -105,10 +107,10 @@ def forward(case: Case, k: int, count: int) -> Timed:
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         tokens, cache = state
-        logits, cache = case.parts.decode(weights, tokens, positions(B, k + 1), cache)
+        logits, cache = case.target.decode(weights, tokens, positions(B, k + 1), cache)
         return after(tokens, logits, i), cache
 
-    return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache()), count)
+    return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache().target), count)
 
 
 def head(case: Case, k: int, count: int) -> Timed:
@@ -126,19 +128,19 @@ def head(case: Case, k: int, count: int) -> Timed:
 
 
 def fc(case: Case, k: int, count: int) -> Timed:
-    """What a draft of k tokens does before its first one."""
+    """What the head makes of k + 1 positions that the target has been at, and of the pairs before a draft."""
     B = case.config.limits.num_slots
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
-        pairs, tokens, cache = state
-        features = jnp.take_along_axis(cache.features, pairs[:, :, None, None], axis=1, mode="clip")
-        hidden = case.draft.project(weights.draft, features)
+        pairs, tokens, features, cache = state
+        hidden = eagle3.first_hidden(weights.draft, case.draft.config, features)
         embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
         cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], cache)
-        return after(pairs, hidden, i), after(tokens, hidden, i), cache
+        return after(pairs, hidden, i), after(tokens, hidden, i), after(features, hidden, i), cache
 
     tokens = jnp.zeros((B, k + 1), jnp.int32)
-    return loop(body, case.weights, (positions(B, k + 1), tokens, case.empty_cache().draft), count)
+    features = jnp.ones((B, k + 1, 3, case.draft.config.embed), case.config.dtype)
+    return loop(body, case.weights, (positions(B, k + 1), tokens, features, case.empty_cache().draft), count)
 
 
 def rest(case: Case, k: int, count: int) -> Timed:

@@ -46,7 +46,7 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
     draft = slots.cache.draft
     return {
         "target keys and values": slots.cache.target,
-        "draft features": draft.features,
+        "draft hidden states": draft.hidden,
         "draft keys and values": (draft.keys, draft.values),
         "corpus": slots.corpus,
         "tokens and log-probs": (slots.tokens, slots.logprobs),
@@ -59,15 +59,15 @@ def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> di
     S, K, H = limits.cache_length, model.kv_heads, model.head_dim
     itemsize = jnp.dtype(dtype).itemsize
     target = 2 * model.layers * K * H * itemsize  # a token
-    features, draft = 3 * model.embed * itemsize, 2 * K * H * itemsize
+    hidden, draft = model.embed * itemsize, 2 * K * H * itemsize
     tokens = limits.num_slots * S
     return {
         "target keys and values": tokens * target,
-        "draft features": tokens * features,
+        "draft hidden states": tokens * hidden,
         "draft keys and values": tokens * draft,
         "corpus": limits.groups * limits.members * (S + 1) * 4,
         "tokens and log-probs": tokens * 8,
-        "carried prompt's caches": limits.max_prompt_tokens * (target + features + draft),
+        "carried prompt's caches": limits.max_prompt_tokens * (target + hidden + draft),
     }
 
 

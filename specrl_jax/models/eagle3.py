@@ -212,7 +212,7 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
 
 
 def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    return recurrent.init_cache(config, 3, batch, length, dtype)
+    return recurrent.init_cache(config, batch, length, dtype)
 
 
 def write_pairs(

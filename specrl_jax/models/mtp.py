@@ -82,7 +82,7 @@ def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def init_cache(config: MTPConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    return recurrent.init_cache(config, 1, batch, length, dtype)
+    return recurrent.init_cache(config, batch, length, dtype)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:

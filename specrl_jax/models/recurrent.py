@@ -45,19 +45,17 @@ Layer = Callable[[jax.Array, jax.Array, Angles, Attend], jax.Array]
 class DraftCache(NamedTuple):
     """What serving keeps of a sequence, by absolute position; entry t belongs to pair t.
 
-    Memory a token: 2 K H + A D numbers for A features, against 2 L K H of the target (Qwen3-8B: 14,336 with three
-    features, 6,144 with one, against 73,728).
+    Memory a token: 2 K H + D numbers, against 2 L K H of the target (Qwen3-8B: 6,144 against 73,728).
     """
 
-    features: jax.Array  # [B, S, A, D], the target's, of every position it has been at
+    hidden: jax.Array  # [B, S, D], what the head reads of the target, of every position that has been at
     keys: jax.Array  # [B, K, H, S]
     values: jax.Array  # [B, K, S, H]
 
 
-def init_cache(config: HeadConfig, features: int, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    """An empty cache for A = `features`."""
+def init_cache(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
     own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, dtype)
-    return DraftCache(jnp.zeros((batch, length, features, config.embed), dtype), own.keys[0], own.values[0])
+    return DraftCache(jnp.zeros((batch, length, config.embed), dtype), own.keys[0], own.values[0])
 
 
 def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:

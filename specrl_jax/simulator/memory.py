@@ -57,9 +57,9 @@ def most_slots(m: Memory, w: Workload, decoder: Decoder, memory_bytes: float, ap
 
 
 def sequence_bytes(w: Workload, decoder: Decoder) -> float:
-    """Of one sequence's keys and values on one device, and of what its head keeps: three features, keys and values."""
+    """Of one sequence's keys and values on one device, and of what its head keeps: a hidden state, keys and values."""
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim
     if h is not None:
-        numbers += 3 * h.embed + 2 * max(h.kv_heads / split.tensor, 1) * h.head_dim
+        numbers += h.embed + 2 * max(h.kv_heads / split.tensor, 1) * h.head_dim
     return w.longest * numbers * BYTES[decoder.precision.cache]

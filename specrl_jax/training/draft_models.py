@@ -54,7 +54,7 @@ class DraftModel(Protocol):
     def cache_axes(self) -> Any:
         """Logical axes of `init_cache`'s arrays, as tuples in the same tree."""
 
-    def record(self, cache: Any, positions: jax.Array, out: qwen3.Output) -> Any:
+    def record(self, params: Any, cache: Any, positions: jax.Array, out: qwen3.Output) -> Any:
         """The cache with what it needs of a forward of the target at positions [B, Q]."""
 
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter: ...
@@ -120,14 +120,13 @@ class Eagle3Draft:
     def cache_axes(self) -> DraftCache:
         return HEAD_CACHE_AXES
 
-    def record(self, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
-        return cache._replace(features=kv.write_tokens(cache.features, positions, out.aux))
+    def record(self, params: Any, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+        # What `fc` makes of the three features, a third of their size; it would be made when drafting all the same.
+        hidden = eagle3.first_hidden(params, self.config, out.aux)
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
 
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
         return recurrent_drafter(self, length, sampling, dtype, partition)
-
-    def project(self, params: Any, features: jax.Array) -> jax.Array:
-        return eagle3.first_hidden(params, self.config, features)
 
     def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache:
         return eagle3.write_pairs(params, self.config, hidden, embedded, pairs, cache)
@@ -194,14 +193,11 @@ class MTPDraft:
     def cache_axes(self) -> DraftCache:
         return HEAD_CACHE_AXES
 
-    def record(self, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
-        return cache._replace(features=kv.write_tokens(cache.features, positions, out.hidden[:, :, None]))
+    def record(self, params: Any, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, out.hidden))
 
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
         return recurrent_drafter(self, length, sampling, dtype, partition)
-
-    def project(self, params: Any, features: jax.Array) -> jax.Array:
-        return mtp.project_features(params, features)
 
     def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache:
         return mtp.write_pairs(params, self.config, hidden, embedded, pairs, cache)
@@ -265,7 +261,7 @@ class PolicyDraft:
     def cache_axes(self) -> kv.KVCache:
         return kv.KVCache((kv.KEY_AXES,) * self.config.layers, (kv.VALUE_AXES,) * self.config.layers)
 
-    def record(self, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
+    def record(self, params: Any, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
         return cache
 
     def drafter(self, length: int, sampling: Sampling, dtype: jnp.dtype, partition: Partitioner) -> Drafter:
@@ -298,7 +294,7 @@ class PolicyDraft:
         hf.save_params(folder, params, self.config, dtype)
 
 
-HEAD_CACHE_AXES = DraftCache(("batch", None, None, None), kv.KEY_AXES, kv.VALUE_AXES)
+HEAD_CACHE_AXES = DraftCache(("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)
 # Kinds that draft nothing, or copy text: no weights.
 WITHOUT_WEIGHTS = ("none", "ngram", "suffix")
 KINDS = (*WITHOUT_WEIGHTS, "eagle3", "mtp", "model")
@@ -325,7 +321,8 @@ def find_draft_model(
         raise BadInput(f"draft.kind: no drafter '{kind}'; there are {', '.join(KINDS)}")
     dialect = _dialect(kind, dialect)
     if kind in WITHOUT_WEIGHTS:
-        if path:
+        # `none` switches off whatever the config would draft with.
+        if path and kind != "none":
             raise BadInput(f"draft.path={path}: draft.kind={kind} has no weights to load; leave ''")
         return None
     if kind == "eagle3":

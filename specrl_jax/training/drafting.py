@@ -25,9 +25,8 @@ CATCH_UP_BLOCK = 256
 
 
 class RecurrentHead(Protocol):
-    """A head over pairs (feature of position t, token t + 1), fed its own outputs where the target has not been yet."""
+    """A head over pairs (hidden state of position t, token t + 1), fed its own outputs beyond what the target has seen."""
 
-    def project(self, params: Any, features: jax.Array) -> jax.Array: ...
     def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache: ...
     def extend(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> Any: ...
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array: ...
@@ -48,10 +47,10 @@ def recurrent_drafter(
     def committed(
         params: Weights, tokens: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> tuple[jax.Array, jax.Array]:
-        """(hidden, embedded) of pairs [B, Q] whose features and tokens are both there."""
-        features = jnp.take_along_axis(cache.features, pairs[:, :, None, None], axis=1, mode="clip")
+        """(hidden, embedded) of pairs [B, Q] whose hidden states and tokens are both there."""
+        hidden = jnp.take_along_axis(cache.hidden, pairs[:, :, None], axis=1, mode="clip")
         following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
-        return head.project(params.draft, features.astype(dtype)), embed(params, following)
+        return hidden.astype(dtype), embed(params, following)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.

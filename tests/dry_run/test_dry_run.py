@@ -114,8 +114,8 @@ def test_the_logprobs_by_hand(setup, phases):
 def test_the_cache_of_a_chunk_by_hand(setup, phases):
     memory = measure(phases["generate: plain chunk"], exact=False).memory
     m, rows, S = setup.model, 16 // 4, 12 + 16
-    # bfloat16 keys and values of the target's layers and the head's one, split over heads; three features whole.
-    token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + 3 * m.embed)
+    # bfloat16 keys and values of the target's layers and the head's one, split over heads; its hidden state whole.
+    token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + m.embed)
     # Of a token its id and log-prob; of a row seven numbers and a flag, and two counts for each of k = 1 drafts.
     slots = rows * (S * (4 + 4) + 7 * 4 + 1 + 2 * 4)
     assert memory.arguments["cache"] == rows * S * token + slots

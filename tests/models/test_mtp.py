@@ -211,9 +211,9 @@ def test_pairs_beyond_the_cache_are_dropped(fused, inputs):
     jax.tree.map(np.testing.assert_array_equal, short, whole)
 
 
-def test_the_cache_keeps_one_feature_in_its_dtype():
+def test_the_cache_keeps_one_hidden_state_in_its_dtype():
     cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16)
-    assert (cache.features.shape, cache.features.dtype) == ((B, 5, 1, CONFIG.embed), jnp.bfloat16)
+    assert (cache.hidden.shape, cache.hidden.dtype) == ((B, 5, CONFIG.embed), jnp.bfloat16)
     K, H = CONFIG.kv_heads, CONFIG.head_dim
     assert (cache.keys.shape, cache.keys.dtype) == ((B, K, H, 5), jnp.bfloat16)
     assert (cache.values.shape, cache.values.dtype) == ((B, K, 5, H), jnp.bfloat16)

@@ -57,7 +57,8 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     length = np.array([7, 11], np.int32)
     weights = Weights({"embed": table}, draft.rollout_params(params, jnp.float32), jnp.array(IDS), None)
     drafter = draft.drafter(K, Sampling(0.0), jnp.dtype("float32"), one_device())
-    cache = draft.init_cache(2, S, jnp.float32)._replace(features=jnp.array(features))
+    hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
+    cache = draft.init_cache(2, S, jnp.float32)._replace(hidden=hidden)
 
     @jax.jit
     def run(weights, tokens, length, cache):
