@@ -4,7 +4,12 @@
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
-Variants `small`, `zero`, `think`: for the bases of these names that `configs/pretrain_tiny.py` makes. About 15 minutes.
+Variants `small`, `zero`, `think`: for the bases of these names that `configs/pretrain_tiny.py` makes. 5 to 15 minutes.
+Drafts of other kinds for the last two:
+
+    python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0
+    python main.py --config configs/draft_tiny.py:zero --config.draft.kind=model --config.draft.vocab_size=0 \
+        --config.draft.preset=nano
 """
 
 from configs import common
@@ -37,7 +42,7 @@ def get_config(arg: str = ""):
         c.steps = 500
         c.draft.learning_rate = 1e-3
         c.pretrain.rollouts = 4096
-        c.pretrain.output = f"runs/{arg}_head"
+        c.pretrain.output = "runs/small_head" if arg == "small" else f"runs/{arg}_" + c.draft.get_ref("kind")
     if arg == "think":
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14

@@ -20,6 +20,6 @@ def get_config(arg: str = ""):
     c.rollout.max_prompt_tokens = 14
     if not arg:
         c.policy.path = "runs/think_base"
-        c.draft.path = "runs/think_head"
+        c.draft.path = "runs/think_" + c.draft.get_ref("kind")
         c.rollout.max_response_tokens = 64
     return c

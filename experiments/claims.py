@@ -39,12 +39,14 @@ HATCHES = ("", "//", "..", "xx", "\\\\")
 
 
 class Interval(NamedTuple):
-    """Mean over seeds and half the width of its 95 % interval (Student); nan from a single one."""
+    """Mean over seeds and half the width of its 95 % interval (Student); nan from a single one, both from none."""
 
     mean: float
     half: float
 
     def __str__(self) -> str:
+        if np.isnan(self.mean):
+            return "not run"
         return f"{self.mean:.2f}" + ("" if np.isnan(self.half) else f" +- {self.half:.2f}")
 
 
@@ -52,7 +54,7 @@ def interval(values: Sequence[float]) -> Interval:
     values = np.asarray(values, float)
     n = len(values)
     if n < 2:
-        return Interval(float(values.mean()) if n else float("nan"), float("nan"))
+        return Interval(float(values[0]) if n else float("nan"), float("nan"))
     return Interval(float(values.mean()), float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)))
 
 
@@ -67,6 +69,8 @@ class Claim(NamedTuple):
 
 def faster(text: str, paper: float | None, place: str, ours: Interval) -> Claim:
     """A ratio of speeds. Reproduced: the whole interval lies on the paper's side of 1; contradicted: on the other."""
+    if np.isnan(ours.mean):
+        return Claim(text, "" if paper is None else f"{paper} ({place})", "", "not run")
     if paper is None:
         return Claim(text, "", f"{ours}", "not in the paper")
     low, high = ours.mean - ours.half, ours.mean + ours.half

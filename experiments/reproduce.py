@@ -28,26 +28,36 @@ SWEEPS = {
 }
 # Folders whose table and figure come from `report --workdir` of their one workload.
 REPORTED = ("online_adaptation", "async_lag")
-# What is made first: folder -> command.
+MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
+MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
 COUNTDOWN += ["rollout.max_response_tokens=36"]
+# What is made first: folder -> command.
 MADE: dict[str, list[str]] = {
     "runs/zero_base": ["configs/pretrain_tiny.py:zero"],
-    "runs/zero_head": ["configs/draft_tiny.py:zero"],
+    "runs/zero_eagle3": ["configs/draft_tiny.py:zero"],
+    "runs/zero_mtp": ["configs/draft_tiny.py:zero", *MTP],
+    "runs/zero_model": ["configs/draft_tiny.py:zero", *MODEL],
     "runs/think_base": ["configs/pretrain_tiny.py:think"],
-    "runs/think_head": ["configs/draft_tiny.py:think"],
+    "runs/think_eagle3": ["configs/draft_tiny.py:think"],
+    "runs/think_mtp": ["configs/draft_tiny.py:think", *MTP],
+    "runs/think_model": ["configs/draft_tiny.py:think", *MODEL],
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
-NEEDS = {ZERO: ("runs/zero_base", "runs/zero_head"), THINK: ("runs/think_base", "runs/think_head"), TINY: ()}
-HEADS = ("runs/heads/in_domain", "runs/heads/generic")  # of online_adaptation
+# Of a workload, and of a folder beside.
+NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3"), TINY: ()}
+MORE = {
+    "drafting_method": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
+    "online_adaptation": ("runs/heads/in_domain", "runs/heads/generic"),
+}
 
 
 def commands(folders: list[str]) -> Iterator[list[str]]:
     """In order; those that make what is there already are left out."""
     python = sys.executable
     wanted = dict.fromkeys(path for folder in folders for config in SWEEPS[folder] for path in NEEDS[config])
-    wanted |= dict.fromkeys(HEADS if "online_adaptation" in folders else ())
+    wanted |= dict.fromkeys(path for folder in folders for path in MORE.get(folder, ()))
     for path in wanted:
         if not (REPOSITORY / path / "config.json").exists():
             config, *overrides = MADE[path]

@@ -12,6 +12,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "n-gram": {"draft.kind": "ngram"} | COPIES,
     "suffix": {"draft.kind": "suffix"} | COPIES,
     "EAGLE-3": {"draft.kind": "eagle3"},
+    "MTP": {"draft.kind": "mtp"},
+    "small model": {"draft.kind": "model"},
     "EAGLE-3 and suffix": {"draft.kind": "eagle3", "draft.cascade": 4, "draft.history": 0},
 }
 

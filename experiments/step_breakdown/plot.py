@@ -22,7 +22,7 @@ from experiments.claims import (
     save,
     workload_name,
 )
-from experiments.engine.bench import distinct
+from experiments.engine.bench import distinct, matching
 from experiments.step_breakdown.sweep import get_sweep
 from specrl_jax.core import PHASES
 
@@ -51,8 +51,11 @@ class Saved:
     """What speculation saves on one workload, seed by seed."""
 
     def __init__(self, rows: list[Row], workload: str) -> None:
+        seeds = [{row["seed"] for row in matching(rows, workload=workload, **{"draft.kind": k})} for k in KINDS]
+        both = [row for row in timed(rows) if row["seed"] in set.intersection(*seeds)]
+
         def of(key: str, kind: str) -> np.ndarray:
-            return by_seed(timed(rows), key, workload=workload, **{"draft.kind": kind})
+            return by_seed(both, key, workload=workload, **{"draft.kind": kind})
 
         plain, spec = ({p: of(f"time/{p}", kind) for p in (*PHASES, "total")} for kind in KINDS)
         self.share = plain["generate"] / plain["total"]

@@ -18,7 +18,7 @@ def test_an_interval_is_students():
     found = interval([1.0, 2.0, 3.0])
     assert found.mean == 2 and found.half == pytest.approx(4.303 / 3**0.5, abs=1e-3)
     assert str(found) == "2.00 +- 2.48"
-    assert np.isnan(interval([5.0]).half) and str(interval([5.0])) == "5.00"
+    assert np.isnan(interval([5.0]).half) and str(interval([5.0])) == "5.00" and str(interval([])) == "not run"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def test_an_interval_is_students():
         (0.7, 1.2, 0.1, "contradicted"),
         (1.8, 1.2, float("nan"), "undecided"),
         (None, 1.2, 0.1, "not in the paper"),
+        (1.8, float("nan"), float("nan"), "not run"),
     ],
 )
 def test_a_claim_needs_its_whole_interval(paper, mean, half, verdict):
@@ -161,7 +162,13 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
 
     monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
     made = [" ".join(command[1:]) for command in reproduce.commands(["step_breakdown", "online_adaptation"])]
-    assert [text.split("pretrain.output=")[1].split()[0] for text in made[:6]] == [*reproduce.MADE]
+    outputs = [text.split("pretrain.output=")[1].split()[0] for text in made[:6]]
+    assert outputs == [
+        *reproduce.NEEDS[reproduce.ZERO],
+        *reproduce.NEEDS[reproduce.THINK],
+        *reproduce.MORE["online_adaptation"],
+    ]
+    assert set(reproduce.MADE) >= {path for paths in reproduce.MORE.values() for path in paths}
     launches = [text for text in made if "experiments.launch" in text]
     assert len(launches) == 3 and made[-1].endswith("--readme")
     assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in " ".join(made)
