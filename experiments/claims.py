@@ -126,7 +126,7 @@ def finished_rows(path: pathlib.Path) -> list[Row]:
     """Of results.csv, with the sweep's values as they were there."""
     truth = {"True": True, "False": False}
     rows = [{name: truth.get(value, value) for name, value in row.items()} for row in read_rows(str(path))]
-    return [row for row in rows if row["state"] == "finished"]
+    return [row for row in rows if row.get("state", "finished") == "finished"]
 
 
 def by_seed(rows: Sequence[Row], key: str, **where: Any) -> np.ndarray:

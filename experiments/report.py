@@ -18,7 +18,7 @@ import json
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from markdown_it import MarkdownIt
@@ -29,16 +29,26 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.workdir import versions
 
 HERE = pathlib.Path(__file__).parent
-# Folder -> what it asks. Those first have a plot.py with claims beside the paper's.
+
+
+class Compared(NamedTuple):
+    """A folder whose module has `claims`, of the rows of one file."""
+
+    asks: str
+    module: str = "plot"
+    rows: str = "results.csv"
+
+
 COMPARED = {
-    "step_breakdown": "Table 1: where the seconds of a step go",
-    "drafting_method": "Table 2: what drafts",
-    "draft_length": "Table 4: how long a draft",
-    "accuracy_parity": "quality: does speculation change what is learnt",
-    "verification_rules": "which exact rule",
+    "step_breakdown": Compared("Table 1: where the seconds of a step go"),
+    "drafting_method": Compared("Table 2: what drafts"),
+    "draft_length": Compared("Table 4: how long a draft"),
+    "online_adaptation": Compared("Tables 3 and 5: drafts that learn on line", "report"),
+    "accuracy_parity": Compared("quality: does speculation change what is learnt"),
+    "verification_rules": Compared("which exact rule"),
+    "scale_projection": Compared("235B, simulated", "claims", "large.csv"),
 }
-OTHERS = ("draft_init", "online_adaptation", "scale_projection", "async_lag", "engine", "kernels", "grpo_step")
-OTHERS += ("robustness", "unembedding", "rlzero_tiny")
+OTHERS = ("draft_init", "async_lag", "engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111 }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; display: block; overflow-x: auto }
@@ -54,12 +64,12 @@ section { border-top: 2px solid #111; margin-top: 3rem }
 def all_claims() -> list[tuple[str, Claim]]:
     """(folder, claim); a folder without rows says so."""
     found = []
-    for folder, text in COMPARED.items():
-        path = HERE / folder / "results.csv"
+    for folder, compared in COMPARED.items():
+        path = HERE / folder / compared.rows
         if not path.exists():
-            found.append((folder, Claim(text, "", "", "not run")))
+            found.append((folder, Claim(compared.asks, "", "", "not run")))
             continue
-        module = importlib.import_module(f"experiments.{folder}.plot")
+        module = importlib.import_module(f"experiments.{folder}.{compared.module}")
         found += [(folder, claim) for claim in module.claims(finished_rows(path))]
     return found
 
