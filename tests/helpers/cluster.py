@@ -16,7 +16,9 @@ def start(arguments, processes, devices, logs):
         address = f"localhost:{free.getsockname()[1]}"
     started = []
     for i in range(processes):
-        environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        # As tests/conftest.py: what is run for a second need not be optimised.
+        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+        environment = os.environ | {"XLA_FLAGS": flags}
         if processes > 1:
             environment |= {"JAX_COORDINATOR_ADDRESS": address}
             environment |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(i)}
