@@ -26,11 +26,11 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
     file = os.path.join(path, "config.json")
     try:
         os.makedirs(path, exist_ok=True)
-        _hold(path)
         if os.path.exists(file):
             with open(file) as f:
                 _check_same(path, json.load(f)["config"], config)
             _check_steps(path, config)
+        _hold(path)
         with replacing(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
     except OSError as error:
@@ -42,17 +42,12 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
 def _hold(path: str) -> None:
     if (place := os.path.realpath(path)) in _held:
         return
-    lock = open(os.path.join(path, "lock"), "a+")  # noqa: SIM115 (open for good)
+    lock = open(os.path.join(path, "lock"), "a")  # noqa: SIM115 (open for good)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip()
         lock.close()
-        raise BadInput(f"--workdir {path}: process {owner} is at work in it") from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+        raise BadInput(f"--workdir {path}: another process is at work in it") from None
     _held[place] = lock
 
 

@@ -119,7 +119,7 @@ def test_length_costs_reward():
 
 def test_scores_of_rounds_add_up():
     one, two = scores_of(MIXED, {"timeout": 1}), scores_of(ONE, {"timeout": 2, "died": 1})
-    both = merged_scores([Batch(None, [], scores, None) for scores in (one, two)])
+    both = merged_scores([one, two])
     assert both.total.tolist() == [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1] == both.parts["exact"].tolist()
     assert both.failures == {"timeout": 3, "died": 1} and len(both.stated) == 12
     assert both.correct.tolist() == (both.total > 0).tolist()

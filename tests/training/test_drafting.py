@@ -261,8 +261,8 @@ def entries_from_scratch(kind, tokens):
     out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, unembed=False)(
         policy, jnp.asarray(tokens), at
     )
-    features = out.hidden[:, :, None] if kind == "mtp" else out.aux
-    hidden, embedded = DRAFTS[kind].project(draft, features), policy["embed"][following]
+    hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
+    embedded = policy["embed"][following]
     if kind == "mtp":
         empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
         return entries(kind, DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, at, empty)[1])
