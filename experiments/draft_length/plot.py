@@ -99,7 +99,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         axes[1].axhline(found(rows, w, "adaptive", "over_plain").mean, color=grey, lw=1, ls=("-", "--")[i % 2])
     axes[1].axhline(1, color="k", lw=0.8)
     axes[0].set(xlabel="draft length k, tokens", ylabel="tokens per verification")
-    axes[1].set(xlabel="draft length k, tokens", ylabel="generated tokens per second over plain decoding")
+    axes[1].set(xlabel="draft length k, tokens", ylabel="generation speed over plain decoding")
     axes[1].set_title("horizontal: the controller", fontsize=9)
     for axis in axes:
         axis.legend(fontsize=8)

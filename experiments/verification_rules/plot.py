@@ -26,7 +26,7 @@ from experiments.verification_rules.sweep import LENGTHS, RULES, get_sweep
 
 KEYS = ["benchmark/plain"]
 KEYS += [f"benchmark/k_{k}{what}" for k in LENGTHS for what in ("", "_over_plain", "_acceptance_length")]
-WHAT = {"acceptance_length": "tokens per verification", "over_plain": "generated tokens per second over plain decoding"}
+WHAT = {"acceptance_length": "tokens per verification", "over_plain": "generation speed over plain decoding"}
 
 
 def of(rows: list[Row], workload: str, rule: str, k: int, what: str) -> np.ndarray:

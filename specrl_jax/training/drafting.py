@@ -25,7 +25,7 @@ CATCH_UP_BLOCK = 256
 
 
 class RecurrentHead(Protocol):
-    """A head over pairs (hidden state of position t, token t + 1), fed its own outputs where the target has not been."""
+    """A head over pairs (hidden state of position t, token t + 1), fed its own outputs beyond the target's."""
 
     def write_pairs(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> DraftCache: ...
     def extend(self, params: Any, hidden: Any, embedded: Any, pairs: Any, cache: DraftCache) -> Any: ...
