@@ -34,7 +34,7 @@ SEEDS = range(3)
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 # Lines and bars that differ in grey too.
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "x--")
-GREYS = ("0.15", "0.45", "0.7", "0.9")
+GREYS = ("0.15", "0.4", "0.65", "0.85", "1.0")
 HATCHES = ("", "//", "..", "xx", "\\\\")
 
 

@@ -115,7 +115,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for axis, found, title in zip(axes, (ours, theirs), titles):
         left = np.zeros(len(bars))
         for i, phase in enumerate(PHASES):
-            grey, hatch = GREYS[i % len(GREYS)], HATCHES[i]
+            grey, hatch = GREYS[i], HATCHES[i]
             axis.barh(places, found[phase], left=left, color=grey, hatch=hatch, edgecolor="k", label=phase)
             left += found[phase]
         axis.set(xlabel="seconds of a step", title=title, yticks=list(places), yticklabels=labels)
