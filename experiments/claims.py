@@ -64,19 +64,24 @@ class Claim(NamedTuple):
     text: str
     paper: str  # value and place
     ours: str
-    verdict: str  # reproduced, contradicted, undecided, not in the paper, not run
+    verdict: str  # reproduced, contradicted, excluded, undecided, one seed, not in the paper, not run
 
 
 def faster(text: str, paper: float | None, place: str, ours: Interval) -> Claim:
-    """A ratio of speeds. Reproduced: the whole interval lies on the paper's side of 1; contradicted: on the other."""
+    """A ratio of speeds. Reproduced: the whole interval lies on the paper's side of 1; contradicted: on the other;
+    excluded: 1 lies in it, the paper's value does not.
+    """
     if np.isnan(ours.mean):
         return Claim(text, "" if paper is None else f"{paper} ({place})", "", "not run")
     if paper is None:
         return Claim(text, "", f"{ours}", "not in the paper")
     low, high = ours.mean - ours.half, ours.mean + ours.half
-    sides = {True: "reproduced", False: "contradicted"}
-    certain = low > 1 or high < 1  # nan, of a single seed, is neither
-    return Claim(text, f"{paper} ({place})", f"{ours}", sides[(low > 1) == (paper > 1)] if certain else "undecided")
+    verdict = "one seed" if np.isnan(ours.half) else "undecided"
+    if paper < low or paper > high:
+        verdict = "excluded"
+    if low > 1 or high < 1:
+        verdict = "reproduced" if (low > 1) == (paper > 1) else "contradicted"
+    return Claim(text, f"{paper} ({place})", f"{ours}", verdict)
 
 
 def seeded(runs: Iterable[Row], seeds: Iterable[int] = SEEDS) -> list[Row]:
