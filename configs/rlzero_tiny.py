@@ -30,6 +30,7 @@ def get_config(arg: str = ""):
         c.policy.path = "runs/zero_base"
         c.draft.path = "runs/zero_" + c.draft.get_ref("kind")  # zero_eagle3, zero_mtp, zero_model
         c.rollout.num_slots = 1
+        c.optimizer.learning_rate = 2e-5
         c.grpo.prompts_per_step = 4
         c.eval.problems = 64
         c.checkpoint.keep = 1

@@ -48,9 +48,14 @@ COMPARED = {
     "verification_rules": Compared("which exact rule"),
     "scale_projection": Compared("235B, simulated", "claims", "large.csv"),
 }
+VERDICTS = (
+    "Mean over seeds with a 95 % interval; a ratio is reproduced where all of its interval lies on the paper's side of 1, "
+    "contradicted on the other, excluded where 1 lies in it and the paper's value does not."
+)
 OTHERS = ("draft_init", "async_lag", "engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111 }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;
+       overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; display: block; overflow-x: auto }
 th, td { border: 1px solid #bbb; padding: 3px 8px; text-align: left; vertical-align: top }
 th { background: #eee } img { max-width: 100% } pre, code { background: #f3f3f3 } pre { padding: 8px; overflow-x: auto }
@@ -82,17 +87,18 @@ def claims_table(link: str) -> str:
 
 def folders_page() -> str:
     now = datetime.date.today().isoformat()
-    parts = [f"<h1>specrl_jax: the reproduction of arXiv 2604.26779</h1><p>{now}; {html.escape(str(versions()))}</p>"]
-    parts.append(
-        "<p>Mean over seeds with a 95 % interval; a ratio is reproduced where all of its interval lies on the "
-        "paper's side of 1. What needs an accelerator was not testable here.</p>"
-    )
+    parts = [f"<h1>specrl_jax: the reproduction of arXiv 2604.26779</h1><p>{now}; {made_with()}</p>"]
+    parts.append(f"<p>{VERDICTS} What needs an accelerator was not testable here.</p>")
     parts.append(rendered(claims_table("#{}"), HERE))
     for folder in (*COMPARED, *OTHERS):
         if (readme := HERE / folder / "README.md").exists():
             body = rendered(readme.read_text(), readme.parent)
             parts.append(f'<section id="{folder}"><p>experiments/{folder}</p>{body}</section>')
     return page("specrl_jax: the reproduction", "\n".join(parts))
+
+
+def made_with() -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
 def rendered(text: str, folder: pathlib.Path) -> str:
@@ -126,7 +132,7 @@ def run_page(workdir: pathlib.Path) -> str:
     if not rows:
         raise FileNotFoundError(f"{workdir}: no metrics.jsonl with a row in it")
     steps = [row for row in rows if "time/total" in row]
-    parts = [f"# {workdir.name}\n\n{len(steps)} RL steps; {versions()}"]
+    parts = [f"# {workdir.name}\n\n{len(steps)} RL steps; {made_with()}"]
     if steps:
         parts += [
             "## Phases, median step\n\n" + phases_table(steps),
