@@ -49,8 +49,8 @@ COMPARED = {
     "scale_projection": Compared("235B, simulated", "claims", "large.csv"),
 }
 VERDICTS = (
-    "Mean over seeds with a 95 % interval; a ratio is reproduced where all of its interval lies on the paper's side of 1, "
-    "contradicted on the other, excluded where 1 lies in it and the paper's value does not."
+    "Mean over seeds with a 95 % interval; a ratio is reproduced where all of its interval lies on the paper's side of "
+    "1, contradicted on the other, excluded where 1 lies in it and the paper's value does not."
 )
 OTHERS = ("draft_init", "async_lag", "engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
