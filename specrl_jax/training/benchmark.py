@@ -107,4 +107,5 @@ def print_benchmark(rows: list[dict[str, Any]]) -> None:
         side = name.removeprefix("benchmark/")
         if name != "step" and not side.endswith(("_over_plain", "_acceptance_length")):
             table.add_row(side, shown(name, 0), shown(f"{name}_over_plain", 2), shown(f"{name}_acceptance_length", 2))
-    rich.console.Console().print(table)
+    # In a file rich takes 80 columns, which would break every cell.
+    rich.console.Console(width=max(rich.console.Console().width, 100)).print(table)
