@@ -114,8 +114,8 @@ def test_a_head_takes_its_part():
         for h in (None, head)
     ]
     assert sizes[1].weights - sizes[0].weights == 2 * head_parameters(head)
-    # recurrent.DraftCache: 14,336 numbers a token.
-    assert sizes[1].cache - sizes[0].cache == 8 * 20 * 14_336 * 2
+    # recurrent.DraftCache: 6,144 numbers a token.
+    assert sizes[1].cache - sizes[0].cache == 8 * 20 * 6_144 * 2
 
 
 # ---- machines

@@ -277,6 +277,7 @@ def two_minibatches(draft_learns):
         policy_step=policy_step,
         draft_step=draft_step,
         predict_step=predict_step,
+        on_learner=lambda rows: rows,
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
     signal = Signal(np.zeros((4, 2)), None, np.zeros((4, 1)))

@@ -297,7 +297,7 @@ def test_tensorboard_holds_the_same_scalars(whole):
 def test_files_of_the_command(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     names = {path.name for path in workdir.iterdir()}
-    files = {"config.json", "metrics.jsonl"}
+    files = {"config.json", "metrics.jsonl", "lock"}
     assert names == files | {"rollouts", "evaluations", "checkpoints", "tensorboard", "plots"}
     written = json.loads((workdir / "config.json").read_text())
     assert written["config"]["policy"]["preset"] == "nano_deep" and written["config"]["steps"] == 3
