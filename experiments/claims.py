@@ -140,6 +140,13 @@ def by_seed(rows: Sequence[Row], key: str, **where: Any) -> np.ndarray:
     return np.array([np.median([row[key] for row in matching(found, seed=s)]) for (s,) in distinct(found, "seed")])
 
 
+def benchmark_keys(sides: Iterable[str]) -> list[str]:
+    """Metrics of task=benchmark, of these sides beside plain decoding."""
+    return ["benchmark/plain"] + [
+        f"benchmark/{side}{what}" for side in sides for what in ("", "_over_plain", "_acceptance_length")
+    ]
+
+
 # ---- what is made of them
 
 
@@ -155,6 +162,13 @@ def put_table(readme: pathlib.Path, text: str) -> None:
         raise ValueError(f"{readme}: expected {BEGIN} and {END} once each")
     before, after = old.split(BEGIN)[0], old.split(END)[1]
     readme.write_text(f"{before}{BEGIN}\n{text.strip()}\n{END}{after}")
+
+
+def bars(axis: plt.Axes, place: int, found: Sequence[Interval], label: str) -> None:
+    """The bars of one of three series (`place` 0, 1, 2), with their intervals; group i stands at i."""
+    half, places = np.nan_to_num([f.half for f in found]), np.arange(len(found)) + 0.27 * (place - 1)
+    style = {"color": GREYS[1 + place], "hatch": HATCHES[place], "edgecolor": "k", "capsize": 3}
+    axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=label, **style)
 
 
 def save(figure: plt.Figure, path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ from experiments.claims import (
     Claim,
     Interval,
     Row,
+    benchmark_keys,
     by_seed,
     faster,
     interval,
@@ -25,8 +26,7 @@ from experiments.draft_length.sweep import LENGTHS, get_sweep
 from experiments.engine.bench import distinct
 
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
-KEYS = ["benchmark/plain"]
-KEYS += [f"benchmark/{side}{what}" for side in SIDES for what in ("", "_over_plain", "_acceptance_length")]
+KEYS = benchmark_keys(SIDES)
 # (acceptance length, generation over plain) by k
 PAPER = {
     "Zero": {3: (3.32, 1.77), 5: (4.35, 1.44), 7: (5.06, 1.21)},

@@ -9,10 +9,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import (
-    GREYS,
-    HATCHES,
     Claim,
     Row,
+    bars,
+    benchmark_keys,
     by_seed,
     faster,
     interval,
@@ -25,8 +25,7 @@ from experiments.drafting_method.sweep import METHODS, get_sweep
 from experiments.engine.bench import distinct
 
 SIDES = {"k_3": "k = 3", "adaptive": "adaptive"}
-KEYS = ["benchmark/plain"]
-KEYS += [f"benchmark/{side}{what}" for side in SIDES for what in ("", "_over_plain", "_acceptance_length")]
+KEYS = benchmark_keys(SIDES)
 # (acceptance length, generation over plain)
 PAPER = {
     ("Zero", "n-gram"): (2.47, 0.7),
@@ -79,11 +78,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for axis, w in zip(axes[0], workloads):
         name = workload_name(w)
         for i, (side, label) in enumerate(SIDES.items()):
-            found = [interval(of(rows, w, method, f"{side}_over_plain")) for method in METHODS]
-            places = np.arange(len(METHODS)) + 0.27 * (i - 1)
-            half = np.nan_to_num([f.half for f in found])
-            style = {"color": GREYS[1 + i], "hatch": HATCHES[i], "edgecolor": "k", "capsize": 3}
-            axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=label, **style)
+            bars(axis, i, [interval(of(rows, w, method, f"{side}_over_plain")) for method in METHODS], label)
         paper = [PAPER.get((name, method), (0, 0))[1] for method in METHODS]
         axis.bar(np.arange(len(METHODS)) + 0.27, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
         axis.axhline(1, color="k", lw=0.8)

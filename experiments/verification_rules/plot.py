@@ -9,10 +9,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import (
-    GREYS,
-    HATCHES,
     Claim,
     Row,
+    bars,
+    benchmark_keys,
     by_seed,
     faster,
     interval,
@@ -24,8 +24,7 @@ from experiments.claims import (
 from experiments.engine.bench import distinct
 from experiments.verification_rules.sweep import LENGTHS, RULES, get_sweep
 
-KEYS = ["benchmark/plain"]
-KEYS += [f"benchmark/k_{k}{what}" for k in LENGTHS for what in ("", "_over_plain", "_acceptance_length")]
+KEYS = benchmark_keys(f"k_{k}" for k in LENGTHS)
 WHAT = {"acceptance_length": "tokens per verification", "over_plain": "generation speed over plain decoding"}
 
 
@@ -60,10 +59,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axis, (what, label) in zip(axes, WHAT.items()):
         for i, rule in enumerate(RULES):
-            found = [interval(of(rows, w, rule, k, what)) for w, k in cells]
-            half, places = np.nan_to_num([f.half for f in found]), np.arange(len(cells)) + 0.27 * (i - 1)
-            style = {"color": GREYS[1 + i], "hatch": HATCHES[i], "edgecolor": "k", "capsize": 3}
-            axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=rule, **style)
+            bars(axis, i, [interval(of(rows, w, rule, k, what)) for w, k in cells], rule)
         axis.set(xticks=range(len(cells)), xticklabels=[f"{workload_name(w)}, k = {k}" for w, k in cells], ylabel=label)
         axis.legend(fontsize=8)
     save(figure, path)
