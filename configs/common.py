@@ -40,6 +40,7 @@ def base() -> ConfigDict:
     c.draft.update_every = 1  # RL steps between two updates of it
     c.draft.update_growth = 0.0  # rest once its mismatch has found its level, until that grew by this share; 0 = never
     c.draft.min_coverage = 0.9  # of rollout tokens by a reduced draft vocabulary; below it the ids are chosen again
+    c.draft.optimizer = "adamw"  # adamw; muon (matrices; the rest by adamw)
     c.draft.learning_rate = 1e-4
     c.draft.warmup = 0  # updates
     c.draft.decay_steps = 0  # updates until a cosine reaches a tenth; 0 = constant

@@ -138,6 +138,7 @@ def test_a_config_is_needed(call):
         ("rollout.compute_dtype=half", ["rollout.compute_dtype", "half", "bfloat16"]),
         ("rollout.rule=greedy", ["rollout.rule", "greedy", "rejection", "block", "coupled"]),
         ("optimizer.name=adam", ["optimizer.name", "adam", "adamw"]),
+        ("draft.optimizer=adam", ["draft.optimizer", "adam", "adamw", "muon"]),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(call, tmp_path, no_work, override, words):

@@ -44,6 +44,7 @@ class DraftSettings:
     update_every: int  # RL steps between two updates
     update_growth: float  # rest until the mismatch has grown by this share; 0 = never rest
     min_coverage: float  # of rollout tokens by the draft vocabulary; below it the ids are chosen again
+    optimizer: str  # adamw, muon
     learning_rate: float
     warmup: int  # updates
     decay_steps: int  # updates, 0 = constant

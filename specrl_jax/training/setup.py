@@ -441,6 +441,12 @@ def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learne
 
 def _draft_optimizer(draft: DraftSettings) -> optax.GradientTransformation:
     config = OptimizerConfig(
-        "adamw", draft.learning_rate, draft.warmup, draft.clip, weight_decay=0.0, b2=0.95, decay_steps=draft.decay_steps
+        draft.optimizer,
+        draft.learning_rate,
+        draft.warmup,
+        draft.clip,
+        weight_decay=0.0,
+        b2=0.95,
+        decay_steps=draft.decay_steps,
     )
     return make_optimizer(config, "draft")

@@ -48,9 +48,11 @@ def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.Gra
 
 
 def _matrix_axes(path: Any, weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes are a matrix's inputs and outputs; what is left are layers and experts. None: AdamW's."""
+    """Which axes are a matrix's inputs and outputs; what is left are layers, experts and, in a draft head, the parts of
+    what it reads (embedding and hidden state; three features), each a matrix of its own. None: AdamW's.
+    """
     heads = dict.fromkeys(("q", "k", "v"), ((-3,), (-2, -1))) | {"o": ((-3, -2), (-1,))}
-    matrices = heads | dict.fromkeys(("gate", "up", "down"), ((-2,), (-1,)))
+    matrices = heads | dict.fromkeys(("gate", "up", "down", "fc", "eh_proj"), ((-2,), (-1,)))
     if path[-1].key not in matrices:
         return None
     inputs, outputs = (tuple(weight.ndim + axis for axis in axes) for axes in matrices[path[-1].key])
@@ -58,12 +60,14 @@ def _matrix_axes(path: Any, weight: Any) -> optax.contrib.MuonDimensionNumbers |
 
 
 OPTIMIZERS = {"adamw": optax.adamw, "muon": _muon}
+# Section of the config -> the key that names its optimizer.
+NAMED = {"optimizer": "optimizer.name", "draft": "draft.optimizer"}
 
 
 def make_optimizer(config: OptimizerConfig, section: str = "optimizer") -> optax.GradientTransformation:
     """`section`: of the config, for messages. Raises BadInput."""
     if config.name not in OPTIMIZERS:
-        raise BadInput(f"{section}.name: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
+        raise BadInput(f"{NAMED[section]}: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
     peak = config.learning_rate
     if config.decay_steps:
         if config.decay_steps <= config.warmup:

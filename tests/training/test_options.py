@@ -219,6 +219,21 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
         np.testing.assert_allclose(np.abs(updates[table]), 0.09 / 0.19 + 1, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind, name", [("eagle3", "fc"), ("mtp", "eh_proj")])
+def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
+    """The halves of a head's queries (embedding, hidden state) and of its projection: each orthogonal, none AdamW's."""
+    options = {"draft__kind": kind, "draft__optimizer": "muon", "draft__clip": 1e9}
+    setup, rng = make_setup(rlzero_tiny.get_config("smoke"), **options), np.random.default_rng(0)
+    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype("f4"), setup.draft.specs)
+    optimizer = setup.draft_optimizer
+    updates, _ = jax.jit(optimizer.update)(params, jax.jit(optimizer.init)(params), params)
+    (found,) = [leaf for path, leaf in jax.tree.leaves_with_path(updates) if path[-1].key == name]
+    for matrix in np.asarray(found).reshape(-1, *found.shape[-2:]):
+        values = np.linalg.svd(matrix, compute_uv=False)
+        low, high = np.quantile(values, (0.2, 1.0))
+        assert high < 2.2 * low, name
+
+
 # ---- wrong inputs
 
 
