@@ -27,7 +27,7 @@ SWEEPS = {
     "async_lag": (TINY,),
 }
 # Folders whose table and figure come from `report --workdir` of their one workload.
-REPORTED = ("online_adaptation", "async_lag")
+REPORTED = ("online_adaptation",)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]

@@ -18,32 +18,32 @@ ACCURACY = "eval/accuracy"
 KEYS = [ACCURACY, "eval/accuracy_greedy", "reward/mean", "rollout/response_length_mean", "mismatch/logprob_abs_max"]
 
 
-def curve(rows: list[Row], name: str, key: str = ACCURACY) -> tuple[list[int], np.ndarray]:
-    """(steps, [seeds, steps] values) where they were measured."""
-    found = [row for row in matching(rows, **RUNS[name]) if isinstance(row[key], int | float)]
+def curve(rows: list[Row], run: Row, key: str = ACCURACY) -> tuple[list[int], np.ndarray]:
+    """(steps, [seeds, steps] values) where they were measured, of the runs with these overrides."""
+    found = [row for row in matching(rows, **run) if isinstance(row[key], int | float)]
     steps = sorted({row["step"] for row in found})
     return steps, np.array([[r[key] for r in matching(found, seed=s)] for (s,) in distinct(found, "seed")])
 
 
-def difference(rows: list[Row], name: str, plain: str) -> tuple[float, float]:
-    """(mean, half of the 95 % interval, Welch) of the area under the accuracy curve, `name` - `plain`, over seeds."""
-    a, b = (curve(rows, x)[1].mean(axis=1) for x in (name, plain))
+def difference(rows: list[Row], run: Row, other: Row) -> tuple[float, float]:
+    """(mean, half of the 95 % interval, Welch) of the area under the accuracy curve, `run` - `other`, over seeds."""
+    a, b = (curve(rows, x)[1].mean(axis=1) for x in (run, other))
     found = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
     return float(a.mean() - b.mean()), float(found.high - found.low) / 2
 
 
 def identical(rows: list[Row]) -> bool:
     """Whether coupled runs have the same numbers at every step with speculation and without."""
-    pairs = [[curve(rows, name, key)[1] for name in ("plain, coupled", "coupled")] for key in KEYS[:4]]
+    pairs = [[curve(rows, RUNS[name], key)[1] for name in ("plain, coupled", "coupled")] for key in KEYS[:4]]
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
 def table(rows: list[Row]) -> str:
     lines = []
     for name in RUNS:
-        _, values = curve(rows, name)
+        _, values = curve(rows, RUNS[name])
         plain = "plain, coupled" if "coupled" in name else "plain"
-        gap = "" if name == plain else "{:+.3f} +- {:.3f}".format(*difference(rows, name, plain))
+        gap = "" if name == plain else "{:+.3f} +- {:.3f}".format(*difference(rows, RUNS[name], RUNS[plain]))
         lines.append([name, f"{interval(values[:, -1])}", f"{interval(values.mean(axis=1))}", gap])
     verdict = "identical" if identical(rows) else "NOT identical"
     header = ["", "accuracy at the end", "mean over the run", "minus plain (95 %, Welch)"]
@@ -55,7 +55,7 @@ def table(rows: list[Row]) -> str:
 def claims(rows: list[Row]) -> list[Claim]:
     made = []
     for name in ("rejection", "block"):
-        gap, half = difference(rows, name, "plain")
+        gap, half = difference(rows, RUNS[name], RUNS["plain"])
         verdict = "reproduced" if abs(gap) <= half else "contradicted"
         text = f"validation accuracy over the run with speculation minus plain, {name}"
         made.append(Claim(text, "curves overlap (no seeds)", f"{gap:+.3f} +- {half:.3f}", verdict))
@@ -66,7 +66,7 @@ def claims(rows: list[Row]) -> list[Claim]:
 def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(RUNS):
-        steps, values = curve(rows, name)
+        steps, values = curve(rows, RUNS[name])
         found = [interval(column) for column in values.T]
         half = np.nan_to_num([f.half for f in found])
         at = np.array(steps) + 0.4 * (i - 2)

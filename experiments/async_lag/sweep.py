@@ -1,12 +1,13 @@
 """rlzero_tiny on six learner and two rollout devices: synchronous, and one and two policy versions ahead, three seeds.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.launch \
-        --config configs/rlzero_tiny.py --sweep experiments/async_lag/sweep.py
+All three correct for what drew the rollouts; without lag that changes nothing.
 """
 
 from typing import Any
 
-# Name in the table -> overrides. All three correct for what drew the rollouts; without lag that changes nothing.
+from experiments.claims import seeded
+
+# Name in the table -> overrides.
 PIPELINES: dict[str, dict[str, Any]] = {
     "sync": {"pipeline.mode": "sync"},
     "lag 1": {"pipeline.mode": "async", "pipeline.lag": 1},
@@ -18,8 +19,4 @@ SPLIT |= {"grpo.prompts_per_step": 18, "rollout.num_slots": 128, "draft.compare_
 
 
 def get_sweep() -> list[dict[str, Any]]:
-    return [
-        SPLIT | overrides | {"seed": seed, "rollout.seed": seed}
-        for seed in range(3)
-        for overrides in PIPELINES.values()
-    ]
+    return seeded(SPLIT | pipeline for pipeline in PIPELINES.values())

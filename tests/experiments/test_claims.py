@@ -77,7 +77,7 @@ def made_up(module, workloads):
     rng, rows = np.random.default_rng(0), []
     for workload in workloads:
         for run in module.get_sweep():
-            for step in (1, 2, 3):
+            for step in (1, 8, 9):
                 row = {"workload": workload, "state": "finished", "step": step} | run
                 rows.append(row | {key: float(rng.uniform(1, 2)) for key in module.KEYS})
     return rows
@@ -85,7 +85,7 @@ def made_up(module, workloads):
 
 PLOTTED = [name for name, compared in report.COMPARED.items() if compared.module == "plot"]
 FOLDERS = dict.fromkeys(PLOTTED, ("rlzero_tiny_small", "rlthink_tiny"))
-FOLDERS["accuracy_parity"] = ("rlzero_tiny",)
+FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag"), ("rlzero_tiny",))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

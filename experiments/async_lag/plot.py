@@ -1,0 +1,88 @@
+"""Rollouts one and two policy versions ahead of the learner, beside synchronous runs on the same two sets of devices.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.launch \
+    --config configs/rlzero_tiny.py --sweep experiments/async_lag/sweep.py
+python -m experiments.async_lag.plot --collect runs/sweeps/rlzero_tiny_async_lag
+"""
+
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.accuracy_parity.plot import ACCURACY, curve, difference
+from experiments.async_lag.sweep import PIPELINES, get_sweep
+from experiments.claims import GREYS, HATCHES, STYLES, Claim, Interval, Row, interval, main, markdown, save
+from experiments.engine.bench import distinct, matching
+
+TIMES = [f"time/{name}" for name in ("total", "generate", "exposed_generation", "idle_rollout", "prepare")]
+TIMES += ["time/data", "time/logprob", "time/train"]
+KEYS = [*TIMES, "rollout/lag", "policy/correction", "mismatch/kl", "spec/acceptance_length", "reward/mean", ACCURACY]
+# Columns of the table; what is not the learner's own work.
+SHOWN = {"generate": "generation", "exposed_generation": "exposed", "idle_rollout": "rollout devices idle"}
+SETTLED = 5  # the first steps compile, and fill the queue
+
+
+def seconds(rows: list[Row], name: str, phase: str) -> np.ndarray:
+    """[seeds] median seconds of a phase over the settled steps of each seed."""
+    found = [
+        row
+        for row in matching(rows, **PIPELINES[name])
+        if row["step"] > SETTLED and isinstance(row[f"time/{phase}"], int | float)
+    ]
+    return np.array(
+        [np.median([r[f"time/{phase}"] for r in matching(found, seed=s)]) for (s,) in distinct(found, "seed")]
+    )
+
+
+def step_ratio(rows: list[Row], name: str) -> Interval:
+    """Seconds of a step over those of a synchronous one, seed by seed."""
+    return interval(seconds(rows, name, "total") / seconds(rows, "sync", "total"))
+
+
+def table(rows: list[Row]) -> str:
+    lines = []
+    for name, pipeline in PIPELINES.items():
+        _, values = curve(rows, pipeline)
+        gap = "" if name == "sync" else "{:+.3f} +- {:.3f}".format(*difference(rows, pipeline, PIPELINES["sync"]))
+        times = [f"{interval(seconds(rows, name, phase))}" for phase in ("total", *SHOWN)]
+        lines.append([name, f"{interval(values[:, -1])}", gap, f"{step_ratio(rows, name)}", *times])
+    header = ["", "accuracy at the end", "over the run, minus sync (95 %, Welch)", "step over sync's", "step, s"]
+    return markdown([*header, *[f"{text}, s" for text in SHOWN.values()]], lines)
+
+
+def claims(rows: list[Row]) -> list[Claim]:
+    made = []
+    for name in ("lag 1", "lag 2"):
+        gap, half = difference(rows, PIPELINES[name], PIPELINES["sync"])
+        text = f"Zero, asynchronous, {name}: validation accuracy over the run minus synchronous"
+        # Where the interval holds zero nothing was lost that three seeds can show.
+        verdict = "no loss shown" if abs(gap) <= half else "a loss" if gap < 0 else "a gain"
+        made.append(Claim(text, "", f"{gap:+.3f} +- {half:.3f}", f"not in the paper: {verdict}"))
+    return made
+
+
+def draw(rows: list[Row], path: pathlib.Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    for i, (name, pipeline) in enumerate(PIPELINES.items()):
+        steps, values = curve(rows, pipeline)
+        found = [interval(column) for column in values.T]
+        half = np.nan_to_num([f.half for f in found])
+        at = np.array(steps) + 0.4 * (i - 1)
+        axes[0].errorbar(at, [f.mean for f in found], half, fmt=STYLES[i], color=str(0.3 * i), capsize=3, label=name)
+        left = 0.0
+        for j, phase in enumerate(("exposed_generation", "prepare", "logprob", "train")):
+            value = float(seconds(rows, name, phase).mean())
+            label = phase.replace("_", " ") if i == 0 else None
+            axes[1].barh(i, value, left=left, color=GREYS[j], hatch=HATCHES[j], edgecolor="k", label=label)
+            left += value
+    axes[0].set(xlabel="RL step", ylabel="validation accuracy, sampled", ylim=(0, 1.05))
+    axes[0].legend(fontsize=8, loc="lower right")
+    axes[1].set(xlabel="seconds of a step", yticks=range(len(PIPELINES)), yticklabels=list(PIPELINES))
+    axes[1].invert_yaxis()
+    axes[1].legend(fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main(__file__, __doc__, get_sweep(), KEYS, table, draw)
