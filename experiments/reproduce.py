@@ -21,6 +21,7 @@ SWEEPS = {
     "step_breakdown": (ZERO, THINK),
     "drafting_method": (ZERO, THINK),
     "draft_length": (ZERO, THINK),
+    "draft_init": (ZERO,),
     "verification_rules": (ZERO, THINK),
     "accuracy_parity": (TINY,),
     "online_adaptation": (TINY,),
@@ -36,6 +37,7 @@ COUNTDOWN += ["rollout.max_response_tokens=36"]
 MADE: dict[str, list[str]] = {
     "runs/zero_base": ["configs/pretrain_tiny.py:zero"],
     "runs/zero_eagle3": ["configs/draft_tiny.py:zero"],
+    "runs/zero_generic": ["configs/draft_tiny.py:zero", *COUNTDOWN],
     "runs/zero_mtp": ["configs/draft_tiny.py:zero", *MTP],
     "runs/zero_model": ["configs/draft_tiny.py:zero", *MODEL],
     "runs/think_base": ["configs/pretrain_tiny.py:think"],
@@ -45,34 +47,47 @@ MADE: dict[str, list[str]] = {
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
+# Head of thirty RL steps -> the one they began with; what they made is exported there, policy and draft.
+ADAPTED = {"runs/zero_generic_online": "runs/zero_generic", "runs/zero_eagle3_online": "runs/zero_eagle3"}
+LEARNS = ["steps=30", "draft.compare_rounds=0", "eval.every=0", "draft.minibatches=8", "draft.learning_rate=2e-3"]
+LEARNS += ["draft.warmup=16", "draft.decay_steps=240"]
 # Of a workload, and of a folder beside.
 NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3"), TINY: ()}
 MORE = {
+    "draft_init": ("runs/zero_generic", *ADAPTED),
     "drafting_method": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
     "online_adaptation": ("runs/heads/in_domain", "runs/heads/generic"),
 }
 
 
+def run(config: str, overrides: list[str], path: str) -> list[str]:
+    """main.py for what is made in `path`, with its workdir beside."""
+    flags = [f"--config.{override}" for override in overrides]
+    return [sys.executable, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
+
+
 def commands(folders: list[str]) -> Iterator[list[str]]:
     """In order; those that make what is there already are left out."""
-    python = sys.executable
     wanted = dict.fromkeys(path for folder in folders for config in SWEEPS[folder] for path in NEEDS[config])
     wanted |= dict.fromkeys(path for folder in folders for path in MORE.get(folder, ()))
     for path in wanted:
-        if not (REPOSITORY / path / "config.json").exists():
+        if path in ADAPTED and not (REPOSITORY / path / "draft" / "config.json").exists():
+            learns = [*LEARNS, f"draft.path={ADAPTED[path]}"]
+            yield run(ZERO, learns, path)
+            yield run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path)
+        elif path in MADE and not (REPOSITORY / path / "config.json").exists():
             config, *overrides = MADE[path]
-            flags = [f"--config.{override}" for override in (*overrides, f"pretrain.output={path}")]
-            yield [python, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
+            yield run(config, [*overrides, f"pretrain.output={path}"], path)
     for folder in folders:
         sweep = f"experiments/{folder}/sweep.py"
         workdirs = [str(default_workdir(config, REPOSITORY / sweep)) for config in SWEEPS[folder]]
         for config in SWEEPS[folder]:
-            yield [python, "-m", "experiments.launch", "--config", config, "--sweep", sweep]
+            yield [sys.executable, "-m", "experiments.launch", "--config", config, "--sweep", sweep]
         if folder in REPORTED:
-            yield [python, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
+            yield [sys.executable, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
         else:
-            yield [python, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
-    yield [python, "-m", "experiments.report", "--output", "runs/report.html", "--readme"]
+            yield [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
+    yield [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"]
 
 
 def environment(command: list[str]) -> dict[str, str]:

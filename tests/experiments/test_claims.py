@@ -85,6 +85,7 @@ def made_up(module, workloads):
 
 PLOTTED = [name for name, compared in report.COMPARED.items() if compared.module == "plot"]
 FOLDERS = dict.fromkeys(PLOTTED, ("rlzero_tiny_small", "rlthink_tiny"))
+FOLDERS["draft_init"] = ("rlzero_tiny_small",)
 FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag"), ("rlzero_tiny",))
 
 
@@ -171,7 +172,7 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
         *reproduce.NEEDS[reproduce.THINK],
         *reproduce.MORE["online_adaptation"],
     ]
-    assert set(reproduce.MADE) >= {path for paths in reproduce.MORE.values() for path in paths}
+    assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= {path for paths in reproduce.MORE.values() for path in paths}
     launches = [text for text in made if "experiments.launch" in text]
     assert len(launches) == 3 and made[-1].endswith("--readme")
     assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in " ".join(made)
