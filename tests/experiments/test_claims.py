@@ -172,7 +172,8 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
         *reproduce.NEEDS[reproduce.THINK],
         *reproduce.MORE["online_adaptation"],
     ]
-    assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= {path for paths in reproduce.MORE.values() for path in paths}
+    needed = {path for paths in reproduce.MORE.values() for path in paths}
+    assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= needed
     launches = [text for text in made if "experiments.launch" in text]
     assert len(launches) == 3 and made[-1].endswith("--readme")
     assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in " ".join(made)
