@@ -93,7 +93,7 @@ def base() -> ConfigDict:
     c.pipeline = ConfigDict()
     c.pipeline.mode = "sync"  # sync: generate, then learn; async: generate later steps while learning
     c.pipeline.lag = 1  # async: policy versions, at most, between what drew a rollout and what learns from it
-    c.pipeline.rollout_devices = 0  # the last so many devices only generate; 0 = all devices do both (sync)
+    c.pipeline.rollout_devices = 0  # the last so many of each process only generate; 0 = all devices do both (sync)
     c.pipeline.tensor = 1  # ways that each copy of the weights there is split
     c.pipeline.expert = 1
 

@@ -1,7 +1,8 @@
 """One run of several processes: the same program in each, and one learner mesh over the devices of all.
 
 Every process draws the same problems, generates and scores its share of them on its own devices, with its own copy of
-the rollout weights, and then gets the rollouts of all: `gathered`. What follows is one program on the global mesh, and
+the rollout weights, and then gets the rollouts of all: `gathered`, by the thread that learns, since programs of several
+processes must come in one order everywhere. What follows is one program on the global mesh, and
 host code that does the same everywhere. Checkpoints are written by all; other files, and the terminal, are the first
 one's. With a single process every function here is the identity.
 """
@@ -19,6 +20,8 @@ from specrl_jax.core import BadInput
 
 # A process that is not heard of for so long is given up, and the others end.
 HEARTBEAT_SECONDS = 30
+# Mesh axes that split rollout weights, so that a process must have all of them.
+WHOLE = ("expert", "tensor")
 # Of localhost, or where no cluster manager tells: jax reads the first by itself.
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 

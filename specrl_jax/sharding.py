@@ -95,13 +95,18 @@ def partitioner(mesh: Mesh, rules: dict[str, tuple[str, ...]]) -> Partitioner:
 
 
 def learner_devices(rollout_devices: int) -> list[jax.Device]:
-    """All devices but the last so many, which only generate. Raises BadInput where that leaves none."""
-    devices = jax.devices()
-    if rollout_devices >= len(devices):
-        raise BadInput(
-            f"pipeline.rollout_devices={rollout_devices}: of the {len(devices)} devices present one must learn"
-        )
-    return devices[: len(devices) - rollout_devices]
+    """All devices but the last so many of each process, which only generate. Raises BadInput where that leaves none."""
+    if not rollout_devices:
+        return jax.devices()
+    kept = []
+    for i in range(jax.process_count()):
+        devices = jax.local_devices(process_index=i)
+        if rollout_devices >= len(devices):
+            raise BadInput(
+                f"pipeline.rollout_devices={rollout_devices}: of the {len(devices)} devices present one must learn"
+            )
+        kept += devices[: len(devices) - rollout_devices]
+    return kept
 
 
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:

@@ -25,6 +25,7 @@ RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--confi
 # As little to compile as there can be.
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
 STEPS = 5
+ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
 # What the clock and the memory say, and differences of numbers that are equal but for rounding.
 NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "mismatch/")
 
@@ -71,6 +72,19 @@ def test_a_repeat_is_equal_to_the_last_bit(two, tmp_path):
 
 def test_four_processes_are_two(two, tmp_path):
     for step, key, value, expected in compared(two[1], run(tmp_path, 4, 2)):
+        allowed = 1e-6 * max(abs(expected), 1)
+        assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
+
+
+def test_rollouts_beside_the_learner_are_those_of_one_process(tmp_path):
+    """One version ahead, on as many devices of their own, and the learner on four: 2 x (2 + 2) against 1 x (4 + 4)."""
+    several, one = tmp_path / "several", tmp_path / "one"
+    several.mkdir(), one.mkdir()
+    ahead = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
+    rows = run(several, 2, 4, *ahead)
+    assert [row["rollout/lag"] for row in rows[1:]] == [0, 1, 1, 1, 1]
+    others = run(one, 1, 8, *ahead, "--config.pipeline.rollout_devices=4")
+    for step, key, value, expected in compared(rows, others):
         allowed = 1e-6 * max(abs(expected), 1)
         assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
 
@@ -135,12 +149,14 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
     [
         ("rollout.num_slots=15", "rollout.num_slots=15 must divide by the 2 processes"),
         ("mesh.tensor=8", "mesh.tensor=8: rollouts read it within a process, which has 4 devices"),
-        ("pipeline.rollout_devices=2", "pipeline.rollout_devices=2: several processes"),
+        ("pipeline.rollout_devices=4", "pipeline.rollout_devices=4: of the 4 devices present one must learn"),
+        (" ".join((*ASYNC, "pipeline.lag=0", "grpo.sampling_rounds=2")), "grpo.sampling_rounds=2: several processes would"),
         ("task=evaluate", "task=evaluate is for one process, and there are 2"),
     ],
 )
 def test_what_several_cannot_do_is_said_in_one_line(override, message, tmp_path):
-    started = start([*RUN, "--workdir", str(tmp_path), f"--config.{override}"], 2, 4, tmp_path)
+    overrides = [f"--config.{one}" for one in override.split()]
+    started = start([*RUN, "--workdir", str(tmp_path), *overrides], 2, 4, tmp_path)
     assert [process.wait(timeout=120) for process in started] == [1, 1]
     for i in range(2):
         assert f"error: {message}" in output(tmp_path, i) and "Traceback" not in output(tmp_path, i)

@@ -1,5 +1,6 @@
 """The rollouts that a step learns from: generated, scored, and where asked for generated again until they teach."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
+from specrl_jax.processes import gathered
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.overlong import overlong_penalty
@@ -107,3 +109,17 @@ def merged_scores(parts: Sequence[Scores]) -> Scores:
             first.stated + scores.stated,
         )
     return first
+
+
+def of_all(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
+    """Those of every process, in their order; of the chunks this one's, whose seconds they are."""
+    parts = gathered((rollouts, scores))
+    together = concatenated([part for part, _ in parts])
+    return dataclasses.replace(together, chunks=rollouts.chunks), merged_scores([part for _, part in parts])
+
+
+def batch_of_all(own: Batch) -> Batch:
+    """The batch of all processes from this one's share of its rollouts. All must call it, and together."""
+    rewards = np.concatenate(gathered(own.rewards))
+    rollouts, scores = of_all(own.rollouts, own.scores)
+    return Batch(rollouts, own.problems, scores, rewards)

@@ -1,6 +1,5 @@
 """A policy on fixed sets of problems: how often it is right, and what it wrote."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -12,10 +11,10 @@ from specrl_jax import processes
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
-from specrl_jax.decoding.rollouts import Rollouts, concatenated
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.accuracy import accuracy_metrics
-from specrl_jax.training.collect import merged_scores
+from specrl_jax.training.collect import of_all
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.setup import Setup
 
@@ -89,13 +88,6 @@ def evaluate(
     rollouts = engine.generate(params, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)
     rollouts, scores = of_all(rollouts, score(rollouts, problems[own], tokenizer, scorer))
     return Evaluation(problems, samples, scores, rollouts)
-
-
-def of_all(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
-    """Those of every process, in their order; of the chunks this one's, whose seconds they are."""
-    parts = processes.gathered((rollouts, scores))
-    together = concatenated([part for part, _ in parts])
-    return dataclasses.replace(together, chunks=rollouts.chunks), merged_scores([part for _, part in parts])
 
 
 def score(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:

@@ -29,10 +29,10 @@ from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.grpo import Signal
 from specrl_jax.training.batches import LearnerBatch, learner_batch
-from specrl_jax.training.collect import Batch, collect, lesson, merged_scores, unequal
+from specrl_jax.training.collect import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
 from specrl_jax.training.compare import compare_with_plain
 from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
-from specrl_jax.training.evaluate import Evaluation, evaluate, of_all, score
+from specrl_jax.training.evaluate import Evaluation, evaluate, score
 from specrl_jax.training.measures import (
     draft_metrics,
     mismatch_metrics,
@@ -139,6 +139,8 @@ def run_step(
 
     with clock("generate"):
         produced = pipeline.take(step)
+        if not pipeline.inline:
+            produced = produced._replace(batches=[batch_of_all(own) for own in produced.batches])
     _leave_if(stop)
 
     with clock("logprob"):
@@ -186,7 +188,10 @@ def make_pipeline(
     speculation: Speculation,
     devices: threading.Lock,
 ) -> Pipeline:
-    """`first`: the step that is taken first. `devices` is held while an asynchronous one generates."""
+    """`first`: the step that is taken first. `devices` is held while an asynchronous one generates.
+
+    Beside the learner a process generates without the others, and its share is all that a batch has.
+    """
     s, tokenizer, p = setup.settings, setup.tokenizer, setup.settings.pipeline
     progress = display.update_phase if p.mode == "sync" else lambda done, total: None
 
@@ -205,7 +210,8 @@ def make_pipeline(
                 speculation.lengths,
                 speculation.history,
             )
-            return of_all(rollouts, score(rollouts, problems[own], tokenizer, setup.scorer))
+            found = rollouts, score(rollouts, problems[own], tokenizer, setup.scorer)
+            return of_all(*found) if p.mode == "sync" else found
 
         start = time.perf_counter()
         problems = next(stream)

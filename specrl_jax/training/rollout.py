@@ -18,7 +18,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.speculative import Slots
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.processes import own_copy
+from specrl_jax.processes import WHOLE, own_copy, own_mesh
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.draft_models import DraftModel
 from specrl_jax.training.weights import Caches, Weights, checksum
@@ -68,9 +68,11 @@ def make_prepare(
     if learner is None or learner.mesh == partition.mesh:
         return jax.jit(prepare, out_shardings=shardings(partition))
     if jax.process_count() > 1:
-        # One program of all processes, after which each has a whole copy among its own devices.
+        # One program of all processes, after which each has a whole copy among its own devices; what those of them that
+        # only generate get is moved within the process.
         everywhere = jax.jit(prepare, out_shardings=shardings(dataclasses.replace(partition, mesh=learner.mesh)))
-        return lambda *parts: own_copy(everywhere(*parts), shardings(partition))
+        own = shardings(dataclasses.replace(partition, mesh=own_mesh(learner.mesh, WHOLE)))
+        return lambda *parts: jax.device_put(own_copy(everywhere(*parts), own), shardings(partition))
     # Made where the parameters are, split as finely as they are, then moved.
     made = jax.jit(prepare, out_shardings=shardings(learner))
     return lambda *parts: jax.device_put(made(*parts), shardings(partition))

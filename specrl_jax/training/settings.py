@@ -105,7 +105,7 @@ class GRPOSettings:
 class PipelineSettings:
     mode: str  # sync, async
     lag: int  # policy versions, at most, between what drew a rollout and what learns from it
-    rollout_devices: int  # the last so many only generate; 0 = all devices do both
+    rollout_devices: int  # the last so many of each process only generate; 0 = all devices do both
     tensor: int  # ways that each of their copies of the weights is split
     expert: int
 

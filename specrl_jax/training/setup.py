@@ -21,7 +21,7 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import LoRA, init_adapters
-from specrl_jax.processes import own_mesh, placed
+from specrl_jax.processes import WHOLE, own_mesh, placed
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.draft_losses import LOSSES
@@ -355,9 +355,8 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
     if not p.rollout_devices:
         if p.mode == "async":
             raise BadInput("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        return own_mesh(mesh, ("expert", "tensor"))
-    if jax.process_count() > 1:
-        raise BadInput(f"pipeline.rollout_devices={p.rollout_devices}: several processes generate on all their devices")
+        return own_mesh(mesh, WHOLE)
+    own_mesh(mesh, WHOLE)  # what the weights pass through
     split = p.tensor * p.expert
     if p.rollout_devices % split:
         raise BadInput(
@@ -365,7 +364,7 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
             f"pipeline.expert={p.expert}"
         )
     sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
-    return make_mesh(sizes, jax.devices()[-p.rollout_devices :])
+    return make_mesh(sizes, jax.local_devices()[-p.rollout_devices :])
 
 
 def _own_share(settings: Settings) -> Settings:
@@ -396,6 +395,11 @@ def _objective(settings: Settings) -> Objective:
         raise BadInput(
             f"pipeline.lag={settings.pipeline.lag}: an older policy draws the rollouts, which grpo.correction "
             "(token_truncate) or grpo.old_logprobs=rollout must make up for"
+        )
+    if settings.pipeline.mode == "async" and jax.process_count() > 1 and g.sampling_rounds > 1:
+        raise BadInput(
+            f"grpo.sampling_rounds={g.sampling_rounds}: several processes would have to ask each other whether to "
+            "generate again, and under pipeline.mode=async they do not wait for each other"
         )
     if g.reference_every and not g.kl_coef:
         raise BadInput(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")
