@@ -150,7 +150,10 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
         ("rollout.num_slots=15", "rollout.num_slots=15 must divide by the 2 processes"),
         ("mesh.tensor=8", "mesh.tensor=8: rollouts read it within a process, which has 4 devices"),
         ("pipeline.rollout_devices=4", "pipeline.rollout_devices=4: of the 4 devices present one must learn"),
-        (" ".join((*ASYNC, "pipeline.lag=0", "grpo.sampling_rounds=2")), "grpo.sampling_rounds=2: several processes would"),
+        (
+            " ".join((*ASYNC, "pipeline.lag=0", "grpo.sampling_rounds=2")),
+            "grpo.sampling_rounds=2: several processes would",
+        ),
         ("task=evaluate", "task=evaluate is for one process, and there are 2"),
     ],
 )
