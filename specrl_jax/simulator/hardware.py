@@ -85,6 +85,9 @@ class Attained:
     # and its weights are checked and stamped.
     data_seconds: Array = 0.2
     prepare_seconds: Array = 1.0
+    # Of the shorter of generation and learning on devices of their own, the share that comes on top of the longer one
+    # when both run: 0 for devices that share nothing, near 1 for those that one CPU pretends to have.
+    contention: Array = 0.0
 
 
 # By how much an assumption may be wrong: 90 % between value / factor and value x factor, log-normal. Of all others

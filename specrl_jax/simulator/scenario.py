@@ -209,7 +209,7 @@ def _predict(s: Scenario, p: Points) -> Prediction:
     )
     rollout, steady = generation(s, replicas, slots, column.lag, drafting)
     phases = _phases(s, rollout.seconds, learners)
-    step = asynchronous(phases, steady, column.lag, s.in_flight)
+    step = asynchronous(phases, steady, column.lag, s.in_flight, s.hardware.attained.contention)
     fits = sizes.fits(*room)
     return _flattened(Prediction(step, phases, rollout, steady, fits))
 

@@ -3,6 +3,8 @@
     synchronous    T = data + prepare + generate + logprob + train
     with lag l     T = max(prepare + generation a batch, data + logprob + train, all of the slowest batch / (l + 1))
 
+Devices that share what they run on (`contention` c) add c times the shorter of the first two to the longer.
+
 With a lag l >= 1 the learner works on a batch that was begun up to l versions ago: batch s starts when version s - l is
 there, so l + 1 steps last at least as long as one batch takes from its first token to its update. Generation either
 ends one batch before it begins the next, or goes on without a gap: then a batch's last responses cost no throughput,
@@ -51,7 +53,7 @@ def synchronous(phases: Phases) -> Step:
     return Step(phases.total, phases.generate, phases.prepare + phases.generate)
 
 
-def asynchronous(phases: Phases, steady: Steady, lag: Array, in_flight: bool = False) -> Step:
+def asynchronous(phases: Phases, steady: Steady, lag: Array, in_flight: bool = False, contention: Array = 0.0) -> Step:
     """Generation and learner on devices of their own; lag 0 is `synchronous` on the two sets.
 
     Args:
@@ -59,12 +61,14 @@ def asynchronous(phases: Phases, steady: Steady, lag: Array, in_flight: bool = F
       lag: versions, [N, 1].
       in_flight: weights change under running responses, and a step takes what has ended: no batch waits for its
         slowest response, and the last term above is dropped.
+      contention: between 0 and 1, see hardware.Attained.
     """
     generate = np.concatenate([phases.generate, steady.seconds], axis=-1)
     delay = np.concatenate([phases.generate, steady.delay], axis=-1)
     rest = phases.prepare + phases.learner
     whole = (delay + rest) / (np.asarray(lag) + 1)
-    busy = np.maximum(phases.prepare + generate, phases.learner)
+    producing = phases.prepare + generate
+    busy = np.maximum(producing, phases.learner) + contention * np.minimum(producing, phases.learner)
     totals = busy if in_flight else np.maximum(busy, whole)
     best = np.argmin(totals, axis=-1)[..., None]
     chosen = Step(*(np.take_along_axis(x, best, -1) for x in (totals, generate, totals - phases.learner)))
