@@ -26,6 +26,7 @@ RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--confi
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
 STEPS = 5
 ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
+AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
 # What the clock and the memory say, and differences of numbers that are equal but for rounding.
 NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "mismatch/")
 
@@ -80,10 +81,9 @@ def test_rollouts_beside_the_learner_are_those_of_one_process(tmp_path):
     """One version ahead, on as many devices of their own, and the learner on four: 2 x (2 + 2) against 1 x (4 + 4)."""
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
-    ahead = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
-    rows = run(several, 2, 4, *ahead)
+    rows = run(several, 2, 4, *AHEAD)
     assert [row["rollout/lag"] for row in rows[1:]] == [0, 1, 1, 1, 1]
-    others = run(one, 1, 8, *ahead, "--config.pipeline.rollout_devices=4")
+    others = run(one, 1, 8, *AHEAD, "--config.pipeline.rollout_devices=4")
     for step, key, value, expected in compared(rows, others):
         allowed = 1e-6 * max(abs(expected), 1)
         assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
@@ -118,17 +118,19 @@ def test_one_process_goes_on_where_two_stopped(two, tmp_path):
     assert rows[:-1] == two[1] and rows[-1]["step"] == STEPS + 1
 
 
-def started_run(folder):
+def started_run(folder, *more):
     """Two processes that have done a step of very many."""
-    found = start([*RUN, "--workdir", str(folder), "--config.steps=100000", "--config.eval.every=0"], 2, 4, folder)
-    for _ in itertools.takewhile(lambda _: "step 1 " not in output(folder), range(2400)):
+    endless = ["--config.steps=100000", "--config.eval.every=0"]
+    found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, 4, folder)
+    for _ in itertools.takewhile(lambda _: "step 1 " not in output(folder), range(6000)):
         assert all(process.poll() is None for process in found), output(folder)
         time.sleep(0.1)
     return found
 
 
 def test_a_killed_process_ends_the_run_within_a_minute(tmp_path):
-    first, second = started_run(tmp_path)
+    """One that generates in a thread beside the learner, as it would in the learner's turn."""
+    first, second = started_run(tmp_path, *AHEAD)
     second.send_signal(signal.SIGKILL)
     before = time.monotonic()
     assert first.wait(timeout=120) != 0

@@ -163,9 +163,11 @@ def check_iterations(machine: Hardware) -> list[Row]:
         use = "fitted" if c["fitted"] else "held out"
         base = next(j for j, other in enumerate(cells) if other["batch"] == c["batch"] and not other["k"])
         cell = f"B={c['batch']} k={c['k']}"
-        rows.append(_row("iteration seconds", cell, use, measured[i], predicted[i]))
+        rows.append(comparison("iteration seconds", cell, use, measured[i], predicted[i]))
         if c["k"]:
-            rows.append(_row("iteration c", cell, use, measured[i] / measured[base], predicted[i] / predicted[base]))
+            rows.append(
+                comparison("iteration c", cell, use, measured[i] / measured[base], predicted[i] / predicted[base])
+            )
     return rows
 
 
@@ -179,7 +181,7 @@ def check_rollouts(machine: Hardware) -> list[Row]:
 def _rollout_rows(name: str, cells: list[Row], seconds: np.ndarray) -> list[Row]:
     measured, predicted = ratios(cells, np.array([c["seconds"] for c in cells])), ratios(cells, seconds)
     return [
-        _row(
+        comparison(
             name,
             f"{c['drafter']} slots={c['slots']} k={c['k']}",
             "fitted" if c["fitted"] else "held out",
@@ -268,11 +270,11 @@ def check_steps(machine: Hardware, pace: dict[str, float]) -> list[Row]:
     for r, found in zip(runs, predicted):
         use = "fitted" if r["fitted"] else "held out"
         for phase, seconds in zip((*PHASES, "total"), (*found, found.sum())):
-            rows.append(_row(f"step {phase}", f"{r['kind']} seed={r['seed']}", use, r[phase], seconds))
+            rows.append(comparison(f"step {phase}", f"{r['kind']} seed={r['seed']}", use, r[phase], seconds))
     return rows
 
 
-def _row(name: str, cell: str, use: str, measured: float, predicted: float) -> Row:
+def comparison(name: str, cell: str, use: str, measured: float, predicted: float) -> Row:
     return {"set": name, "cell": cell, "use": use, "measured": float(measured), "predicted": float(predicted)}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_8b
-from experiments.scale_projection import effects, grid, large, ours, paper, validate
+from experiments.scale_projection import apart, effects, grid, large, ours, paper, validate
 from specrl_jax.simulator.__main__ import MEAN_SHARE
 from specrl_jax.simulator.calibrate import errors
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
@@ -112,3 +112,20 @@ def test_grids_hold_what_their_columns_say(calibrated):
 
 def test_ten_thousand_configurations_were_measured():
     assert all(int(r["configurations"]) == 10_000 and float(r["seconds"]) < 30 for r in committed("speed.csv"))
+
+
+def test_steps_ahead_follow_from_the_phases_and_one_constant():
+    """Generation 6 s, the learner 4 s: sync 10; where half of the shorter is paid for, a step ahead takes 8."""
+    phases = dict(zip(apart.PHASES, ([0.0, 0.0], [0.0, 0.0], [6.0, 6.6], [1.0, 1.0], [3.0, 3.0])))
+    totals = {"sync": [10.0, 10.0], "lag 1": [8.0, 9.0], "lag 2": [8.0, 8.0]}
+    found = apart.Measured(*({k: np.array(v) for k, v in x.items()} for x in (phases, totals)))
+    contention = apart.solve_contention(found)
+    assert contention == pytest.approx(0.5)
+    rows = {(r["set"], r["cell"]): r for r in apart.check(found, contention)}
+    assert rows["split total", "sync seed=1"]["predicted"] == 10
+    assert [rows["split total", f"{name} seed=1"]["predicted"] for name in ("lag 1", "lag 2")] == [8, 8]
+    assert rows["split generate", "sync seed=1"]["use"] == "held out"
+    assert {key for key, r in rows.items() if r["use"] == "fitted" and "total" in key[0]} == {
+        ("split total", "sync seed=0"),
+        ("split total", "lag 1 seed=0"),
+    }
