@@ -348,8 +348,10 @@ def evaluation_row(
     weights, _ = setup.prepare(state)
 
     def run(engine: Engine, samples: int) -> Evaluation:
-        # What is known of lengths is known of the training engine's programs.
-        lengths = speculation.lengths if speculation and engine is setup.engine else None
+        lengths = None
+        if speculation:
+            # What is known of costs is known of the training engine's programs.
+            lengths = speculation.lengths if engine is setup.engine else speculation.lengths_elsewhere
         words, scorer, seed = setup.tokenizer, setup.scorer, s.rollout.seed
         return evaluate(engine, weights, problems, samples, words, scorer, seed, display.update_phase, lengths)
 
