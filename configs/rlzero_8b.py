@@ -13,8 +13,8 @@ What every phase takes of a GB200, an H200 or a TPU, on any machine and without 
 
     python main.py --config configs/rlzero_8b.py --config.task=dry_run
 
-The draft is a fresh EAGLE-3 head, which learns in the
-run and is left off until it pays; with a head for this policy, in any of the three public formats,
+The draft is a fresh EAGLE-3 head, which learns in the run and is left off until it pays; with a head for this policy,
+in any of the three public formats,
 
     python main.py --config configs/rlzero_8b.py --config.draft.path=checkpoints/HEAD
 
@@ -23,6 +23,9 @@ Weights and data are read from local folders:
     hf download Qwen/Qwen3-8B-Base --local-dir checkpoints/Qwen3-8B-Base
     data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)
     data/aime-2024.jsonl        rows of `problem` and `answer` (AIME-2024)
+
+Both sets as DAPO's authors publish them, in Parquet and with every prompt many times, are read too, and a prompt counts
+once: data.schema=verl and eval.schema=verl, with their paths.
 
 Expected, from the paper's Table 1: 151 s a step without speculation, of which generation 100, log-probs 18, training
 31; 108 s with a head made offline (generation 57): 400 steps in 12 hours. AIME-2024 accuracy from about 0.04 to about

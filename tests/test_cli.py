@@ -247,7 +247,10 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
         (["draft.vocab_size=32", "draft.min_coverage=0.0"], ["draft.vocab_size=32", "draft.min_coverage"]),
-        (["task=evaluate", "draft.vocab_size=32"], ["draft.vocab_size=32", "task=draft_pretrain", "draft.path"]),
+        (
+            ["task=evaluate", "draft.vocab_size=32"],
+            ["draft.vocab_size=32", "task=draft_pretrain", "draft.path", "draft.kind=none"],
+        ),
         (["policy.preset=nano"], ["draft.kind=eagle3", "at least 7", "2"]),
         (["draft.decay_steps=3", "draft.warmup=3"], ["draft.decay_steps=3", "draft.warmup=3"]),
         (["task=draft_pretrain", "draft.kind=none"], ["task=draft_pretrain", "draft.kind to eagle3"]),

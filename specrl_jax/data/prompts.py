@@ -1,7 +1,8 @@
 """Problems from files of prompts: which keys hold what, what is put around a prompt, and what is left out."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specrl_jax.core import BadInput
@@ -34,10 +35,11 @@ class PromptFormat:
     chat: bool = False  # a prompt that is text becomes a user's message; messages always go through the chat template
     system: str = ""  # system message where the messages have none
     thinking: bool = True  # what the chat template is told of reasoning, Qwen3's enable_thinking
+    key: str = "data.template"  # of the config that names the template, for messages
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.template:
-            raise BadInput(f"data.template={self.template!r}: needs {{prompt}} where the prompt goes")
+            raise BadInput(f"{self.key}={self.template!r}: needs {{prompt}} where the prompt goes")
 
     def text(self, prompt: str | Messages, tokenizer: Tokenizer) -> str:
         """The text of a prompt. Raises BadInput where a chat template is needed and there is none."""
@@ -56,7 +58,7 @@ class Counts:
     """What became of the rows of one file."""
 
     kept: int = 0
-    repeated: int = 0  # the prompt stood in an earlier row
+    repeated: int = 0  # the prompt stood in an earlier row, or in an earlier file
     conflicting: int = 0  # of those, with another answer
     malformed: int = 0
     long: int = 0  # more tokens than max_prompt_tokens
@@ -87,14 +89,17 @@ class Reader:
     skip_long: bool = False
     key: str = "data.path"
 
-    def read(self, path: str, schema: Schema) -> tuple[list[Problem], Counts]:
+    def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """The problems of a file, in its order, the first of every prompt.
 
+        Args:
+          answers: by prompt, those of earlier files, whose prompts do not count again; the file's are added.
         Raises:
           BadInput: naming `file:line` for a row that is malformed or too long, unless such are left out; where nothing
             is left.
         """
-        counts, answers, problems = Counts(), {}, []
+        counts, problems = Counts(), []
+        answers = {} if answers is None else answers
         for row in read_rows(path, self.key):
             problem = self._problem(row, schema, answers, counts)
             if problem:
@@ -140,9 +145,13 @@ def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokeniz
         raise BadInput(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
     if not (isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
         raise BadInput(f"{row.where}: '{schema.prompt}' must be text or a list of messages with role and content")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise BadInput(f"{row.where}: '{schema.answer}' must be text or a number")
-    return Problem(prompt_format.text(prompt, tokenizer), _stated(str(answer), schema, row.where), "")
+    if not _is_answer(answer):
+        raise BadInput(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
+    try:
+        text = prompt_format.text(prompt, tokenizer)
+    except BadInput as error:  # a chat template may refuse what a row has for roles
+        raise BadInput(f"{row.where}: {error}") from None
+    return Problem(text, _stated(_written(answer), schema, row.where), "")
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -162,6 +171,17 @@ def _at(content: Any, key: str) -> Any:
         return content[key]
     head, _, rest = key.partition(".")
     return _at(content[head], rest) if rest and isinstance(content, dict) and head in content else _ABSENT
+
+
+def _is_answer(answer: Any) -> bool:
+    if isinstance(answer, float):
+        return math.isfinite(answer)
+    return isinstance(answer, str | int) and not isinstance(answer, bool)
+
+
+def _written(answer: str | int | float) -> str:
+    """A whole number without its ".0", which a column of floats gives it: 34.0 is asked for as 34."""
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 def _stated(answer: str, schema: Schema, where: str) -> str:
@@ -197,6 +217,9 @@ def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence
     return schemas * count if len(schemas) == 1 else schemas
 
 
-def split_paths(paths: str) -> Iterator[str]:
-    """Paths separated by commas."""
-    return (path.strip() for path in paths.split(",") if path.strip())
+def split_paths(paths: str, key: str) -> list[str]:
+    """Paths separated by commas, at least one. Raises BadInput naming the config's `key`."""
+    found = [path.strip() for path in paths.split(",") if path.strip()]
+    if not found:
+        raise BadInput(f"{key}={paths!r} names no file")
+    return found

@@ -125,14 +125,15 @@ TASKS = {
 class TaskSource:
     """Random-access source of a built-in task (what grain reads): item i is a function of (seed, split, i) alone.
 
-    Splits are disjoint by the prompt's own hash: one prompt in sixteen belongs to validation, whatever the seed.
+    Splits are disjoint by the prompt's own hash: one prompt in sixteen belongs to validation, whatever the seed. `key`
+    is the config's that names the task, for messages.
     """
 
     LENGTH = 2**40  # practically without end, and what grain needs to know
 
-    def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0) -> None:
+    def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0, key: str = "data.task") -> None:
         if task not in TASKS:
-            raise BadInput(f"data.task: no built-in task '{task}'; there are {', '.join(TASKS)}")
+            raise BadInput(f"{key}: no built-in task '{task}'; there are {', '.join(TASKS)}")
         self._task, self._error_rate = TASKS[task], error_rate
         self._validation = {"train": False, "validation": True}[split]
         self._seed = (seed, int(self._validation))

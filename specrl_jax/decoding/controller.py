@@ -148,6 +148,11 @@ class Controller:
             if not math.isnan(cost)
         ]
 
+    def drafts(self, size: int) -> bool | None:
+        """Whether batches of this size draft at present, probes aside; None where nothing was chosen yet."""
+        current = self._sizes[size].current
+        return None if current is None else current > 0
+
     # --- the choice
 
     def choose(self, size: int, running: int, off: bool = False) -> Choice:

@@ -27,13 +27,21 @@ class Scores(NamedTuple):
     correct: np.ndarray  # [R] bool: the first reward is positive
     failures: dict[str, int]  # cause ("timeout", "died", "error", "memory") -> answers that it cost their reward
     stated: list[str | None]  # [R] answers as stated by the first reward's reading, equal text for equal answers
+    first_failure: str = ""  # what the first answer that failed did; "" where none did
+
+    def warning(self) -> str:
+        """One line of what failed; "" where nothing did."""
+        if not self.failures:
+            return ""
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.failures.items()))
+        return f"rewards that failed count 0: {causes}; the first: {self.first_failure}"
 
 
 class Scorer:
     """Scores answers in worker processes, which start when first needed and end with `close` or the program.
 
     A reward that hangs, raises, crashes, eats memory or returns no finite number gives its answer 0, which
-    `Scores.failures` counts; `first_failure` keeps what the first one said.
+    `Scores.failures` counts; `Scores.first_failure` is what the first one said.
 
     Args:
       names: rewards, of `BUILT_IN` or `package.module:function` of a user's own, which is imported in workers only.
@@ -57,7 +65,6 @@ class Scorer:
         _check(names, weights, timeout, workers, memory)
         self.names = tuple(names)
         self.weights = tuple(weights) or (1.0,) * len(names)
-        self.first_failure = ""
         self._workers = Workers(self.names, timeout, workers or min(cores(), MOST_WORKERS), int(memory * GIB))
         if any(name not in BUILT_IN for name in names) and (problem := self._workers.problem()):
             self.close()
@@ -72,8 +79,6 @@ class Scorer:
         rows = [Row(response, answer) for response, answer in zip(responses, answers, strict=True)]
         outcomes = self._workers.score(rows)
         failed = [outcome for outcome in outcomes if outcome.failure]
-        if failed and not self.first_failure:
-            self.first_failure = f"{failed[0].failure}: {failed[0].detail}"
         rewards = self._table(outcomes)
         return Scores(
             total=(rewards @ np.array(self.weights, np.float64)).astype(np.float32),
@@ -81,6 +86,7 @@ class Scorer:
             correct=rewards[:, 0] > 0,
             failures=dict(Counter(outcome.failure for outcome in failed)),
             stated=[outcome.stated for outcome in outcomes],
+            first_failure=f"{failed[0].failure}: {failed[0].detail}" if failed else "",
         )
 
     def close(self) -> None:

@@ -38,18 +38,6 @@ def answer_line(response: str, answer: str) -> float:
     return float(stated_line(response) == answer.strip())
 
 
-REWARDS: dict[str, Reward] = {"exact": exact, "answer_line": answer_line, "countdown": countdown}
-
-
-def find_reward(name: str) -> Reward:
-    """Raises BadInput for another name."""
-    from specrl_jax.core import BadInput  # core imports jax, and reward workers import this module
-
-    if name not in REWARDS:
-        raise BadInput(f"reward.name: no reward '{name}'; there are {', '.join(REWARDS)}")
-    return REWARDS[name]
-
-
 def stated_answer(response: str) -> str | None:
     """Text after the last `#` up to the line's end, or None."""
     _, mark, tail = response.rpartition("#")

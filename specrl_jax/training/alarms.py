@@ -58,7 +58,7 @@ def _rewards(row: dict[str, Any], known: Alarms) -> str:
     share = row["reward/unscored"] / row["rollout/count"]
     if not row.get("reward/unscored_died") and share <= UNSCORED:
         return ""
-    return f"{row['reward/unscored']} of {row['rollout/count']} answers were not scored (workers died, or too slow)"
+    return f"{row['reward/unscored']} of {row['rollout/count']} answers were not scored: their reward failed"
 
 
 def _equal(row: dict[str, Any], known: Alarms) -> str:

@@ -107,6 +107,7 @@ def merged_scores(parts: Sequence[Scores]) -> Scores:
                 for cause in first.failures | scores.failures
             },
             first.stated + scores.stated,
+            first.first_failure or scores.first_failure,
         )
     return first
 

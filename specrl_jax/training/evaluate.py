@@ -39,7 +39,9 @@ class Evaluation(NamedTuple):
         return float(self.correct.mean())
 
     def metrics(self, sets: dict[str, list[Problem]]) -> dict[str, float]:
-        """eval/*: accuracy, pass@k and maj@n of all problems; where there are several sets, eval/<set>/* of each."""
+        """eval/*: accuracy, pass@k and maj@n of all problems, with several sets eval/<set>/* of each; lengths;
+        how many answers a fault cost their reward.
+        """
         stated = [self.scores.stated[i : i + self.samples] for i in range(0, len(self.scores.stated), self.samples)]
         row = accuracy_metrics(self.correct, stated, "eval/")
         first = 0
@@ -49,14 +51,17 @@ class Evaluation(NamedTuple):
             first += len(problems)
         response = self.rollouts.response_length
         row |= {"eval/response_length_mean": float(response.mean())}
-        return row | {"eval/truncated": float(1 - self.rollouts.ended.mean())}
+        row |= {"eval/truncated": float(1 - self.rollouts.ended.mean())}
+        return row | {"eval/unscored": sum(self.scores.failures.values())}
 
-    def write(self, path: str, tokenizer: Tokenizer) -> None:
+    def write(self, path: str, tokenizer: Tokenizer, sets: dict[str, list[Problem]]) -> None:
         """Every answer as a JSON object a line."""
+        names = [name for name, problems in sets.items() for _ in problems]
         with open(path, "w") as file:
             for row, prompt in enumerate(self.rollouts.prompt_index):
                 problem = self.problems[prompt]
                 record = {
+                    "set": names[prompt],
                     "prompt": problem.prompt,
                     "answer": problem.answer,
                     "response": tokenizer.decode(self.rollouts.response(row)),
@@ -112,11 +117,12 @@ def run_evaluation(setup: Setup, workdir: str) -> None:
         "problems": len(result.problems),
         "samples": s.eval.samples,
         "temperature": s.eval.temperature,
-        "unscored": sum(result.scores.failures.values()),
     }
     if setup.eval_engine.draft_length:
         summary |= speculation_metrics(result.rollouts)
     with open(os.path.join(workdir, "evaluation.json"), "w") as file:
         json.dump(summary, file, indent=2)
-    result.write(os.path.join(workdir, "generations.jsonl"), setup.tokenizer)
+    result.write(os.path.join(workdir, "generations.jsonl"), setup.tokenizer, setup.problems.validation)
+    if warning := result.scores.warning():
+        print(warning)
     print(json.dumps(summary))

@@ -172,8 +172,8 @@ def run_step(
         row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
     if state.draft:
         row |= {"draft/version": int(state.draft.step)}
-    if scores.failures:
-        display.say(f"step {step}: rewards that failed count 0: {scores.failures}")
+    if warning := scores.warning():
+        display.say(f"step {step}: {warning}")
     histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
     problems = [problem for part in produced.batches for problem in part.problems]
     samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
@@ -354,8 +354,10 @@ def evaluation_row(
     weights, _ = setup.prepare(state)
 
     def run(engine: Engine, samples: int) -> Evaluation:
-        # What is known of lengths is known of the training engine's programs.
-        lengths = speculation.lengths if speculation and engine is setup.engine else None
+        lengths = None
+        if speculation:
+            # What is known of costs is known of the training engine's programs.
+            lengths = speculation.lengths if engine is setup.engine else speculation.lengths_elsewhere
         words, scorer, seed = setup.tokenizer, setup.scorer, s.rollout.seed
         return evaluate(engine, weights, problems, samples, words, scorer, seed, display.update_phase, lengths)
 
@@ -363,12 +365,15 @@ def evaluation_row(
     with clock("evaluate"):
         sampled = run(setup.eval_engine, s.eval.samples)
         row = sampled.metrics(setup.problems.validation)
+        if warning := sampled.scores.warning():
+            display.say(f"evaluation at step {step}: {warning}")
         if step in (0, s.steps):
             row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
     if not processes.is_first():
         return row
     os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)
-    sampled.write(os.path.join(workdir, "evaluations", f"step_{step}.jsonl"), setup.tokenizer)
+    path = os.path.join(workdir, "evaluations", f"step_{step}.jsonl")
+    sampled.write(path, setup.tokenizer, setup.problems.validation)
     return row | {"time/evaluate": clock.seconds["evaluate"]}
 
 

@@ -38,7 +38,8 @@ class Display:
         self._phase = self._bars.add_task(name, total=None, note="")
 
     def say(self, line: str) -> None:
-        self.console.print(line, highlight=False)
+        # What a reward or a file said is text, brackets and all.
+        self.console.print(line, highlight=False, markup=False)
 
     def update_phase(self, done: int, total: int) -> None:
         self._bars.update(self._phase, completed=done, total=total)

@@ -177,8 +177,9 @@ class Setup:
         return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
 
     def _fixed_engine(self, config: RolloutConfig) -> Engine:
-        """One draft length: evaluation is short, and its programs few."""
-        return self._engine(config, self.drafter(config.sampling), None)
+        """The longest drafts or none, compiled when used: evaluation is short, and its programs few."""
+        drafter = self.drafter(config.sampling)
+        return self._engine(config, drafter, draft_lengths(drafter.length, adaptive=False))
 
     def _engine(self, config: RolloutConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
         return make_rollout_engine(

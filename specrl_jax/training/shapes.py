@@ -137,7 +137,7 @@ def check_rows(
     if draft and not d.path and draft.vocab < model.vocab and not chooses:
         raise BadInput(
             f"draft.vocab_size={draft.vocab}: which ids those are is found out by task=draft_pretrain, and by training "
-            "with draft.online and draft.min_coverage; give a draft.path, or leave 0"
+            "with draft.online and draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)"
         )
     ways = learner.ways("batch")
     shown, shown_rollout = (_shown_ways(partition) for partition in (learner, rollout))

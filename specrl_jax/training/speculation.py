@@ -36,6 +36,7 @@ class Speculation:
         self._draft, self._lock = draft, threading.RLock()
         self._sampled = setup.rollout.sampling.temperature > 0
         programs, self._longest = setup.engine.programs, setup.engine.draft_length
+        self._untrained = setup.draft is not None and not draft.path
         self.controller = None
         if draft.adaptive and setup.engine.draft_length:
             self.controller = Controller(programs.lengths, programs.sizes)
@@ -59,6 +60,23 @@ class Speculation:
         if self.controller:
             return _Guarded(self.controller, tripped, self._lock)
         return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._longest)
+
+    @property
+    def lengths_elsewhere(self) -> Lengths:
+        """For engines of other sampling, whose costs nobody measures: the longest while the run's own drafts, else 0.
+
+        A head that was never trained is left off until the run has seen that it pays.
+        """
+        with self._lock:
+            return FixedLength(self._longest if self._drafts() else 0)
+
+    def _drafts(self) -> bool:
+        if self.alarm is not None and self.alarm.tripped:
+            return False
+        if self.controller is None:
+            return True
+        chosen = self.controller.drafts(max(self.controller.sizes))
+        return not self._untrained if chosen is None else chosen
 
     def draft_learns(self, step: int) -> bool:
         """Whether RL step `step`, counted from 1, updates the draft."""

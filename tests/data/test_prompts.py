@@ -48,6 +48,12 @@ def test_text_numbers_and_chat_messages(write):
     ]
 
 
+def test_a_whole_number_is_written_as_one(write):
+    """A column of integers that has gaps comes as floats."""
+    source = read(write(row("1", 34.0), row("2", -0.0), row("3", 1e21), row("4", 2.5), row("5", "34.0")))
+    assert [problem.answer for problem in source] == ["34", "0", "1" + "0" * 21, "2.5", "34.0"]
+
+
 def test_keys_may_be_named(write):
     source = read(write('{"question": "1+2", "target": "3"}'), Schema("question", "target"))
     assert source[0][:2] == ("1+2", "3")
@@ -79,6 +85,9 @@ MALFORMED = {
     "null answer": row(answer=None),
     "list answer": row(answer=["2"]),
     "boolean answer": row(answer=True),
+    "answer that is no number": row(answer=float("nan")),
+    "endless answer": row(answer=float("inf")),
+    "answer beyond all numbers": '{"prompt": "1+1", "answer": 1e999}',
     "a character the tokenizer lacks": row("1+é"),
     "a lone surrogate": '{"prompt": "\\ud800", "answer": "2"}',
     "a number of 5000 digits": '{"prompt": "1+1", "answer": ' + "9" * 5000 + "}",
@@ -165,9 +174,9 @@ ROWS = [
 ]
 
 
-def mutate(rng, text):
-    """A row with some of its bytes dropped, doubled, swapped, replaced or cut off."""
-    raw = bytearray(text.encode())
+def mutate(rng, content):
+    """Bytes with some dropped, doubled, swapped, replaced or cut off."""
+    raw = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(raw))
         kind = rng.randrange(6)
@@ -186,7 +195,7 @@ def mutate(rng, text):
             raw[at], raw[other] = raw[other], raw[at]
         if not raw:
             break
-    return bytes(raw).replace(b"\n", b" ")
+    return bytes(raw)
 
 
 def test_a_thousand_mutations_are_each_taken_named_or_counted(tmp_path):
@@ -195,7 +204,7 @@ def test_a_thousand_mutations_are_each_taken_named_or_counted(tmp_path):
     schemas = [PLAIN, PLAIN, SCHEMAS["gsm8k"], SCHEMAS["verl"]]
     named = 0
     for i in range(1000):
-        path.write_bytes(row("9").encode() + b"\n" + mutate(rng, ROWS[i % 4]) + b"\n")
+        path.write_bytes(row("9").encode() + b"\n" + mutate(rng, ROWS[i % 4].encode()).replace(b"\n", b" ") + b"\n")
         schema = schemas[i % 4]
         try:
             read(path, schema)
@@ -264,6 +273,20 @@ def test_what_is_put_around_a_prompt(prompt_format, text, chat):
     assert prompt_format.text([{"role": "user", "content": "1"}], Chat()) == chat
 
 
+def test_a_row_that_the_chat_template_refuses_is_named(write):
+    class Strict(Chat):
+        def apply_chat_template(self, messages, thinking=True):
+            if messages[0]["role"] != "user":
+                raise BadInput("data.tokenizer: the chat template fails: unknown role")
+            return super().apply_chat_template(messages, thinking)
+
+    path = write(row([{"role": "user", "content": "1"}]), row([{"role": "tool", "content": "2"}]))
+    reader = Reader(Strict(), PromptFormat(), LIMIT)
+    with pytest.raises(BadInput, match=r"data\.jsonl:2: data\.tokenizer: the chat template fails: unknown role"):
+        reader.read(str(path), PLAIN)
+    assert Reader(Strict(), PromptFormat(), LIMIT, skip_malformed=True).read(str(path), PLAIN)[1].malformed == 1
+
+
 def test_a_system_message_that_is_there_stays():
     messages = [{"role": "system", "content": "T"}, {"role": "user", "content": "1"}]
     assert PromptFormat(system="S").text(messages, Chat()) == "s:T;u:1;"
@@ -323,3 +346,19 @@ def test_a_damaged_parquet_file_is_one_clear_line(parquet, damage):
     with pytest.raises(BadInput, match=r"data\.parquet: not a readable Parquet file") as error:
         read(path)
     assert "\n" not in str(error.value)
+
+
+def test_mutations_of_a_parquet_file_are_each_taken_named_or_counted(parquet):
+    rng = random.Random(0)
+    chat = [[{"role": "user", "content": f"{i}+1"}] for i in range(40)]
+    path = parquet([{"prompt": prompt, "reward_model": {"ground_truth": "1", "style": "rule"}} for prompt in chat])
+    whole, named = path.read_bytes(), 0
+    for i in range(300):
+        path.write_bytes(mutate(rng, whole))
+        try:
+            problems, counts = read_counted(path, SCHEMAS["verl"], skip_malformed=i % 2 == 0)
+            assert len(problems) + counts.malformed + counts.repeated == 40
+        except BadInput as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+            named += 1
+    assert 200 < named < 300

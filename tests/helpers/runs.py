@@ -58,17 +58,20 @@ def shared_cache(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "compilation_cache"
 
 
-def start_process(argv, tmp_path_factory):
-    """The command as a process of its own, on one device."""
-    environment = os.environ | {
+def process_environment(tmp_path_factory):
+    """Of a command as a process of its own, on one device."""
+    return os.environ | {
         # Programs of a few milliseconds: compiling them is what takes long.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(shared_cache(tmp_path_factory)),
     }
-    return subprocess.Popen(
-        [sys.executable, *argv], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+
+
+def start_process(argv, tmp_path_factory):
+    """The command as a process of its own, on one device."""
+    pipe, environment = subprocess.PIPE, process_environment(tmp_path_factory)
+    return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def run_process(argv, tmp_path_factory):

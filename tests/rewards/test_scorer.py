@@ -139,9 +139,10 @@ def test_a_failure_costs_one_answer(obey):
 
 def test_what_the_first_failure_said():
     with Scorer((OBEY,), workers=1) as scorer:
-        assert scorer.first_failure == ""
-        score(scorer, ["fine", "fail", "nothing"])
-        assert scorer.first_failure == "error: ValueError: bad news"
+        well, ill = score(scorer, ["fine"]), score(scorer, ["fine", "fail", "exit 1", "nothing"])
+    assert well.warning() == well.first_failure == ""
+    assert ill.first_failure == "error: ValueError: bad news"
+    assert ill.warning() == "rewards that failed count 0: 1 died, 2 error; the first: error: ValueError: bad news"
 
 
 def test_an_answer_that_fails_has_nothing_from_any_reward():

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specrl_jax.core import BadInput
-from specrl_jax.rewards.verifiable import REWARDS, answer_line, countdown, exact, find_reward
+from specrl_jax.rewards.verifiable import answer_line, countdown, exact
 
-ANSWERS = {"exact": "17", "answer_line": "17", "countdown": "22:3 5 7"}
+REWARDS = {exact: "17", answer_line: "17", countdown: "22:3 5 7"}  # each with an answer
 
 
 @pytest.mark.parametrize(
@@ -152,10 +151,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_text_is_a_wrong_answer(name, response):
-    assert find_reward(name)(response, ANSWERS[name]) == 0.0
+def test_hostile_text_is_a_wrong_answer(reward, response):
+    assert reward(response, REWARDS[reward]) == 0.0
 
 
 @pytest.mark.parametrize("response", ["#3if 5else 7", "#'\\d'", "#3or 5", "#(1)(2)", "#3 is 5"])
@@ -167,20 +166,15 @@ def test_odd_text_prints_no_warning(response):
     assert not caught
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("reward", REWARDS)
 @given(text=st.text(st.characters(), max_size=60), tail=st.text("0123456789+-*/()# .\\{}$_", max_size=40))
 @example(text="Answer:", tail="")
-def test_no_text_raises(name, text, tail):
+def test_no_text_raises(reward, text, tail):
     for response in (text, "#" + tail, text + "#" + tail, "Answer:" + text):
-        assert find_reward(name)(response, ANSWERS[name]) in (0.0, 1.0)
+        assert reward(response, REWARDS[reward]) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize("answer", ["22", "x:3 5", "22:3 b", "", "22:3:5"])
 def test_an_answer_of_another_form_gives_no_reward(answer):
     """A data file of another task costs its own rows a reward, not the run."""
     assert countdown("#3+5", answer) == 0.0
-
-
-def test_an_unknown_reward_names_the_known_ones():
-    with pytest.raises(BadInput, match=r"reward\.name: .*'exakt'.*exact, answer_line, countdown"):
-        find_reward("exakt")

@@ -61,6 +61,19 @@ def test_the_largest_case(call):
     assert [line.split()[0] for line in out.splitlines() if line.endswith("x")] == [*"012357", "adaptive"]
 
 
+@pytest.mark.parametrize("name", ["rlzero_0p6b", "rlzero_1p7b", "rlzero_30b_a3b", "rlzero_235b_a22b"])
+def test_hours_in_the_docstring_of_a_config_are_what_its_command_says(call, name):
+    path = ROOT / "configs" / f"{name}.py"
+    said = path.read_text()
+    command = re.search(rf"-m specrl_jax\.simulator --config configs/{name}\.py (.*)", said)[1]
+    _, out, _ = call("--config", str(path), *command.split())
+    step, low, high = (float(x) for x in re.search(r"plain step +([\d.]+) s \(([\d.]+) to ([\d.]+)\)", out).groups())
+    steps = int(re.search(r"c\.steps = (\d+)", said)[1])
+    expected = f"{step:.0f} s a step without drafts ({low:.0f} to {high:.0f}), "
+    expected += f"{steps} steps in {step * steps / 3600:.1f} hours"
+    assert expected in said, expected
+
+
 def test_free_verification_is_faster_and_vllm_slower(call):
     given = dense("--draft_length", "5", "--acceptance", "4", "--hardware", "tpu_v6e")
     ours, free, vllm = (

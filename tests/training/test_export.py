@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,10 @@ from specrl_jax.io import eagle3_formats, hf
 from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.training.export import export
 from specrl_jax.training.generate import load_generator
+from tests.helpers.policies import compiled, row_positions
 from tests.training.test_loop import make_setup, saved
+
+NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +72,36 @@ def test_a_step_that_was_not_kept_is_named(run, tmp_path):
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     with pytest.raises(BadInput, match="no checkpoint yet"):
         export(run[0], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy__preset": "nano_moe"},
+        {"policy__yarn_factor": 4.0, "policy__yarn_original": 8},
+        {"policy__lora_rank": 3, "policy__yarn_factor": 2.0, "policy__yarn_original": 8},
+    ],
+    ids=["weights", "experts", "stretched", "stretched adapters"],
+)
+def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
+    """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
+    torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
+    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
+    state = setup.initial_state()
+    # Adapters begin as nothing.
+    learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)
+    state = state.replace(policy=state.policy.replace(params=learnt))
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    checkpoints.save(1, state.replace(policy=state.policy.replace(frozen=None)), Host({}, {}))
+    checkpoints.close()
+    (folder,) = export(exporting(setup, output=str(tmp_path / "out"), dtype="float32"), str(tmp_path))
+    tokens = np.random.default_rng(0).integers(2, 90, (2, 29))
+    policy, positions = setup.whole(state.policy), row_positions(tokens)
+    ours = compiled(setup.model, setup.learner_partition)(policy, jnp.asarray(tokens), positions).logits
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
+    assert theirs.std() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=3e-5, rtol=0)

@@ -481,7 +481,7 @@ def test_evaluation_of_a_policy(toy, tmp_path):
     evaluate.run_evaluation(toy, str(tmp_path))
     summary = json.loads((tmp_path / "evaluation.json").read_text())
     rows = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
-    assert summary["problems"] == len(rows) == 16
+    assert summary["problems"] == len(rows) == 16 and summary["eval/unscored"] == 0
     assert summary["eval/accuracy"] == np.mean([row["reward"] > 0 for row in rows])
     assert all(in_validation(row["prompt"]) for row in rows)
     assert all(row["reward"] == pytest.approx(lower_case(row["response"], row["answer"])) for row in rows)

@@ -88,7 +88,51 @@ def test_prompts_of_a_file_need_a_file_to_validate_on(write):
         _ = problems({"path": path}).validation
 
 
-def test_sets_of_one_name_are_refused(write):
-    paths = [write(f"{folder}/a.jsonl", {"prompt": "1", "answer": "2"}) for folder in "xy"]
-    with pytest.raises(BadInput, match=r"eval\.path: two files are called 'a'"):
-        _ = problems(evaluation={"path": ",".join(paths)}).validation
+def test_sets_of_one_name_are_told_apart_by_their_folders(write):
+    first, second = (write(f"{folder}/test.jsonl", {"prompt": folder, "answer": "2"}) for folder in "xy")
+    third = write("more.jsonl", {"prompt": "z", "answer": "2"})
+    found = problems(evaluation={"path": f"{first},{second},{third}"}).validation
+    assert {name: texts(rows) for name, rows in found.items()} == {
+        "x_test": [("x", "2")],
+        "y_test": [("y", "2")],
+        "more": [("z", "2")],
+    }
+
+
+def test_one_set_twice_is_refused(write):
+    path = write("x/a.jsonl", {"prompt": "1", "answer": "2"})
+    with pytest.raises(BadInput, match=r"eval\.path: two files are called 'x_a'"):
+        _ = problems(evaluation={"path": f"{path},{path}"}).validation
+
+
+def test_to_train_on_a_prompt_counts_once_in_all_files(write):
+    """Two files of one name, and a prompt in both with two answers; a validation set keeps what another one has too."""
+    first = write("x/train.jsonl", *({"prompt": str(i), "answer": "1"} for i in (1, 2)))
+    second = write("y/train.jsonl", *({"prompt": str(i), "answer": "3"} for i in (2, 3)))
+    found = problems({"path": f"{first},{second}"}, {"path": f"{first},{second}"})
+    assert sorted(texts(next(found.stream(3)))) == [("1", "1"), ("2", "1"), ("3", "3")]
+    assert found.reports[1].startswith(f"{second}: 1 of 2 prompts; left out: 1 repeated (1 with another answer)")
+    assert texts(found.validation["y_train"]) == [("2", "3"), ("3", "3")]
+
+
+def test_a_file_that_adds_no_prompt_is_named(write):
+    paths = [write(name, {"prompt": "1", "answer": "2"}) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(BadInput, match=r"data\.path: nothing is left of .*b\.jsonl: 0 of 1 prompts; .* 1 repeated"):
+        problems({"path": ",".join(paths)}).stream(1)
+
+
+@pytest.mark.parametrize("section", ["data", "eval"])
+def test_paths_without_a_file_are_refused(section):
+    sections = {"data": {}, "eval": {}} | {section: {"path": " , "}}
+    found = problems(sections["data"], sections["eval"])
+    with pytest.raises(BadInput, match=rf"{section}\.path=' , ' names no file"):
+        _ = found.train if section == "data" else found.validation
+
+
+@pytest.mark.parametrize(("key", "value"), [("task", "sums"), ("template", "no place"), ("schema", "gsm")])
+def test_what_eval_says_itself_is_named_as_its_own(write, key, value):
+    path = "" if key == "task" else write("a.jsonl", {"prompt": "1", "answer": "2"})
+    with pytest.raises(BadInput, match=rf"^eval\.{key}[:=]"):
+        _ = problems(evaluation={"path": path, key: value}).validation
+    with pytest.raises(BadInput, match=rf"^data\.{key}[:=]"):
+        _ = problems({key: value}, {"path": path}).validation

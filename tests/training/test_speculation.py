@@ -32,9 +32,10 @@ def setup_of(
     online=True,
     every=1,
     growth=0.0,
+    path="",
 ):
     """As much of a Setup as is asked for."""
-    draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online)
+    draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
     draft.update_every, draft.update_growth, draft.min_coverage = every, growth, 0.9
     engine = types.SimpleNamespace(
         draft_length=length,
@@ -165,6 +166,25 @@ def test_a_tripped_alarm_holds_the_controller_back():
     assert k_of(speculation) == 0
     speculation.observe(rollouts_of(), OUTLOOK)
     assert k_of(speculation) == 3
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints/HEAD"])
+def test_other_engines_draft_while_the_run_does(path):
+    """A head from a folder from the beginning, a random one once the run has seen that it pays; none under an alarm."""
+    speculation = Speculation(setup_of(adaptive=True, path=path))
+    speculation.controller.endowment = 0.0
+    assert speculation.lengths_elsewhere.choose(4, 4).k == (3 if path else 0)
+    for size in SIZES:
+        for k in LENGTHS:
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
+    assert k_of(speculation) == 3 and speculation.lengths_elsewhere.choose(4, 4).k == 3
+    speculation.controller.predict([0.01, 0.0, 0.0])
+    assert k_of(speculation) == 0 and speculation.lengths_elsewhere.choose(4, 4).k == 0
+    fixed = Speculation(setup_of(path=path))
+    assert fixed.lengths_elsewhere.choose(4, 4).k == 3
+    tripped(fixed)
+    assert fixed.lengths_elsewhere.choose(4, 4).k == 0
+    assert Speculation(setup_of(adaptive=True, weights=False)).lengths_elsewhere.choose(4, 4).k == 3
 
 
 def test_the_controller_gets_the_prediction_of_every_sampled_step():
