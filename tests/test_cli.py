@@ -226,6 +226,12 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
     ("overrides", "words"),
     [
         (["reward.weights=(1.0,2.0)"], ["reward.weights", "2 weights", "1 rewards"]),
+        (["reward.weights=('one',)"], ["reward.weights", "one", "numbers"]),
+        (["data.weights=('one',)"], ["data.weights", "one", "numbers"]),
+        (["benchmark.lengths=(1.5,)"], ["benchmark.lengths", "1.5", "whole numbers"]),
+        (["logging.profile_steps=('one',)"], ["logging.profile_steps", "one", "whole numbers"]),
+        (["generate.prompts=(1,2)"], ["generate.prompts", "(1, 2)", "text"]),
+        (["policy.lora_targets=(1,)"], ["policy.lora_targets", "1", "text"]),
         (["eval.max_response_tokens=5000"], ["eval.max_response_tokens", "5010", "4096"]),
         (["grpo.minibatches=3"], ["grpo.minibatches=3", "16"]),
         (["grpo.microbatch=5"], ["grpo.microbatch=5", "16"]),

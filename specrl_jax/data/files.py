@@ -25,16 +25,19 @@ def read_rows(path: str, key: str) -> Iterator[Row]:
     Args:
       key: of the config that named the file, for messages.
     Raises:
-      BadInput: for a file that is missing, empty or not Parquet though its name says so. A line that is no JSON object
-        raises nothing: it comes as a Row with a fault, since some callers go on without it.
+      BadInput: for a file that is missing, unreadable, empty or not Parquet though its name says so. A line that is no
+        JSON object raises nothing: it comes as a Row with a fault, since some callers go on without it.
     """
     if not os.path.isfile(path):
         raise BadInput(f"{key}: no file '{path}'")
     read = _parquet_rows if path.endswith(PARQUET) else _jsonl_rows
     empty = True
-    for row in read(path, key):
-        empty = False
-        yield row
+    try:
+        for row in read(path, key):
+            empty = False
+            yield row
+    except OSError as error:
+        raise BadInput(f"{key}: cannot read '{path}': {error.strerror}") from None
     if empty:
         raise BadInput(f"{key}: '{path}' is empty")
 

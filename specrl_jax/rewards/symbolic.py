@@ -28,7 +28,8 @@ _SIDE_BY_SIDE = re.compile(
 # A last letter or two, as in "2 + t" or "3ab": math-verify would take them for a unit and drop them.
 _LETTERS = re.compile(r"(?<![A-Za-z\\{])(?!(?:cm|mm|km|kg|ft|lb|hr)$)[A-Za-z]{1,2}$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}\\]*)\}")
-_WORDS = re.compile(r"(?!inf(?:inity)?$)[A-Za-z][A-Za-z' -]{2,}")
+# Three letters in a row somewhere: "p - q" is a difference.
+_WORDS = re.compile(r"(?!inf(?:inity)?$)(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z' -]{2,}")
 
 
 def symbolic(response: str, answer: str) -> float:

@@ -288,8 +288,25 @@ _SMALLEST = {
 }
 
 
+# What the entries of every list are, which the command line does not check.
+_ENTRIES = {
+    "policy": {"lora_targets": "text"},
+    "reward": {"weights": "numbers"},
+    "data": {"weights": "numbers"},
+    "generate": {"prompts": "text"},
+    "benchmark": {"lengths": "whole numbers"},
+    "logging": {"profile_steps": "whole numbers"},
+}
+_TYPES: dict[str, type | tuple[type, ...]] = {"text": str, "numbers": (int, float), "whole numbers": int}
+
+
 def check_values(settings: Settings) -> None:
     """Raises BadInput naming the first key whose value no run could have."""
+    for section, lists in _ENTRIES.items():
+        for key, kind in lists.items():
+            entries = getattr(getattr(settings, section), key)
+            if not all(isinstance(entry, _TYPES[kind]) for entry in entries):
+                raise BadInput(f"{section}.{key}={entries}: needs {kind}")
     for section, keys in _SMALLEST.items():
         values = getattr(settings, section) if section else settings
         for key, smallest in keys.items():

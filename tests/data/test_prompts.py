@@ -1,5 +1,7 @@
 """Files of prompts: every row checked, named by file and line or counted, formatted, and each prompt taken once."""
 
+import builtins
+import errno
 import json
 import random
 
@@ -129,6 +131,17 @@ def test_an_empty_file_is_refused(tmp_path, content):
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     with pytest.raises(BadInput, match=r"data\.jsonl' is empty"):
+        read(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused(write, monkeypatch):
+    path = write(row())
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    with pytest.raises(BadInput, match=r"data\.path: cannot read '.*data\.jsonl': Permission denied"):
         read(path)
 
 

@@ -45,6 +45,7 @@ SAME = {
     "\\begin{pmatrix}1\\\\2\\end{pmatrix}": "\\begin{bmatrix}1\\\\2\\end{bmatrix}",
     "\\text{Evelyn}": "Evelyn|\\text{evelyn}",
     "no solution": "\\text{no solution}|No solution.",
+    "p - q": "p-q|-q+p|p - q.",
     "B": "B|\\text{B}|(B)",
 }
 
@@ -70,6 +71,7 @@ OTHER = {
     "\\{1,2,3\\}": "1,2|1,2,4|6",
     "(1,2)": "(2,1)|[1,2]|1|(1,3)|(1,2,3)",
     "dog": "god|d|do g|g\\cdot o\\cdot d",
+    "p - q": "q-p|p+q|p|\\text{p minus q}",
     "B": "A|C|AB",
 }
 
