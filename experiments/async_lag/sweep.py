@@ -16,6 +16,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 SPLIT = {"pipeline.rollout_devices": 2, "mesh.data": 3, "mesh.fsdp": 2, "grpo.correction": "token_truncate"}
 # Rows of a step and of the draft's updates divide over six devices.
 SPLIT |= {"grpo.prompts_per_step": 18, "rollout.num_slots": 128, "draft.compare_rounds": 0}
+SPLIT |= {"steps": 30}
 
 
 def get_sweep() -> list[dict[str, Any]]:
