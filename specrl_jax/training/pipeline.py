@@ -18,7 +18,7 @@ from specrl_jax.training.weights import Weights
 
 
 class Produced(NamedTuple):
-    """One step's rollouts."""
+    """One step's rollouts: all, where they were asked for; this process' share, where they came ahead."""
 
     step: int
     batches: list[Batch]
