@@ -80,7 +80,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     axes[0].legend(fontsize=8, loc="lower right")
     axes[1].set(xlabel="seconds of a step", yticks=range(len(PIPELINES)), yticklabels=list(PIPELINES))
     axes[1].invert_yaxis()
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     save(figure, path)
 
 

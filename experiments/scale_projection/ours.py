@@ -1,7 +1,7 @@
 """This project's own measurements: what the model is fitted to, and what it then says of the rest.
 
 Three sets: iterations of a random 12-layer policy (costs.csv, seconds of the fused iteration by k and B), whole
-rollouts of the tiny policy (controller.csv, by drafter, k and slots), RL steps of it by phase (rlzero_tiny). A row of
+rollouts of the tiny policy (rollouts.csv, by drafter, k and slots), RL steps of it by phase (rlzero_tiny). A row of
 what is returned has `set`, `cell`, `use` ('fitted' or 'held out'), `measured`, `predicted`.
 """
 
@@ -60,8 +60,11 @@ def iteration_seconds(hardware: Hardware, cells: list[Row]) -> np.ndarray:
 
 
 def rollouts() -> list[Row]:
-    """Cells (drafter, slots, k) of controller.csv, medians over rounds; k = 'none' is the plain engine."""
-    rows = [r for r in bench.read_rows("experiments/engine/controller.csv") if r["round"] > 0]
+    """Cells (drafter, slots, k) of rollouts.csv, medians over rounds; k = 'none' is the plain engine.
+
+    The controller's grid as it was measured by 2026-11-21: later cells of it are of a machine three times as fast.
+    """
+    rows = [r for r in bench.read_rows("experiments/scale_projection/rollouts.csv") if r["round"] > 0]
     out = []
     for drafter, slots, who, count in bench.distinct(rows, "drafter", "slots", "who", "rollouts"):
         if drafter not in ("eagle3", "ngram") or who in ("adaptive", 0):
