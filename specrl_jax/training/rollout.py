@@ -52,11 +52,6 @@ def make_prepare(
       learner: of the parameters; None: they are on the same devices.
     """
 
-    def prepare(policy: Any, params: Any, vocab_map: jax.Array | None) -> Weights:
-        policy = qwen3.rollout_params(policy, model, config.dtype)
-        params = draft.rollout_params(params, config.dtype) if draft else None
-        return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
-
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
             policy=partition.tree(qwen3.rollout_specs(model)),
@@ -65,16 +60,28 @@ def make_prepare(
             checksum=partition.replicated,
         )
 
+    def program(out: Weights) -> Callable[[Any, Any, jax.Array | None], Weights]:
+        def prepare(policy: Any, params: Any, vocab_map: jax.Array | None) -> Weights:
+            if model.tied:
+                # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
+                embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
+                policy = policy | {"embed": jax.lax.optimization_barrier(embed)}
+            policy = qwen3.rollout_params(policy, model, config.dtype)
+            params = draft.rollout_params(params, config.dtype) if draft else None
+            return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
+
+        return jax.jit(prepare, out_shardings=out)
+
     if learner is None or learner.mesh == partition.mesh:
-        return jax.jit(prepare, out_shardings=shardings(partition))
+        return program(shardings(partition))
     if jax.process_count() > 1:
         # One program of all processes, after which each has a whole copy among its own devices; what those of them that
         # only generate get is moved within the process.
-        everywhere = jax.jit(prepare, out_shardings=shardings(dataclasses.replace(partition, mesh=learner.mesh)))
+        everywhere = program(shardings(dataclasses.replace(partition, mesh=learner.mesh)))
         own = shardings(dataclasses.replace(partition, mesh=own_mesh(learner.mesh, WHOLE)))
         return lambda *parts: jax.device_put(own_copy(everywhere(*parts), own), shardings(partition))
     # Made where the parameters are, split as finely as they are, then moved.
-    made = jax.jit(prepare, out_shardings=shardings(learner))
+    made = program(shardings(learner))
     return lambda *parts: jax.device_put(made(*parts), shardings(partition))
 
 

@@ -35,10 +35,11 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}])
-def test_preparing_rollout_weights_takes_half_as_much_again_as_the_largest_of_them(sizes, monkeypatch):
+def test_preparing_rollout_weights_takes_a_third_of_the_largest_of_them(sizes, monkeypatch):
     """Beyond the learner's parameters and the rollouts' copy: Qwen3-0.6B, whose largest is the table.
 
-    What is gathered is the copy itself: each device gets of every weight what it has not.
+    What is gathered is the copy itself, but for the table's second form: each device gets of every weight what it has
+    not, and turns the table itself.
     """
     target = find_target("h100")
     if not installed(target):
@@ -51,5 +52,5 @@ def test_preparing_rollout_weights_takes_half_as_much_again_as_the_largest_of_th
     state = setup.abstract_state()
     weights = setup.prepare_step.eval_shape(state.policy.params, state.draft.params, state.vocab_map)
     found = measure(prepare, exact=True)
-    assert found.memory.temporaries <= 1.5 * max(device_bytes(leaf) for leaf in jax.tree.leaves(weights))
-    assert found.count.collectives["all-gather"] <= device_bytes(weights)
+    assert found.memory.temporaries <= max(device_bytes(leaf) for leaf in jax.tree.leaves(weights)) / 3
+    assert found.count.collectives["all-gather"] <= 0.85 * device_bytes(weights)
