@@ -171,6 +171,14 @@ def bars(axis: plt.Axes, place: int, found: Sequence[Interval], label: str) -> N
     axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=label, **style)
 
 
+def line(
+    axis: plt.Axes, x: Sequence[float] | np.ndarray, found: Sequence[Interval], style: str, grey: str, label: str
+) -> None:
+    """A series with its intervals; a single seed has none."""
+    half = np.nan_to_num([f.half for f in found])
+    axis.errorbar(x, [f.mean for f in found], half, fmt=style, color=grey, capsize=3, label=label)
+
+
 def save(figure: plt.Figure, path: pathlib.Path) -> None:
     for axis in figure.axes:
         axis.grid(alpha=0.3)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.accuracy_parity.sweep import RUNS, get_sweep
-from experiments.claims import STYLES, Claim, Row, interval, main, markdown, save
+from experiments.claims import STYLES, Claim, Row, interval, line, main, markdown, save
 from experiments.engine.bench import distinct, matching
 
 ACCURACY = "eval/accuracy"
@@ -67,10 +67,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(RUNS):
         steps, values = curve(rows, RUNS[name])
-        found = [interval(column) for column in values.T]
-        half = np.nan_to_num([f.half for f in found])
         at = np.array(steps) + 0.4 * (i - 2)
-        axis.errorbar(at, [f.mean for f in found], half, fmt=STYLES[i], color=str(0.15 * i), capsize=3, label=name)
+        line(axis, at, [interval(column) for column in values.T], STYLES[i], str(0.15 * i), name)
     axis.set(xlabel="RL step", ylabel="validation accuracy, sampled, 256 problems", ylim=(0, 1.05))
     axis.legend(fontsize=8, loc="lower right")
     save(figure, path)

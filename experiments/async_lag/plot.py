@@ -12,8 +12,20 @@ import numpy as np
 
 from experiments.accuracy_parity.plot import ACCURACY, curve, difference
 from experiments.async_lag.sweep import PIPELINES, get_sweep
-from experiments.claims import GREYS, HATCHES, STYLES, Claim, Interval, Row, interval, main, markdown, save
-from experiments.engine.bench import distinct, matching
+from experiments.claims import (
+    GREYS,
+    HATCHES,
+    STYLES,
+    Claim,
+    Interval,
+    Row,
+    by_seed,
+    interval,
+    line,
+    main,
+    markdown,
+    save,
+)
 
 TIMES = [f"time/{name}" for name in ("total", "generate", "exposed_generation", "idle_rollout", "prepare")]
 TIMES += ["time/data", "time/logprob", "time/train"]
@@ -25,14 +37,7 @@ SETTLED = 5  # the first steps compile, and fill the queue
 
 def seconds(rows: list[Row], name: str, phase: str) -> np.ndarray:
     """[seeds] median seconds of a phase over the settled steps of each seed."""
-    found = [
-        row
-        for row in matching(rows, **PIPELINES[name])
-        if row["step"] > SETTLED and isinstance(row[f"time/{phase}"], int | float)
-    ]
-    return np.array(
-        [np.median([r[f"time/{phase}"] for r in matching(found, seed=s)]) for (s,) in distinct(found, "seed")]
-    )
+    return by_seed([row for row in rows if row["step"] > SETTLED], f"time/{phase}", **PIPELINES[name])
 
 
 def step_ratio(rows: list[Row], name: str) -> Interval:
@@ -66,10 +71,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for i, (name, pipeline) in enumerate(PIPELINES.items()):
         steps, values = curve(rows, pipeline)
-        found = [interval(column) for column in values.T]
-        half = np.nan_to_num([f.half for f in found])
         at = np.array(steps) + 0.4 * (i - 1)
-        axes[0].errorbar(at, [f.mean for f in found], half, fmt=STYLES[i], color=str(0.3 * i), capsize=3, label=name)
+        line(axes[0], at, [interval(column) for column in values.T], STYLES[i], str(0.3 * i), name)
         left = 0.0
         for j, phase in enumerate(("exposed_generation", "prepare", "logprob", "train")):
             value = float(seconds(rows, name, phase).mean())

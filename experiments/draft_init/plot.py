@@ -17,6 +17,7 @@ from experiments.claims import (
     by_seed,
     faster,
     interval,
+    line,
     main,
     markdown,
     save,
@@ -44,12 +45,12 @@ def table(rows: list[Row]) -> str:
     for side in SIDES:
         header += [f"{side.replace('_', ' = ')}: tokens per verification", "over plain"]
     for head in HEADS:
-        line = [head]
+        cells = [head]
         for side in SIDES:
             for i, what in enumerate(("acceptance_length", "over_plain")):
                 paper = f" ({PAPER[head][i]})" if side == "k_3" else ""
-                line.append(f"{interval(values(rows, head, side, what))}{paper}")
-        lines.append(line)
+                cells.append(f"{interval(values(rows, head, side, what))}{paper}")
+        lines.append(cells)
     return markdown(header, lines)
 
 
@@ -76,9 +77,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for i, head in enumerate(HEADS):
         for axis, what in zip(axes, ("acceptance_length", "over_plain")):
             found = [interval(values(rows, head, f"k_{k}", what)) for k in LENGTHS]
-            half = np.nan_to_num([f.half for f in found])
-            grey = str(0.2 * i)
-            axis.errorbar(LENGTHS, [f.mean for f in found], half, fmt=STYLES[i], color=grey, capsize=3, label=head)
+            line(axis, LENGTHS, found, STYLES[i], str(0.2 * i), head)
     for i, axis in enumerate(axes):
         axis.plot([3] * len(PAPER), [p[i] for p in PAPER.values()], "k_", ms=12, label="the paper, Qwen3-8B")
         axis.set(xlabel="draft length k, tokens", xticks=LENGTHS)

@@ -6,7 +6,6 @@ Commands: experiments/claims.py.
 import pathlib
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 from experiments.claims import (
     STYLES,
@@ -17,6 +16,7 @@ from experiments.claims import (
     by_seed,
     faster,
     interval,
+    line,
     main,
     markdown,
     save,
@@ -52,16 +52,16 @@ def table(rows: list[Row]) -> str:
         header += [f"{w}: tokens per verification (paper)", "over plain (paper)", "cost of one, in plain steps (paper)"]
     lines = []
     for side in SIDES:
-        line = [side.removeprefix("k_")]
+        cells = [side.removeprefix("k_")]
         for w in workloads:
             length, speed = (
                 by_seed(rows, f"benchmark/{side}_{x}", workload=w) for x in ("acceptance_length", "over_plain")
             )
-            paper = PAPER[workload_name(w)].get(int(line[0]) if line[0].isdigit() else 0)
+            paper = PAPER[workload_name(w)].get(int(cells[0]) if cells[0].isdigit() else 0)
             theirs = (*paper, round(paper[0] / paper[1], 2)) if paper else ("", "", "")
             ours = (interval(length), interval(speed), interval(length / speed))
-            line += [f"{a}" + (f" ({b})" if b else "") for a, b in zip(ours, theirs)]
-        lines.append(line)
+            cells += [f"{a}" + (f" ({b})" if b else "") for a, b in zip(ours, theirs)]
+        lines.append(cells)
     last = [f"{w} {adaptive_over_best(rows, w)}" for w in workloads]
     return markdown(header, lines) + f"\n\nThe controller over the best fixed k: {', '.join(last)}."
 
@@ -89,10 +89,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         name, grey = workload_name(w), ("0.0", "0.5")[i % 2]
         for axis, what, column in zip(axes, ("acceptance_length", "over_plain"), (0, 1)):
             points = [found(rows, w, f"k_{k}", what) for k in LENGTHS]
-            half = np.nan_to_num([p.half for p in points])
-            axis.errorbar(
-                LENGTHS, [p.mean for p in points], half, fmt=STYLES[i], color=grey, capsize=3, label=f"{name}, here"
-            )
+            line(axis, LENGTHS, points, STYLES[i], grey, f"{name}, here")
             paper = PAPER[name]
             values = [v[column] for v in paper.values()]
             axis.plot(list(paper), values, STYLES[i][:1] + ":", color=grey, mfc="none", label=f"{name}, paper")
