@@ -14,6 +14,8 @@ def base() -> ConfigDict:
     c.policy.path = ""  # local Hugging Face folder; '' = random weights
     c.policy.dtype = "float32"  # storage of the rollout weights
     c.policy.compute_dtype = "float32"  # activations of the learner; its parameters are float32
+    # of the learner: auto (cudnn on a GPU, splash on a TPU where they run, else xla), or one of these by name
+    c.policy.attention = "auto"
     c.policy.remat = True  # recompute layers in the backward pass (on a CPU also faster: less memory traffic)
     c.policy.vocab_tile = 0  # words unembedded at once in the learner; 0 = all
     c.policy.yarn_factor = 0.0  # YaRN: positions are stretched so much, for longer sequences; 0 = as they are

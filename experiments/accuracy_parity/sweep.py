@@ -1,4 +1,4 @@
-"""rlzero_tiny plain and with speculation under each rule, three seeds: does speculation change what is learnt?
+"""Thirty steps of rlzero_tiny, plain and with speculation under each rule, three seeds: does it change what is learnt?
 
 `coupled` runs in parity mode, where the two must be equal to the last bit.
 """
@@ -19,4 +19,4 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def get_sweep() -> list[dict[str, Any]]:
-    return seeded(run | {"draft.compare_rounds": 0} for run in RUNS.values())
+    return seeded(run | {"steps": 30, "draft.compare_rounds": 0} for run in RUNS.values())

@@ -23,7 +23,7 @@ class Target:
     memory: int  # bytes of one device; 0: not a device to fit into
     source: str  # of that number
     share: float  # of the memory that JAX takes as it comes (XLA_PYTHON_CLIENT_MEM_FRACTION on a GPU)
-    wheel: str  # module of its compiler; '': in every jax
+    wheels: tuple[str, ...]  # modules that compiling for it takes; none: every jax can
     platform: str  # of that compiler, in jax
 
 
@@ -98,8 +98,8 @@ class Cpu(Target):
 
 _QUERY = "device query, as in openxla/xla's target_config/specs"
 _GOOGLE = "cloud.google.com/tpu/docs, HBM capacity per chip"
-_CUDA = {"source": _QUERY, "share": 0.75, "wheel": "jax_plugins.xla_cuda12", "platform": "cuda"}
-_TPU = {"source": _GOOGLE, "share": 1.0, "wheel": "libtpu", "platform": "tpu"}
+_CUDA = {"source": _QUERY, "share": 0.75, "wheels": ("jax_plugins.xla_cuda12", "nvidia.cudnn"), "platform": "cuda"}
+_TPU = {"source": _GOOGLE, "share": 1.0, "wheels": ("libtpu",), "platform": "tpu"}
 _HOPPER = {"capability": 9, "cores": 132, "clock": 1.98, "l2": 52_428_800, "node": 8}
 _V5P = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
 _V6E = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
@@ -122,7 +122,7 @@ TARGETS = {
         ),
         Tpu("v5p", 95 * GIB, slices=tuple(_V5P.split()), **_TPU),
         Tpu("v6e", 32 * GIB, slices=tuple(_V6E.split()), **_TPU),
-        Cpu("cpu", 0, "", 1.0, "", "cpu"),
+        Cpu("cpu", 0, "", 1.0, (), "cpu"),
     )
 }
 
@@ -139,8 +139,9 @@ def compiler_of(target: Target) -> Target:
 
 
 def installed(target: Target) -> bool:
-    parent = target.wheel.partition(".")[0]
-    return not target.wheel or bool(importlib.util.find_spec(parent) and importlib.util.find_spec(target.wheel))
+    return all(
+        importlib.util.find_spec(wheel.partition(".")[0]) and importlib.util.find_spec(wheel) for wheel in target.wheels
+    )
 
 
 def chips(topology: str) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from specrl_jax.core import BadInput
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
+from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
 from specrl_jax.models.layers import (
     ParamSpec,
     Yarn,
@@ -230,6 +231,7 @@ def forward(
     partition: Partitioner,
     *,
     segment_ids: jax.Array | None = None,
+    attention: RowAttention = by_xla,
     cache: kv.KVCache | None = None,
     targets: jax.Array | None = None,
     counted: jax.Array | None = None,
@@ -246,6 +248,7 @@ def forward(
       params: learner form (no cache) or rollout form (with a cache).
       segment_ids: [B, T] int32, learner form only; attention stays inside a segment. None: one segment per row, which
         may be padded on the right, since no token reads what follows it.
+      attention: of the learner form; one of `attention.ATTENTION`.
       cache: read up to each query's own position and written at `positions`; returned updated.
       targets: [B, T] int32: return their log-probs and the entropy at `temperature` instead of logits.
       counted: [B, T] bool, the tokens that `routing` is of; None: all, padding too.
@@ -260,8 +263,8 @@ def forward(
     x = params["embed"][tokens].astype(dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
-        mask = _segment_mask(segment_ids)
-        x, aux, routing = _scanned(params["layers"], config, x, angles, mask, mlp, aux_layers, remat, partition)
+        attend = attention(segment_ids, partition)
+        x, aux, routing = _scanned(params["layers"], config, x, angles, attend, mlp, aux_layers, remat, partition)
     else:
         x, aux, routing, cache = _unrolled(params["layers"], config, x, angles, positions, cache, mlp, aux_layers)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
@@ -303,32 +306,20 @@ def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array
     return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
 
 
-def _segment_mask(segment_ids: jax.Array | None) -> jax.Array | None:
-    """[B, 1, T, T] bool: query t may read key s of its own segment. None: one segment, causality alone decides."""
-    if segment_ids is None:
-        return None
-    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-
-
 def _scanned(
     stacked: Params,
     config: Qwen3Config,
     x: jax.Array,
     angles: tuple[jax.Array, jax.Array],
-    mask: jax.Array | None,
+    attend: AttendRows,
     mlp: FeedForward,
     aux_layers: tuple[int, ...],
     remat: bool,
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        # Where a row is split along its tokens, every part of it reads the keys and values of all.
-        k, v = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
-
     def block(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
         # Here, where it is made again in the backward pass: the sum of one layer at a time.
-        x, _, copies = layer(x, merged(w), config, angles, attend, mlp)
+        x, _, copies = layer(x, merged(w), config, angles, lambda *qkv: (attend(*qkv), None), mlp)
         return partition.constrain(x, "batch", "sequence", None), copies
 
     if remat:

@@ -35,6 +35,9 @@ class HeadConfig:
         return rotary_angles(positions, self.head_dim, self.rope_theta, self.yarn)
 
 
+# Queries of a row whose scores training has at once.
+QUERIES = 1024
+
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Angles = tuple[jax.Array, jax.Array]
@@ -135,18 +138,46 @@ def unroll(
 def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], readable: jax.Array) -> jax.Array:
     """q [B, T, N, H] over keys[0] where `readable` [B, 1, 1, T, T] and over every later step's own row.
 
-    Softmax in float32.
+    No kernel that is kept by others has such a mask. Long rows go QUERIES at a time, whose scores are made again in the
+    backward pass: 4 N T QUERIES bytes of them a row, in the place of 4 N T^2 for every step.
     """
-    B, T, N, H = q.shape
-    K = keys[0].shape[2]
-    q = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKRH,BSKH->BKRTS", q, keys[0], preferred_element_type=jnp.float32)
+    T = q.shape[1]
+    parts = -(-T // QUERIES)
+    if parts == 1:
+        return _attend(q, readable, keys[1:], values[1:], keys[0], values[0])
+
+    def split(x: jax.Array, axis: int = 1) -> jax.Array:
+        """Every so many-th query together, [parts, ..., T / parts, ...]: each part has tokens of every device."""
+        more = [(0, -T % parts if i == axis else 0) for i in range(x.ndim)]
+        # What is added reads the first key alone, and is cut off.
+        x = jnp.pad(x, more, constant_values=x.dtype == bool)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, parts, *x.shape[axis + 1 :]), axis + 1, 0)
+
+    own = jax.tree.map(split, (keys[1:], values[1:]))
+    attend = jax.checkpoint(lambda part: _attend(*part, keys[0], values[0]))
+    out = jax.lax.map(attend, (split(q), split(readable, 3), *own))
+    return jnp.moveaxis(out, 0, 2).reshape(len(q), -1, *q.shape[2:])[:, :T]
+
+
+def _attend(
+    q: jax.Array,
+    readable: jax.Array,
+    own_keys: list[jax.Array],
+    own_values: list[jax.Array],
+    keys: jax.Array,
+    values: jax.Array,
+) -> jax.Array:
+    """Softmax in float32 over keys [B, T, K, H] and, of each later step, the query's own row [B, Q, K, H]."""
+    B, Q, N, H = q.shape
+    T, K = keys.shape[1:3]
+    q = q.reshape(B, Q, K, N // K, H)
+    scores = jnp.einsum("BQKRH,BSKH->BKRQS", q, keys, preferred_element_type=jnp.float32)
     scores = [jnp.where(readable, scores, -jnp.inf)]
-    for k in keys[1:]:
-        own = jnp.einsum("BTKRH,BTKH->BKRT", q, k, preferred_element_type=jnp.float32)
+    for k in own_keys:
+        own = jnp.einsum("BQKRH,BQKH->BKRQ", q, k, preferred_element_type=jnp.float32)
         scores.append(own[..., None])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
-    out = jnp.einsum("BKRTS,BSKH->BTKRH", weights[..., :T], values[0])
-    for j, v in enumerate(values[1:]):
-        out = out + jnp.einsum("BKRT,BTKH->BTKRH", weights[..., T + j], v)
-    return out.reshape(B, T, N, H)
+    out = jnp.einsum("BKRQS,BSKH->BQKRH", weights[..., :T], values)
+    for j, v in enumerate(own_values):
+        out = out + jnp.einsum("BKRQ,BQKH->BQKRH", weights[..., T + j], v)
+    return out.reshape(B, Q, N, H)

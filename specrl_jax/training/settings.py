@@ -16,6 +16,7 @@ class PolicySettings:
     path: str  # Hugging Face folder, '' = random weights
     dtype: str  # storage of the rollout weights
     compute_dtype: str  # activations of the learner
+    attention: str  # of the learner: auto, xla, cudnn, splash
     remat: bool
     vocab_tile: int  # words unembedded at once in the learner, 0 = all
     yarn_factor: float  # positions stretched by; 0 = as the checkpoint says

@@ -19,6 +19,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.models import qwen3
+from specrl_jax.models.attention import find_attention
 from specrl_jax.models.layers import abstract_params
 from specrl_jax.models.lora import LoRA, init_adapters
 from specrl_jax.processes import WHOLE, own_mesh, placed
@@ -310,9 +311,10 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     limits = find_limits(_own_share(settings), meshes[1].ways("batch"))
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
+    dtype = parse_dtype("policy.compute_dtype", policy.compute_dtype)
     learner = Learner(
         model=model,
-        dtype=parse_dtype("policy.compute_dtype", policy.compute_dtype),
+        dtype=dtype,
         remat=policy.remat,
         vocab_tile=policy.vocab_tile,
         microbatch=grpo.microbatch,
@@ -320,6 +322,7 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
         lora=_lora(settings),
+        attention=find_attention(policy.attention, model.head_dim, dtype, meshes[0]),
     )
     setup = Setup(
         settings=settings,

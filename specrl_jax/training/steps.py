@@ -12,6 +12,7 @@ import optax
 from specrl_jax.core import BadInput
 from specrl_jax.data.rows import Rows
 from specrl_jax.models import qwen3
+from specrl_jax.models.attention import RowAttention, by_xla
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
 from specrl_jax.rl.grpo import Objective, Signal, Terms, objective_terms
 from specrl_jax.sharding import Partitioner
@@ -31,6 +32,7 @@ class Learner:
     features: bool = False  # whether a draft learns from the forward pass
     aux_layers: tuple[int, ...] = ()  # whose inputs it reads
     lora: LoRA | None = None  # None: every weight learns
+    attention: RowAttention = by_xla
 
     @property
     def specs(self) -> Any:
@@ -64,6 +66,7 @@ class Learner:
             remat=self.remat,
             vocab_tile=self.vocab_tile,
             segment_ids=rows.segments,
+            attention=self.attention,
         )
 
 

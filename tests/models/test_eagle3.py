@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import BadInput
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.models import eagle3, qwen3, recurrent
 from specrl_jax.models.layers import Yarn, count_params, init_params, rotary_angles
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import row_positions
 
 # Seven layers is the least that has three distinct auxiliary layers; head_dim differs from embed / heads on purpose.
@@ -128,6 +129,50 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(params, inputs):
     embedded = embedded.at[:, t + 1 + steps :].add(1.0)
     after = unrolled(params, features, embedded, steps)[:, :, t]
     np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("T", [9, 8])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, params, inputs, monkeypatch):
+    """Nine pairs in three parts, or eight, the last of which is not full, on two devices that share each row."""
+    features, embedded = (x[:, :T] for x in inputs)
+    if T % 2 == 0:
+        rows = partitioner(make_mesh({"sequence": 2}, jax.devices()[:2]), LEARNER).sharding(("batch", "sequence"))
+        features, embedded = jax.device_put((features, embedded), rows)
+    positions = row_positions(embedded[..., 0])
+    segments = (positions // 5) if packed else None
+
+    def values():
+        def loss(params, features):
+            out = eagle3.unrolled(params, CONFIG, features, embedded, 3, positions, segments)
+            return jnp.sin(out).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
+
+    (_, expected), whole = values()
+    monkeypatch.setattr(recurrent, "QUERIES", 3)
+    (_, found), parts = values()
+    np.testing.assert_allclose(found, expected, atol=ATOL)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())), rtol=0)
+
+
+def test_the_scores_of_a_long_row_are_never_there_at_once(monkeypatch):
+    T, steps = 4 * recurrent.QUERIES, 3
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.param_specs(CONFIG))
+    rows = [jax.ShapeDtypeStruct((1, T, *width, CONFIG.embed), jnp.float32) for width in ((3,), ())]
+    positions = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def temporaries():
+        def loss(params, features, embedded, positions):
+            return eagle3.unrolled(params, CONFIG, features, embedded, steps, positions).sum()
+
+        return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
+
+    parts = temporaries()
+    monkeypatch.setattr(recurrent, "QUERIES", T)
+    # A fourth of the scores of one step, in the place of those of three.
+    assert parts < temporaries() / 4
 
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, inputs):

@@ -1,0 +1,160 @@
+"""Attention of the learner: whole rows, each token reading those of its own sequence up to itself.
+
+The kernels are kept by others; here is which one runs where, and how rows are laid out for it.
+
+    xla     `jax.nn.dot_product_attention` as XLA compiles it: any device, any dtype, rows that are split along their
+            tokens. Scores of every head are there at once: 4 B N T^2 bytes, several times.
+    cudnn   the same by cuDNN: NVIDIA GPUs from Ampere on, bfloat16. No scores; packed rows take a bias, 2 B T^2 bytes.
+    splash  jax's Pallas kernel for TPUs (jax.experimental.pallas.ops.tpu.splash_attention), heads of 128. No scores.
+
+Forward and backward of two rows of 4,096 tokens with Qwen3-8B's heads take 10.7 GB beside their arguments by xla and
+0.27 GB by cudnn, as the compiler for an H200 counts them (jax 0.10.2).
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+from specrl_jax.core import BadInput
+from specrl_jax.sharding import Partitioner
+
+# (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H] in the dtype of q; consecutive query heads share one
+# of the K.
+AttendRows = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# (segment_ids [B, T] int32, or None: one sequence a row; partition) -> AttendRows
+RowAttention = Callable[[jax.Array | None, Partitioner], AttendRows]
+
+# By `jax.Device.platform`: what `auto` takes where it can; elsewhere, and where it cannot, xla.
+KERNELS = {"gpu": "cudnn", "tpu": "splash"}
+OLDEST_GPU = 8.0  # compute capability: Ampere, the first with cuDNN's fused attention
+# Heads that cuDNN takes on every such GPU, and the width of a TPU's registers.
+LARGEST_CUDNN_HEAD, LANES = 128, 128
+# Tokens of a tile of splash: as many as hide its overhead at eight heads and fit in a v5p's VMEM, forward and backward.
+TILE = 512
+
+
+def by_xla(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRows:
+    mask = _same_segment(segment_ids)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # Where a row is split along its tokens, every part of it reads the keys and values of all.
+        k, v = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+
+    return attend
+
+
+def by_cudnn(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRows:
+    def here(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        mask = _same_segment(segment_ids)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+
+    # Packed rows have an even length there.
+    return _on_each_device(here, 2, segment_ids, partition)
+
+
+def by_splash(segment_ids: jax.Array | None, partition: Partitioner, interpret: bool = False) -> AttendRows:
+    """`interpret`: by Pallas' interpreter, on any platform; for tests."""
+
+    def here(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        T, N, H = q.shape[1:]
+        kernel = _splash_kernel(T, N, interpret)
+        by_heads = [jnp.swapaxes(x, 1, 2) for x in ((q * H**-0.5).astype(q.dtype), k, v)]
+        segments = None if segment_ids is None else splash_attention.SegmentIds(segment_ids, segment_ids)
+        return jnp.swapaxes(jax.vmap(kernel)(*by_heads, segments), 1, 2)
+
+    return _on_each_device(here, None, segment_ids, partition)
+
+
+ATTENTION: dict[str, RowAttention] = {"xla": by_xla, "cudnn": by_cudnn, "splash": by_splash}
+
+
+def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> RowAttention:
+    """What policy.attention=`name` stands for with activations of `dtype` on the devices of `partition`.
+
+    Raises BadInput where there is no such attention, or it does not run so. `auto` always runs, and warns where that is
+    not by the kernel of its platform.
+    """
+    if name == "auto":
+        name = KERNELS.get(partition.mesh.devices.flat[0].platform, "xla")
+        if obstacle := _obstacle(name, head_dim, dtype, partition):
+            warnings.warn(f"policy.attention: xla, which keeps scores of every head; {name}: {obstacle}", stacklevel=2)
+            return by_xla
+    if name not in ATTENTION:
+        raise BadInput(f"policy.attention: no attention '{name}'; there are auto, {', '.join(ATTENTION)}")
+    if obstacle := _obstacle(name, head_dim, dtype, partition):
+        raise BadInput(f"policy.attention={name}: {obstacle}")
+    return ATTENTION[name]
+
+
+def _obstacle(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> str:
+    """Why the attention does not run; '': it does."""
+    if name == "xla":
+        return ""
+    device = partition.mesh.devices.flat[0]
+    if KERNELS.get(device.platform) != name:
+        return f"not on a {device.platform}"
+    if partition.ways("sequence") > 1:
+        return "not where rows are split along their tokens (mesh.sequence)"
+    if name == "splash":
+        return f"heads of {head_dim}, multiples of {LANES} are needed" if head_dim % LANES else ""
+    if float(getattr(device, "compute_capability", 0)) < OLDEST_GPU:
+        return f"needs compute capability {OLDEST_GPU}"
+    if dtype != jnp.bfloat16:
+        return f"policy.compute_dtype=bfloat16 is needed, not {jnp.dtype(dtype).name}"
+    if head_dim > LARGEST_CUDNN_HEAD or head_dim % 8:
+        return f"heads of {head_dim}, multiples of 8 up to {LARGEST_CUDNN_HEAD} are needed"
+    return ""
+
+
+def _same_segment(segment_ids: jax.Array | None) -> jax.Array | None:
+    """[B, 1, T, T] bool: query t may read key s of its own segment. None: one segment, causality alone decides."""
+    if segment_ids is None:
+        return None
+    return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+
+
+def _on_each_device(
+    kernel: Callable[..., jax.Array], multiple: int | None, segment_ids: jax.Array | None, partition: Partitioner
+) -> AttendRows:
+    """`kernel` on each device's own rows and heads, of a length that is a multiple (None: of `_tile`).
+
+    XLA cannot split a kernel over devices. Rows are made longer at their end, which nobody before it reads.
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        T = q.shape[1]
+        more = -T % (multiple or _tile(T))
+
+        def longer(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+
+        rows = partition.spec(("batch",))
+        queries, shared = (partition.spec(("batch", None, axis, None)) for axis in ("heads", "kv_heads"))
+        mapped = jax.shard_map(
+            kernel,
+            mesh=partition.mesh,
+            in_specs=(queries, shared, shared, None if segment_ids is None else rows),
+            out_specs=queries,
+            check_vma=False,
+        )
+        return mapped(*map(longer, (q, k, v, segment_ids)))[:, :T]
+
+    return attend
+
+
+def _tile(T: int) -> int:
+    return min(TILE, -(-T // LANES) * LANES)
+
+
+def _splash_kernel(T: int, heads: int, interpret: bool) -> Callable[..., jax.Array]:
+    tile = _tile(T)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes = splash_attention.BlockSizes(**{f"block_{name}": tile for name in names})
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))] * heads)
+    make = functools.partial(splash_attention.make_splash_mha, head_shards=1, q_seq_shards=1)
+    return make(mask, block_sizes=sizes, interpret=interpret)
