@@ -5,9 +5,9 @@
 Needs this repository, jax and flax; under eight minutes on an H200. Every rule is compared with the reference in
 float64; verification is timed by kernels and by XLA over rotating buffers, and set beside the copy bandwidth and the
 rate of integer noise measured in the same call; then the token log-probs, forward and backward, beside the measured
-bfloat16 matrix products, and fused iterations of a random Qwen3-8B with its EAGLE-3 head beside the time that its
-weights take to be read. Where there is no such device, `--small` runs all of it at small shapes, the kernels through
-the TPU interpreter: that the script runs, no number means anything.
+bfloat16 matrix products, and so is the attention of a layer; then fused iterations of a random Qwen3-8B with its
+EAGLE-3 head beside the time that its weights take to be read. Where there is no such device, `--small` runs all of it
+at small shapes, the kernels through the TPU interpreter: that the script runs, no number means anything.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from kernels_pallas.verify import reference, tpu
 from kernels_pallas.verify.op import Kernels, Noise, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
+from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
 from specrl_jax.models.unembedding import Tiling, token_scores
 from specrl_jax.sharding import LEARNER, partitioner
 
@@ -53,14 +54,28 @@ class Shapes(NamedTuple):
     matrix: int
     tokens: int
     embed: int
+    rows: tuple[int, int, int, int]  # of attention: tokens of a row, query heads, key heads, their width
     preset: str
     batches: tuple[int, ...]
     iterations: int
     rounds: int
 
 
-FULL = Shapes(151_936, 32_000, ((64, 3), (256, 3), (64, 7)), 2**28, 8192, 8192, 4096, "qwen3_8b", (1, 8, 32), 50, 20)
-SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, "nano_deep", (1,), 3, 2)
+FULL = Shapes(
+    151_936,
+    32_000,
+    ((64, 3), (256, 3), (64, 7)),
+    2**28,
+    8192,
+    8192,
+    4096,
+    (4096, 32, 8, 128),
+    "qwen3_8b",
+    (1, 8, 32),
+    50,
+    20,
+)
+SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, (256, 4, 2, 128), "nano_deep", (1,), 3, 2)
 
 
 class Batch(NamedTuple):
@@ -203,6 +218,48 @@ def time_logprobs(shapes: Shapes, limits: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def attention_gradient(make: RowAttention, packed: bool) -> Callable[..., Any]:
+    """(q, k, v, weight of each output) -> gradients of q, k and v; packed: three sequences a row."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, weight: jax.Array) -> jax.Array:
+        (B, T), place = q.shape[:2], partitioner(bench.one_device(), LEARNER)
+        segments = jnp.broadcast_to(3 * jnp.arange(T) // T, (B, T)) if packed else None
+        return (make(segments, place)(q, k, v) * weight).astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+def time_attention(shapes: Shapes, kernel: RowAttention, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Forward and backward of one layer over two rows, beside XLA.
+
+    Seven products of half of T x T each (causal): two forward, five backward. The difference is the largest of the
+    gradients to XLA's in float32, over their largest entry.
+    """
+    T, N, K, H = shapes.rows
+
+    def inputs(seed: int) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        return [jax.random.normal(key, (2, T, n, H), jnp.bfloat16) for key, n in zip(keys, (N, K, K, N))]
+
+    buffers = [inputs(seed) for seed in range(2)]
+    for packed in (False, True):
+        by_kernel, by_compiler = (attention_gradient(make, packed) for make in (kernel, by_xla))
+        exact = by_compiler(*[x.astype(jnp.float32) for x in buffers[0]])
+        pairs = zip(by_kernel(*buffers[0]), exact, strict=True)
+        difference = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+        seconds, by = (timed(gradient, buffers, shapes.rounds) for gradient in (by_kernel, by_compiler))
+        operations = 7 * 2 * N * H * T * T
+        yield {
+            "packed": packed,
+            "seconds": seconds._asdict(),
+            "xla_seconds": by._asdict(),
+            "operations": operations,
+            "share_of_limit": operations / seconds.median / limits["bfloat16_operations_per_second"],
+            "times_xla": by.median / seconds.median,
+            "difference": difference,
+        }
+
+
 def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
     """Fused iterations of the engine, plain and with three drafted tokens."""
     model = qwen3.preset(shapes.preset)
@@ -262,6 +319,9 @@ def main() -> None:
     limits = keep("ceilings", ceilings(shapes))
     keep("verify", list(time_verify(shapes, kernels, limits)))
     keep("logprobs", time_logprobs(shapes, limits))
+    attention = find_attention("auto", shapes.rows[3], jnp.dtype("bfloat16"), partitioner(bench.one_device(), LEARNER))
+    attention = functools.partial(by_splash, interpret=True) if a.small else attention
+    keep("attention", list(time_attention(shapes, attention, limits)))
     keep("iterations", list(time_iterations(shapes, limits)))
 
 
