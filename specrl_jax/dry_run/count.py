@@ -6,7 +6,7 @@ of an engine, a refill) is kept apart, with what one of its turns does.
 
 FLOPs are those of matrix products and convolutions, two per multiply-add, on one device. Bytes of a collective are
 those of its larger side on one device: the result of an all-gather, the operand of everything else. Custom calls are
-listed by name, since their insides are not in the text.
+listed by name, since their insides are not in the text; cuBLAS' products and cuDNN's attention are counted, too.
 """
 
 import collections
@@ -29,6 +29,9 @@ COLLECTIVES = (
 )
 # Custom calls that are a product, with its dimensions in their backend_config.
 PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
+# Custom calls that are cuDNN's attention, with or without a bias: products of [T, S] for each head, two forward, five
+# backward, of which a causal one leaves out half.
+ATTENTION = re.compile(r"__cudnn\$fmha(?:ScaleBias)?Softmax(Backward)?")
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r" +(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
@@ -153,7 +156,7 @@ def _count_one(i: Instruction, symbols: dict[str, Instruction], total: functools
         if target in PRODUCTS:
             contracted = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', i.attributes)
             return Count(flops=_dot_flops(i, symbols, contracted))
-        own = Count(custom_calls=collections.Counter([target]))
+        own = Count(_attention_flops(i, symbols, target), custom_calls=collections.Counter([target]))
     if i.opcode in _CALLS:
         return sum((total(name) for name in _names(_CALLED, i.attributes)), own)
     return own
@@ -216,6 +219,14 @@ def _dot_flops(i: Instruction, symbols: dict[str, Instruction], contracted: re.M
     left = dimensions(symbols[i.operands[0]].type)
     axes = [int(n) for n in json.loads(f"[{contracted[1]}]")]
     return 2 * math.prod(dimensions(i.type)) * math.prod(left[axis] for axis in axes)
+
+
+def _attention_flops(i: Instruction, symbols: dict[str, Instruction], target: str) -> int:
+    if not (found := ATTENTION.fullmatch(target)):
+        return 0
+    (B, T, N, H), (_, S, *_) = (dimensions(symbols[name].type) for name in i.operands[:2])
+    causal = '"mask_type": "CAUSAL"' in i.attributes or '"mask_type":"CAUSAL"' in i.attributes
+    return (5 if found[1] else 2) * 2 * B * N * T * S * H // (2 if causal else 1)
 
 
 def _convolution_flops(i: Instruction, symbols: dict[str, Instruction]) -> int:

@@ -31,6 +31,28 @@ def test_a_batched_product_and_one_over_two_axes():
     assert both.flops == 2 * M * K * 3 * N
 
 
+@pytest.mark.parametrize(
+    "call, products",
+    [("fmhaSoftmax", 2), ("fmhaScaleBiasSoftmax", 2), ("fmhaSoftmaxBackward", 5), ("fmhaScaleBiasSoftmaxBackward", 5)],
+)
+@pytest.mark.parametrize("mask, share", [("CAUSAL", 2), ("NO_MASK", 1)])
+def test_attention_of_cudnn_has_the_products_that_causality_leaves(call, products, mask, share):
+    """In the words of a compiler for GPUs, which not every machine has; `tests/models/test_attention.py` asks one."""
+    B, T, Q, KV, H = 2, 512, 8, 2, 64
+    hlo = f"""HloModule jit_f
+
+ENTRY %main (q: bf16[{B},{T},{Q},{H}], k: bf16[{B},{T},{KV},{H}]) -> bf16[{B},{Q},{T},{H}] {{
+  %q = bf16[{B},{T},{Q},{H}]{{3,2,1,0}} parameter(0)
+  %k = bf16[{B},{T},{KV},{H}]{{3,2,1,0}} parameter(1)
+  ROOT %out = (bf16[{B},{Q},{T},{H}]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn${call}", backend_config={{"cudnn_fmha_backend_config": {{"mask_type": "{mask}"}}}}
+}}
+"""
+    found = count(hlo)
+    assert found.flops == products * 2 * B * Q * T * T * H // share
+    assert found.custom_calls == {f"__cudnn${call}": 1}
+
+
 def nested(x, y):
     """7 times (a product, then 5 times a product)."""
 

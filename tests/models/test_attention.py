@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import BadInput
+from specrl_jax.dry_run.count import count
 from specrl_jax.models import attention
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers import targets
@@ -168,6 +169,8 @@ def test_kernels_compile_and_hold_no_scores(platform, packed):
     make = attention.find_attention("auto", H, BF16, there)
     assert make is not attention.by_xla
     run = jax.jit(loss_gradient(make, there, packed)).trace(*rows_of(T, there.replicated))
-    found = run.lower(lowering_platforms=(platform,)).compile().memory_analysis().temp_size_in_bytes
+    found = run.lower(lowering_platforms=(platform,)).compile()
     # Scores of one row's heads: what either kernel is there to spare.
-    assert found < 16 * T * T * 4 / 2
+    assert found.memory_analysis().temp_size_in_bytes < 16 * T * T * 4 / 2
+    # Seven products of half of the scores; splash is one of many custom calls on a TPU, which have no names.
+    assert platform == "tpu" or count(found.as_text()).flops == 7 * 2 * 16 * H * T * T
