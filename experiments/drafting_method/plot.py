@@ -82,7 +82,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         paper = [PAPER.get((name, method), (0, 0))[1] for method in METHODS]
         axis.bar(np.arange(len(METHODS)) + 0.27, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
         axis.axhline(1, color="k", lw=0.8)
-        axis.set(xticks=range(len(METHODS)), xticklabels=list(METHODS), title=f"{name}: {w}")
+        labels = [method.replace(" ", "\n", 1) for method in METHODS]
+        axis.set(xticks=range(len(METHODS)), xticklabels=labels, title=f"{name}: {w}")
         axis.set_ylabel("generation speed over plain decoding")
         axis.legend(fontsize=8)
     save(figure, path)
