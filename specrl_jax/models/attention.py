@@ -123,15 +123,16 @@ def _on_each_device(
 ) -> AttendRows:
     """`kernel` on each device's own rows and heads, of a length that is a multiple (None: of `_tile`).
 
-    XLA cannot split a kernel over devices. Rows are made longer at their end, which nobody before it reads.
+    XLA cannot split a kernel over devices. Rows are made longer at their end, which nobody before it reads, and some of
+    zeros are added where they do not divide over the devices.
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        T = q.shape[1]
-        more = -T % (multiple or _tile(T))
+        B, T = q.shape[:2]
+        more = (0, -B % partition.ways("batch")), (0, -T % (multiple or _tile(T)))
 
-        def longer(x: jax.Array | None) -> jax.Array | None:
-            return None if x is None else jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+        def padded(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else jnp.pad(x, more + ((0, 0),) * (x.ndim - 2))
 
         rows = partition.spec(("batch",))
         queries, shared = (partition.spec(("batch", None, axis, None)) for axis in ("heads", "kv_heads"))
@@ -142,7 +143,7 @@ def _on_each_device(
             out_specs=queries,
             check_vma=False,
         )
-        return mapped(*map(longer, (q, k, v, segment_ids)))[:, :T]
+        return mapped(*map(padded, (q, k, v, segment_ids)))[:B, :T]
 
     return attend
 

@@ -54,13 +54,13 @@ def test_each_token_reads_its_own_sequence_up_to_itself(name, packed, partition)
     np.testing.assert_allclose(found, by_definition(*qkv, segments), atol=1e-5, rtol=0)
 
 
-# One tile that is not full, one that is, two with a remainder.
-@pytest.mark.parametrize("T", [40, 128, 700])
+# One tile that is not full, one that is, two with a remainder; rows that do not divide over their devices.
+@pytest.mark.parametrize("B, T", [(2, 40), (2, 128), (2, 700), (3, 40)])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_splash_and_its_gradient_are_those_of_xla_on_a_mesh(packed, T):
+def test_splash_and_its_gradient_are_those_of_xla_on_a_mesh(packed, B, T):
     """Rows over two devices, heads over two."""
     devices = partitioner(make_mesh({"data": 2, "fsdp": 1, "expert": 1, "tensor": 2}, jax.devices()[:4]), LEARNER)
-    qkv, weight, segments = draw(2, T, packed)
+    qkv, weight, segments = draw(B, T, packed)
 
     def values(make):
         def loss(q, k, v):
