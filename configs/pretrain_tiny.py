@@ -29,6 +29,7 @@ def get_config(arg: str = ""):
     c.eval.problems = 512
     if arg in ("small", "zero", "think"):
         c.policy.preset = "small"
+        c.policy.compute_dtype = "bfloat16"  # 1.7 times as fast on CPUs that multiply in it; weights stay float32
         c.steps = 300
         c.optimizer.learning_rate = 1e-3
         c.optimizer.warmup = 50

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 from experiments.launch import REPOSITORY, default_workdir
@@ -38,18 +39,22 @@ MADE: dict[str, list[str]] = {
     "runs/zero_base": ["configs/pretrain_tiny.py:zero"],
     "runs/zero_eagle3": ["configs/draft_tiny.py:zero"],
     "runs/zero_generic": ["configs/draft_tiny.py:zero", *COUNTDOWN],
-    "runs/zero_mtp": ["configs/draft_tiny.py:zero", *MTP],
-    "runs/zero_model": ["configs/draft_tiny.py:zero", *MODEL],
+    "runs/zero_mtp": ["configs/draft_tiny.py:zero", *MTP, "pretrain.features=runs/zero_features"],
+    "runs/zero_model": ["configs/draft_tiny.py:zero", *MODEL, "pretrain.features=runs/zero_features"],
     "runs/think_base": ["configs/pretrain_tiny.py:think"],
     "runs/think_eagle3": ["configs/draft_tiny.py:think"],
-    "runs/think_mtp": ["configs/draft_tiny.py:think", *MTP],
-    "runs/think_model": ["configs/draft_tiny.py:think", *MODEL],
+    "runs/think_mtp": ["configs/draft_tiny.py:think", *MTP, "pretrain.features=runs/think_features"],
+    "runs/think_model": ["configs/draft_tiny.py:think", *MODEL, "pretrain.features=runs/think_features"],
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
-# Head of thirty RL steps -> the one they began with; what they made is exported there, policy and draft.
-ADAPTED = {"runs/zero_generic_online": "runs/zero_generic", "runs/zero_eagle3_online": "runs/zero_eagle3"}
-LEARNS = ["steps=30", "draft.compare_rounds=0", "eval.every=0", "draft.minibatches=8", "draft.learning_rate=2e-3"]
+# Head of thirty RL steps -> the one they began with, and the rate: one has a new task to learn, the other would forget
+# its own at that. What the steps made is exported there, policy and draft.
+ADAPTED = {
+    "runs/zero_generic_online": ("runs/zero_generic", 2e-3),
+    "runs/zero_eagle3_online": ("runs/zero_eagle3", 1e-4),
+}
+LEARNS = ["steps=30", "draft.compare_rounds=0", "eval.every=0", "draft.minibatches=8"]
 LEARNS += ["draft.warmup=16", "draft.decay_steps=240"]
 # Of a workload, and of a folder beside.
 NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3"), TINY: ()}
@@ -72,7 +77,8 @@ def commands(folders: list[str]) -> Iterator[list[str]]:
     wanted |= dict.fromkeys(path for folder in folders for path in MORE.get(folder, ()))
     for path in wanted:
         if path in ADAPTED and not (REPOSITORY / path / "draft" / "config.json").exists():
-            learns = [*LEARNS, f"draft.path={ADAPTED[path]}"]
+            start, rate = ADAPTED[path]
+            learns = [*LEARNS, f"draft.path={start}", f"draft.learning_rate={rate}"]
             yield run(ZERO, learns, path)
             yield run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path)
         elif path in MADE and not (REPOSITORY / path / "config.json").exists():
@@ -101,11 +107,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(SWEEPS), default=list(SWEEPS), help="folders; default: all")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
-    failed = []
+    failed, began = [], time.monotonic()
     for command in commands(a.only):
         print(f"$ {shlex.join(command)}", flush=True)
-        if not a.dry_run and subprocess.run(command, cwd=REPOSITORY, env=environment(command)).returncode:
+        if a.dry_run:
+            continue
+        start = time.monotonic()
+        if subprocess.run(command, cwd=REPOSITORY, env=environment(command)).returncode:
             failed.append(command)
+        now = time.monotonic()
+        print(f"{now - start:.0f} s, {now - began:.0f} s altogether", flush=True)
     for command in failed:
         print(f"failed: {shlex.join(command)}", file=sys.stderr)
     return int(bool(failed))

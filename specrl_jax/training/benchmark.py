@@ -2,6 +2,7 @@
 decoding. Nothing learns.
 """
 
+import contextlib
 import threading
 from typing import Any
 
@@ -44,8 +45,7 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
     s = setup.settings
     weights, order = setup.initial_weights(), np.random.default_rng(s.seed)
     stream, rows = setup.problems.stream(s.grpo.prompts_per_step), []
-    writer = MetricsWriter(workdir, -1)
-    with Display(s.benchmark.rounds, 0) as display:
+    with Display(s.benchmark.rounds, 0) as display, contextlib.closing(MetricsWriter(workdir, -1)) as writer:
         sides = make_sides(setup)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
             engine.programs.compile_all(weights, lambda program, t: display.say(f"engine program {program}: {t:.1f} s"))
@@ -62,7 +62,6 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
                 rows.append({"step": i} | round_metrics({name: found[name] for name in sides}))
                 writer.write(rows[-1])
                 display.finish_step(i, "  ".join(f"{name} {rows[-1][f'benchmark/{name}']:.0f}" for name in sides))
-    writer.close()
     return rows
 
 
