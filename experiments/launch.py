@@ -209,7 +209,8 @@ def config_flags(overrides: dict[str, Any]) -> list[str]:
 def make_name(overrides: dict[str, Any]) -> str:
     """A folder name such as `seed=0,draft.kind=none`, the same for ever and another for other overrides.
 
-    Where characters had to be replaced or cut, a hash of the overrides keeps names apart. No overrides: `base`.
+    Where characters had to be replaced or cut, a hash of the overrides keeps names apart. What is cut is the front: a
+    sweep's runs differ in what it sets last. No overrides: `base`.
     """
     pairs = [[key, str(value)] for key, value in overrides.items()]
     # Commas and equals signs too: {"a": "1,b=2"} is not {"a": 1, "b": 2}.
@@ -218,7 +219,10 @@ def make_name(overrides: dict[str, Any]) -> str:
     if safe == pairs and len(name) <= NAME_LENGTH:
         return name
     digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:8]
-    return f"{name[: NAME_LENGTH - 9]}-{digest}"
+    room = NAME_LENGTH - len(digest) - 1
+    if len(name) > room:
+        name = name[-room - 1 :].partition(",")[2] or name[:room]
+    return f"{name}-{digest}"
 
 
 def make_folder(path: pathlib.Path) -> None:

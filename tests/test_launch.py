@@ -416,6 +416,9 @@ NAMES = [
     ({"x": "y" * 99}, f"x={'y' * 89}-c72c5e4c"),
     ({"x": "y" * 299 + "z"}, f"x={'y' * 89}-8f4ab709"),
     ({"x": "y" * 299 + "w"}, f"x={'y' * 89}-5b9322ec"),
+    ({"x": "y" * 98, "draft.kind": "mtp", "seed": 2}, "draft.kind=mtp,seed=2-69b1c0e3"),
+    ({"x": "y" * 30, "z": "y" * 82, "seed": 2}, f"z={'y' * 82},seed=2-7a1c651d"),
+    ({"x": "y" * 30, "z": "y" * 83, "seed": 2}, "seed=2-ac63ee6f"),
 ]
 
 
