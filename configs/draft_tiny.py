@@ -7,9 +7,10 @@ About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance len
 Variants `small`, `zero`, `think`: for the bases of these names that `configs/pretrain_tiny.py` makes. 5 to 15 minutes.
 Drafts of other kinds for the last two:
 
-    python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0
+    python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0 \
+        --workdir runs/zero_mtp_run
     python main.py --config configs/draft_tiny.py:zero --config.draft.kind=model --config.draft.vocab_size=0 \
-        --config.draft.preset=nano
+        --config.draft.preset=nano --workdir runs/zero_model_run
 """
 
 from configs import common

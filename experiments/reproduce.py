@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from experiments.launch import REPOSITORY, default_workdir
 
@@ -30,6 +30,9 @@ SWEEPS = {
 }
 # Folders whose table and figure come from `report --workdir` of their one workload.
 REPORTED = ("online_adaptation",)
+# Folder -> modules, for what is computed from the rows of others.
+COMPUTED = {"scale_projection": ("validate", "grid")}
+FOLDERS = (*SWEEPS, *COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
@@ -71,10 +74,11 @@ def run(config: str, overrides: list[str], path: str) -> list[str]:
     return [sys.executable, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
 
 
-def commands(folders: list[str]) -> Iterator[list[str]]:
+def commands(folders: Sequence[str]) -> Iterator[list[str]]:
     """In order; those that make what is there already are left out."""
-    wanted = dict.fromkeys(path for folder in folders for config in SWEEPS[folder] for path in NEEDS[config])
-    wanted |= dict.fromkeys(path for folder in folders for path in MORE.get(folder, ()))
+    sweeps = [folder for folder in folders if folder in SWEEPS]
+    wanted = dict.fromkeys(path for folder in sweeps for config in SWEEPS[folder] for path in NEEDS[config])
+    wanted |= dict.fromkeys(path for folder in sweeps for path in MORE.get(folder, ()))
     for path in wanted:
         if path in ADAPTED and not (REPOSITORY / path / "draft" / "config.json").exists():
             start, rate = ADAPTED[path]
@@ -84,7 +88,7 @@ def commands(folders: list[str]) -> Iterator[list[str]]:
         elif path in MADE and not (REPOSITORY / path / "config.json").exists():
             config, *overrides = MADE[path]
             yield run(config, [*overrides, f"pretrain.output={path}"], path)
-    for folder in folders:
+    for folder in sweeps:
         sweep = f"experiments/{folder}/sweep.py"
         workdirs = [str(default_workdir(config, REPOSITORY / sweep)) for config in SWEEPS[folder]]
         for config in SWEEPS[folder]:
@@ -93,6 +97,9 @@ def commands(folders: list[str]) -> Iterator[list[str]]:
             yield [sys.executable, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
         else:
             yield [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
+    for folder in folders:
+        for module in COMPUTED.get(folder, ()):
+            yield [sys.executable, "-m", f"experiments.{folder}.{module}"]
     yield [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"]
 
 
@@ -104,7 +111,7 @@ def environment(command: list[str]) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=list(SWEEPS), default=list(SWEEPS), help="folders; default: all")
+    parser.add_argument("--only", nargs="+", choices=FOLDERS, default=FOLDERS, help="folders; default: all")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
     failed, began = [], time.monotonic()

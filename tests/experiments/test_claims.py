@@ -179,6 +179,8 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
     assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in " ".join(made)
     (tmp_path / "runs/zero_base").mkdir(parents=True)
     (tmp_path / "runs/zero_base/config.json").write_text("{}")
+    computed = [" ".join(command[1:]) for command in reproduce.commands(["scale_projection"])]
+    assert computed[:-1] == [f"-m experiments.scale_projection.{module}" for module in ("validate", "grid")]
     again = [" ".join(command[1:]) for command in reproduce.commands(["step_breakdown"])]
     assert not any("pretrain_tiny.py:zero" in text for text in again) and len(again) == 3 + 2 + 2
 
