@@ -168,7 +168,7 @@ def base() -> ConfigDict:
 
     c.benchmark = ConfigDict()  # task=benchmark: generation with the draft beside plain decoding
     c.benchmark.rounds = 5  # in each, as many rollouts as an RL step has
-    c.benchmark.warmup = 2  # rounds before them, in which the controller measures
+    c.benchmark.warmup = 2  # rounds before them, after the first of which only the controller generates, and measures
     c.benchmark.lengths = ()  # draft lengths up to draft.length; () = those that the controller would choose from
 
     c.export = ConfigDict()  # task=export: a run's policy and draft as Hugging Face folders

@@ -52,7 +52,7 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
         for i in range(1 - s.benchmark.warmup, s.benchmark.rounds + 1):
             prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
             found = {}
-            for name in order.permutation(list(sides)):
+            for name in order.permutation(in_round(i, s.benchmark.warmup, sides)):
                 if stop.is_set():
                     raise Stopped("a benchmark keeps nothing that could be resumed; the same command starts anew")
                 engine, lengths = sides[name]
@@ -63,6 +63,13 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
                 writer.write(rows[-1])
                 display.finish_step(i, "  ".join(f"{name} {rows[-1][f'benchmark/{name}']:.0f}" for name in sides))
     return rows
+
+
+def in_round(i: int, warmup: int, sides: Sides) -> list[str]:
+    """Those that answer in round i of 1 - warmup to rounds: all but for the warm-up after its first round, which only
+    a controller learns from.
+    """
+    return [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
 
 
 def make_sides(setup: Setup) -> Sides:

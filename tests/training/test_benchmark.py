@@ -11,7 +11,8 @@ from main import to_settings
 from specrl_jax.core import BadInput, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.benchmark import benchmark, check_benchmark, print_benchmark, round_metrics
+from specrl_jax.training.benchmark import benchmark, check_benchmark, make_sides, print_benchmark, round_metrics
+from specrl_jax.training.compare import timed
 from specrl_jax.training.setup import build
 
 SIDES = ("plain", "k_0", "k_2", "adaptive")
@@ -67,6 +68,26 @@ def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
         for side in SIDES[1:]:
             np.testing.assert_array_equal(found[side][0].tokens, found["plain"][0].tokens)
     assert not np.array_equal(*(found["plain"][0].tokens for found in seen))
+
+
+@pytest.mark.parametrize(("adaptive", "extra"), [(True, ["adaptive", "adaptive"]), (False, [])])
+def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, tmp_path):
+    """Three rounds of warm-up and one that counts: the others' programs are warm after the first."""
+    from specrl_jax.training import benchmark as module
+
+    made, setup = [], setup_of(**{"benchmark.rounds": 1, "benchmark.warmup": 3, "draft.adaptive": adaptive})
+    sides = make_sides(setup)
+    names = {(id(engine), id(lengths)): name for name, (engine, lengths) in sides.items()}
+    monkeypatch.setattr(module, "make_sides", lambda setup: sides)
+
+    def count(engine, weights, prompts, samples, seed, lengths):
+        made.append(names[id(engine), id(lengths)])
+        return timed(engine, weights, prompts, samples, seed, lengths)
+
+    monkeypatch.setattr(module, "timed", count)
+    benchmark(setup, str(tmp_path), threading.Event())
+    n = len(sides)
+    assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n:-n] == extra
 
 
 def test_a_signal_ends_it(tmp_path):
