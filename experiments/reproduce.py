@@ -3,7 +3,7 @@
     python -m experiments.reproduce [--only FOLDER ...] [--dry_run]
 
 What is finished is not run again, so the same command resumes. A command that fails is named at the end, and does not
-hold up the others; the exit status is then 1. Under six hours on 2 CPU cores.
+hold up the others; the exit status is then 1. Hours: README.md here.
 """
 
 import argparse
