@@ -60,7 +60,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
        overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; display: block; overflow-x: auto }
 th, td { border: 1px solid #bbb; padding: 3px 8px; text-align: left; vertical-align: top }
-th { background: #eee } img { max-width: 100% } pre, code { background: #f3f3f3 } pre { padding: 8px; overflow-x: auto }
+th { background: #eee } td a { overflow-wrap: normal } img { max-width: 100% }
+pre, code { background: #f3f3f3 } pre { padding: 8px; overflow-x: auto }
 section { border-top: 2px solid #111; margin-top: 3rem }
 """
 
