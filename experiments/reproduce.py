@@ -1,33 +1,40 @@
 """The whole reproduction, one command: bases and heads, every sweep, every table and figure, the page.
 
-    python -m experiments.reproduce [--only FOLDER ...] [--dry_run]
+    python -m experiments.reproduce [--only FOLDER ...] [--jobs 2] [--dry_run]
 
-What is finished is not run again, so the same command resumes. A command that fails is named at the end, and does not
-hold up the others; the exit status is then 1. Hours: README.md here.
+What is finished is not run again, so the same command resumes. What need not have the machine for itself runs --jobs at
+a time, each on its share of the CPUs. A command that fails is named at the end, and does not hold up the others; the
+exit status is then 1. Ctrl-C, SIGTERM and SIGHUP end what runs in good order, a second one at once. Hours: README.md.
 """
 
 import argparse
+import concurrent.futures
 import os
+import queue
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from experiments.launch import REPOSITORY, default_workdir
+from experiments.launch import POLL, REPOSITORY, Signals, default_workdir
 
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
-# Folder -> workloads of its sweep.
+# Folder -> workloads of its sweep; the longest first, so that no job is left alone with it at the end.
 SWEEPS = {
-    "step_breakdown": (ZERO, THINK),
-    "drafting_method": (ZERO, THINK),
-    "draft_length": (ZERO, THINK),
-    "draft_init": (ZERO,),
-    "verification_rules": (ZERO, THINK),
-    "accuracy_parity": (TINY,),
     "online_adaptation": (TINY,),
+    "draft_init": (ZERO,),
+    "accuracy_parity": (TINY,),
+    "drafting_method": (ZERO, THINK),
+    "verification_rules": (ZERO, THINK),
+    "step_breakdown": (ZERO, THINK),
+    "draft_length": (ZERO, THINK),
     "async_lag": (TINY,),
 }
+# These have all cores to themselves: the paper's two timed tables, and a run that shares devices out. The others
+# compare within one process, or nothing that a clock says.
+ALONE = ("step_breakdown", "draft_length", "async_lag")
 # Folders whose table and figure come from `report --workdir` of their one workload.
 REPORTED = ("online_adaptation",)
 # Folder -> modules, for what is computed from the rows of others.
@@ -74,59 +81,147 @@ def run(config: str, overrides: list[str], path: str) -> list[str]:
     return [sys.executable, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
 
 
-def commands(folders: Sequence[str]) -> Iterator[list[str]]:
-    """In order; those that make what is there already are left out."""
-    sweeps = [folder for folder in folders if folder in SWEEPS]
-    wanted = dict.fromkeys(path for folder in sweeps for config in SWEEPS[folder] for path in NEEDS[config])
+Command = list[str]
+Chain = list[Command]  # one after the other
+
+
+def stages(folders: Sequence[str]) -> list[list[Chain]]:
+    """What is made, the sweeps that may share the machine, those that may not, what is written from them.
+
+    The chains of a stage may run side by side, the stages not. What is there already is not made again.
+    """
+    sweeps = {folder: SWEEPS[folder] for folder in SWEEPS if folder in folders}
+    alone = {folder: configs for folder, configs in sweeps.items() if folder in ALONE}
+    shared = [launches(folder, [config]) for folder in sweeps if folder not in alone for config in sweeps[folder]]
+    written = [
+        *(table(folder, configs) for folder, configs in sweeps.items()),
+        *([sys.executable, "-m", f"experiments.{f}.{module}"] for f in folders for module in COMPUTED.get(f, ())),
+        [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"],
+    ]
+    apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
+    return [made(sweeps), shared, [apart], [written]]
+
+
+def made(sweeps: dict[str, tuple[str, ...]]) -> list[Chain]:
+    """Bases and heads that the sweeps need: a chain for each base that is made, one for each head of the tiny one."""
+    wanted = dict.fromkeys(path for configs in sweeps.values() for config in configs for path in NEEDS[config])
     wanted |= dict.fromkeys(path for folder in sweeps for path in MORE.get(folder, ()))
+    chains: dict[str, Chain] = {}
     for path in wanted:
-        if path in ADAPTED and not (REPOSITORY / path / "draft" / "config.json").exists():
-            start, rate = ADAPTED[path]
+        start, rate = ADAPTED.get(path, (path, None))
+        variant = MADE[start][0].partition(":")[2]
+        if (REPOSITORY / path / ("draft" if rate else "") / "config.json").exists():
+            continue
+        chain = chains.setdefault(variant or path, [])
+        if rate:
             learns = [*LEARNS, f"draft.path={start}", f"draft.learning_rate={rate}"]
-            yield run(ZERO, learns, path)
-            yield run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path)
-        elif path in MADE and not (REPOSITORY / path / "config.json").exists():
-            config, *overrides = MADE[path]
-            yield run(config, [*overrides, f"pretrain.output={path}"], path)
-    for folder in sweeps:
-        sweep = f"experiments/{folder}/sweep.py"
-        workdirs = [str(default_workdir(config, REPOSITORY / sweep)) for config in SWEEPS[folder]]
-        for config in SWEEPS[folder]:
-            yield [sys.executable, "-m", "experiments.launch", "--config", config, "--sweep", sweep]
-        if folder in REPORTED:
-            yield [sys.executable, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
+            chain.append(run(ZERO, learns, path))
+            chain.append(run(ZERO, [*learns, "task=export", f"export.output={path}", "export.dtype=float32"], path))
         else:
-            yield [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
-    for folder in folders:
-        for module in COMPUTED.get(folder, ()):
-            yield [sys.executable, "-m", f"experiments.{folder}.{module}"]
-    yield [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"]
+            config, *overrides = MADE[path]
+            chain.append(run(config, [*overrides, f"pretrain.output={path}"], path))
+    return list(chains.values())
 
 
-def environment(command: list[str]) -> dict[str, str]:
+def launches(folder: str, configs: Sequence[str]) -> Chain:
+    sweep = f"experiments/{folder}/sweep.py"
+    return [[sys.executable, "-m", "experiments.launch", "--config", c, "--sweep", sweep] for c in configs]
+
+
+def table(folder: str, configs: Sequence[str]) -> Command:
+    sweep = REPOSITORY / "experiments" / folder / "sweep.py"
+    workdirs = [str(default_workdir(config, sweep)) for config in configs]
+    if folder in REPORTED:
+        return [sys.executable, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
+    return [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
+
+
+def environment(command: Command) -> dict[str, str]:
     """async_lag shares eight devices out, which a CPU has to pretend."""
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     return os.environ | (devices if "experiments/async_lag/sweep.py" in command else {})
 
 
+class Runner:
+    """Runs chains; `failed` has the commands that did."""
+
+    def __init__(self, signals: Signals):
+        self.failed: Chain = []
+        self._signals, self._began = signals, time.monotonic()
+
+    def stage(self, chains: list[Chain], jobs: int) -> None:
+        """All chains, at most `jobs` at once, each on a share of this process' CPUs."""
+        jobs = min(jobs, len(chains))
+        if not jobs:
+            return
+        shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+        for share in cpu_shares(jobs):
+            shares.put(share)
+        with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: take_share(shares)) as pool:
+            futures = [pool.submit(self.chain, chain) for chain in chains]
+            while not all(future.done() for future in futures):
+                time.sleep(POLL)  # in which this thread, the one that gets them, sees signals
+        for future in futures:
+            future.result()
+
+    def chain(self, chain: Chain) -> None:
+        for command in chain:
+            if not self._signals.count:
+                self._command(command)
+
+    def _command(self, command: Command) -> None:
+        text, start = shlex.join(command), time.monotonic()
+        print(f"$ {text}", flush=True)
+        # In a session of its own: a terminal's Ctrl-C reaches it through us alone.
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(command), start_new_session=True)
+        passed_on = 0
+        while process.poll() is None:
+            if self._signals.count > passed_on:
+                # The launcher kills its runs at the second itself; main.py would go on to the end of its step.
+                kills = passed_on and "main.py" in command
+                process.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
+                passed_on = self._signals.count
+            time.sleep(POLL)
+        if process.returncode and not self._signals.count:
+            self.failed.append(command)
+        now = time.monotonic()
+        print(f"{now - start:.0f} s, {now - self._began:.0f} s altogether: $ {text}", flush=True)
+
+
+def cpu_shares(jobs: int) -> list[set[int]]:
+    """This process' CPUs in `jobs` parts; empty ones where the system (macOS) or their number does not allow that."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    size = len(cpus) // jobs
+    return [set(cpus[i * size : (i + 1) * size]) for i in range(jobs)]
+
+
+def take_share(shares: "queue.SimpleQueue[set[int]]") -> None:
+    """For the calling thread and what it starts."""
+    if share := shares.get():
+        os.sched_setaffinity(0, share)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=FOLDERS, help="folders; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="commands at a time, of those that may share the machine")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
-    failed, began = [], time.monotonic()
-    for command in commands(a.only):
-        print(f"$ {shlex.join(command)}", flush=True)
-        if a.dry_run:
-            continue
-        start = time.monotonic()
-        if subprocess.run(command, cwd=REPOSITORY, env=environment(command)).returncode:
-            failed.append(command)
-        now = time.monotonic()
-        print(f"{now - start:.0f} s, {now - began:.0f} s altogether", flush=True)
-    for command in failed:
+    if a.jobs < 1:
+        parser.error(f"--jobs {a.jobs}: at least 1")
+    with Signals() as signals:
+        runner = Runner(signals)
+        for chains in stages(a.only):
+            if a.dry_run:
+                print("\n".join(shlex.join(command) for chain in chains for command in chain))
+            else:
+                runner.stage(chains, a.jobs)
+    for command in runner.failed:
         print(f"failed: {shlex.join(command)}", file=sys.stderr)
-    return int(bool(failed))
+    if signals.first:
+        print("stopped: the same command resumes from here", file=sys.stderr)
+        return 128 + signals.first
+    return int(bool(runner.failed))
 
 
 if __name__ == "__main__":

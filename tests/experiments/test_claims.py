@@ -159,36 +159,3 @@ def test_results_that_are_committed_can_be_read():
         if path.exists():
             with open(path, newline="") as file:
                 assert {"workload", "seed", "state", "step"} <= set(next(csv.reader(file)))
-
-
-def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
-    from experiments import reproduce
-
-    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
-    made = [" ".join(command[1:]) for command in reproduce.commands(["step_breakdown", "online_adaptation"])]
-    outputs = [text.split("pretrain.output=")[1].split()[0] for text in made[:6]]
-    assert outputs == [
-        *reproduce.NEEDS[reproduce.ZERO],
-        *reproduce.NEEDS[reproduce.THINK],
-        *reproduce.MORE["online_adaptation"],
-    ]
-    needed = {path for paths in reproduce.MORE.values() for path in paths}
-    assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= needed
-    launches = [text for text in made if "experiments.launch" in text]
-    assert len(launches) == 3 and made[-1].endswith("--readme")
-    assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in " ".join(made)
-    (tmp_path / "runs/zero_base").mkdir(parents=True)
-    (tmp_path / "runs/zero_base/config.json").write_text("{}")
-    computed = [" ".join(command[1:]) for command in reproduce.commands(["scale_projection"])]
-    assert computed[:-1] == [f"-m experiments.scale_projection.{module}" for module in ("validate", "grid")]
-    again = [" ".join(command[1:]) for command in reproduce.commands(["step_breakdown"])]
-    assert not any("pretrain_tiny.py:zero" in text for text in again) and len(again) == 3 + 2 + 2
-
-
-def test_sweeps_and_workloads_of_the_reproduction_exist():
-    from experiments import reproduce
-    from experiments.launch import REPOSITORY, load_sweep
-
-    for folder, workloads in reproduce.SWEEPS.items():
-        assert load_sweep(REPOSITORY / "experiments" / folder / "sweep.py")
-        assert all((REPOSITORY / config.partition(":")[0]).exists() for config in workloads)

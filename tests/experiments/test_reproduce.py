@@ -1,0 +1,93 @@
+"""The whole reproduction: what it would run and in what order, and how it runs commands; none of them is run here."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from experiments import reproduce
+from experiments.launch import REPOSITORY, Signals, load_sweep
+
+
+def planned(folders):
+    """By stage, the chains' commands as text without the interpreter."""
+    return [[[" ".join(command[1:]) for command in chain] for chain in chains] for chains in reproduce.stages(folders)]
+
+
+def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
+    made, shared, apart, written = planned(["step_breakdown", "online_adaptation"])
+    outputs = [[text.split("pretrain.output=")[1].split()[0] for text in chain] for chain in made]
+    bases = [[*reproduce.NEEDS[config]] for config in (reproduce.ZERO, reproduce.THINK)]
+    assert sorted(outputs) == sorted([*bases, *([head] for head in reproduce.MORE["online_adaptation"])])
+    needed = {path for paths in reproduce.MORE.values() for path in paths}
+    assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= needed
+    assert ["online_adaptation" in chain[0] for chain in shared] == [True]
+    assert ["step_breakdown" in text for text in apart[0]] == [True, True]
+    assert written[0][-1].endswith("--readme")
+    assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in written[0][1]
+    (tmp_path / "runs/zero_base").mkdir(parents=True)
+    (tmp_path / "runs/zero_base/config.json").write_text("{}")
+    *nothing, computed = planned(["scale_projection"])
+    assert nothing == [[], [], [[]]]
+    assert computed[0][:-1] == [f"-m experiments.scale_projection.{module}" for module in ("validate", "grid")]
+    made, *_ = planned(["step_breakdown"])
+    assert [len(chain) for chain in made] == [1, 2] and "pretrain_tiny.py:zero" not in made[0][0]
+
+
+def test_heads_that_learnt_in_rl_come_after_those_they_began_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
+    ((*before, _, _, _, last),), *_ = planned(["draft_init"])
+    assert "export.output=runs/zero_eagle3_online" in last
+    assert ["runs/zero_base" in text or "runs/zero_" in text.split("pretrain.output=")[1] for text in before] == [
+        True
+    ] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system ties no process to CPUs")
+def test_chains_share_the_cpus_and_a_failure_is_named(tmp_path):
+    def command(name, after="pass"):
+        where = f"open({str(tmp_path / name)!r}, 'w').write(' '.join(map(str, os.sched_getaffinity(0))))"
+        return [sys.executable, "-c", f"import os, time; {where}; {after}"]
+
+    # Each waits for the other: one after the other, neither would end.
+    waits = [f"\nwhile not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)" for other in "ba"]
+    bad = [sys.executable, "-c", "raise SystemExit(3)"]
+    with Signals() as signals:
+        runner = reproduce.Runner(signals)
+        runner.stage([[bad, command("a", waits[0])], [command("b", waits[1])]], jobs=2)
+        assert runner.failed == [bad]
+        shares = [set((tmp_path / name).read_text().split()) for name in "ab"]
+        if len(os.sched_getaffinity(0)) > 1:
+            assert shares[0] and shares[1] and not shares[0] & shares[1]
+        runner.stage([[command("a")]], jobs=2)
+        assert set((tmp_path / "a").read_text().split()) == {str(cpu) for cpu in os.sched_getaffinity(0)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_runs_and_starts_nothing_more(tmp_path, number):
+    begun, never = tmp_path / "begun", tmp_path / "never"
+    waits = [sys.executable, "-c", f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"]
+    chains = [[waits, [sys.executable, "-c", f"open({str(never)!r}, 'w')"]]]
+
+    def interrupt():
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    with Signals() as signals:
+        runner = reproduce.Runner(signals)
+        threading.Thread(target=interrupt).start()
+        start = time.monotonic()
+        runner.stage(chains, jobs=2)
+        assert signals.first == number and time.monotonic() - start < 60
+    assert runner.failed == [] and not never.exists()
+
+
+def test_sweeps_and_workloads_of_the_reproduction_exist():
+    for folder, workloads in reproduce.SWEEPS.items():
+        assert load_sweep(REPOSITORY / "experiments" / folder / "sweep.py")
+        assert all((REPOSITORY / config.partition(":")[0]).exists() for config in workloads)
