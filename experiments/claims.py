@@ -26,7 +26,8 @@ import numpy as np
 from scipy import stats
 
 from experiments.engine.bench import distinct, matching, read_rows
-from experiments.launch import make_name, replacing
+from experiments.runs import replacing
+from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
 Row = dict[str, Any]

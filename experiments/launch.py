@@ -27,31 +27,33 @@ order (SIGTERM), then the launcher, with 128 + the signal's number; a second one
 import argparse
 import contextlib
 import csv
-import dataclasses
-import datetime
-import hashlib
-import json
 import math
-import os
 import pathlib
-import re
-import runpy
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
 import rich.console
 import rich.live
 import rich.table
 
-from specrl_jax.core import BadInput, read_json
-from specrl_jax.io.metrics import read_metrics
+from experiments.runs import (
+    REPOSITORY,
+    Run,
+    Signals,
+    command_of,
+    last_line,
+    last_values,
+    peek,
+    read_finished,
+    replacing,
+    run_all,
+)
+from experiments.sweeps import default_workdir, load_sweep, plan
+from specrl_jax.core import BadInput
 
-REPOSITORY = pathlib.Path(__file__).parents[1]
 PROGRAM = (sys.executable, "main.py")
 # Flag, type, meaning.
 SLURM_FLAGS = (
@@ -61,25 +63,6 @@ SLURM_FLAGS = (
     ("partition", str, "the cluster's default by default"),
     ("account", str, "the user's default by default"),
 )
-NAME_LENGTH = 100  # characters at most; file systems end at 255 bytes
-POLL = 0.1  # seconds between two looks at the processes
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """One entry of the sweep on its way. The last fields belong to its latest start."""
-
-    name: str
-    folder: pathlib.Path
-    overrides: dict[str, Any]
-    flags: list[str]  # all but the workdir: equal flags, equal results
-    state: str = "waiting"  # then running, or queued; then finished, failed or stopped
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)  # last metrics, for the table
-    process: subprocess.Popen | None = None
-    began: float = 0.0  # seconds, monotonic clock
-    seconds: float = 0.0  # a run that was resumed counts from there
-    job: str = ""  # its id, of a run in a cluster's queue
-    log_begin: int = 0  # bytes in output.log before its output
 
 
 def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
@@ -112,7 +95,7 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     return int(any(run.state == "failed" for run in runs))
 
 
-# ---- what to run
+# ---- the command line
 
 
 class Parser(argparse.ArgumentParser):
@@ -161,70 +144,6 @@ def check_executor(a: argparse.Namespace) -> None:
             )
 
 
-def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
-    """configs/a.py:smoke and experiments/b/sweep.py -> runs/sweeps/a_smoke_b; experiments/b/wide.py -> a_smoke_wide."""
-    name = os.path.basename(config).replace(".py", "", 1).replace(":", "_")
-    return pathlib.Path("runs/sweeps", f"{name}_{sweep.parent.name if sweep.stem == 'sweep' else sweep.stem}")
-
-
-def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:
-    """What get_sweep() of the file at `path` returns. Raises BadInput unless it is a list of different dicts."""
-    try:
-        get_sweep = runpy.run_path(str(path)).get("get_sweep")
-        sweep = get_sweep() if get_sweep else None
-    except Exception as error:  # whatever the user's file does wrong
-        raise BadInput(f"--sweep {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    if get_sweep is None:
-        raise BadInput(f"--sweep {path}: no get_sweep() in it")
-    if not isinstance(sweep, list) or not sweep:
-        raise BadInput(f"--sweep {path}: get_sweep() gave {sweep!r}; expected a list with an entry per run")
-    seen: dict[tuple[str, ...], int] = {}
-    for index, entry in enumerate(sweep):
-        if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
-            raise BadInput(f"--sweep {path}: entry {index} is {entry!r}; expected a dict of config.key: value")
-        # As text, the way main.py gets them: 1 and "1" are the same run.
-        first = seen.setdefault(tuple(sorted(config_flags(entry))), index)
-        if first != index:
-            raise BadInput(f"--sweep {path}: entries {first} and {index} are equal: {entry}")
-    return sweep
-
-
-def plan(config: str, sweep: list[dict[str, Any]], workdir: pathlib.Path, extra: list[str]) -> list[Run]:
-    """The runs in the sweep's order. Raises BadInput where `extra` sets what the launcher sets."""
-    ours = {"config", "workdir"} | {f"config.{key}" for entry in sweep for key in entry}
-    for flag in extra:
-        if (name := flag.lstrip("-").partition("=")[0]) in ours:
-            raise BadInput(f"{flag}: --{name} is set by the sweep, so it cannot follow --")
-    runs = []
-    for entry in sweep:
-        name = make_name(entry)
-        runs.append(Run(name, workdir / name, entry, ["--config", config, *config_flags(entry), *extra]))
-    return runs
-
-
-def config_flags(overrides: dict[str, Any]) -> list[str]:
-    return [f"--config.{key}={value}" for key, value in overrides.items()]
-
-
-def make_name(overrides: dict[str, Any]) -> str:
-    """A folder name such as `seed=0,draft.kind=none`, the same for ever and another for other overrides.
-
-    Where characters had to be replaced or cut, a hash of the overrides keeps names apart. What is cut is the front: a
-    sweep's runs differ in what it sets last. No overrides: `base`.
-    """
-    pairs = [[key, str(value)] for key, value in overrides.items()]
-    # Commas and equals signs too: {"a": "1,b=2"} is not {"a": 1, "b": 2}.
-    safe = [[re.sub(r"[^A-Za-z0-9_.+-]", "_", text) for text in pair] for pair in pairs]
-    name = ",".join("=".join(pair) for pair in safe) or "base"
-    if safe == pairs and len(name) <= NAME_LENGTH:
-        return name
-    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:8]
-    room = NAME_LENGTH - len(digest) - 1
-    if len(name) > room:
-        name = name[-room - 1 :].partition(",")[2] or name[:room]
-    return f"{name}-{digest}"
-
-
 def make_folder(path: pathlib.Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -262,137 +181,7 @@ def submit(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str
     return 0
 
 
-# ---- running
-
-
-class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them; the loop in run_all looks."""
-
-    def __enter__(self) -> "Signals":
-        self.first = self.count = 0
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-            numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._handle) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: Any) -> None:
-        self.first = self.first or number
-        self.count += 1
-
-
-def run_all(
-    program: Sequence[str], runs: list[Run], jobs: int, signals: Signals, report: Callable[[Run], None]
-) -> None:
-    """Starts what is waiting, at most `jobs` at once; `report` gets each run that starts or ends, or need not start."""
-    for run in runs:
-        if run.state == "finished":
-            report(run)
-    waiting = [run for run in runs if run.state == "waiting"]
-    running: list[Run] = []
-    passed_on = 0
-    try:
-        while waiting or running:
-            if signals.count > passed_on:
-                waiting.clear()
-                for run in running:
-                    run.process.send_signal(signal.SIGKILL if passed_on else signal.SIGTERM)
-                passed_on = signals.count
-            while waiting and len(running) < jobs:
-                running.append(waiting.pop(0))
-                start(program, running[-1])
-                report(running[-1])
-            for run in [run for run in running if run.process.poll() is not None]:
-                running.remove(run)
-                end(run, stopping=passed_on > 0)
-                report(run)
-            time.sleep(POLL)
-    finally:  # an error here must not leave runs behind that nobody watches
-        started = [run.process for run in running if run.process]
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
-
-
-def command_of(program: Sequence[str], run: Run) -> list[str]:
-    return [*program, *run.flags, "--workdir", str(run.folder)]
-
-
-def start(program: Sequence[str], run: Run, log_name: str = "output.log") -> None:
-    run.folder.mkdir(exist_ok=True)
-    # From here on the folder is no longer what an earlier command left.
-    (run.folder / "finished.json").unlink(missing_ok=True)
-    command = command_of(program, run)
-    with open(run.folder / log_name, "ab") as log:
-        log.write(f"$ {shlex.join(command)}\n".encode())
-        log.flush()
-        run.log_begin = log.tell()
-        run.process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            # Else what a failing run has printed comes after its error, which would not be the last line.
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # A terminal sends its Ctrl-C to all processes of the session; the runs get our SIGTERM alone.
-            start_new_session=True,
-        )
-    run.began = time.monotonic()
-    run.state = "running"
-
-
-def end(run: Run, stopping: bool) -> None:
-    run.seconds = round(time.monotonic() - run.began, 1)
-    run.values = peek(run.folder)
-    status = run.process.returncode
-    if status == 0:
-        run.state = "finished"
-        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        with replacing(run.folder / "finished.json") as file:
-            json.dump({"command": run.flags, "seconds": run.seconds, "date": date}, file, indent=2)
-    # main.py leaves with 143; before it has its handler, or while it evaluates, the signal itself ends it.
-    elif stopping and status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
-        run.state = "stopped"
-    else:
-        run.state = "failed"
-
-
-def read_finished(run: Run) -> None:
-    """Marks a run that an earlier launch finished with the same command. Raises BadInput for a damaged file."""
-    path = run.folder / "finished.json"
-    record = read_json(str(path)) if path.exists() else {}
-    if record.get("command") == run.flags:
-        run.state, run.seconds, run.values = "finished", record["seconds"], peek(run.folder)
-
-
-def last_line(run: Run) -> str:
-    """Of what its latest start has printed."""
-    log = run.folder / "output.log"
-    lines = log.read_bytes()[run.log_begin :].decode(errors="replace").split("\n")
-    return f"{next((line for line in reversed(lines) if line.strip()), 'no output')} ({log})"
-
-
 # ---- what came out
-
-
-def last_values(folder: pathlib.Path) -> dict[str, Any]:
-    """The last value that is not null of every metric of a run; of task=evaluate the scalars of evaluation.json.
-
-    Raises BadInput for a damaged file.
-    """
-    rows = read_metrics(str(folder))
-    if not rows and (folder / "evaluation.json").exists():
-        rows = [read_json(str(folder / "evaluation.json"))]
-    values: dict[str, Any] = {}
-    for row in rows:
-        values |= {key: value for key, value in row.items() if isinstance(value, int | float | str)}
-    return values
 
 
 def write_results(path: pathlib.Path, runs: list[Run]) -> None:
@@ -406,14 +195,6 @@ def write_results(path: pathlib.Path, runs: list[Run]) -> None:
         writer.writeheader()
         for run, row in zip(finished, metrics, strict=True):
             writer.writerow(row | run.overrides | {"run": run.name, "seconds": run.seconds})
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[TextIO]:
-    """A file that takes the place of `path` when it is whole."""
-    with open(f"{path}.tmp", "w", newline="") as file:
-        yield file
-    os.replace(f"{path}.tmp", path)
 
 
 @contextlib.contextmanager
@@ -445,14 +226,6 @@ def make_table(runs: list[Run]) -> rich.table.Table:
             run.name, run.state, *(f"{c:.3f}" if isinstance(c, float) else "" if c is None else str(c) for c in cells)
         )
     return table
-
-
-def peek(folder: pathlib.Path) -> dict[str, Any]:
-    """last_values for the table, which must not end the runs: a damaged file is told by main.py and write_results."""
-    try:
-        return last_values(folder)
-    except BadInput:
-        return {}
 
 
 if __name__ == "__main__":

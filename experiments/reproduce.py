@@ -18,7 +18,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from experiments.launch import POLL, REPOSITORY, Signals, default_workdir
+from experiments.runs import POLL, REPOSITORY, Signals
+from experiments.sweeps import default_workdir
 
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
 # Folder -> workloads of its sweep; the longest first, so that no job is left alone with it at the end.

@@ -19,7 +19,7 @@ from typing import Any
 import submitit
 from submitit.helpers import Checkpointable, DelayedSubmission
 
-from experiments import launch
+from experiments import runs
 from specrl_jax.core import BadInput, read_json
 
 # Seconds before the end at which a job is told: the longest phase of a step, and a checkpoint.
@@ -44,23 +44,23 @@ class Job(Checkpointable):
     def __call__(self) -> str:
         """The run's last state. Raises RuntimeError with its last line where that is not `finished`."""
         rank = submitit.JobEnvironment().global_rank
-        run = launch.Run(self.name, pathlib.Path(self.folder), {}, list(self.flags))
+        run = runs.Run(self.name, pathlib.Path(self.folder), {}, list(self.flags))
         before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
-        launch.start(self.program, run, "output.log" if rank == 0 else f"output_{rank}.log")
+        runs.start(self.program, run, "output.log" if rank == 0 else f"output_{rank}.log")
         self.child = run.process
         try:
             for number, handler in before.items():
                 signal.signal(number, lambda *args, handler=handler: self._pass_on(handler, *args))
             while run.process.poll() is None:
-                time.sleep(launch.POLL)
+                time.sleep(runs.POLL)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if rank:
             return "finished" if run.process.returncode == 0 else "failed"
-        launch.end(run, stopping=run.process.returncode in SAVED)
+        runs.end(run, stopping=run.process.returncode in SAVED)
         if run.state != "finished":
-            raise RuntimeError(f"{run.state}: exit status {run.process.returncode}: {launch.last_line(run)}")
+            raise RuntimeError(f"{run.state}: exit status {run.process.returncode}: {runs.last_line(run)}")
         return run.state
 
     def checkpoint(self) -> DelayedSubmission | None:
@@ -102,7 +102,7 @@ def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
         "gpus_per_node": arguments.gpus,
         "time": math.ceil(60 * arguments.hours),
         "signal_delay_s": GRACE,
-        "additional_parameters": {"requeue": True, "chdir": str(launch.REPOSITORY)},
+        "additional_parameters": {"requeue": True, "chdir": str(runs.REPOSITORY)},
     }
 
 
@@ -116,7 +116,7 @@ def sbatch_line(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def submit(cluster: submitit.SlurmExecutor, run: launch.Run, program: Sequence[str]) -> None:
+def submit(cluster: submitit.SlurmExecutor, run: runs.Run, program: Sequence[str]) -> None:
     """Puts a run into the queue, unless it is there."""
     record = run.folder / "job.json"
     if record.exists() and in_queue(cluster, run, job := read_json(str(record))["id"]):
@@ -124,12 +124,12 @@ def submit(cluster: submitit.SlurmExecutor, run: launch.Run, program: Sequence[s
         return
     job = cluster.submit(Job(tuple(program), run.name, str(run.folder), tuple(run.flags)))
     run.folder.mkdir(exist_ok=True)
-    with launch.replacing(record) as file:
+    with runs.replacing(record) as file:
         json.dump({"id": job.job_id}, file)
     run.state, run.job = "queued", job.job_id
 
 
-def in_queue(cluster: submitit.SlurmExecutor, run: launch.Run, job_id: str) -> bool:
+def in_queue(cluster: submitit.SlurmExecutor, run: runs.Run, job_id: str) -> bool:
     job = submitit.SlurmJob(folder=cluster.folder, job_id=job_id, tasks=[0])
     state = job.watcher.get_state(job_id, mode="force")
     if state == "UNKNOWN":

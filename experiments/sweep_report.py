@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.launch import make_name
+from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
 # Metrics rows of every run, with what tells the runs apart

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from experiments import launch
+from experiments import launch, runs, sweeps
 from tests.helpers.runs import ROOT, SMOKE, shared_cache
 
 # What main.py promises a launcher, and `do` for what a run should do. Times are seconds of the machine's own clock.
@@ -165,7 +165,7 @@ def test_a_run_gets_its_flags_from_the_repositorys_root(make):
     ],
 )
 def test_the_default_workdir_names_config_and_sweep(config, sweep, workdir):
-    assert str(launch.default_workdir(config, pathlib.Path(sweep))) == workdir
+    assert str(sweeps.default_workdir(config, pathlib.Path(sweep))) == workdir
 
 
 def test_a_metric_does_not_hide_an_override_of_its_name(make):
@@ -319,9 +319,9 @@ def test_an_error_of_the_launcher_leaves_no_run_behind(make, monkeypatch):
         wait_for((sweep.root / "seed=0,do=hold/ready").exists)
         raise OSError("disk full")
 
-    start = launch.start
-    monkeypatch.setattr(launch, "start", lambda program, run: (start(program, run), processes.append(run.process)))
-    monkeypatch.setattr(launch, "end", broken)
+    start = runs.start
+    monkeypatch.setattr(runs, "start", lambda program, run: (start(program, run), processes.append(run.process)))
+    monkeypatch.setattr(runs, "end", broken)
     with pytest.raises(OSError, match="disk full"):
         sweep.launch("--jobs=2")
     assert processes[0].returncode == 143
@@ -424,12 +424,12 @@ NAMES = [
 
 @pytest.mark.parametrize(("overrides", "name"), NAMES, ids=lambda value: str(value)[:30])
 def test_a_name_is_stable_and_safe(overrides, name):
-    assert launch.make_name(overrides) == name
+    assert sweeps.make_name(overrides) == name
     assert re.fullmatch(r"[A-Za-z0-9_.,=+-]{1,100}", name)
 
 
 def test_names_are_unique():
-    assert len({launch.make_name(overrides) for overrides, _ in NAMES}) == len(NAMES)
+    assert len({sweeps.make_name(overrides) for overrides, _ in NAMES}) == len(NAMES)
 
 
 # ---- a terminal
@@ -437,10 +437,10 @@ def test_names_are_unique():
 
 def test_the_table_begins_with_what_runs_now(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.25, "eval/accuracy": null}\n')
-    runs = [launch.Run(state, tmp_path, {}, [], state) for state in ("finished", "waiting", "running", "failed")]
-    runs[0].values, runs[0].seconds = {"step": 9, "eval/accuracy": 0.5}, 12.4
-    runs[2].began = time.monotonic() - 5
-    columns = [list(column.cells) for column in launch.make_table(runs).columns]
+    table = [runs.Run(state, tmp_path, {}, [], state) for state in ("finished", "waiting", "running", "failed")]
+    table[0].values, table[0].seconds = {"step": 9, "eval/accuracy": 0.5}, 12.4
+    table[2].began = time.monotonic() - 5
+    columns = [list(column.cells) for column in launch.make_table(table).columns]
     assert list(zip(*columns)) == [
         ("running", "running", "3", "5", "0.250", ""),
         ("finished", "finished", "9", "12", "", "0.500"),

@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import Claim, interval
-from experiments.launch import make_name
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 from experiments.sweep_report import run_report
+from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent

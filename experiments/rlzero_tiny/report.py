@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from scipy import stats
 
-from experiments.launch import make_name
 from experiments.rlzero_tiny.sweep import get_sweep
 from experiments.sweep_report import run_report
+from experiments.sweeps import make_name
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import read_metrics
 

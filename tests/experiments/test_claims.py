@@ -10,7 +10,7 @@ import pytest
 
 from experiments import claims, report
 from experiments.claims import Interval, by_seed, faster, interval, put_table
-from experiments.launch import make_name
+from experiments.sweeps import make_name
 
 
 def test_an_interval_is_students():

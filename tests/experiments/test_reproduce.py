@@ -9,7 +9,8 @@ import time
 import pytest
 
 from experiments import reproduce
-from experiments.launch import REPOSITORY, Signals, load_sweep
+from experiments.runs import REPOSITORY, Signals
+from experiments.sweeps import load_sweep
 
 
 def planned(folders):

@@ -1,0 +1,78 @@
+"""What a sweep is: a file with a list of overrides, and a run with a folder of its own for each."""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import runpy
+from typing import Any
+
+from experiments.runs import Run
+from specrl_jax.core import BadInput
+
+NAME_LENGTH = 100  # characters at most; file systems end at 255 bytes
+
+
+def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
+    """configs/a.py:smoke and experiments/b/sweep.py -> runs/sweeps/a_smoke_b; experiments/b/wide.py -> a_smoke_wide."""
+    name = os.path.basename(config).replace(".py", "", 1).replace(":", "_")
+    return pathlib.Path("runs/sweeps", f"{name}_{sweep.parent.name if sweep.stem == 'sweep' else sweep.stem}")
+
+
+def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:
+    """What get_sweep() of the file at `path` returns. Raises BadInput unless it is a list of different dicts."""
+    try:
+        get_sweep = runpy.run_path(str(path)).get("get_sweep")
+        sweep = get_sweep() if get_sweep else None
+    except Exception as error:  # whatever the user's file does wrong
+        raise BadInput(f"--sweep {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+    if get_sweep is None:
+        raise BadInput(f"--sweep {path}: no get_sweep() in it")
+    if not isinstance(sweep, list) or not sweep:
+        raise BadInput(f"--sweep {path}: get_sweep() gave {sweep!r}; expected a list with an entry per run")
+    seen: dict[tuple[str, ...], int] = {}
+    for index, entry in enumerate(sweep):
+        if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
+            raise BadInput(f"--sweep {path}: entry {index} is {entry!r}; expected a dict of config.key: value")
+        # As text, the way main.py gets them: 1 and "1" are the same run.
+        first = seen.setdefault(tuple(sorted(config_flags(entry))), index)
+        if first != index:
+            raise BadInput(f"--sweep {path}: entries {first} and {index} are equal: {entry}")
+    return sweep
+
+
+def plan(config: str, sweep: list[dict[str, Any]], workdir: pathlib.Path, extra: list[str]) -> list[Run]:
+    """The runs in the sweep's order. Raises BadInput where `extra` sets what the launcher sets."""
+    ours = {"config", "workdir"} | {f"config.{key}" for entry in sweep for key in entry}
+    for flag in extra:
+        if (name := flag.lstrip("-").partition("=")[0]) in ours:
+            raise BadInput(f"{flag}: --{name} is set by the sweep, so it cannot follow --")
+    runs = []
+    for entry in sweep:
+        name = make_name(entry)
+        runs.append(Run(name, workdir / name, entry, ["--config", config, *config_flags(entry), *extra]))
+    return runs
+
+
+def config_flags(overrides: dict[str, Any]) -> list[str]:
+    return [f"--config.{key}={value}" for key, value in overrides.items()]
+
+
+def make_name(overrides: dict[str, Any]) -> str:
+    """A folder name such as `seed=0,draft.kind=none`, the same for ever and another for other overrides.
+
+    Where characters had to be replaced or cut, a hash of the overrides keeps names apart. What is cut is the front: a
+    sweep's runs differ in what it sets last. No overrides: `base`.
+    """
+    pairs = [[key, str(value)] for key, value in overrides.items()]
+    # Commas and equals signs too: {"a": "1,b=2"} is not {"a": 1, "b": 2}.
+    safe = [[re.sub(r"[^A-Za-z0-9_.+-]", "_", text) for text in pair] for pair in pairs]
+    name = ",".join("=".join(pair) for pair in safe) or "base"
+    if safe == pairs and len(name) <= NAME_LENGTH:
+        return name
+    digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:8]
+    room = NAME_LENGTH - len(digest) - 1
+    if len(name) > room:
+        name = name[-room - 1 :].partition(",")[2] or name[:room]
+    return f"{name}-{digest}"
