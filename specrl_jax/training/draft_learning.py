@@ -109,15 +109,21 @@ def make_draft_step(
 
 
 def make_predict_step(
-    learner: DraftLearner, partition: Partitioner
+    learner: DraftLearner, partition: Partitioner, one_in: int = 1
 ) -> Callable[[Any, Tables, Features, Rows], Outlook]:
     """(draft params, tables, features, rows) -> Outlook, of a draft that does not learn.
 
-    Of the first microbatch: an estimate, for the price of its forward pass.
+    Of the first microbatch, and of one of its rows in `one_in` (in fewer where the devices of `batch` could not share
+    so few): an estimate, for the price of their forward pass.
     """
 
+    def first(batch: Any, size: int) -> Any:
+        return jax.tree.map(lambda x: x[0], split(batch, size))
+
     def predict(params: Any, tables: Tables, features: Features, rows: Rows) -> Outlook:
-        features, rows = jax.tree.map(lambda x: x[0], split((features, rows), learner.microbatch))
+        size, ways = learner.microbatch or len(rows.tokens), partition.ways("batch")
+        parts = next((n for n in range(one_in, 0, -1) if size % (n * ways) == 0), 1)
+        features, rows = first(first((features, rows), size), size // parts)
         terms = _terms(learner, partition, params, tables, features, rows)
         return _averages(_outlook(terms, supervised(rows.mask, learner.ttt_steps, rows.segments)))
 

@@ -21,7 +21,13 @@ from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import Objective, Signal
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
-from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step, make_read_tables
+from specrl_jax.training.draft_learning import (
+    DraftLearner,
+    Tables,
+    make_draft_step,
+    make_predict_step,
+    make_read_tables,
+)
 from specrl_jax.training.draft_models import Eagle3Draft, PolicyDraft
 from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.setup import build
@@ -110,7 +116,7 @@ KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the polic
 COMPILED = ("policy_step", "read_tables")
 
 
-def setup_of(kind, online, loss="ce"):
+def setup_of(kind, online, loss="ce", sizes=ONE):
     config = rlzero_tiny.get_config("smoke")
     config.policy.preset = KINDS[kind]
     config.draft.kind, config.draft.preset, config.draft.online = kind, "nano", online
@@ -119,7 +125,7 @@ def setup_of(kind, online, loss="ce"):
     config.optimizer.clip = 1e3
     config.policy.remat = False
     config.grpo.prompts_per_step = 2
-    return build(command_line.to_settings(config), mesh_of(ONE))
+    return build(command_line.to_settings(config), mesh_of(sizes))
 
 
 @functools.cache
@@ -231,6 +237,23 @@ def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
     assert (after.acceptance > before.acceptance).all() and after.acceptance[0] > 1.5 * before.acceptance[0]
     for outlook in (before, after):
         assert 1 >= outlook.acceptance[0] > outlook.acceptance[1] > outlook.acceptance[2] > 0
+
+
+@pytest.mark.parametrize(("sizes", "online", "one_in"), [(ONE, True, 1), (ONE, False, 4), (EIGHT, False, 2)])
+def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, online, one_in):
+    """One row in four, or as few as still divide over the four devices of `batch`."""
+    setup = setup_of("mtp", online, sizes=sizes)
+    state = host_made_state(setup)
+    rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length)
+    rows, signal = setup.on_learner((rows, signal))
+    tables = setup.read_tables(state.policy.params, state.vocab_map)
+    draft, features = state.draft.params, setup.policy_step(state.policy, rows, signal)[2].features
+    of_all_given = make_predict_step(setup.draft_learner, setup.learner_partition)
+    watched = jax.tree.map(lambda x: np.asarray(x)[::one_in], (features, rows))
+    expected, found = of_all_given(draft, tables, *watched), setup.predict_step(draft, tables, features, rows)
+    assert_trees_close(found, expected, 1e-5)
+    if one_in > 1:
+        assert differ(found, of_all_given(draft, tables, features, rows))
 
 
 @pytest.mark.parametrize("kind", KINDS)
