@@ -1,0 +1,82 @@
+"""What a frozen EAGLE-3 head adds to the train phase, beside a run without one.
+
+    python -m experiments.step_breakdown.train_phase --rounds 12 --output experiments/step_breakdown/train_phase.csv
+
+Between the processes of `sweep.py` a shared machine differs by more than that. Here both train on the same rollouts of
+rlzero_tiny:small in one process, in turn; who goes first alternates. Rows of the CSV are rounds, in seconds.
+"""
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs import rlzero_tiny
+from experiments.engine import bench
+from main import to_settings
+from specrl_jax.data.rows import Rows
+from specrl_jax.rl.grpo import Signal
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.batches import learner_batch
+from specrl_jax.training.collect import Lesson
+from specrl_jax.training.loop import learn
+from specrl_jax.training.setup import Setup, build
+
+KINDS = ("none", "eagle3")
+
+
+def make_setup(kind: str) -> Setup:
+    config = rlzero_tiny.get_config("small")
+    config.draft.kind, config.draft.online = kind, False
+    if kind == "none":
+        config.draft.path = ""
+    return build(to_settings(config), make_mesh(config.mesh.to_dict()))
+
+
+def lesson(setup: Setup) -> tuple[Rows, Signal]:
+    """One step's rollouts with made-up advantages, old log-probs by the learner."""
+    s = setup.settings
+    prompts = [
+        setup.tokenizer.encode(problem.prompt) for problem in next(setup.problems.stream(s.grpo.prompts_per_step))
+    ]
+    state = setup.initial_state()
+    rollouts = setup.engine.generate(setup.prepare(state)[0], prompts, s.grpo.group_size, 0)
+    advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
+    batch = learner_batch(Lesson(rollouts, advantages, np.ones(len(advantages), bool)), setup.tokenizer.pad_id)
+    old_logprobs = jax.device_get(setup.logprob_step(state.policy.params, batch.rows)[0])
+    return batch.rows, Signal(old_logprobs, None, batch.advantages)
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    setups = {kind: make_setup(kind) for kind in KINDS}
+    states = {kind: setup.initial_state() for kind, setup in setups.items()}
+    rows, signal = lesson(setups["eagle3"])
+    found = []
+    for i in range(-1, rounds):  # the first compiles
+        row = {"round": i}
+        for kind in sorted(KINDS, reverse=i % 2 == 0):
+            start = time.perf_counter()
+            states[kind], _ = learn(setups[kind], states[kind], rows, signal, draft_learns=False)
+            jax.block_until_ready(states[kind])
+            row[kind] = time.perf_counter() - start
+        found.append(row)
+    return found[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    rows = measure(arguments.rounds)
+    with bench.csv_writer(arguments.output, ("round", *KINDS)) as write:
+        for row in rows:
+            write(row)
+    ratios = bench.quartiles([row["eagle3"] / row["none"] for row in rows])
+    print(f"train phase with a frozen head over one without: {ratios}")
+
+
+if __name__ == "__main__":
+    main()
