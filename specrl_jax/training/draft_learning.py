@@ -113,8 +113,8 @@ def make_predict_step(
 ) -> Callable[[Any, Tables, Features, Rows], Outlook]:
     """(draft params, tables, features, rows) -> Outlook, of a draft that does not learn.
 
-    Of the first microbatch, and of one of its rows in `one_in` (in fewer where the devices of `batch` could not share
-    so few): an estimate, for the price of their forward pass.
+    Of one row in `one_in` of the first microbatch, or of as few as the devices of `batch` can share evenly: an
+    estimate, for the price of their forward pass.
     """
 
     def first(batch: Any, size: int) -> Any:

@@ -113,7 +113,8 @@ def host_made_state(setup):
 
 
 KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the policy of each
-COMPILED = ("policy_step", "read_tables")
+# That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
+COMPILED = ("policy_step", "read_tables", "predict_step")
 
 
 def setup_of(kind, online, loss="ce", sizes=ONE):
