@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from experiments.runs import POLL, REPOSITORY, Signals
 from experiments.sweeps import default_workdir
 
+Command = list[str]
+Chain = list[Command]  # one after the other
+
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
 # Folder -> workloads of its sweep; the longest first, so that no job is left alone with it at the end.
 SWEEPS = {
@@ -76,14 +79,10 @@ MORE = {
 }
 
 
-def run(config: str, overrides: list[str], path: str) -> list[str]:
+def run(config: str, overrides: list[str], path: str) -> Command:
     """main.py for what is made in `path`, with its workdir beside."""
     flags = [f"--config.{override}" for override in overrides]
     return [sys.executable, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
-
-
-Command = list[str]
-Chain = list[Command]  # one after the other
 
 
 def stages(folders: Sequence[str]) -> list[list[Chain]]:
@@ -159,11 +158,7 @@ class Runner:
         for share in cpu_shares(jobs):
             shares.put(share)
         with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: take_share(shares)) as pool:
-            futures = [pool.submit(self.chain, chain) for chain in chains]
-            while not all(future.done() for future in futures):
-                time.sleep(POLL)  # in which this thread, the one that gets them, sees signals
-        for future in futures:
-            future.result()
+            list(pool.map(self.chain, chains))
 
     def chain(self, chain: Chain) -> None:
         for command in chain:

@@ -28,16 +28,20 @@ from specrl_jax.training.setup import Setup, build
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 
 
-def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
-    """One step's rollouts in both layouts."""
+def make_lesson(setup: Setup, weights: Any) -> Lesson:
+    """One step's rollouts, with made-up advantages."""
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed)
     problems = next(ProblemStream([source], s.grpo.prompts_per_step, s.seed))
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
     rollouts = setup.engine.generate(weights, prompts, s.grpo.group_size, 0)
     advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
-    lesson = Lesson(rollouts, advantages, np.ones(len(advantages), bool))
-    pad_id = setup.tokenizer.pad_id
+    return Lesson(rollouts, advantages, np.ones(len(advantages), bool))
+
+
+def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
+    """One step's rollouts in both layouts."""
+    lesson, pad_id = make_lesson(setup, weights), setup.tokenizer.pad_id
     return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, Packing(tokens, 1, 1))}
 
 

@@ -1,6 +1,6 @@
 """What a frozen EAGLE-3 head adds to the train phase, beside a run without one.
 
-    python -m experiments.step_breakdown.train_phase --rounds 12 --output experiments/step_breakdown/train_phase.csv
+    python -m experiments.step_breakdown.train_phase --rounds 40 --output experiments/step_breakdown/train_phase.csv
 
 Between the processes of `sweep.py` a shared machine differs by more than that. Here both train on the same rollouts of
 rlzero_tiny:small in one process, in turn; who goes first alternates. Rows of the CSV are rounds, in seconds.
@@ -11,16 +11,15 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
+from experiments.grpo_step.packing import make_lesson
 from main import to_settings
 from specrl_jax.data.rows import Rows
 from specrl_jax.rl.grpo import Signal
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.batches import learner_batch
-from specrl_jax.training.collect import Lesson
 from specrl_jax.training.loop import learn
 from specrl_jax.training.setup import Setup, build
 
@@ -35,16 +34,10 @@ def make_setup(kind: str) -> Setup:
     return build(to_settings(config), make_mesh(config.mesh.to_dict()))
 
 
-def lesson(setup: Setup) -> tuple[Rows, Signal]:
-    """One step's rollouts with made-up advantages, old log-probs by the learner."""
-    s = setup.settings
-    prompts = [
-        setup.tokenizer.encode(problem.prompt) for problem in next(setup.problems.stream(s.grpo.prompts_per_step))
-    ]
+def first_step(setup: Setup) -> tuple[Rows, Signal]:
+    """What one step would learn from; old log-probs by the learner."""
     state = setup.initial_state()
-    rollouts = setup.engine.generate(setup.prepare(state)[0], prompts, s.grpo.group_size, 0)
-    advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
-    batch = learner_batch(Lesson(rollouts, advantages, np.ones(len(advantages), bool)), setup.tokenizer.pad_id)
+    batch = learner_batch(make_lesson(setup, setup.prepare(state)[0]), setup.tokenizer.pad_id)
     old_logprobs = jax.device_get(setup.logprob_step(state.policy.params, batch.rows)[0])
     return batch.rows, Signal(old_logprobs, None, batch.advantages)
 
@@ -52,7 +45,7 @@ def lesson(setup: Setup) -> tuple[Rows, Signal]:
 def measure(rounds: int) -> list[dict[str, Any]]:
     setups = {kind: make_setup(kind) for kind in KINDS}
     states = {kind: setup.initial_state() for kind, setup in setups.items()}
-    rows, signal = lesson(setups["eagle3"])
+    rows, signal = first_step(setups["eagle3"])
     found = []
     for i in range(-1, rounds):  # the first compiles
         row = {"round": i}
@@ -67,7 +60,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = measure(arguments.rounds)

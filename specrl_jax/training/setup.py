@@ -30,7 +30,13 @@ from specrl_jax.rl.grpo import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.batches import Packing, packing_unit
-from specrl_jax.training.draft_learning import DraftLearner, make_draft_step, make_predict_step, make_read_tables
+from specrl_jax.training.draft_learning import (
+    WATCHED,
+    DraftLearner,
+    make_draft_step,
+    make_predict_step,
+    make_read_tables,
+)
 from specrl_jax.training.draft_models import DraftModel, find_draft_model, make_drafter
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.problems import Problems
@@ -55,10 +61,6 @@ from specrl_jax.training.state import (
 )
 from specrl_jax.training.steps import Learner, make_feature_step, make_logprob_step, make_policy_step
 from specrl_jax.training.weights import Weights
-
-# A draft that never learns is watched on one row in so many: enough for an alarm that waits for half to be missing, and
-# for a controller that counts for itself. Of all rows it would be 8 % of a train phase of rlzero_tiny:small, so 2 %.
-WATCHED = 4
 
 
 @dataclasses.dataclass(frozen=True)
