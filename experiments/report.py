@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markdown_it import MarkdownIt
 
-from experiments.claims import Claim, finished_rows, markdown, put_table
+from experiments.claims import VERDICTS, Claim, finished_rows, markdown, put_table
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.workdir import versions
@@ -50,10 +50,6 @@ COMPARED = {
     "verification_rules": Compared("which exact rule"),
     "scale_projection": Compared("235B, simulated", "claims", "large.csv"),
 }
-VERDICTS = (
-    "Mean over seeds with a 95 % interval; a ratio is reproduced where all of its interval lies on the paper's side of "
-    "1, contradicted on the other, excluded where 1 lies in it and the paper's value does not."
-)
 OTHERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;

@@ -86,7 +86,7 @@ def run(config: str, overrides: list[str], path: str) -> Command:
 
 
 def stages(folders: Sequence[str]) -> list[list[Chain]]:
-    """What is made, the sweeps that may share the machine, those that may not, what is written from them.
+    """Bases, heads, the sweeps that may share the machine, those that may not, what is written from them.
 
     The chains of a stage may run side by side, the stages not. What is there already is not made again.
     """
@@ -99,20 +99,25 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
         [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"],
     ]
     apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
-    return [made(sweeps), shared, [apart], [written]]
+    return [*made(sweeps), shared, [apart], [written]]
 
 
-def made(sweeps: dict[str, tuple[str, ...]]) -> list[Chain]:
-    """Bases and heads that the sweeps need: a chain for each base that is made, one for each head of the tiny one."""
+def made(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list[Chain]]:
+    """What the sweeps begin with: (what needs nothing that is made, heads of bases that are).
+
+    A head that learnt in RL is behind the one it began with, and one behind the other are heads with the same features.
+    """
     wanted = dict.fromkeys(path for configs in sweeps.values() for config in configs for path in NEEDS[config])
     wanted |= dict.fromkeys(path for folder in sweeps for path in MORE.get(folder, ()))
-    chains: dict[str, Chain] = {}
+    first: dict[str, Chain] = {}
+    heads: dict[str, Chain] = {}
     for path in wanted:
         start, rate = ADAPTED.get(path, (path, None))
-        variant = MADE[start][0].partition(":")[2]
         if (REPOSITORY / path / ("draft" if rate else "") / "config.json").exists():
             continue
-        chain = chains.setdefault(variant or path, [])
+        features = [override for override in MADE[start] if override.startswith("pretrain.features=")]
+        needs_base = MADE[start][0].startswith("configs/draft_tiny.py:")
+        chain = (heads if needs_base else first).setdefault("".join(features) or start, [])
         if rate:
             learns = [*LEARNS, f"draft.path={start}", f"draft.learning_rate={rate}"]
             chain.append(run(ZERO, learns, path))
@@ -120,7 +125,7 @@ def made(sweeps: dict[str, tuple[str, ...]]) -> list[Chain]:
         else:
             config, *overrides = MADE[path]
             chain.append(run(config, [*overrides, f"pretrain.output={path}"], path))
-    return list(chains.values())
+    return list(first.values()), list(heads.values())
 
 
 def launches(folder: str, configs: Sequence[str]) -> Chain:

@@ -6,6 +6,7 @@ Commands: experiments/claims.py.
 import pathlib
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from experiments.claims import (
     STYLES,
@@ -25,6 +26,7 @@ from experiments.claims import (
 from experiments.draft_length.sweep import LENGTHS, get_sweep
 from experiments.engine.bench import distinct
 
+CONTROLLER = LENGTHS[-1] + 1.3  # its place beside the fixed lengths
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
 KEYS = benchmark_keys(SIDES)
 # (acceptance length, generation over plain) by k
@@ -89,15 +91,16 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         name, grey = workload_name(w), ("0.0", "0.5")[i % 2]
         for axis, what, column in zip(axes, ("acceptance_length", "over_plain"), (0, 1)):
             points = [found(rows, w, f"k_{k}", what) for k in LENGTHS]
-            line(axis, LENGTHS, points, STYLES[i], grey, f"{name}, here")
+            line(axis, np.array(LENGTHS) + 0.12 * i, points, STYLES[i], grey, f"{name}, here")
             paper = PAPER[name]
             values = [v[column] for v in paper.values()]
             axis.plot(list(paper), values, STYLES[i][:1] + ":", color=grey, mfc="none", label=f"{name}, paper")
-        axes[1].axhline(found(rows, w, "adaptive", "over_plain").mean, color=grey, lw=1, ls=("-", "--")[i % 2])
+        controller = found(rows, w, "adaptive", "over_plain")
+        line(axes[1], [CONTROLLER + 0.12 * i], [controller], STYLES[i], grey, "")
     axes[1].axhline(1, color="k", lw=0.8)
     axes[0].set(xlabel="draft length k, tokens", ylabel="tokens per verification")
     axes[1].set(xlabel="draft length k, tokens", ylabel="generation speed over plain decoding")
-    axes[1].set_title("horizontal: the controller", fontsize=9)
+    axes[1].set_xticks([*LENGTHS, CONTROLLER], [*LENGTHS, "controller"])
     for axis in axes:
         axis.legend(fontsize=8)
     save(figure, path)

@@ -64,9 +64,15 @@ def claims(rows: list[Row]) -> list[Claim]:
     for (w,) in distinct(rows, "workload"):
         name = workload_name(w)
         for method in METHODS:
-            paper = PAPER.get((name, method), (None, None))[1]
+            tokens, paper = PAPER.get((name, method), (None, None))
             ours = interval(of(rows, w, method, "k_3_over_plain"))
-            made.append(faster(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours))
+            claim = faster(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours)
+            if claim.verdict == "reproduced":
+                cost = interval(of(rows, w, method, "k_3_acceptance_length")).mean / ours.mean
+                # The paper's tokens at the cost of a verification here.
+                if (tokens / cost > 1) != (paper > 1):
+                    claim = claim._replace(verdict="reproduced, for another reason (there)")
+            made.append(claim)
         ours = interval(of(rows, w, "n-gram", "adaptive_over_plain"))
         made.append(faster(f"{name}: n-gram under the controller, generation over plain", None, "", ours))
     return made

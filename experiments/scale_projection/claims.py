@@ -1,20 +1,43 @@
-"""The paper's simulated 235B rows beside ours (arXiv 2604.26779): both sides are simulations."""
+"""The paper's simulated 235B rows and its asynchronous run (arXiv 2604.26779) beside our simulation of them."""
 
+import pathlib
 from typing import Any
 
 from experiments.claims import Claim
+from experiments.engine.bench import matching, read_rows
 
+HERE = pathlib.Path(__file__).parent
 VIEW, LENGTHS = "free verification", "zero"  # the paper's own assumption; of the two length models the first
-NEAR = 0.15  # of the paper's value
+NEAR_SIMULATED, NEAR_MEASURED = 0.15, 0.10  # of the paper's value
+# The learner's constant that was looked up after a first comparison (README.md), taken back.
+WITHOUT = "mixture 1"
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Of large.csv. Nothing was fitted to these rows."""
+    """Of large.csv, with nothing fitted to its rows, and of validation.csv beside it."""
+    before = matching(read_rows(str(HERE / "sensitivity.csv")), changed=WITHOUT)[0]
     found = []
-    for row in rows:
-        if (row["view"], row["lengths"], row["use"]) == (VIEW, LENGTHS, "predicted"):
-            verdict = "reproduced" if abs(row["error"]) <= NEAR else "contradicted"
-            ours = f"{row['predicted']:.2f} ({row['low']:.2f} to {row['high']:.2f}), simulated"
-            text = f"235B, {row['table']}: {row['row']}, verification taken as nearly free"
-            found.append(Claim(text, f"{row['measured']} (simulated)", ours, verdict))
-    return found
+    for row in matching(rows, view=VIEW, lengths=LENGTHS, use="predicted"):
+        verdict = judge(row["measured"], row["predicted"], NEAR_SIMULATED)
+        devices, _, k = row["table"].split(", ")
+        if (
+            judge(row["measured"], before[f"{devices.removesuffix(' GPUs')}, {k}: {row['row']}"], NEAR_SIMULATED)
+            != verdict
+        ):
+            verdict += ", by a constant looked up afterwards"
+        text = f"235B, {row['table']}: {row['row']}, verification taken as nearly free"
+        found.append(Claim(text, f"{row['measured']} (simulated)", simulated(row), verdict))
+    (row,) = matching(read_rows(str(HERE / "validation.csv")), set="async", cell="speedup")
+    text, verdict = (
+        "8B, 16 nodes, lag 1: speculation over plain",
+        judge(row["measured"], row["predicted"], NEAR_MEASURED),
+    )
+    return [*found, Claim(text, f"{row['measured']:.2f} (measured)", simulated(row), verdict)]
+
+
+def judge(measured: float, predicted: float, near: float) -> str:
+    return "reproduced" if abs(predicted / measured - 1) <= near else "not reproduced"
+
+
+def simulated(row: dict[str, Any]) -> str:
+    return f"{row['predicted']:.2f} ({row['low']:.2f} to {row['high']:.2f}), simulated"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from configs import rlzero_tiny
+from experiments.claims import interval
 from experiments.engine import bench
 from experiments.grpo_step.packing import make_lesson
 from main import to_settings
@@ -67,8 +68,8 @@ def main() -> None:
     with bench.csv_writer(arguments.output, ("round", *KINDS)) as write:
         for row in rows:
             write(row)
-    ratios = bench.quartiles([row["eagle3"] / row["none"] for row in rows])
-    print(f"train phase with a frozen head over one without: {ratios}")
+    ratios = [row["eagle3"] / row["none"] for row in rows]
+    print(f"train phase with a frozen head over one without: {interval(ratios)}, {bench.quartiles(ratios)}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ def planned(folders):
 
 def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
-    made, shared, apart, written = planned(["step_breakdown", "online_adaptation"])
-    outputs = [[text.split("pretrain.output=")[1].split()[0] for text in chain] for chain in made]
-    bases = [[*reproduce.NEEDS[config]] for config in (reproduce.ZERO, reproduce.THINK)]
-    assert sorted(outputs) == sorted([*bases, *([head] for head in reproduce.MORE["online_adaptation"])])
+    first, heads, shared, apart, written = planned(["step_breakdown", "online_adaptation"])
+    bases, eagle3 = zip(*(reproduce.NEEDS[config] for config in (reproduce.ZERO, reproduce.THINK)))
+    assert sorted(outputs(first)) == sorted([path] for path in (*bases, *reproduce.MORE["online_adaptation"]))
+    assert sorted(outputs(heads)) == sorted([path] for path in eagle3)
     needed = {path for paths in reproduce.MORE.values() for path in paths}
     assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= needed
     assert ["online_adaptation" in chain[0] for chain in shared] == [True]
@@ -33,18 +33,28 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
     (tmp_path / "runs/zero_base").mkdir(parents=True)
     (tmp_path / "runs/zero_base/config.json").write_text("{}")
     *nothing, computed = planned(["scale_projection"])
-    assert nothing == [[], [], [[]]]
+    assert nothing == [[], [], [], [[]]]
     assert computed[0][:-1] == [f"-m experiments.scale_projection.{module}" for module in ("validate", "grid")]
-    made, *_ = planned(["step_breakdown"])
-    assert [len(chain) for chain in made] == [1, 2] and "pretrain_tiny.py:zero" not in made[0][0]
+    first, *_ = planned(["step_breakdown"])
+    assert outputs(first) == [["runs/think_base"]]
 
 
-def test_heads_that_learnt_in_rl_come_after_those_they_began_with(tmp_path, monkeypatch):
+def test_heads_that_hang_together_are_one_chain(tmp_path, monkeypatch):
+    """Those that learnt in RL behind the ones they began with; the second with the same features behind the first."""
     monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
-    ((*before, _, _, _, last),), *_ = planned(["draft_init"])
-    assert "export.output=runs/zero_eagle3_online" in last
-    outputs = [text.split("pretrain.output=")[1].split()[0] for text in before]
-    assert outputs == ["runs/zero_base", "runs/zero_eagle3", "runs/zero_generic"]
+    _, heads, *_ = planned(["draft_init", "drafting_method"])
+    assert sorted(outputs(heads)) == [
+        ["runs/think_eagle3"],
+        ["runs/think_mtp", "runs/think_model"],
+        ["runs/zero_eagle3", "runs/zero_eagle3_online"],
+        ["runs/zero_generic", "runs/zero_generic_online"],
+        ["runs/zero_mtp", "runs/zero_model"],
+    ]
+
+
+def outputs(chains):
+    """What each chain makes; a head that learns in RL is there once it is exported."""
+    return [[text.split("output=")[1].split()[0] for text in chain if "output=" in text] for chain in chains]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system ties no process to CPUs")
