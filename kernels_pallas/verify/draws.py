@@ -39,8 +39,9 @@ def smallest_kept(logits: jax.Array, sampling: Sampling) -> jax.Array | None:
     if sampling.top_p < 1.0:
         ordered = -jnp.sort(-logits, axis=-1)
         probs = jax.nn.softmax(ordered / sampling.temperature, axis=-1)
-        # Kept: every token before which less than top_p of the mass lies; the first always is.
-        kept = jnp.cumsum(probs, axis=-1) - probs < sampling.top_p
+        # Kept: every token before which less than top_p of the mass lies; the first always is, and none that top-k cut,
+        # though the sum of all that it left may be rounded to less than top_p.
+        kept = (jnp.cumsum(probs, axis=-1) - probs < sampling.top_p) & (ordered > -jnp.inf)
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return smallest
 

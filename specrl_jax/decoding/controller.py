@@ -50,7 +50,7 @@ class _Size:
     recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by each of some chunks
     current: int | None = None  # index of the length in use
     last: int | None = None  # index of the last chunk's length, a probe's too
-    streak: int = PAIRED  # chunks of that length in a row; the first chunk of all moves the level
+    streak: int = PAIRED  # chunks of that length in a row; the first of all is compared with its calibration
 
     @property
     def level(self) -> float:
@@ -241,9 +241,11 @@ class Controller:
             loss = _loss(iterations, self.cost(size, k), tokens, self.cost(size, in_use), self.expected_tokens(in_use))
             state.purse[i] = min(0.0, state.purse[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
-        # Both ways of an excursion are paid by the length that is not in use.
-        if switch_seconds and state.last is not None:
-            state.purse[i if i != here else state.last] -= switch_seconds
+        # Both ways of an excursion are paid by the length that is not in use; what another batch size left behind, by
+        # none.
+        payer = i if i != here else state.last
+        if switch_seconds and payer not in (None, here):
+            state.purse[payer] -= switch_seconds
         state.last = i
         if moved:
             self._start_probes_over()

@@ -27,8 +27,8 @@ class Drafter:
     Attributes:
       length: the longest draft, and the one used unless the engine is told another; 0 drafts nothing.
       draft: may assume that its state is that of at most k + 1 committed tokens ago.
-      catch_up: brings that state level with any number of committed tokens; called after a prefill, and before k
-        changes to anything but 0.
+      catch_up: brings that state level with any number of committed tokens; called after a prefill, and before a
+        draft whose k + 1 tokens do not reach back to it.
       copies: its drafts are one-hot functions of committed tokens alone, so that they can be made afterwards too.
     """
 

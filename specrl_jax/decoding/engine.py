@@ -184,6 +184,8 @@ class Batch:
         return chunk, tally
 
     def _timed_run(self, k: int, iterations: int, stale: bool) -> tuple[Tally, float]:
+        # A refill or a shrink that is still at work is no part of what an iteration costs.
+        jax.block_until_ready((self._slots, self._carried))
         start = time.perf_counter()
         self._slots, tally = self._programs.run(
             self._params, self._slots, k, self._seed, iterations, self._floor(), stale

@@ -56,7 +56,7 @@ class Limits:
     chunk: int  # most iterations between two looks of the host
     sizes: tuple[int, ...] = ()  # batch sizes below num_slots that the batch shrinks to as it thins, descending
     prefill_rows: int = 1  # prompts in one forward of a prefill
-    new_prompts: int = 0  # most prompts that one refill can start, a multiple of prefill_rows; 0: as many as slots
+    new_prompts: int = 0  # most prompts that one refill can start; 0: as many as slots
     free_slots: int = 0  # so many free ones are worth a refill; 0: a quarter of them
     width: int = 0  # every forward of an iteration is over at least this many positions (rollout.parity)
     groups: int = 0  # of the corpus that drafters copy from; 0: no corpus
@@ -267,9 +267,9 @@ def run(
     count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
     counted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
-    if drafter.copies and not k:
-        # Half a chunk at most, so that the other half is left to be gone over.
-        looked_at = min(drafter.length, limits.chunk // 2)
+    # Half a chunk at most, so that the other half is left to be gone over.
+    looked_at = min(drafter.length, limits.chunk // 2)
+    if drafter.copies and not k and looked_at:
         replayed = replay(before, slots, lambda then: drafter.draft(params, then, seed, looked_at)[0].tokens, looked_at)
     return slots, Tally(slots.done, count, *counted, replayed)
 
@@ -337,7 +337,7 @@ class Programs:
         self, params: Any, slots: Slots, k: int, seed: int, iterations: int, floor: int, stale: bool
     ) -> tuple[Slots, Tally]:
         program = self._get(Program("run", slots.done.shape[0], k), params)
-        return program(params, slots, np.uint32(seed), np.int32(iterations), np.int32(floor), np.bool_(stale))
+        return program(params, slots, np.uint32(seed % 2**32), np.int32(iterations), np.int32(floor), np.bool_(stale))
 
     def shrink(self, params: Any, slots: Slots, rows: np.ndarray) -> Slots:
         return self._get(Program("shrink", len(rows)), params)(slots, rows)

@@ -314,6 +314,8 @@ def check_values(settings: Settings) -> None:
             value = getattr(values, key)
             if not smallest <= value < math.inf:
                 raise BadInput(f"{f'{section}.{key}'.lstrip('.')}={value}: at least {smallest} is needed")
+    if settings.rollout.seed >= 2**32:
+        raise BadInput(f"rollout.seed={settings.rollout.seed}: below 2**32 is needed, what noise is counted by")
     if not 0 <= settings.optimizer.b2 < 1:
         raise BadInput(f"optimizer.b2={settings.optimizer.b2}: 0 <= b2 < 1 is needed")
     if not 0 < settings.eval.top_p <= 1:

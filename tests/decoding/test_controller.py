@@ -342,6 +342,23 @@ def test_bringing_the_drafter_level_is_paid_by_the_probes():
     assert probes(switch_seconds=2.0) < 0.8 * probes(switch_seconds=0.0)
 
 
+def test_the_length_in_use_does_not_pay_for_what_another_batch_size_left_behind():
+    controller = Controller((0, 3), (128, 32))
+    for size in (128, 32):
+        for k, seconds in ((0, 0.010), (3, 0.012)):
+            controller.calibrate(size, k, seconds)
+
+    def purse():
+        return controller.state()["per_size"][1]["purse"][1]
+
+    for _ in range(3):  # plain at 128, where nothing is gained; at 32 the drafter has to be brought level each time
+        controller.observe(128, 0, 0.32, 32, 128 * 32, [0])
+        assert controller.choose(32, 32).k == 3
+        before = purse()
+        controller.observe(32, 3, 0.384, 32, 32 * 32, [1000, 950, 900], switch_seconds=5.0)
+        assert purse() >= before
+
+
 def test_off_means_probes_only_and_they_go_on():
     machine = Machine(COSTS["paper, Zero"], ACCEPTANCE["paper, Zero"], seed=11)
     _, choices = drive(calibrated(machine), machine, chunks=500, off=True)

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from specrl_jax.core import BadInput
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
+from specrl_jax.decoding.lookup import lookup_drafter
 from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.rollouts import Stamp
 from specrl_jax.decoding.sampling import Sampling
@@ -53,6 +56,36 @@ def greedy_by_hand(table, prompt, longest):
         if tokens[-1] == EOS:
             break
     return tokens[len(prompt) :], logprobs
+
+
+@pytest.mark.parametrize("longest, chunk", [(0, 8), (3, 1)])
+def test_a_copier_that_has_nothing_to_look_back_at_ends(longest, chunk):
+    """Where no draft fits into half a chunk nothing is gone over again; a loop over no tokens would not end."""
+    rollouts = engine(drafter=lookup_drafter(longest, 1, 4), chunk=chunk).generate(
+        TABLE, PROMPTS, samples=2, seed=0, lengths=FixedLength(0)
+    )
+    assert len(rollouts.length) == 2 * len(PROMPTS)
+
+
+def test_a_refill_is_no_part_of_what_an_iteration_costs():
+    """Slots are there before the clock of their first chunk starts, also in calibration."""
+
+    def slow(table, tokens, positions, cache):
+        x = jnp.full((300, 300), 1e-3) * (1 + 0 * tokens[0, 0])
+        x = jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), x)
+        return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), positions, cache)
+
+    run = toys.toy_engine(limits(chunk=16), Sampling(), (), PAD, toys.NO_DRAFTER, prefill=slow)
+    run.programs.compile_all(TABLE)
+    ready, start = [], run.programs.run
+
+    def watched(params, slots, *rest):
+        ready.append(all(x.is_ready() for x in jax.tree.leaves(slots)))
+        return start(params, slots, *rest)
+
+    run.programs.run = watched
+    run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=Controller((0,), (10,)))
+    assert len(ready) > 1 + CALIBRATED_ROUNDS and all(ready)
 
 
 # --- plain decoding

@@ -81,6 +81,13 @@ def test_top_p_counts_the_mass_that_top_k_left():
     assert np.isfinite(final_logits(logits, Sampling(1.0, 2, 0.5))).tolist() == [True, False, False, False]
 
 
+def test_top_p_next_to_one_keeps_none_that_top_k_cut():
+    """Float32 sums of 50 probabilities end below 0.9999999 for some rows; what top-k cut has none to reach it with."""
+    rows = jax.random.normal(jax.random.key(0), (200, 2000)) * 2
+    kept = np.isfinite(final_logits(rows, Sampling(1.0, 50, 0.9999999))).sum(axis=-1)
+    assert kept.max() <= 50
+
+
 def test_ties_with_the_last_one_kept_are_kept():
     logits = jnp.array([1.0, 3.0, 1.0, 0.0, 1.0])
     expected = [True, True, True, False, True]
