@@ -196,18 +196,22 @@ def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir
 
     setup = build(settings, mesh)
     setup.check_problems()
-    check_draft_pretrain(settings)
+    check_draft_pretrain(setup)
     open_workdir(workdir, config)
     draft_pretrain(setup, workdir, stop_on_signal())
 
 
 def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.decoding.engine import check_prompts
     from specrl_jax.io.workdir import open_workdir
     from specrl_jax.training.generate import run_generation
     from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
-    if not settings.generate.prompts:
+    if settings.generate.prompts:
+        prompts = [setup.tokenizer.encode(prompt) for prompt in settings.generate.prompts]
+        check_prompts(prompts, settings.rollout.max_prompt_tokens)
+    else:
         setup.check_problems(train=False)
     open_workdir(workdir, config)
     run_generation(setup, workdir)

@@ -78,7 +78,7 @@ class Terms:
     loss: Mean
     kl: Mean  # against the reference, nats; zero without one
     clip_fraction: Mean  # tokens whose clipped branch is the smaller one (CISPO: whose weight is clipped)
-    entropy: Mean  # nats
+    entropy: Mean  # nats; of all answers, also those that teach nothing
     correction: Mean  # importance weight, 1 without correction
 
     def __add__(self, other: "Terms") -> "Terms":
@@ -101,6 +101,7 @@ def objective_terms(
       segments: [B, T] int32 of packed rows; None: a row is one answer.
     """
     o = objective
+    responses = mask
     if signal.teaches is not None:
         mask = mask & signal.teaches
     old = jax.lax.stop_gradient(logprobs) if signal.old_logprobs is None else signal.old_logprobs
@@ -116,8 +117,9 @@ def objective_terms(
         loss = loss + o.kl_coef * kl
     if o.entropy_coef:
         loss = loss - o.entropy_coef * entropy
-    means = (masked_mean(x, mask) for x in (kl, is_clipped, entropy, weight))
-    return Terms(aggregate(loss, mask, segments, o.aggregation, o.longest), *means)
+    kl, is_clipped, weight = (masked_mean(x, mask) for x in (kl, is_clipped, weight))
+    loss = aggregate(loss, mask, segments, o.aggregation, o.longest)
+    return Terms(loss, kl, is_clipped, masked_mean(entropy, responses), weight)
 
 
 def _clip(log_ratio, logprobs, advantages, mask, segments, o):

@@ -1,7 +1,7 @@
 """How much sooner rollouts arrive with speculation than without, on the same prompts and weights."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,11 @@ def compare_with_plain(
     seed: int,
     rounds: int,
     lengths: Lengths | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """[rounds] ratios of generated tokens per second, `engine` over `plain`, the two in turn; neither compiles in it.
+
+    Fewer rounds, or none, where `enough` says so before one.
 
     Tokens per second, since the two draw different rollouts of the same law, whose lengths differ a little.
     """
@@ -39,10 +42,13 @@ def compare_with_plain(
         rollouts, seconds = timed(engine, weights, prompts, samples, seed, chooses)
         return rollouts.response_length.sum() / seconds
 
-    for warm in (engine, plain):
-        tokens_per_second(warm, seed)
     ratios = []
+    for warm in (engine, plain):
+        if not enough():
+            tokens_per_second(warm, seed)
     for i in range(rounds):
+        if enough():
+            break
         # Who goes first alternates too: what the first leaves behind (heat, caches) must not favour one of them.
         pair = (engine, plain) if i % 2 else (plain, engine)
         speed = {id(e): tokens_per_second(e, seed + 1 + i) for e in pair}

@@ -32,7 +32,9 @@ def open_store(setup: Setup, folder: str, weights: Weights) -> FeatureStore:
     made_from = {
         "policy": int(jax.jit(checksum)(weights.policy)),
         "prompts": s.pretrain.answers or s.data.path or s.data.task,
-        "temperature": s.rollout.temperature,
+        "prompt format": [s.data.schema, s.data.template, s.data.chat, s.data.system, s.data.thinking],
+        "sampling": [s.rollout.temperature, s.rollout.top_k, s.rollout.top_p],
+        "yarn": [s.policy.yarn_factor, s.policy.yarn_original],
         "aux_layers": list(setup.draft.aux_layers),
         "dtype": s.policy.compute_dtype,
         "length": setup.rollout.limits.cache_length,
@@ -61,7 +63,8 @@ def collect(
     for number in range(-(-wanted // wave)):
         if stop.is_set():
             raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there")
-        if number * wave < len(store):
+        kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
+        if kept >= end:
             texts.skip()
             continue
         start = time.perf_counter()
@@ -70,9 +73,9 @@ def collect(
         rows = rows_of(tokens, prompt_length, length, setup.tokenizer.pad_id)
         features = jax.device_get(setup.feature_step(params, rows))
         aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
-        keep = min(wave, wanted - len(store))
         row = FeatureRow(tokens, prompt_length, length, aux, features.hidden, features.normaliser)
-        store.add(FeatureRow(*[x[:keep] for x in row]))
+        # The rest of a wave of which a smaller `pretrain.rollouts` kept the first.
+        store.add(FeatureRow(*[x[kept:end] for x in row]))
         seconds["generate"] += middle - start
         seconds["features"] += time.perf_counter() - middle
         display.update_phase(len(store), wanted)

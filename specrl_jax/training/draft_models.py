@@ -319,10 +319,11 @@ def find_draft_model(
     """
     if kind not in KINDS:
         raise BadInput(f"draft.kind: no drafter '{kind}'; there are {', '.join(KINDS)}")
+    if kind == "none":  # whatever the config would draft with
+        return None
     dialect = _dialect(kind, dialect)
     if kind in WITHOUT_WEIGHTS:
-        # `none` switches off whatever the config would draft with.
-        if path and kind != "none":
+        if path:
             raise BadInput(f"draft.path={path}: draft.kind={kind} has no weights to load; leave ''")
         return None
     if kind == "eagle3":
@@ -383,10 +384,10 @@ def make_drafter(
 
     Raises BadInput for matches that cannot be, and for a cascade over nothing.
     """
-    if draft is None and cascade_min:
-        raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
     if kind == "none":
         return NO_DRAFTER
+    if draft is None and cascade_min:
+        raise BadInput(f"draft.cascade={cascade_min} overrides a draft with weights; draft.kind={kind} has none")
     if match_max > MAX_MATCH:
         raise BadInput(f"draft.match_max={match_max}: at most {MAX_MATCH} tokens are compared")
     if draft is None:

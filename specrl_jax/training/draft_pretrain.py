@@ -18,7 +18,7 @@ from specrl_jax.training.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.training.measures import speculation_metrics
 from specrl_jax.training.pretrain import LOG_EVERY, write_log
 from specrl_jax.training.progress import Display
-from specrl_jax.training.settings import Settings, open_output
+from specrl_jax.training.settings import open_output
 from specrl_jax.training.setup import Setup
 from specrl_jax.training.state import RunState
 
@@ -125,8 +125,16 @@ def cost(setup: Setup, state: RunState, seconds: dict[str, float]) -> dict[str, 
     return row | {"break_even_step": sum(seconds.values()) / saved if saved > 0 else None}
 
 
-def check_draft_pretrain(settings: Settings) -> None:
-    """Raises BadInput for what would fail at the end of a run; makes `pretrain.output`."""
+def check_draft_pretrain(setup: Setup) -> None:
+    """Raises BadInput for what would fail late in a run; makes `pretrain.output`."""
+    settings = setup.settings
+    rows, microbatch = settings.pretrain.batch_size, settings.grpo.microbatch
+    if rows % setup.learner_partition.ways("batch"):
+        raise BadInput(
+            f"pretrain.batch_size={rows} must divide by the {setup.learner_partition.ways('batch')} shards of rows"
+        )
+    if microbatch and rows % microbatch:
+        raise BadInput(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
     if settings.draft.kind in WITHOUT_WEIGHTS:
         raise BadInput("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
     if settings.draft.length < 1:

@@ -1,7 +1,5 @@
 """Which ids of the policy's vocabulary a draft head knows: chosen by how often rollouts use them, and chosen again."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from specrl_jax.training.state import RunState, TrainState
 
 # Of the counts of a step, what is left of them after the next: some 50 steps decide.
 FADE = 0.98
+_UNEMBED = (jax.tree_util.DictKey("unembed"),)
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
@@ -32,23 +31,27 @@ def count_responses(rollouts: Rollouts, vocab: int) -> np.ndarray:
 
 
 class VocabularyWatch:
-    """Keeps the draft vocabulary of a run on the ids that its rollouts use. Counts begin anew where a run is resumed.
+    """Keeps the draft vocabulary of a run on the ids that its rollouts use.
 
     Args:
       model: the policy's sizes.
       least: coverage below which the ids are chosen again; 0 = never.
+
+    Attributes:
+      counts: [V] float64, of each id in the responses so far, faded; what a checkpoint has to keep.
     """
 
     def __init__(self, model: qwen3.Qwen3Config, least: float) -> None:
-        self._model, self._counts, self._least = model, np.zeros(model.vocab), least
+        self.counts = np.zeros(model.vocab)
+        self._model, self._least = model, least
 
     def observe(self, rollouts: Rollouts, state: RunState) -> tuple[RunState, dict[str, float]]:
         """(state, metrics): one step's responses counted, and the draft moved to other ids where that is due."""
-        self._counts = FADE * self._counts + count_responses(rollouts, len(self._counts))
+        self.counts = FADE * self.counts + count_responses(rollouts, len(self.counts))
         ids = np.asarray(state.vocab_map)
-        found = coverage(self._counts, ids)
+        found = coverage(self.counts, ids)
         if found < self._least:
-            state = change_vocabulary(state, most_frequent(self._counts, len(ids)), self._model)
+            state = change_vocabulary(state, most_frequent(self.counts, len(ids)), self._model)
         return state, {"draft/coverage": found}
 
 
@@ -68,16 +71,13 @@ def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, unembed
     place = {int(token): row for row, token in enumerate(old)}
     source = np.array([place.get(int(token), -1) for token in new])
 
-    def in_tree(tree: Any, fresh: jax.Array | float) -> Any:
-        table = tree["unembed"]
+    def moved(table: jax.Array, fresh: jax.Array | float) -> jax.Array:
         rows = jnp.where((source >= 0)[:, None], table[np.maximum(source, 0)], fresh)
-        return tree | {"unembed": jax.device_put(rows, table.sharding)}
+        return jax.device_put(rows, table.sharding)
 
-    # The optimizer's state has trees like the parameters', and scalars.
-    structure = jax.tree.structure(state.params)
-    opt_state = jax.tree.map(
-        lambda x: in_tree(x, 0.0) if jax.tree.structure(x) == structure else x,
-        state.opt_state,
-        is_leaf=lambda x: jax.tree.structure(x) == structure,
+    table = state.params["unembed"]
+    # A moment is known by its place, as in state_shardings: optimizers part the parameters among each other.
+    opt_state = jax.tree.map_with_path(
+        lambda path, x: moved(x, 0.0) if path[-1:] == _UNEMBED and x.shape == table.shape else x, state.opt_state
     )
-    return state.replace(params=in_tree(state.params, unembedding[new]), opt_state=opt_state)
+    return state.replace(params=state.params | {"unembed": moved(table, unembedding[new])}, opt_state=opt_state)

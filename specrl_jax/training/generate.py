@@ -149,7 +149,7 @@ def load_generator(
         max_response_tokens,
         ways=rollout_partition.ways("batch"),
         group_size=group_size,
-        copies=draft_kind == "suffix" or cascade > 0,
+        copies=draft_kind == "suffix" or (draft_kind != "none" and cascade > 0),
     )
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
     config = RolloutConfig(sampling, limits, 0, **{name: parse_dtype(name, value) for name, value in dtypes.items()})
@@ -187,7 +187,7 @@ def _controller(engine: Engine, adaptive: bool) -> Controller | None:
 
 
 def run_generation(setup: Setup, workdir: str) -> None:
-    """task=generate: answers to the validation prompts or to data.prompts, into generations.jsonl."""
+    """task=generate: answers to the validation prompts or to generate.prompts, into generations.jsonl."""
     s = setup.settings
     generator = generator_of(setup)
     generator.compile(lambda program, seconds: print(f"engine program {program}: {seconds:.1f} s"))

@@ -85,13 +85,13 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
                 with profiled(workdir, step + 1 in s.logging.profile_steps):
                     state, report = run_step(setup, state, pipeline, step + 1, display, stop, watch.speculation)
                 step, row = step + 1, report.row
-                row |= watch.observe(row, checkpoints, display)
+                row |= watch.observe(row, report.skipped, checkpoints, display)
                 host = watch.state(report.position)
                 if step == s.steps or (s.eval.every and step % s.eval.every == 0):
                     with devices:
                         row |= evaluation_row(setup, state, workdir, step, display, watch.speculation)
                 if step == s.steps and setup.engine.draft_length and s.draft.compare_rounds:
-                    row |= comparison_row(setup, state, display, watch.speculation)
+                    row |= comparison_row(setup, state, display, watch.speculation, stop)
                 writer.write(row, report.histograms)
                 writer.write_rollouts(step, report.samples)
                 if step == s.steps or step % s.checkpoint.every == 0:
@@ -117,6 +117,7 @@ class StepReport(NamedTuple):
     samples: list[dict[str, Any]]  # of rollouts/step_N.jsonl
     histograms: dict[str, np.ndarray]  # values by name
     position: dict[str, Any]  # of the data
+    skipped: list[bool]  # of each update of the policy, whether it had no finite loss or gradient
 
 
 def run_step(
@@ -177,7 +178,8 @@ def run_step(
     histograms = {"reward": scores.total, "rollout/response_length": rollouts.response_length}
     problems = [problem for part in produced.batches for problem in part.problems]
     samples = rollout_samples(rollouts, problems, scores, tokenizer, s.logging.rollouts)
-    return state, StepReport(row, samples, histograms, produced.position)
+    skipped = [bool(update.skipped) for update in updates.policy]
+    return state, StepReport(row, samples, histograms, produced.position, skipped)
 
 
 def make_pipeline(
@@ -377,8 +379,13 @@ def evaluation_row(
     return row | {"time/evaluate": clock.seconds["evaluate"]}
 
 
-def comparison_row(setup: Setup, state: RunState, display: Display, speculation: Speculation) -> dict[str, float]:
-    """spec/speedup*: this run's own engine against draft.kind=none, on as many validation rollouts as a step has."""
+def comparison_row(
+    setup: Setup, state: RunState, display: Display, speculation: Speculation, stop: threading.Event
+) -> dict[str, float]:
+    """spec/speedup*: this run's own engine against draft.kind=none, on as many validation rollouts as a step has.
+
+    Once `stop` is set no further round begins; without a single one there is nothing to say.
+    """
     s = setup.settings
     problems = setup.eval_problems[: s.grpo.prompts_per_step]
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
@@ -394,7 +401,10 @@ def comparison_row(setup: Setup, state: RunState, display: Display, speculation:
             s.rollout.seed,
             s.draft.compare_rounds,
             speculation.lengths,
+            lambda: processes.any_of(stop.is_set()),
         )
+    if not len(ratios):
+        return {}
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}
 

@@ -26,10 +26,12 @@ class Performance:
     """
 
     model: Qwen3Config
-    devices: tuple[jax.Device, ...]
+    learners: tuple[jax.Device, ...]
+    generating: tuple[jax.Device, ...]  # of this process, or the learners again
     peak: float  # FLOP/s a device
     scored: int  # log-prob passes of a step: 2 with a reference
     epochs: int = 1  # of training over its rollouts
+    apart: int = 0  # devices that only generate, of all processes; 0: the learners generate
 
     def metrics(
         self, rollouts: Rollouts, learnt: Rollouts, seconds: dict[str, float], total: float
@@ -38,9 +40,10 @@ class Performance:
         generated = self._forward(rollouts.length) - self._forward(rollouts.prompt_length)
         scored = self._forward(learnt.length)
         flops = {"generate": generated, "logprob": self.scored * scored, "train": 3 * self.epochs * scored}
-        ceiling = self.peak * len(self.devices)
-        row = {f"perf/mfu_{phase}": count / seconds[phase] / ceiling for phase, count in flops.items()}
-        row["perf/tokens_per_second_per_device"] = float(rollouts.length.sum()) / total / len(self.devices)
+        devices = dict.fromkeys(flops, len(self.learners)) | {"generate": self.apart or len(self.learners)}
+        row = {f"perf/mfu_{p}": count / seconds[p] / (self.peak * devices[p]) for p, count in flops.items()}
+        everyone = len(self.learners) + self.apart
+        row["perf/tokens_per_second_per_device"] = float(rollouts.length.sum()) / total / everyone
         return row | self._memory()
 
     def _forward(self, length: np.ndarray) -> float:
@@ -51,6 +54,7 @@ class Performance:
     def _memory(self) -> dict[str, float]:
         """Largest so far, GiB: of this process, and of the fullest of its devices where the runtime tells."""
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / GIB
-        stats = [device.memory_stats() or {} for device in self.devices if device.process_index == jax.process_index()]
+        devices = {d for d in (*self.learners, *self.generating) if d.process_index == jax.process_index()}
+        stats = [device.memory_stats() or {} for device in devices]
         peaks = [s["peak_bytes_in_use"] / GIB for s in stats if "peak_bytes_in_use" in s]
         return {"perf/host_memory": host} | ({"perf/device_memory": float(np.max(peaks))} if peaks else {})

@@ -29,6 +29,8 @@ def _learning_table(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> 
         table.add_column(column, justify="left" if not column else "right")
     last = rows[-1]
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
+        if name not in last:  # `steps` was set to what had been done already: that step was not the last one then
+            continue
         before, after = rows[0][name], last[name]
         table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
     before, after = steps[0]["reward/mean"], last["reward/mean"]

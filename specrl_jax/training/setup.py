@@ -166,10 +166,10 @@ class Setup:
     def performance(self) -> Performance:
         mesh, o, g = self.learner_partition.mesh, self.objective, self.settings.grpo
         scored = int(o.old_logprobs == "learner") + int(o.kl_coef > 0)
-        devices = tuple(mesh.devices.flat)
-        return Performance(
-            self.model, devices, peak_flops(jax.local_devices()[0], self.learner.dtype), scored, g.epochs
-        )
+        learners, apart = tuple(mesh.devices.flat), self.settings.pipeline.rollout_devices
+        generating = tuple(self.rollout_partition.mesh.devices.flat) if apart else learners
+        peak = peak_flops(jax.local_devices()[0], self.learner.dtype)
+        return Performance(self.model, learners, generating, peak, scored, g.epochs, apart * jax.process_count())
 
     @functools.cached_property
     def plain_engine(self) -> Engine:
@@ -287,6 +287,10 @@ class Setup:
     def check_problems(self, train: bool = True) -> None:
         """Raises BadInput for data that cannot be used, before anything long or lasting; says what files hold."""
         problems = list(self.eval_problems)
+        if len(problems) < jax.process_count():
+            raise BadInput(
+                f"eval: {len(problems)} validation problems; each of the {jax.process_count()} processes takes some"
+            )
         if train:
             self.problems.stream(1)  # weights that fit the files
             problems += [source[i] for source in self.problems.train for i in range(min(256, len(source)))]
@@ -366,6 +370,9 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
     if not p.rollout_devices:
         if p.mode == "async":
             raise BadInput("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
+        for key, value in (("tensor", p.tensor), ("expert", p.expert)):
+            if value != 1:
+                raise BadInput(f"pipeline.{key}={value} splits pipeline.rollout_devices, of which there are none")
         return own_mesh(mesh, WHOLE)
     own_mesh(mesh, WHOLE)  # what the weights pass through
     split = p.tensor * p.expert
@@ -384,8 +391,6 @@ def _own_share(settings: Settings) -> Settings:
     for key, value in (("rollout.num_slots", rollout.num_slots), ("grpo.prompts_per_step", grpo.prompts_per_step)):
         if value % n:
             raise BadInput(f"{key}={value} must divide by the {n} processes")
-    if settings.eval.problems < n:
-        raise BadInput(f"eval.problems={settings.eval.problems}: each of the {n} processes takes some")
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
     return dataclasses.replace(
         settings, rollout=rollout, grpo=dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)

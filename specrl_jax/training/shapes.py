@@ -107,7 +107,7 @@ def find_limits(settings: Settings, ways: int) -> Limits:
         rollout.chunk,
         grpo.group_size,
         grpo.prompts_per_step,
-        copies=draft.kind == "suffix" or draft.cascade > 0,
+        copies=draft.kind == "suffix" or (draft.kind != "none" and draft.cascade > 0),
         history=draft.history,
         width=draft.length + 1 if rollout.parity else 0,
     )
@@ -133,7 +133,9 @@ def check_rows(
         learner.tree(draft.specs)
         rollout.tree(draft.rollout_specs)
     d = settings.draft
-    chooses = settings.task == "draft_pretrain" or (settings.task == "train" and d.online and d.min_coverage)
+    # What is exported has been chosen: the checkpoint holds it.
+    chooses = settings.task in ("draft_pretrain", "export")
+    chooses = chooses or (settings.task == "train" and d.online and d.min_coverage)
     if draft and not d.path and draft.vocab < model.vocab and not chooses:
         raise BadInput(
             f"draft.vocab_size={draft.vocab}: which ids those are is found out by task=draft_pretrain, and by training "

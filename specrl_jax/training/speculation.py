@@ -23,6 +23,8 @@ from specrl_jax.training.state import RunState
 PROBE_STEPS = 8
 # Prompts whose earlier rollouts are kept.
 HISTORY_PROMPTS = 65_536
+# Name among a checkpoint's arrays.
+COUNTS = "vocabulary_counts"
 
 
 class Speculation:
@@ -90,7 +92,8 @@ class Speculation:
         """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.
 
         Args:
-          outlook: on the host, the learner's forward of the draft that these rollouts had; None: it has no weights.
+          outlook: on the host, the learner's forward of the draft as it was before this step's updates (with a lag the
+            rollouts had an earlier one); None: it has no weights.
         Returns:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
@@ -137,7 +140,8 @@ class Speculation:
         }
         arrays = self.history.to_arrays() if self.history is not None else {}
         # Nothing kept yet is nothing to save: orbax has no arrays of no size.
-        return Host(values, arrays if any(x.size for x in arrays.values()) else {})
+        arrays = arrays if any(x.size for x in arrays.values()) else {}
+        return Host(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
 
     def _restore(self, saved: Host) -> None:
         state = saved.values
@@ -151,9 +155,12 @@ class Speculation:
             self.alarm = Alarm.restore(state["alarm"])
         if self._schedule and state["schedule"]:
             self._schedule.restore(state["schedule"])
+        arrays = dict(saved.arrays)
+        if self._vocabulary and COUNTS in arrays:
+            self._vocabulary.counts = arrays.pop(COUNTS)
         # Empty where the run copied nothing so far.
-        if self.history is not None and saved.arrays:
-            self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, saved.arrays)
+        if self.history is not None and arrays:
+            self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
 
 
 class _Guarded:

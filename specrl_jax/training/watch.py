@@ -1,6 +1,7 @@
 """What the host knows of a run beside its arrays: speculation, alarms, and updates that were skipped."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from specrl_jax.core import RunFailed
@@ -27,15 +28,24 @@ class Watch:
         values = {"position": position, "speculation": saved.values, "skipped": self._skipped}
         return Host(values | {"alarms": dataclasses.asdict(self._alarms)}, saved.arrays)
 
-    def observe(self, row: dict[str, Any], checkpoints: Checkpoints, display: Display) -> dict[str, float]:
-        """alarm/* of a step. Raises RunFailed where too many updates in a row were skipped."""
+    def observe(
+        self, row: dict[str, Any], skipped: Sequence[bool], checkpoints: Checkpoints, display: Display
+    ) -> dict[str, float]:
+        """alarm/* of a step. Raises RunFailed where too many updates in a row were skipped.
+
+        Args:
+          skipped: of each update of the step, in their order.
+        """
         alarms, begun = self._alarms.observe(row)
         for message in begun:
             display.say(f"step {row['step']}: ALARM: {message}")
-        self._skipped = self._skipped + row["policy/skipped"] if row["policy/skipped"] else 0
-        if self._limit and self._skipped >= self._limit:
+        most = 0
+        for update in skipped:
+            self._skipped = self._skipped + 1 if update else 0
+            most = max(most, self._skipped)
+        if self._limit and most >= self._limit:
             raise RunFailed(
-                f"step {row['step']}: {self._skipped} updates in a row had no finite loss or gradient "
+                f"step {row['step']}: {most} updates in a row had no finite loss or gradient "
                 f"(optimizer.max_skipped={self._limit}); {checkpoints.kept()}"
             )
         return alarms

@@ -149,6 +149,15 @@ def test_without_old_logprobs_the_ratio_is_one():
     assert float(terms.clip_fraction.total) == 0
 
 
+def test_entropy_is_of_all_answers_also_where_none_teaches():
+    x, _ = batch()
+    o = Objective(0.2, 0.28, 0.0)
+    for teaches in (np.zeros_like(x["mask"]), x["mask"]):
+        signal = Signal(x["old"], None, x["advantages"], teaches=teaches)
+        terms = objective_terms(x["logprobs"], x["entropy"], signal, x["mask"], x["segments"], o)
+        assert float(terms.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
+
+
 def test_the_entropy_bonus_raises_entropy():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0, entropy_coef=0.1)

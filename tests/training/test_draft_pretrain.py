@@ -197,6 +197,46 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, store[i], whole[i])
 
 
+def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
+    """21 rollouts end inside the second wave of 16; 48 later are those of one go."""
+    setup, workdir, _, _ = made
+    state = setup.initial_state()
+    weights, _ = setup.prepare(state)
+    for wanted in (21, 48):
+        used = with_settings(setup, pretrain={"rollouts": wanted})
+        store = open_store(used, str(tmp_path / "features"), weights)
+        with Display(12, 0) as display:
+            collect(used, state.policy.params, weights, store, display, threading.Event())
+        assert len(store) == wanted
+    whole = open_store(setup, str(workdir / "features"), weights)
+    for i in range(48):
+        np.testing.assert_array_equal(store[i].tokens, whole[i].tokens)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "sampling"),
+        ({"data": {"template": "Q: {prompt}"}}, "prompt format"),
+        ({"policy": {"yarn_factor": 2.0}}, "yarn"),
+    ],
+    ids=str,
+)
+def test_features_of_other_texts_are_refused(made, changes, named):
+    setup, workdir, _, _ = made
+    weights, _ = setup.prepare(setup.initial_state())
+    with pytest.raises(BadInput, match=f"was made from another {named}"):
+        open_store(with_settings(setup, **changes), str(workdir / "features"), weights)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_any_rollout(tmp_path):
+    config = smoke_config(tmp_path / "head")
+    config.pretrain.batch_size = 7
+    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
+    with pytest.raises(BadInput, match=r"pretrain\.batch_size=7 must divide by the 2 shards"):
+        draft_pretrain.check_draft_pretrain(build(command_line.to_settings(config), mesh))
+
+
 def test_the_features_are_those_of_the_policys_own_pass(made):
     setup, workdir, _, _ = made
     state = setup.initial_state()

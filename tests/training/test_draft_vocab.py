@@ -69,10 +69,10 @@ def test_coverage():
     assert coverage(np.zeros(4), np.array([0])) == 1.0
 
 
-def state_of(ids, updates=1):
+def state_of(ids, updates=1, optimizer="adamw"):
     """A head of two leaves after an update that gave every row a moment of its own."""
     params = {"unembed": jnp.arange(3.0 * len(ids)).reshape(len(ids), 3) + 1, "fc": jnp.ones((3, 3))}
-    optimizer = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1e9, 0.0, 0.95, 0))
+    optimizer = make_optimizer(OptimizerConfig(optimizer, 0.1, 0, 1e9, 0.0, 0.95, 0))
     opt_state = optimizer.init(params)
     for _ in range(updates):
         _, opt_state = optimizer.update(params, opt_state, params)
@@ -94,6 +94,20 @@ def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_p
     assert len(tables) == 12
     assert sum(not np.array_equal(a, b) for a, b in zip(tables[:6], tables[6:])) == 3
     np.testing.assert_array_equal(after.params["fc"], before.params["fc"])
+
+
+def test_moments_move_along_under_every_optimizer():
+    """Muon parts the parameters: the table's moments are AdamW's, in a tree that has no matrices."""
+    before = state_of([5, 6, 7], optimizer="muon")
+    after = move_vocabulary(before, np.array([5, 6, 7]), np.array([1, 6, 7]), POLICY.params["embed"])
+    moments = {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree.flatten_with_path(after.opt_state)[0]
+        if path[-1:] == (jax.tree_util.DictKey("unembed"),) and x.ndim
+    }
+    assert len(moments) == 2
+    for name, x in moments.items():
+        assert not x[0].any() and x[1:].all(), name
 
 
 def test_a_vocabulary_that_covers_the_text_stays():

@@ -37,6 +37,15 @@ def exporting(setup, **changes):
     return dataclasses.replace(setup, settings=settings)
 
 
+def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
+    """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
+    setup = make_setup(
+        rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path)
+    )
+    _, draft = export(setup, str(run[1]))
+    assert eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model).tolist() == list(range(3, 35))
+
+
 @pytest.mark.parametrize("step", [-1, 1])
 def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     setup, workdir = run

@@ -177,7 +177,6 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         ("mtp", "nowhere", {}, "nowhere"),
         ("ngram", "model", {}, "draft.path=.*no weights to load"),
         ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),
-        ("none", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=none"),
         ("suffix", "", {"match_max": 9}, "draft.match_max=9: at most 8"),
         ("ngram", "", {"match_min": 5, "match_max": 4}, "draft.match_min=5"),
         ("none", "", {"rule": "greedy"}, "rollout.rule='greedy'"),

@@ -25,6 +25,8 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import evaluate, loop, measures, pretrain
+from specrl_jax.training.compare import compare_with_plain
+from specrl_jax.training.report import print_report
 from specrl_jax.training.setup import build
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
@@ -627,3 +629,29 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory,
         assert (status, err) == (0, "")
     assert untimed(read_metrics(str(stopped))) == untimed(read_metrics(str(unbroken)))
     jax.tree.map(np.testing.assert_array_equal, saved(toy, stopped, steps), saved(toy, unbroken, steps))
+
+
+def test_steps_set_to_what_is_done_ends_with_a_table(toy, whole, tmp_path, capsys):
+    """A checkpoint before the last step, `steps` set to it: nothing is left to do, and the table says what there is."""
+    rows = [row for row in whole[1] if row["step"] < STEPS]
+    assert "eval/accuracy_greedy" not in rows[-1]
+    print_report(rows, "figure.png")
+    printed = capsys.readouterr().out
+    assert "mean reward" in printed and "greedy" not in printed
+
+
+def test_a_comparison_that_is_stopped_keeps_the_rounds_it_has():
+    class Engine:
+        def generate(self, *_, **__):
+            return types.SimpleNamespace(response_length=np.array([5]))
+
+    looks = iter([False, False, False, True])
+    ratios = compare_with_plain(Engine(), Engine(), None, [[1]], 1, 0, 5, enough=lambda: next(looks))
+    assert len(ratios) == 1
+    assert len(compare_with_plain(Engine(), Engine(), None, [[1]], 1, 0, 5, enough=lambda: True)) == 0
+
+
+def test_too_few_validation_problems_for_the_processes_are_refused(toy, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 1000)
+    with pytest.raises(BadInput, match="validation problems; each of the 1000 processes takes some"):
+        toy.check_problems()

@@ -152,6 +152,15 @@ def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_p
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2]
 
 
+def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_path):
+    """One of a step's four, three steps long; and two around the end of a step are two in a row."""
+    optimizer = dataclasses.replace(everything.settings.optimizer, max_skipped=2)
+    rows = loop.train(poisoned(everything, {1, 6, 11}, steps=3, optimizer=optimizer), str(tmp_path / "apart"), NEVER)
+    assert [row["policy/skipped"] for row in rows[1:]] == [1, 1, 1]
+    with pytest.raises(RunFailed, match="step 2: 2 updates in a row"):
+        loop.train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), str(tmp_path / "joined"), NEVER)
+
+
 def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")

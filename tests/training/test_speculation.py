@@ -314,6 +314,21 @@ def test_a_run_that_chose_nothing_saves_for_one_that_does():
 TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 
 
+def test_a_resumed_run_goes_on_counting_what_its_draft_vocabulary_misses():
+    """The coverage of the next step is that of all steps, as in a run that nothing interrupted."""
+    setup = setup_of(groups=4)
+    setup.model.vocab = 12  # of which the draft knows 9
+    state = types.SimpleNamespace(vocab_map=np.arange(9))
+    step, next_step = rollouts_of(texts=[([1, 2], [3] * 5)] * 9), rollouts_of(texts=[([1, 2], [10])])
+    speculation = Speculation(setup)
+    for rollouts in (step, types.SimpleNamespace(**vars(step))):
+        rollouts.prompt_length, rollouts.length = np.full(9, 2), np.full(9, 7)
+        speculation.fit_vocabulary(state, rollouts)
+    next_step.prompt_length, next_step.length = np.array([2]), np.array([3])
+    found = [again.fit_vocabulary(state, next_step)[1] for again in (reloaded(setup, speculation), speculation)]
+    assert found[0] == found[1] and 0.98 < found[0]["draft/coverage"] < 1
+
+
 def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
     setup = setup_of(groups=1, history=2)
     speculation = Speculation(setup)
