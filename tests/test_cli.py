@@ -262,8 +262,8 @@ def test_a_nonsense_value_names_its_key(call, tmp_path, no_work, override):
         (["task=draft_pretrain", "draft.kind=none"], ["task=draft_pretrain", "draft.kind to eagle3"]),
         (["task=draft_pretrain", "draft.length=0"], ["task=draft_pretrain", "draft.length"]),
         (
-            ["task=draft_pretrain", "pretrain.batch_size=9", "grpo.microbatch=4"],
-            ["grpo.microbatch=4", "pretrain.batch_size=9"],
+            ["task=draft_pretrain", "pretrain.batch_size=8", "grpo.microbatch=16"],
+            ["grpo.microbatch=16", "pretrain.batch_size=8"],
         ),
         (
             ["task=generate", "generate.prompts=('1+1',' 12345678901 ')"],

@@ -346,16 +346,16 @@ def test_what_it_refuses(section, key, value, words, tmp_path):
     config = smoke_config(tmp_path / "head")
     config[section][key] = value
     with pytest.raises(BadInput, match=words):
-        draft_pretrain.check_draft_pretrain(command_line.to_settings(config))
+        draft_pretrain.check_draft_pretrain(make_setup(config))
     assert not (tmp_path / "head").exists()
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"pretrain\.output=.*file/head"):
-        draft_pretrain.check_draft_pretrain(command_line.to_settings(smoke_config(tmp_path / "file/head")))
+        draft_pretrain.check_draft_pretrain(make_setup(smoke_config(tmp_path / "file/head")))
 
 
 def test_a_good_config_makes_the_output_folder(tmp_path):
-    draft_pretrain.check_draft_pretrain(command_line.to_settings(smoke_config(tmp_path / "a/head")))
+    draft_pretrain.check_draft_pretrain(make_setup(smoke_config(tmp_path / "a/head")))
     assert (tmp_path / "a/head").is_dir()
