@@ -2,10 +2,10 @@
 
     python main.py --config configs/rlzero_235b_a22b.py
 
-for 512 GB200, as in the paper's simulation: parameters, gradient and moments in float32 take 7 GB a GPU, rollout weights
-in bfloat16 18 GB (experts in 8, widths in 4), keys and values of 4,096 slots 10,240 tokens x 193 kB = 16 GB. So it is what
-the simulator and a dry run look at. Rollouts read experts and widths within one process, and 32 GPUs of one process
-exist nowhere yet; on 128 nodes x 4 GPUs, one process each, add
+for 512 GB200, as in the paper's simulation: parameters, gradient and moments in float32 take 7 GB a GPU, rollout
+weights in bfloat16 18 GB (experts in 8, widths in 4), keys and values of 4,096 slots 10,240 tokens x 193 kB = 16 GB. So
+it is what the simulator and a dry run look at. Rollouts read experts and widths within one process, and 32 GPUs of one
+process exist nowhere yet; on 128 nodes x 4 GPUs, one process each, add
 
     --config.mesh.expert=1 --config.mesh.fsdp=128
 
