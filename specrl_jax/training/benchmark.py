@@ -40,7 +40,8 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
 
     Returns a row a round, which metrics.jsonl has too. Of each side (`plain`: draft.kind=none; `k_3`: that draft
     length; `adaptive`): benchmark/SIDE, tokens per second; benchmark/SIDE_over_plain; benchmark/SIDE_acceptance_length,
-    tokens a verification.
+    tokens a verification. `k_0` of a draft that copies goes over its text again, as the controller's plain chunks do
+    (decoding/replay.py): `plain` is what plain decoding costs.
     """
     s = setup.settings
     weights, order = setup.initial_weights(), np.random.default_rng(s.seed)
