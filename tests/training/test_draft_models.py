@@ -100,13 +100,16 @@ def test_the_usual_dialect_of_an_mtp_head(dialect, prefix, tmp_path):
     assert tensors and all(name.startswith(prefix) for name in tensors)
 
 
+def test_none_switches_off_whatever_the_config_would_draft_with():
+    assert find_draft_model("none", TARGET, path="nowhere", dialect="deepseek", vocab_size=5) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "dialect", "words"),
     [
         ("eagle3", "mimo", ["'mimo'", "draft.kind=eagle3", "sglang, vllm, speculators"]),
         ("mtp", "sglang", ["'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
         ("model", "vllm", ["'vllm'", "draft.kind=model", "leave ''"]),
-        ("none", "deepseek", ["'deepseek'", "draft.kind=none", "leave ''"]),
         ("ngram", "sglang", ["'sglang'", "draft.kind=ngram", "leave ''"]),
     ],
 )
