@@ -631,7 +631,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory,
     jax.tree.map(np.testing.assert_array_equal, saved(toy, stopped, steps), saved(toy, unbroken, steps))
 
 
-def test_steps_set_to_what_is_done_ends_with_a_table(toy, whole, tmp_path, capsys):
+def test_steps_set_to_what_is_done_ends_with_a_table(whole, capsys):
     """A checkpoint before the last step, `steps` set to it: nothing is left to do, and the table says what there is."""
     rows = [row for row in whole[1] if row["step"] < STEPS]
     assert "eval/accuracy_greedy" not in rows[-1]

@@ -319,13 +319,11 @@ def test_a_resumed_run_goes_on_counting_what_its_draft_vocabulary_misses():
     setup = setup_of(groups=4)
     setup.model.vocab = 12  # of which the draft knows 9
     state = types.SimpleNamespace(vocab_map=np.arange(9))
-    step, next_step = rollouts_of(texts=[([1, 2], [3] * 5)] * 9), rollouts_of(texts=[([1, 2], [10])])
     speculation = Speculation(setup)
-    for rollouts in (step, types.SimpleNamespace(**vars(step))):
-        rollouts.prompt_length, rollouts.length = np.full(9, 2), np.full(9, 7)
-        speculation.fit_vocabulary(state, rollouts)
-    next_step.prompt_length, next_step.length = np.array([2]), np.array([3])
-    found = [again.fit_vocabulary(state, next_step)[1] for again in (reloaded(setup, speculation), speculation)]
+    for _ in range(2):
+        speculation.fit_vocabulary(state, rollouts_of(texts=[([1, 2], [3] * 5)] * 9))
+    missed = rollouts_of(texts=[([1, 2], [10])])
+    found = [again.fit_vocabulary(state, missed)[1] for again in (reloaded(setup, speculation), speculation)]
     assert found[0] == found[1] and 0.98 < found[0]["draft/coverage"] < 1
 
 
