@@ -15,7 +15,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.io.command_line import fail, one_line
+from specrl_jax.cli import fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -29,11 +29,11 @@ def main(argv: list[str]) -> int:
     # After the flags: a typo answers at once, without JAX's seconds.
     import jax
 
-    from specrl_jax.core import BadInput, RunFailed, Stopped
-    from specrl_jax.processes import join
+    from specrl_jax.core import InputError, RunFailed, Stopped
+    from specrl_jax.distributed import join
+    from specrl_jax.drafts.base import find_draft_model
     from specrl_jax.sharding import learner_devices, make_mesh
-    from specrl_jax.training.draft_models import find_draft_model
-    from specrl_jax.training.shapes import policy_sizes
+    from specrl_jax.training.plan import policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
         mesh = make_mesh(config.mesh.to_dict(), learner_devices(config.pipeline.rollout_devices))
         run(settings, mesh, config.to_dict(), workdir)
-    except (BadInput, RunFailed) as error:
+    except (InputError, RunFailed) as error:
         return fail(str(error))
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
@@ -79,8 +79,8 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
 
 def to_settings(config: ConfigDict) -> Any:
     """ConfigDict stops here: below main there are frozen dataclasses only."""
-    from specrl_jax.training import settings
-    from specrl_jax.training.state import OptimizerConfig
+    from specrl_jax.config import settings
+    from specrl_jax.learner.state import OptimizerConfig
 
     return settings.Settings(
         task=config.task,
@@ -108,17 +108,17 @@ def to_settings(config: ConfigDict) -> Any:
 
 
 def check_processes(task: str) -> None:
-    """Raises BadInput where several processes are at something that one does."""
+    """Raises InputError where several processes are at something that one does."""
     import jax
 
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
 
     if jax.process_count() > 1 and task != "train":
-        raise BadInput(f"task={task} is for one process, and there are {jax.process_count()}")
+        raise InputError(f"task={task} is for one process, and there are {jax.process_count()}")
 
 
 def find_task(name: str) -> Callable[..., None]:
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
 
     tasks = {
         "train": run_train,
@@ -130,17 +130,17 @@ def find_task(name: str) -> Callable[..., None]:
         "export": run_export,
     }
     if name not in tasks:
-        raise BadInput(f"task: no task '{name}'; there are {', '.join(tasks)}, dry_run")
+        raise InputError(f"task: no task '{name}'; there are {', '.join(tasks)}, dry_run")
     return tasks[name]
 
 
 def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.distributed import is_first
     from specrl_jax.io.plots import plot_run
+    from specrl_jax.io.report import print_report
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.processes import is_first
+    from specrl_jax.training.build import build
     from specrl_jax.training.loop import train
-    from specrl_jax.training.report import print_report
-    from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
     setup.check_problems()
@@ -154,8 +154,8 @@ def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) ->
 
 def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
+    from specrl_jax.training.build import build
     from specrl_jax.training.evaluate import run_evaluation
-    from specrl_jax.training.setup import build
 
     setup = build(settings, mesh)
     setup.check_problems(train=False)
@@ -166,8 +166,8 @@ def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 def run_benchmark(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.training.benchmark import benchmark, check_benchmark, print_benchmark
-    from specrl_jax.training.setup import build
+    from specrl_jax.tasks.benchmark import benchmark, check_benchmark, print_benchmark
+    from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     check_benchmark(settings)
@@ -178,8 +178,8 @@ def run_benchmark(settings: Any, mesh: Any, config: dict[str, Any], workdir: str
 
 def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.training.pretrain import check_pretrain, pretrain
-    from specrl_jax.training.setup import build
+    from specrl_jax.tasks.pretrain import check_pretrain, pretrain
+    from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     check_pretrain(settings)
@@ -191,8 +191,8 @@ def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.training.draft_pretrain import check_draft_pretrain, draft_pretrain
-    from specrl_jax.training.setup import build
+    from specrl_jax.tasks.draft_pretrain import check_draft_pretrain, draft_pretrain
+    from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     setup.check_problems()
@@ -204,8 +204,8 @@ def run_draft_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir
 def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.decoding.engine import check_prompts
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.training.generate import run_generation
-    from specrl_jax.training.setup import build
+    from specrl_jax.tasks.generate import run_generation
+    from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     if settings.generate.prompts:
@@ -218,10 +218,10 @@ def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 
 def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
+    from specrl_jax.config.settings import open_output
     from specrl_jax.io.workdir import check_workdir
-    from specrl_jax.training.export import export, output_folder
-    from specrl_jax.training.settings import open_output
-    from specrl_jax.training.setup import build
+    from specrl_jax.tasks.export import export, output_folder
+    from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     check_workdir(workdir, config)

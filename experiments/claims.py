@@ -26,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.engine.bench import distinct, matching, read_rows
-from experiments.runs import replacing
+from experiments.runs import atomic_write
 from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
@@ -142,7 +142,7 @@ def collect(workdirs: Sequence[str], folder: str, sweep: Sequence[Row], keys: Se
 
 def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     names = dict.fromkeys(name for row in rows for name in row)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         writer = csv.DictWriter(file, list(names), lineterminator="\n")
         writer.writeheader()
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)

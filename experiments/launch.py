@@ -43,16 +43,16 @@ from experiments.runs import (
     REPOSITORY,
     Run,
     Signals,
+    atomic_write,
     command_of,
     last_line,
     last_values,
     peek,
     read_finished,
-    replacing,
     run_all,
 )
 from experiments.sweeps import default_workdir, load_sweep, plan
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 PROGRAM = (sys.executable, "main.py")
 # Flag, type, meaning.
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
                     status = run.process.returncode
                     print(f"failed: {run.name}: exit status {status}: {last_line(run)}", file=sys.stderr)
             write_results(arguments.workdir / "results.csv", runs)
-    except BadInput as error:
+    except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if signals.first:
@@ -100,13 +100,13 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BadInput(message)
+        raise InputError(message)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own arguments, paths made absolute, and the flags after `--`.
 
-    Raises BadInput for what is missing, unknown or not there.
+    Raises InputError for what is missing, unknown or not there.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="experiments.launch", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -124,22 +124,22 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     a.workdir = REPOSITORY / (a.workdir or default_workdir(a.config, a.sweep))
     for flag, path in (("--config", a.config.partition(":")[0]), ("--sweep", a.sweep)):
         if not (REPOSITORY / path).is_file():
-            raise BadInput(f"{flag}: no file '{path}'")
+            raise InputError(f"{flag}: no file '{path}'")
     return a, list(argv[split + 1 :])
 
 
 def check_executor(a: argparse.Namespace) -> None:
-    """Fills in defaults. Raises BadInput for numbers that cannot be, and for a flag of the other executor."""
+    """Fills in defaults. Raises InputError for numbers that cannot be, and for a flag of the other executor."""
     others = ["jobs"] if a.executor == "slurm" else [flag for flag, _, _ in SLURM_FLAGS]
     for flag in others:
         if getattr(a, flag) is not None:
-            raise BadInput(f"--{flag} does not go with --executor {a.executor}")
+            raise InputError(f"--{flag} does not go with --executor {a.executor}")
     defaults = {"nodes": 1, "gpus": 8, "hours": 24.0} if a.executor == "slurm" else {"jobs": 1}
     for flag, default in defaults.items():
         if getattr(a, flag) is None:
             setattr(a, flag, default)
         if not 0 < getattr(a, flag) < math.inf:
-            raise BadInput(
+            raise InputError(
                 f"--{flag}={getattr(a, flag)}: expected {'more than 0' if flag == 'hours' else 'at least 1'}"
             )
 
@@ -148,7 +148,7 @@ def make_folder(path: pathlib.Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--workdir {path}: {error.strerror}") from None
+        raise InputError(f"--workdir {path}: {error.strerror}") from None
 
 
 # ---- a cluster
@@ -190,7 +190,7 @@ def write_results(path: pathlib.Path, runs: list[Run]) -> None:
     finished = [run for run in runs if run.state == "finished"]
     metrics = [last_values(run.folder) for run in finished]
     names = sorted({name for row in metrics for name in row} - {"run", "seconds", *keys})
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         writer = csv.DictWriter(file, ["run", *keys, "seconds", *names], extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for run, row in zip(finished, metrics, strict=True):

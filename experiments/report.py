@@ -153,7 +153,9 @@ def phases_table(steps: Sequence[dict[str, Any]]) -> str:
 
 def ends_table(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:
     """What was learnt and how it was drafted: the first and the last value of each metric of these kinds."""
-    wanted = re.compile(r"reward/mean|eval/accuracy.*|spec/.*|policy/entropy|rollout/response_length_mean|mismatch/kl")
+    wanted = re.compile(
+        r"reward/mean|eval/accuracy.*|spec/.*|policy/entropy|rollout/response_length_mean|rollout_vs_learner/kl"
+    )
     names = dict.fromkeys(name for row in itertools.chain(steps, rows) for name in row if wanted.fullmatch(name))
     lines = []
     for name in names:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import InputError, read_json
 from specrl_jax.io.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
@@ -126,7 +126,7 @@ def end(run: Run, stopping: bool) -> None:
     if status == 0:
         run.state = "finished"
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        with replacing(run.folder / "finished.json") as file:
+        with atomic_write(run.folder / "finished.json") as file:
             json.dump({"command": run.flags, "seconds": run.seconds, "date": date}, file, indent=2)
     # main.py leaves with 143; before it has its handler, or while it evaluates, the signal itself ends it.
     elif stopping and status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
@@ -136,7 +136,7 @@ def end(run: Run, stopping: bool) -> None:
 
 
 def read_finished(run: Run) -> None:
-    """Marks a run that an earlier launch finished with the same command. Raises BadInput for a damaged file."""
+    """Marks a run that an earlier launch finished with the same command. Raises InputError for a damaged file."""
     path = run.folder / "finished.json"
     record = read_json(str(path)) if path.exists() else {}
     if record.get("command") == run.flags:
@@ -153,7 +153,7 @@ def last_line(run: Run) -> str:
 def last_values(folder: pathlib.Path) -> dict[str, Any]:
     """The last value that is not null of every metric of a run; of task=evaluate the scalars of evaluation.json.
 
-    Raises BadInput for a damaged file.
+    Raises InputError for a damaged file.
     """
     rows = read_metrics(str(folder))
     if not rows and (folder / "evaluation.json").exists():
@@ -168,12 +168,12 @@ def peek(folder: pathlib.Path) -> dict[str, Any]:
     """last_values for the table, which must not end the runs: a damaged file is told by main.py and write_results."""
     try:
         return last_values(folder)
-    except BadInput:
+    except InputError:
         return {}
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[TextIO]:
+def atomic_write(path: pathlib.Path) -> Iterator[TextIO]:
     """A file that takes the place of `path` when it is whole."""
     with open(f"{path}.tmp", "w", newline="") as file:
         yield file

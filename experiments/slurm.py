@@ -20,7 +20,7 @@ import submitit
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from experiments import runs
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import InputError, read_json
 
 # Seconds before the end at which a job is told: the longest phase of a step, and a checkpoint.
 GRACE = 300
@@ -83,10 +83,10 @@ class Job(Checkpointable):
 
 
 def open_cluster(arguments: argparse.Namespace) -> submitit.SlurmExecutor:
-    """Raises BadInput where this machine submits to no cluster."""
+    """Raises InputError where this machine submits to no cluster."""
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            raise BadInput(f"--executor slurm: there is no {program} here; launch from a node of the cluster")
+            raise InputError(f"--executor slurm: there is no {program} here; launch from a node of the cluster")
     cluster = submitit.SlurmExecutor(folder=arguments.workdir / "slurm", max_num_timeout=MOST_TIMEOUTS)
     cluster.update_parameters(**parameters(arguments))
     return cluster
@@ -124,7 +124,7 @@ def submit(cluster: submitit.SlurmExecutor, run: runs.Run, program: Sequence[str
         return
     job = cluster.submit(Job(tuple(program), run.name, str(run.folder), tuple(run.flags)))
     run.folder.mkdir(exist_ok=True)
-    with runs.replacing(record) as file:
+    with runs.atomic_write(record) as file:
         json.dump({"id": job.job_id}, file)
     run.state, run.job = "queued", job.job_id
 

@@ -9,7 +9,7 @@ import runpy
 from typing import Any
 
 from experiments.runs import Run
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 NAME_LENGTH = 100  # characters at most; file systems end at 255 bytes
 
@@ -21,33 +21,33 @@ def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
 
 
 def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:
-    """What get_sweep() of the file at `path` returns. Raises BadInput unless it is a list of different dicts."""
+    """What get_sweep() of the file at `path` returns. Raises InputError unless it is a list of different dicts."""
     try:
         get_sweep = runpy.run_path(str(path)).get("get_sweep")
         sweep = get_sweep() if get_sweep else None
     except Exception as error:  # whatever the user's file does wrong
-        raise BadInput(f"--sweep {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise InputError(f"--sweep {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     if get_sweep is None:
-        raise BadInput(f"--sweep {path}: no get_sweep() in it")
+        raise InputError(f"--sweep {path}: no get_sweep() in it")
     if not isinstance(sweep, list) or not sweep:
-        raise BadInput(f"--sweep {path}: get_sweep() gave {sweep!r}; expected a list with an entry per run")
+        raise InputError(f"--sweep {path}: get_sweep() gave {sweep!r}; expected a list with an entry per run")
     seen: dict[tuple[str, ...], int] = {}
     for index, entry in enumerate(sweep):
         if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
-            raise BadInput(f"--sweep {path}: entry {index} is {entry!r}; expected a dict of config.key: value")
+            raise InputError(f"--sweep {path}: entry {index} is {entry!r}; expected a dict of config.key: value")
         # As text, the way main.py gets them: 1 and "1" are the same run.
         first = seen.setdefault(tuple(sorted(config_flags(entry))), index)
         if first != index:
-            raise BadInput(f"--sweep {path}: entries {first} and {index} are equal: {entry}")
+            raise InputError(f"--sweep {path}: entries {first} and {index} are equal: {entry}")
     return sweep
 
 
 def plan(config: str, sweep: list[dict[str, Any]], workdir: pathlib.Path, extra: list[str]) -> list[Run]:
-    """The runs in the sweep's order. Raises BadInput where `extra` sets what the launcher sets."""
+    """The runs in the sweep's order. Raises InputError where `extra` sets what the launcher sets."""
     ours = {"config", "workdir"} | {f"config.{key}" for entry in sweep for key in entry}
     for flag in extra:
         if (name := flag.lstrip("-").partition("=")[0]) in ours:
-            raise BadInput(f"{flag}: --{name} is set by the sweep, so it cannot follow --")
+            raise InputError(f"{flag}: --{name} is set by the sweep, so it cannot follow --")
     runs = []
     for entry in sweep:
         name = make_name(entry)

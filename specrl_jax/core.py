@@ -22,7 +22,7 @@ import jax.numpy as jnp
 PHASES = ("data", "prepare", "generate", "logprob", "train")
 
 
-class BadInput(ValueError):
+class InputError(ValueError):
     """A mistake in what the user gave: one line that names the key or `file:line` and says what would be right.
 
     main.py prints it without a traceback and exits with status 1.
@@ -41,21 +41,21 @@ class Stopped(Exception):
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises BadInput naming `file:line` for anything else."""
+    """The JSON object in a file. Raises InputError naming `file:line` for anything else."""
     with open(path, encoding="utf-8") as file:
         try:
             content = json.load(file)
         except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+            raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
         except UnicodeDecodeError as error:
-            raise BadInput(f"{path}: not JSON: {error}") from None
+            raise InputError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
 
 
 @contextlib.contextmanager
-def replacing(path: str, mode: str = "w") -> Iterator[Any]:
+def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
     """A file that takes the place of `path` once it is whole: what is killed meanwhile leaves the one before."""
     with open(path + ".tmp", mode) as file:
         yield file

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 
@@ -49,14 +49,14 @@ class Partitioner:
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes (None = replicated).
 
-        Raises BadInput where two dimensions of one array would use the same mesh axis.
+        Raises InputError where two dimensions of one array would use the same mesh axis.
         """
         rules = dict(self.rules)
         entries = [rules[axis] if axis else () for axis in axes]
         used = [name for entry in entries for name in entry if self.mesh.shape[name] > 1]
         for name in set(used):
             if used.count(name) > 1:
-                raise BadInput(f"mesh.{name}: an array with axes {axes} would be split over it twice")
+                raise InputError(f"mesh.{name}: an array with axes {axes} would be split over it twice")
         return PartitionSpec(*[entry if entry else None for entry in entries])
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
@@ -64,7 +64,7 @@ class Partitioner:
         for axis, size in zip(axes, shape or ()):
             if axis and size % self.ways(axis):
                 names = " x ".join(f"mesh.{name}={self.mesh.shape[name]}" for name in dict(self.rules)[axis])
-                raise BadInput(
+                raise InputError(
                     f"{names}: cannot split the {axis} axis of size {size} into {self.ways(axis)} equal parts"
                 )
         return NamedSharding(self.mesh, self.spec(axes))
@@ -95,14 +95,14 @@ def partitioner(mesh: Mesh, rules: dict[str, tuple[str, ...]]) -> Partitioner:
 
 
 def learner_devices(rollout_devices: int) -> list[jax.Device]:
-    """All devices but the last so many of each process, which only generate. Raises BadInput where that leaves none."""
+    """All devices but the last so many of each process, which only generate. Raises InputError where that leaves none."""
     if not rollout_devices:
         return jax.devices()
     kept = []
     for i in range(jax.process_count()):
         devices = jax.local_devices(process_index=i)
         if rollout_devices >= len(devices):
-            raise BadInput(
+            raise InputError(
                 f"pipeline.rollout_devices={rollout_devices}: of the {len(devices)} devices present one must learn"
             )
         kept += devices[: len(devices) - rollout_devices]
@@ -112,16 +112,16 @@ def learner_devices(rollout_devices: int) -> list[jax.Device]:
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
     """Mesh over `devices` (all of them by default). One size may be -1: the rest; an axis without one has 1.
 
-    Raises BadInput where the sizes do not multiply to the number of devices.
+    Raises InputError where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     wanted = [sizes.get(axis, 1) for axis in MESH_AXES]
     shown = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(MESH_AXES, wanted))
     if any(size < 1 and size != -1 for size in wanted) or wanted.count(-1) > 1:
-        raise BadInput(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
+        raise InputError(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
     known = math.prod(size for size in wanted if size != -1)
     if -1 in wanted:
         wanted[wanted.index(-1)] = len(devices) // known
     if math.prod(wanted) != len(devices):
-        raise BadInput(f"{shown}: does not multiply to the {len(devices)} devices present")
+        raise InputError(f"{shown}: does not multiply to the {len(devices)} devices present")
     return jax.make_mesh(tuple(wanted), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)

@@ -14,9 +14,13 @@ from absl.testing import flagsaver
 from ml_collections import ConfigDict
 
 import main as command_line
-from specrl_jax.io import eagle3_formats, hf
-from specrl_jax.models import eagle3, qwen3
-from specrl_jax.training import draft_pretrain, evaluate, generate, loop, pretrain, setup
+from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.io import hf
+from specrl_jax.models import qwen3
+from specrl_jax.tasks import draft_pretrain, generate, pretrain
+from specrl_jax.training import build as setup
+from specrl_jax.training import evaluate, loop
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "common"))

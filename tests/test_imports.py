@@ -8,8 +8,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 
 # From top to bottom; `decoding` and `rl` additionally know no model.
-ORDER = ["dry_run", "training", "simulator", "io", "models", "decoding", "rl", "rewards", "data"]
-ORDER += ["processes", "sharding", "core"]
+ORDER = ["cli", "tasks", "dry_run", "training", "simulator", "learner", "config", "drafts", "io", "models", "decoding"]
+ORDER += ["rl", "rewards", "data", "distributed", "sharding", "core"]
 FORBIDDEN = {"decoding": {"data", "rewards", "rl"}, "rl": {"rewards", "data"}, "rewards": {"data"}}
 NEVER = {"main", "configs", "experiments", "tests"}
 

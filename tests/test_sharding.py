@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
 
@@ -48,7 +48,7 @@ def test_an_unknown_logical_axis_is_a_callers_bug():
 
 
 def test_two_dimensions_over_one_mesh_axis_are_refused():
-    with pytest.raises(BadInput, match=r"mesh\.tensor: .*'heads', 'mlp'.* twice"):
+    with pytest.raises(InputError, match=r"mesh\.tensor: .*'heads', 'mlp'.* twice"):
         learner(data=4, tensor=2).spec(("heads", "mlp"))
 
 
@@ -58,7 +58,7 @@ def test_a_mesh_axis_of_size_one_collides_with_nothing():
 
 def test_uneven_split_names_the_axis_and_the_sizes():
     partition = learner(data=2, fsdp=4)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         partition.sharding(("batch", "sequence"), (12, 7))
     for part in ("mesh.data=2", "mesh.fsdp=4", "batch", "12", "8 equal parts"):
         assert part in str(error.value)
@@ -67,7 +67,7 @@ def test_uneven_split_names_the_axis_and_the_sizes():
 
 def test_uneven_split_of_a_parameter_names_the_axis():
     # nano has 2 key/value heads: tensor=4 cannot split them.
-    with pytest.raises(BadInput, match=r"mesh\.tensor=4: cannot split the kv_heads axis of size 2 into 4"):
+    with pytest.raises(InputError, match=r"mesh\.tensor=4: cannot split the kv_heads axis of size 2 into 4"):
         learner(data=2, tensor=4).tree(qwen3.param_specs(qwen3.preset("nano")))
 
 
@@ -141,7 +141,7 @@ def test_a_mesh_over_some_devices():
     ],
 )
 def test_an_impossible_mesh_names_its_axes_and_sizes(sizes):
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         make_mesh(ONE | sizes)
     for axis, size in (ONE | sizes).items():
         assert f"mesh.{axis}={size}" in str(error.value)

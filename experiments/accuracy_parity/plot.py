@@ -15,7 +15,13 @@ from experiments.claims import STYLES, Claim, Row, alike, interval, line, main, 
 from experiments.engine.bench import distinct, matching
 
 ACCURACY = "eval/accuracy"
-KEYS = [ACCURACY, "eval/accuracy_greedy", "reward/mean", "rollout/response_length_mean", "mismatch/logprob_abs_max"]
+KEYS = [
+    ACCURACY,
+    "eval/accuracy_greedy",
+    "reward/mean",
+    "rollout/response_length_mean",
+    "rollout_vs_learner/logprob_abs_max",
+]
 
 
 def curve(rows: list[Row], run: Row, key: str = ACCURACY) -> tuple[list[int], np.ndarray]:

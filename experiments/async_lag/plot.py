@@ -30,7 +30,15 @@ from experiments.claims import (
 
 TIMES = [f"time/{name}" for name in ("total", "generate", "exposed_generation", "idle_rollout", "prepare")]
 TIMES += ["time/data", "time/logprob", "time/train"]
-KEYS = [*TIMES, "rollout/lag", "policy/correction", "mismatch/kl", "spec/acceptance_length", "reward/mean", ACCURACY]
+KEYS = [
+    *TIMES,
+    "rollout/lag",
+    "policy/correction",
+    "rollout_vs_learner/kl",
+    "spec/acceptance_length",
+    "reward/mean",
+    ACCURACY,
+]
 # Columns of the table; what is not the learner's own work.
 SHOWN = {"generate": "generation", "exposed_generation": "exposed", "idle_rollout": "rollout devices idle"}
 SETTLED = 5  # the first steps compile, and fill the queue

@@ -22,11 +22,11 @@ from configs import draft_tiny
 from experiments.engine import bench
 from main import to_settings
 from specrl_jax.decoding.engine import FixedLength
-from specrl_jax.training.draft_features import batches, collect, open_store
-from specrl_jax.training.draft_pretrain import choose_vocabulary
-from specrl_jax.training.progress import Display
-from specrl_jax.training.setup import Setup, build
-from specrl_jax.training.state import RunState
+from specrl_jax.io.progress import Display
+from specrl_jax.learner.state import RunState
+from specrl_jax.tasks.draft_features import batches, collect, open_store
+from specrl_jax.tasks.draft_pretrain import choose_vocabulary
+from specrl_jax.training.build import Setup, build
 
 K = (3, 5, 7)
 RATES = [f"kept_{i}" for i in range(1, max(K) + 1)]  # share of verifications that keep draft i and all before it

@@ -11,14 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.data.tasks import TaskSource
+from specrl_jax.decoding.compiled import Model
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, Lengths
-from specrl_jax.decoding.programs import Model
+from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
-from specrl_jax.training.compare import timed
-from specrl_jax.training.draft_models import DraftModel
-from specrl_jax.training.rollout import RolloutConfig, Target, sharded_verify
+from specrl_jax.training.rollouts import RolloutConfig, Target, sharded_verify
+from specrl_jax.training.speedup import timed
 
 # A row of a CSV file
 Row = dict[str, Any]

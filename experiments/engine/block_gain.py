@@ -25,16 +25,16 @@ import numpy as np
 
 from experiments.engine import bench
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.draws import final_logits
+from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.dealer import Dealer
-from specrl_jax.decoding.programs import Limits, Model, empty_slots, refill
+from specrl_jax.decoding.compiled import Limits, Model, empty_slots, refill
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Slots, speculative_step
+from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.decoding.step import Slots, speculative_step
+from specrl_jax.drafts.base import find_draft_model
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.training.draft_models import find_draft_model
-from specrl_jax.training.rollout import RolloutConfig, make_prepare
+from specrl_jax.training.rollouts import RolloutConfig, make_prepare
 
 RULES = ("rejection", "block")
 FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")
@@ -101,7 +101,7 @@ def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[
     step = make_step(parts, k)
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
-        slots, _ = start(weights, *empty(), Dealer(limits, parts.pad_id, prompts, 1, 0, None).deal())
+        slots, _ = start(weights, *empty(), Scheduler(limits, parts.pad_id, prompts, 1, 0, None).deal())
         expected = np.zeros(2)
         while not slots.done.all():
             slots, sums = step(weights, slots, np.uint32(seed))

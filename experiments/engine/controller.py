@@ -23,7 +23,7 @@ from main import to_settings
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.build import Setup, build
 
 CELL = ("drafter", "slots")
 FIELDS = (*CELL, "rollouts", "who", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")

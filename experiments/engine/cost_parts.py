@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
+from specrl_jax.decoding.compiled import Limits, Model, empty_slots
 from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.dealer import Dealer
 from specrl_jax.decoding.engine import Batch, Engine
-from specrl_jax.decoding.programs import Limits, Model, empty_slots
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Slots, no_draft, speculative_step
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.decoding.step import Slots, no_draft, speculative_step
+from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.drafting import draft_tokens
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.weights import Caches
+from specrl_jax.learner.state import init_random_params
+from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.draft_models import Eagle3Draft
-from specrl_jax.training.drafting import draft_tokens
-from specrl_jax.training.rollout import RolloutConfig, Target, make_prepare, make_rollout_engine
-from specrl_jax.training.state import init_random_params
-from specrl_jax.training.weights import Caches
+from specrl_jax.training.rollouts import RolloutConfig, Target, make_prepare, make_rollout_engine
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration
@@ -66,7 +67,7 @@ def iteration(case: Case, k: int, count: int) -> Timed:
     prompts = np.random.default_rng(0).integers(0, case.draft.vocab, (limits.num_slots, PROMPT)).tolist()
 
     def run() -> float:
-        batch = Batch(case.engine, case.weights, Dealer(limits, 0, prompts, 1, 0, None), 0)
+        batch = Batch(case.engine, case.weights, Scheduler(limits, 0, prompts, 1, 0, None), 0)
         batch.prepare()
         batch.run(Choice(k, WARM))
         chunk, tally = batch.run(Choice(k, count))

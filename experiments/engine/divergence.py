@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify.draws import final_logits
+from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
-from specrl_jax.training.generate import Generator, load_generator
+from specrl_jax.tasks.generate import Generator, load_generator
 
 POLICY, HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_head/checkpoint"
 TIE = 1e-4  # nats: far above the rounding of float32 logits, far below any other distance of two tokens

@@ -14,9 +14,9 @@ import numpy as np
 from configs import rlzero_tiny
 from experiments.engine import bench
 from main import to_settings
-from specrl_jax.training.batches import rollout_rows
-from specrl_jax.training.measures import mismatch_metrics
-from specrl_jax.training.setup import Setup, build
+from specrl_jax.learner.batch import rollout_rows
+from specrl_jax.training.build import Setup, build
+from specrl_jax.training.metrics import mismatch_metrics
 
 GROUP = 8
 QUANTILES = {"median": 0.5, "q90": 0.9, "q99": 0.99, "q999": 0.999, "max": 1.0}
@@ -54,7 +54,11 @@ def measure(setup: Setup) -> bench.Row:
     learner, _ = setup.logprob_step(state.policy.params, rows)
     apart = np.abs(behaviour - np.asarray(learner))[np.asarray(rows.mask)]
     found: dict[str, Any] = {name: float(np.quantile(apart, q)) for name, q in QUANTILES.items()}
-    return {"tokens": apart.size} | found | {"kl": mismatch_metrics(behaviour, learner, rows.mask)["mismatch/kl"]}
+    return (
+        {"tokens": apart.size}
+        | found
+        | {"kl": mismatch_metrics(behaviour, learner, rows.mask)["rollout_vs_learner/kl"]}
+    )
 
 
 def report(rows: list[bench.Row]) -> None:

@@ -3,7 +3,8 @@
     python -m experiments.engine.memory --output experiments/engine/memory.csv
 
 tiny: the slots of a fresh engine, as their device holds them. qwen3_0p6b: their shapes alone, nothing is allocated.
-The arithmetic is that of `models/cache.py` (KVCache), `models/recurrent.py` (DraftCache) and `decoding/corpus.py`.
+The arithmetic is that of `models/cache.py` (KVCache), `drafts/recurrent.py` (DraftCache) and
+`decoding/lookup_cache.py`.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from experiments.engine import bench
-from specrl_jax.decoding.programs import Limits, Prompts, empty_slots
+from specrl_jax.decoding.compiled import Limits, Prompts, empty_slots
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Slots
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.decoding.step import Slots
+from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, partitioner
-from specrl_jax.training.draft_models import Eagle3Draft
-from specrl_jax.training.rollout import RolloutConfig
+from specrl_jax.training.rollouts import RolloutConfig
 
 FIELDS = ("preset", "dtype", "slots", "tokens", "buffer", "how", "bytes", "arithmetic")
 # preset: (slots, prompt tokens, response tokens, dtype, whether buffers are made)

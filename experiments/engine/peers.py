@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine.bench import Stops
-from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.base import find_draft_model, make_drafter
 from specrl_jax.io import hf
+from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.draft_models import find_draft_model, make_drafter
-from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
-from specrl_jax.training.state import init_random_params
+from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
 
 HERE = pathlib.Path(__file__).parent
 PROMPT_TOKENS, NEW_TOKENS = 32, 128

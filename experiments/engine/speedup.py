@@ -16,8 +16,8 @@ import numpy as np
 from experiments.engine import bench
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import RULES
-from specrl_jax.training.generate import Generator, load_generator
-from specrl_jax.training.shapes import LENGTHS
+from specrl_jax.tasks.generate import Generator, load_generator
+from specrl_jax.training.plan import LENGTHS
 
 CELL = ("dtype", "rule", "slots")
 FIELDS = (*CELL, "prompts", "k", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")

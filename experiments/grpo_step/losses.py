@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from experiments.engine import bench
-from specrl_jax.rl.grpo import Objective, Signal, objective_terms
+from specrl_jax.rl.grpo import LossInputs, Objective, grpo_loss
 
 HERE = pathlib.Path(__file__).parent
 B, T = 32, 64
@@ -46,10 +46,10 @@ def random_batch() -> dict[str, np.ndarray]:
 
 def ours(batch: dict[str, np.ndarray], o: Objective) -> tuple[float, np.ndarray]:
     old = None if o.old_logprobs == "current" else batch["old"]
-    signal = Signal(old, batch["ref"], batch["advantages"][:, None], batch["behaviour"])
+    signal = LossInputs(old, batch["ref"], batch["advantages"][:, None], batch["behaviour"])
 
     def loss(logprobs: jax.Array) -> jax.Array:
-        return objective_terms(logprobs, batch["entropy"], signal, batch["mask"], None, o).loss.value()
+        return grpo_loss(logprobs, batch["entropy"], signal, batch["mask"], None, o).loss.value()
 
     value, gradient = jax.value_and_grad(loss)(batch["logprobs"])
     return float(value), np.asarray(gradient)

@@ -23,13 +23,13 @@ import numpy as np
 from configs import common
 from main import to_settings
 from specrl_jax.data.tasks import Problem
+from specrl_jax.io.progress import Display
 from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import Setup, build
 from specrl_jax.training.loop import make_pipeline, run_step
-from specrl_jax.training.progress import Display
-from specrl_jax.training.setup import Setup, build
 from specrl_jax.training.speculation import Speculation
 
 MODEL = Qwen3Config(

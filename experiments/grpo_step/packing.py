@@ -19,16 +19,16 @@ from experiments.engine import bench
 from main import to_settings
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
-from specrl_jax.rl.grpo import Signal
+from specrl_jax.learner.batch import LearnerBatch, Packing, learner_batch
+from specrl_jax.rl.grpo import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.batches import LearnerBatch, Packing, learner_batch
-from specrl_jax.training.collect import Lesson
-from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.build import Setup, build
+from specrl_jax.training.collect import TrainingBatch
 
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 
 
-def make_lesson(setup: Setup, weights: Any) -> Lesson:
+def make_lesson(setup: Setup, weights: Any) -> TrainingBatch:
     """One step's rollouts, with made-up advantages."""
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed)
@@ -36,7 +36,7 @@ def make_lesson(setup: Setup, weights: Any) -> Lesson:
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
     rollouts = setup.engine.generate(weights, prompts, s.grpo.group_size, 0)
     advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
-    return Lesson(rollouts, advantages, np.ones(len(advantages), bool))
+    return TrainingBatch(rollouts, advantages, np.ones(len(advantages), bool))
 
 
 def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
@@ -50,7 +50,7 @@ def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     start = time.perf_counter()
     old = jax.block_until_ready(setup.logprob_step(state.params, batch.rows)[0])
     middle = time.perf_counter()
-    state, _, learnt = setup.policy_step(state, batch.rows, Signal(old, None, batch.advantages))
+    state, _, learnt = setup.policy_step(state, batch.rows, LossInputs(old, None, batch.advantages))
     jax.block_until_ready((state, learnt))
     return state, middle - start, time.perf_counter() - middle
 

@@ -31,7 +31,7 @@ from kernels_pallas.verify.op import Kernels, Noise, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
-from specrl_jax.models.unembedding import Tiling, token_scores
+from specrl_jax.models.lm_head import Tiling, token_scores
 from specrl_jax.sharding import LEARNER, partitioner
 
 NOISE_OPERATIONS = 75  # integer operations of one Threefry block

@@ -25,8 +25,8 @@ from specrl_jax.io.metrics import read_metrics
 HERE = pathlib.Path(__file__).parent
 LENGTH = "spec/acceptance_length"
 FIELDS = ["draft", "seed", "step", LENGTH, *[f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]]
-FIELDS += ["spec/acceptance_predicted", "draft/loss", "draft/entropy", "draft/mismatch", "draft/seconds", "time/train"]
-FIELDS += ["spec/length_chosen", "time/generate", "reward/mean"]
+FIELDS += ["spec/acceptance_predicted", "draft/loss", "draft/target_entropy", "draft/kl", "draft/seconds", "time/train"]
+FIELDS += ["spec/draft_length_mean", "time/generate", "reward/mean"]
 # Tables 3 and 5 of arXiv 2604.26779, acceptance length at k = 3: Zero, Think.
 PAPER = {
     "in-domain, offline": (3.32, 2.77),
@@ -62,7 +62,7 @@ def around(series: np.ndarray, step: int) -> float:
 
 def switched_on(rows: list[dict[str, Any]]) -> int | None:
     """The step after the last one whose verifications had fewer than ON drafts on average; None: it never is on."""
-    off = [row["step"] for row in rows if row.get("spec/length_chosen", ON) < ON]
+    off = [row["step"] for row in rows if row.get("spec/draft_length_mean", ON) < ON]
     return None if off and off[-1] == rows[-1]["step"] else off[-1] + 1 if off else 1
 
 

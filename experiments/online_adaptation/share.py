@@ -19,10 +19,10 @@ from configs import rlzero_8b, rlzero_tiny
 from experiments.engine import bench
 from main import to_settings
 from specrl_jax.data.rows import Rows
-from specrl_jax.rl.grpo import Signal
-from specrl_jax.training.draft_learning import Tables
-from specrl_jax.training.setup import Setup, build
-from specrl_jax.training.steps import Features
+from specrl_jax.learner.draft_step import Tables
+from specrl_jax.learner.policy_step import Features
+from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.training.build import Setup, build
 
 DRAFT_VOCAB = 32_000  # of the 8B head, as published ones have
 FIELDS = ("config", "ttt_steps", "rows", "tokens", "policy_operations", "draft_operations", "share")
@@ -84,7 +84,7 @@ def measure(setup: Setup) -> bench.Row:
     rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
     state = setup.abstract_state()
     reference = shape(B, T) if s.grpo.kl_coef else None
-    policy = jax.make_jaxpr(setup.policy_step)(state.policy, rows, Signal(shape(B, T), reference, shape(B, T)))
+    policy = jax.make_jaxpr(setup.policy_step)(state.policy, rows, LossInputs(shape(B, T), reference, shape(B, T)))
     part = B // s.draft.minibatches
     rows = jax.tree.map(lambda x: shape(part, *x.shape[1:], dtype=x.dtype), rows)
     aux = shape(part, T, len(setup.draft.aux_layers), D, dtype=dtype)

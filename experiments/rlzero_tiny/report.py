@@ -28,7 +28,7 @@ KINDS = {"eagle3": "speculation", "none": "plain"}
 FIELDS = (
     ["draft.kind", "seed", "step", "eval/accuracy", "eval/accuracy_greedy", "reward/mean"]
     + [f"time/{phase}" for phase in PHASES]
-    + ["time/total", "rollout/tokens_per_second", "mismatch/logprob_abs_max", "spec/acceptance_length"]
+    + ["time/total", "rollout/tokens_per_second", "rollout_vs_learner/logprob_abs_max", "spec/acceptance_length"]
     + [f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]
     + ["draft/loss", "draft/seconds", "spec/speedup", "spec/speedup_low", "spec/speedup_high"]
 )

@@ -18,11 +18,11 @@ from ml_collections import ConfigDict
 
 from main import to_settings
 from specrl_jax.io.checkpoints import Host
+from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.compare import compare_with_plain
-from specrl_jax.training.setup import Setup, build
-from specrl_jax.training.shapes import find_limits
-from specrl_jax.training.state import RunState
+from specrl_jax.training.build import Setup, build
+from specrl_jax.training.plan import find_limits
+from specrl_jax.training.speedup import compare_with_plain
 
 PROMPTS = 128
 

@@ -18,11 +18,11 @@ from experiments.engine import bench
 from experiments.grpo_step.packing import make_lesson
 from main import to_settings
 from specrl_jax.data.rows import Rows
-from specrl_jax.rl.grpo import Signal
+from specrl_jax.learner.batch import learner_batch
+from specrl_jax.rl.grpo import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.batches import learner_batch
+from specrl_jax.training.build import Setup, build
 from specrl_jax.training.loop import learn
-from specrl_jax.training.setup import Setup, build
 
 KINDS = ("none", "eagle3")
 
@@ -35,12 +35,12 @@ def make_setup(kind: str) -> Setup:
     return build(to_settings(config), make_mesh(config.mesh.to_dict()))
 
 
-def first_step(setup: Setup) -> tuple[Rows, Signal]:
+def first_step(setup: Setup) -> tuple[Rows, LossInputs]:
     """What one step would learn from; old log-probs by the learner."""
     state = setup.initial_state()
     batch = learner_batch(make_lesson(setup, setup.prepare(state)[0]), setup.tokenizer.pad_id)
     old_logprobs = jax.device_get(setup.logprob_step(state.policy.params, batch.rows)[0])
-    return batch.rows, Signal(old_logprobs, None, batch.advantages)
+    return batch.rows, LossInputs(old_logprobs, None, batch.advantages)
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.noise import HALF
 from kernels_pallas.verify import tiles
-from kernels_pallas.verify.draws import TILE
+from kernels_pallas.verify.sampling import TILE
 from kernels_pallas.verify.tiles import Options, Statistics
 
 TILES = 8  # of a block

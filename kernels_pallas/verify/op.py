@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.verify import gpu, reference, tiled, tpu
-from kernels_pallas.verify.draws import Sampling
 from kernels_pallas.verify.reference import Noise, Verified
+from kernels_pallas.verify.sampling import Sampling
 from kernels_pallas.verify.tiled import Kernels
 
 __all__ = ["KERNELS", "Kernels", "Noise", "Verified", "kernels_of", "verify"]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.draws import Sampling, draw, final_logits, widened
+from kernels_pallas.verify.sampling import Sampling, draw, final_logits, widened
 
 
 class Noise(NamedTuple):
@@ -62,14 +62,16 @@ def verify(
     """
     k = draft_tokens.shape[1]
     if sampling.temperature == 0:
-        tokens, num_accepted = by_equality(draft_tokens, jnp.argmax(target_logits, axis=-1))
+        tokens, num_accepted = by_exact_match(draft_tokens, jnp.argmax(target_logits, axis=-1))
     elif sampling.rule == "coupled":
-        tokens, num_accepted = by_equality(draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling)))
+        tokens, num_accepted = by_exact_match(
+            draft_tokens, _coupled_draws(noise, final_logits(target_logits, sampling))
+        )
     else:
         logits = final_logits(target_logits, sampling)[:, : k + 1]
 
         def without_probabilities() -> tuple[jax.Array, jax.Array]:
-            return by_equality(draft_tokens, _plain_draws(noise, logits))
+            return by_exact_match(draft_tokens, _plain_draws(noise, logits))
 
         if draft_logits is None or k == 0:
             tokens, num_accepted = without_probabilities()
@@ -86,7 +88,7 @@ def verify(
     return Verified(tokens[:, : k + 1], num_accepted, logprobs[:, : k + 1])
 
 
-def by_equality(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def by_exact_match(draft_tokens: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(tokens [B, Q], num_accepted [B]) where `drawn` [B, Q] is emitted up to the first of k drafts that differs."""
     drawn = drawn.astype(jnp.int32)
     return drawn, leading(draft_tokens == drawn[:, : draft_tokens.shape[1]])

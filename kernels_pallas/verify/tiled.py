@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.draws import TILE, Sampling, first_above, smallest_kept
-from kernels_pallas.verify.reference import Noise, Verified, by_equality, leading
+from kernels_pallas.verify.reference import Noise, Verified, by_exact_match, leading
+from kernels_pallas.verify.sampling import TILE, Sampling, first_above, smallest_kept
 from kernels_pallas.verify.tiles import Options, Statistics
 
 
@@ -89,12 +89,12 @@ def verify(
 
     def plain() -> tuple[jax.Array, jax.Array]:
         uniforms = counter.uniforms(noise.seed, ids, positions, 0, counter.RESIDUAL)
-        return by_equality(draft_tokens, _draw(target, uniforms).reshape(B, Q))
+        return by_exact_match(draft_tokens, _draw(target, uniforms).reshape(B, Q))
 
     if by_best:
         tile = jnp.argmax(found.best, axis=-1)
         token = jnp.take_along_axis(found.token, tile[:, None], axis=-1)[:, 0]
-        tokens, num_accepted = by_equality(draft_tokens, token.reshape(B, Q))
+        tokens, num_accepted = by_exact_match(draft_tokens, token.reshape(B, Q))
     elif not by_ratio:
         tokens, num_accepted = plain()
     else:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.noise import HALF
-from kernels_pallas.verify.draws import TILE
+from kernels_pallas.verify.sampling import TILE
 
 Halves = Sequence[jax.Array]
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.noise import HALF
 from kernels_pallas.verify import tiles
-from kernels_pallas.verify.draws import TILE
+from kernels_pallas.verify.sampling import TILE
 from kernels_pallas.verify.tiles import Options, Statistics
 
 ROWS, MOST_TILES = 8, 128  # of a block

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import InputError, read_json
 
 MANIFEST = "features.json"
 
@@ -37,7 +37,7 @@ class FeatureStore:
       made_from: what decides the content (policy, prompts, temperature), as JSON can hold it.
       length: T of the rows that are given back, tokens.
     Raises:
-      BadInput: where the folder holds rows that were made from something else.
+      InputError: where the folder holds rows that were made from something else.
     """
 
     def __init__(self, folder: str, made_from: dict[str, Any], length: int) -> None:
@@ -49,7 +49,7 @@ class FeatureStore:
             found = self._manifest.get("made_from", {})
             other = sorted(key for key in made_from.keys() | found.keys() if found.get(key) != made_from.get(key))
             if other:
-                raise BadInput(
+                raise InputError(
                     f"pretrain.features: {folder} was made from another {', '.join(other)}; name or empty a folder"
                 )
         os.makedirs(folder, exist_ok=True)

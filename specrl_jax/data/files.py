@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 PARQUET = (".parquet", ".pq")
 
@@ -25,11 +25,11 @@ def read_rows(path: str, key: str) -> Iterator[Row]:
     Args:
       key: of the config that named the file, for messages.
     Raises:
-      BadInput: for a file that is missing, unreadable, empty or not Parquet though its name says so. A line that is no
+      InputError: for a file that is missing, unreadable, empty or not Parquet though its name says so. A line that is no
         JSON object raises nothing: it comes as a Row with a fault, since some callers go on without it.
     """
     if not os.path.isfile(path):
-        raise BadInput(f"{key}: no file '{path}'")
+        raise InputError(f"{key}: no file '{path}'")
     read = _parquet_rows if path.endswith(PARQUET) else _jsonl_rows
     empty = True
     try:
@@ -37,9 +37,9 @@ def read_rows(path: str, key: str) -> Iterator[Row]:
             empty = False
             yield row
     except OSError as error:
-        raise BadInput(f"{key}: cannot read '{path}': {error.strerror}") from None
+        raise InputError(f"{key}: cannot read '{path}': {error.strerror}") from None
     if empty:
-        raise BadInput(f"{key}: '{path}' is empty")
+        raise InputError(f"{key}: '{path}' is empty")
 
 
 def _jsonl_rows(path: str, key: str) -> Iterator[Row]:
@@ -67,4 +67,4 @@ def _parquet_rows(path: str, key: str) -> Iterator[Row]:
                     yield Row(f"{path}:{number}", content, "")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise BadInput(f"{key}: {path}: not a readable Parquet file after row {number}: {reason}") from None
+        raise InputError(f"{key}: {path}: not a readable Parquet file after row {number}: {reason}") from None

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Messages, Tokenizer
@@ -39,10 +39,10 @@ class PromptFormat:
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.template:
-            raise BadInput(f"{self.key}={self.template!r}: needs {{prompt}} where the prompt goes")
+            raise InputError(f"{self.key}={self.template!r}: needs {{prompt}} where the prompt goes")
 
     def text(self, prompt: str | Messages, tokenizer: Tokenizer) -> str:
-        """The text of a prompt. Raises BadInput where a chat template is needed and there is none."""
+        """The text of a prompt. Raises InputError where a chat template is needed and there is none."""
         if isinstance(prompt, str):
             prompt = self.template.replace("{prompt}", prompt)
             if not self.chat:
@@ -95,7 +95,7 @@ class Reader:
         Args:
           answers: by prompt, those of earlier files, whose prompts do not count again; the file's are added.
         Raises:
-          BadInput: naming `file:line` for a row that is malformed or too long, unless such are left out; where nothing
+          InputError: naming `file:line` for a row that is malformed or too long, unless such are left out; where nothing
             is left.
         """
         counts, problems = Counts(), []
@@ -107,7 +107,7 @@ class Reader:
         counts.kept = len(problems)
         if not problems:
             first = f"; the first: {counts.first_fault}" if counts.first_fault else ""
-            raise BadInput(f"{self.key}: nothing is left of {counts.line(path)}{first}")
+            raise InputError(f"{self.key}: nothing is left of {counts.line(path)}{first}")
         return problems, counts
 
     def _problem(self, row: Row, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
@@ -120,7 +120,7 @@ class Reader:
                 counts.conflicting += before != problem.answer
                 return None
             length = len(encode_row(row.where, problem.prompt, self.tokenizer))
-        except BadInput as error:
+        except InputError as error:
             if not self.skip_malformed:
                 raise
             counts.malformed += 1
@@ -131,35 +131,35 @@ class Reader:
             return problem
         if not self.skip_long:
             limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip_long=True leaves such rows out"
-            raise BadInput(f"{row.where}: the prompt has {length} tokens, {limit}")
+            raise InputError(f"{row.where}: the prompt has {length} tokens, {limit}")
         counts.long += 1
         return None
 
 
 def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokenizer: Tokenizer) -> Problem:
-    """The problem of one row. Raises BadInput naming where the row stands."""
+    """The problem of one row. Raises InputError naming where the row stands."""
     if row.fault:
-        raise BadInput(f"{row.where}: {row.fault}")
+        raise InputError(f"{row.where}: {row.fault}")
     prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
     if prompt is _ABSENT or answer is _ABSENT:
-        raise BadInput(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
+        raise InputError(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
     if not (isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
-        raise BadInput(f"{row.where}: '{schema.prompt}' must be text or a list of messages with role and content")
+        raise InputError(f"{row.where}: '{schema.prompt}' must be text or a list of messages with role and content")
     if not _is_answer(answer):
-        raise BadInput(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
+        raise InputError(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
     try:
         text = prompt_format.text(prompt, tokenizer)
-    except BadInput as error:  # a chat template may refuse what a row has for roles
-        raise BadInput(f"{row.where}: {error}") from None
+    except InputError as error:  # a chat template may refuse what a row has for roles
+        raise InputError(f"{row.where}: {error}") from None
     return Problem(text, _stated(_written(answer), schema, row.where), "")
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a row's text. Raises BadInput naming the row for text that the tokenizer cannot read."""
+    """Ids of a row's text. Raises InputError naming the row for text that the tokenizer cannot read."""
     try:
         return tokenizer.encode(text)
-    except (BadInput, UnicodeError, TypeError) as error:  # a lone surrogate is a TypeError in `tokenizers`
-        raise BadInput(f"{where}: {error}") from None
+    except (InputError, UnicodeError, TypeError) as error:  # a lone surrogate is a TypeError in `tokenizers`
+        raise InputError(f"{where}: {error}") from None
 
 
 _ABSENT = object()
@@ -190,7 +190,7 @@ def _stated(answer: str, schema: Schema, where: str) -> str:
         answer = tail.strip() if mark else ""
     if not answer.strip():
         after = f" after '{schema.answer_after}'" if schema.answer_after else ""
-        raise BadInput(f"{where}: '{schema.answer}' states no answer{after}")
+        raise InputError(f"{where}: '{schema.answer}' states no answer{after}")
     return answer
 
 
@@ -205,21 +205,21 @@ def _is_message(message: Any) -> bool:
 def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
     """One schema a file: `names` is one for all or one each, separated by commas; '' is `fallback`.
 
-    Raises BadInput naming the config's `key`.
+    Raises InputError naming the config's `key`.
     """
     wanted = names.split(",") if names else [""]
     if len(wanted) not in (1, count):
-        raise BadInput(f"{key}={names}: one name, or one for each of the {count} files, is needed")
+        raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
     for name in wanted:
         if name and name.strip() not in SCHEMAS:
-            raise BadInput(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
+            raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
     schemas = [SCHEMAS[name.strip()] if name else fallback for name in wanted]
     return schemas * count if len(schemas) == 1 else schemas
 
 
 def split_paths(paths: str, key: str) -> list[str]:
-    """Paths separated by commas, at least one. Raises BadInput naming the config's `key`."""
+    """Paths separated by commas, at least one. Raises InputError naming the config's `key`."""
     found = [path.strip() for path in paths.split(",") if path.strip()]
     if not found:
-        raise BadInput(f"{key}={paths!r} names no file")
+        raise InputError(f"{key}={paths!r} names no file")
     return found

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import grain
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.tasks import Problem, TaskSource
 
 
@@ -25,16 +25,16 @@ class ProblemStream:
       weights: how often each is drawn from, in proportion; () = by their numbers of problems. Drawing is a fixed
         schedule, so the shares are exact over any long stretch.
     Raises:
-      BadInput: for weights that do not fit.
+      InputError: for weights that do not fit.
 
     `position` is where the next batch starts; setting it resumes there.
     """
 
     def __init__(self, sources: Sequence[Source], batch_size: int, seed: int, weights: Sequence[float] = ()) -> None:
         if weights and len(weights) != len(sources):
-            raise BadInput(f"data.weights: {len(weights)} weights for {len(sources)} files")
+            raise InputError(f"data.weights: {len(weights)} weights for {len(sources)} files")
         if any(not weight > 0 for weight in weights):
-            raise BadInput("data.weights: every weight must be positive")
+            raise InputError("data.weights: every weight must be positive")
         if not weights and len(sources) > 1:
             sources = [[problem for source in sources for problem in source]]
         # Each its own seed: files of one length would else be shuffled alike.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 
 class Problem(NamedTuple):
@@ -133,7 +133,7 @@ class TaskSource:
 
     def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0, key: str = "data.task") -> None:
         if task not in TASKS:
-            raise BadInput(f"{key}: no built-in task '{task}'; there are {', '.join(TASKS)}")
+            raise InputError(f"{key}: no built-in task '{task}'; there are {', '.join(TASKS)}")
         self._task, self._error_rate = TASKS[task], error_rate
         self._validation = {"train": False, "validation": True}[split]
         self._seed = (seed, int(self._validation))

@@ -11,7 +11,7 @@ from typing import Protocol
 import jinja2.sandbox
 import tokenizers
 
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import InputError, read_json
 
 Messages = list[dict[str, str]]
 
@@ -40,11 +40,11 @@ class CharTokenizer:
         self._ids = {character: 2 + i for i, character in enumerate(self.characters)}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`. Raises BadInput for a character outside printable ASCII."""
+        """Ids of `text`. Raises InputError for a character outside printable ASCII."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
-            raise BadInput(f"the character tokenizer knows printable ASCII only, not {error} in {text!r}") from None
+            raise InputError(f"the character tokenizer knows printable ASCII only, not {error} in {text!r}") from None
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`; pad and eos become nothing, ids of the unused end of the model's vocabulary a '?'."""
@@ -72,7 +72,7 @@ class HFTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception for a missing and for a malformed file
-            raise BadInput(f"data.tokenizer: cannot read {path}: {error}") from None
+            raise InputError(f"data.tokenizer: cannot read {path}: {error}") from None
         settings = _read_optional(folder, "tokenizer_config.json")
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = self._find_eos(folder, settings)
@@ -93,14 +93,14 @@ class HFTokenizer:
         `thinking` is the variable enable_thinking of Qwen3's template; one that does not read it is as it is.
         """
         if self._template is None:
-            raise BadInput("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
+            raise InputError("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
             )
         except Exception as error:  # downloaded code: a TypeError in it is its own fault, not ours
             reason = " ".join(str(error).split())
-            raise BadInput(f"data.tokenizer: the chat template fails: {reason}") from None
+            raise InputError(f"data.tokenizer: the chat template fails: {reason}") from None
 
     def _token_id(self, token: str | dict | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(_content(token))
@@ -113,7 +113,7 @@ class HFTokenizer:
         ids.append(self._token_id(settings.get("eos_token")))
         unique = tuple(dict.fromkeys(i for i in ids if i is not None))
         if not unique:
-            raise BadInput(f"data.tokenizer: no eos_token_id in the json files of {folder}")
+            raise InputError(f"data.tokenizer: no eos_token_id in the json files of {folder}")
         return unique
 
 
@@ -146,7 +146,7 @@ def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise BadInput(f"data.tokenizer: the chat template of {folder} does not parse: {error}") from None
+        raise InputError(f"data.tokenizer: the chat template of {folder} does not parse: {error}") from None
 
 
 def _raise_template_error(message: str) -> None:
@@ -154,10 +154,10 @@ def _raise_template_error(message: str) -> None:
 
 
 def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
-    """`char`, or a folder with tokenizer.json. Raises BadInput where its ids do not fit the policy's vocabulary."""
+    """`char`, or a folder with tokenizer.json. Raises InputError where its ids do not fit the policy's vocabulary."""
     tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
     if tokenizer.vocab_size > policy_vocab:
-        raise BadInput(
+        raise InputError(
             f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, "
             f"the policy's vocabulary is {policy_vocab}"
         )

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify.draws import draw
 from kernels_pallas.verify.op import Noise
+from kernels_pallas.verify.sampling import draw
 from specrl_jax.core import at_least_float32
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Draft, Slots, no_draft
+from specrl_jax.decoding.step import Draft, Slots, no_draft
 
 # (params, slots, seed, k) -> (k drafted tokens a row, cache)
 DraftFn = Callable[[Any, Slots, jax.Array, int], tuple[Draft, Any]]

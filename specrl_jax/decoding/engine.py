@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
+from specrl_jax.decoding.compiled import ChunkStatistics, Limits, Model, Programs, Prompts
 from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.dealer import FREE, Dealer
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.programs import Limits, Model, Programs, Prompts, Tally
-from specrl_jax.decoding.rollouts import Chunk, Rollouts, Stamp
-from specrl_jax.decoding.speculative import Slots
+from specrl_jax.decoding.rollouts import Chunk, Rollouts, WeightsVersion
+from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.decoding.step import Slots
 
 # Iterations that one calibration times, and how often: the least counts, since a pause of the machine only adds time.
 CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
@@ -84,7 +84,7 @@ class Engine:
         seed: int,
         first_id: int = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        stamp: Stamp = Stamp(),  # noqa: B008 (a tuple of numbers)
+        stamp: WeightsVersion = WeightsVersion(),  # noqa: B008 (a tuple of numbers)
         lengths: Lengths | None = None,
         history: History | None = None,
     ) -> Rollouts:
@@ -96,21 +96,21 @@ class Engine:
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for drafters that copy.
         Raises:
-          BadInput: a prompt is empty or longer than max_prompt_tokens.
+          InputError: a prompt is empty or longer than max_prompt_tokens.
         """
         check_prompts(prompts, self.limits.max_prompt_tokens)
         if not len(prompts) * samples:
-            raise BadInput(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
+            raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         lengths = lengths or FixedLength(self.draft_length)
         self.calibrate(params, prompts, lengths, seed)
-        batch = Batch(self, params, Dealer(self.limits, self.pad_id, prompts, samples, first_id, history), seed)
+        batch = Batch(self, params, Scheduler(self.limits, self.pad_id, prompts, samples, first_id, history), seed)
         while batch.prepare():
-            choice = lengths.choose(batch.size, batch.dealer.running)
+            choice = lengths.choose(batch.size, batch.scheduler.running)
             chunk, tally = batch.run(choice)
             lengths.observe(*chunk[:5], tally.accepted, chunk.switch_seconds)
             if tally.replayed is not None:
                 lengths.replay(int(tally.replayed[0]), tally.replayed[1:])
-            on_progress(batch.finished, batch.dealer.total)
+            on_progress(batch.finished, batch.scheduler.total)
         return batch.rollouts(samples, stamp)
 
     def calibrate(self, params: Any, prompts: Sequence[Sequence[int]], lengths: Lengths, seed: int) -> None:
@@ -125,7 +125,7 @@ class Engine:
             # All lengths once a round: while the machine is busy with something else, it slows them alike.
             for i in range(1 + CALIBRATED_ROUNDS):
                 for k in unmeasured:
-                    batch = Batch(self, params, Dealer(self.limits, self.pad_id, cycled, 1, 0, None), seed + i)
+                    batch = Batch(self, params, Scheduler(self.limits, self.pad_id, cycled, 1, 0, None), seed + i)
                     batch.prepare()
                     batch.shrink_to(size)
                     chunk, _ = batch.run(Choice(k, CALIBRATED_ITERATIONS))
@@ -137,8 +137,8 @@ class Engine:
 class Batch:
     """One call of `generate` while it goes on: the slots on the device and what the host knows of them."""
 
-    def __init__(self, engine: Engine, params: Any, dealer: Dealer, seed: int) -> None:
-        self.dealer = dealer
+    def __init__(self, engine: Engine, params: Any, scheduler: Scheduler, seed: int) -> None:
+        self.scheduler = scheduler
         self.finished = 0  # rollouts
         self._engine, self._params, self._seed = engine, params, seed
         self._programs = engine.programs
@@ -150,25 +150,25 @@ class Batch:
     @property
     def size(self) -> int:
         """B, rows of the batch."""
-        return len(self.dealer.owner)
+        return len(self.scheduler.owner)
 
     def prepare(self) -> bool:
         """Fills free slots, or lets go of those that will stay free; False when nothing is left to run."""
-        while self.dealer.waiting and (self.dealer.owner == FREE).any():
-            admission = self.dealer.deal()
+        while self.scheduler.waiting and (self.scheduler.owner == FREE).any():
+            admission = self.scheduler.deal()
             self._slots, self._carried = self._programs.refill(self._params, self._slots, self._carried, admission)
         for size in self._programs.sizes:
-            if not self.dealer.waiting and self.dealer.running <= size < self.size and self.dealer.running:
+            if not self.scheduler.waiting and self.scheduler.running <= size < self.size and self.scheduler.running:
                 self.shrink_to(size)
-        return self.dealer.running > 0
+        return self.scheduler.running > 0
 
     def shrink_to(self, size: int) -> None:
         """Through every compiled size on the way."""
         for smaller in self._programs.sizes:
             if size <= smaller < self.size:
-                self._slots = self._programs.shrink(self._params, self._slots, self.dealer.keep_rows(smaller))
+                self._slots = self._programs.shrink(self._params, self._slots, self.scheduler.keep_rows(smaller))
 
-    def run(self, choice: Choice) -> tuple[Chunk, Tally]:
+    def run(self, choice: Choice) -> tuple[Chunk, ChunkStatistics]:
         """One chunk; it ends early where the host has something better to do with the slots."""
         k, limits = choice.k, self._engine.limits
         iterations = min(choice.iterations or limits.chunk, limits.chunk)
@@ -178,12 +178,12 @@ class Batch:
             switch_seconds = self._timed_run(k, iterations=0, stale=True)[1]
         tally, seconds = self._timed_run(k, iterations, stale=False)
         self._behind = k + 1 if k else float("inf")
-        self._collect(np.flatnonzero((self.dealer.owner != FREE) & tally.done))
+        self._collect(np.flatnonzero((self.scheduler.owner != FREE) & tally.done))
         chunk = Chunk(self.size, k, seconds, int(tally.iterations), int(tally.verifications), switch_seconds)
         self._chunks.append(chunk)
         return chunk, tally
 
-    def _timed_run(self, k: int, iterations: int, stale: bool) -> tuple[Tally, float]:
+    def _timed_run(self, k: int, iterations: int, stale: bool) -> tuple[ChunkStatistics, float]:
         # A refill or a shrink that is still at work is no part of what an iteration costs.
         jax.block_until_ready((self._slots, self._carried))
         start = time.perf_counter()
@@ -195,24 +195,24 @@ class Batch:
 
     def _floor(self) -> int:
         """Rows still running at which a chunk ends: enough are free to be worth a refill, or a smaller batch fits."""
-        if self.dealer.waiting:
+        if self.scheduler.waiting:
             return self.size - self._engine.limits.refill_rows
-        return next((size for size in self._programs.sizes if size < self.dealer.running), 0)
+        return next((size for size in self._programs.sizes if size < self.scheduler.running), 0)
 
     def _collect(self, rows: np.ndarray) -> None:
         """Takes finished rollouts to the host and frees their slots."""
         if not len(rows):
             return
         found = jax.device_get({name: getattr(self._slots, name) for name in _KEPT})
-        requests = self.dealer.finish(rows)
+        requests = self.scheduler.finish(rows)
         for name, values in found.items():
             if name not in self._kept:
-                self._kept[name] = np.zeros((self.dealer.total, *values.shape[1:]), values.dtype)
+                self._kept[name] = np.zeros((self.scheduler.total, *values.shape[1:]), values.dtype)
             self._kept[name][requests] = values[rows]
         self.finished += len(rows)
 
-    def rollouts(self, samples: int, stamp: Stamp) -> Rollouts:
-        kept, total = self._kept, self.dealer.total
+    def rollouts(self, samples: int, stamp: WeightsVersion) -> Rollouts:
+        kept, total = self._kept, self.scheduler.total
         last = kept["tokens"][np.arange(total), kept["length"] - 1]
         return Rollouts(
             prompt_index=np.arange(total) // samples,
@@ -239,7 +239,7 @@ _KEPT = (
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= longest:
-            raise BadInput(
+            raise InputError(
                 f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}"
             )
 

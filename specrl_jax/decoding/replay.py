@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.decoding.speculative import Slots
+from specrl_jax.decoding.step import Slots
 
 # slots -> [B, k] int32 drafted tokens, -1: nothing
 CopyFn = Callable[[Slots], jax.Array]

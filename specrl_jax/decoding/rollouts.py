@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 
-class Stamp(NamedTuple):
+class WeightsVersion(NamedTuple):
     """Which weights a rollout came from."""
 
     weights_version: int = 0  # RL steps that the policy had done

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 # How drafts are verified; `kernels_pallas.verify.reference` says what each one is.
 RULES = ("rejection", "block", "coupled")
@@ -19,6 +19,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise BadInput(f"rollout: temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}")
+            raise InputError(f"rollout: temperature >= 0, top_k >= 0 and 0 < top_p <= 1 are needed, not {self}")
         if self.rule not in RULES:
-            raise BadInput(f"rollout.rule={self.rule!r}: it is one of {', '.join(RULES)}")
+            raise InputError(f"rollout.rule={self.rule!r}: it is one of {', '.join(RULES)}")

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count, Loop
 from specrl_jax.dry_run.measure import Measured, Memory
 
@@ -44,7 +44,7 @@ def extend(few: Measured, more: Measured, times: int, resident: dict[str, int]) 
 
 def _count(few: Count, more: Count, times: int) -> Count:
     if [loop.name for loop in few.loops] != [loop.name for loop in more.loops]:
-        raise BadInput("dry_run.layers: programs of so few layers differ in their loops; 0 compiles all layers")
+        raise InputError("dry_run.layers: programs of so few layers differ in their loops; 0 compiles all layers")
     loops = zip(few.loops, more.loops, strict=True)
     return Count(
         _number(few.flops, more.flops, times),

@@ -2,10 +2,10 @@
 
 import dataclasses
 
+from specrl_jax.config.settings import Settings
 from specrl_jax.dry_run.measure import Measured, Memory
 from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
 from specrl_jax.dry_run.targets import Target
-from specrl_jax.training.settings import Settings
 
 # Of a device's memory at most: the rest is the driver's, the collectives' and what fragments.
 LARGEST_SHARE = 0.95

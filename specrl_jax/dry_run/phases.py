@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.data.rows import Rows
-from specrl_jax.decoding.programs import Program
-from specrl_jax.rl.grpo import Signal
-from specrl_jax.training.setup import Setup
-from specrl_jax.training.state import RunState, TrainState
+from specrl_jax.decoding.compiled import Program
+from specrl_jax.learner.state import RunState, TrainState
+from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.training.build import Setup
 
 # What memory is for.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -94,7 +94,7 @@ def _generation(setup: Setup, weights: Any, resident: tuple[Any, ...]) -> list[P
     return phases if drafted else phases[:-1]
 
 
-def _draft_learning(setup: Setup, minibatch: tuple[Rows, Signal], resident: tuple[Any, ...]) -> list[Phase]:
+def _draft_learning(setup: Setup, minibatch: tuple[Rows, LossInputs], resident: tuple[Any, ...]) -> list[Phase]:
     """One update of the draft, from the features of one policy update."""
     state, d = abstract_state(setup), setup.settings.draft
     features = setup.policy_step.eval_shape(state.policy, *minibatch)[2].features
@@ -108,12 +108,12 @@ def _draft_learning(setup: Setup, minibatch: tuple[Rows, Signal], resident: tupl
     return [Phase("train draft", lambda: setup.draft_step.lower(*arguments), kinds, resident)]
 
 
-def abstract_minibatch(setup: Setup) -> tuple[Rows, Signal]:
+def abstract_minibatch(setup: Setup) -> tuple[Rows, LossInputs]:
     """What one policy update learns from."""
     g, o = setup.settings.grpo, setup.objective
     rows = abstract_rows(setup, g.prompts_per_step * g.group_size // g.minibatches)
     floats = jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding)
-    signal = Signal(
+    signal = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
         ref_logprobs=floats if o.kl_coef else None,
         advantages=floats,

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from specrl_jax.core import replacing
+from specrl_jax.core import atomic_write
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import LARGEST_SHARE, Fit, shown
 from specrl_jax.dry_run.measure import Measured, Memory
@@ -88,7 +88,7 @@ class Report:
             "versions": versions(),
             "config": config,
         }
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             json.dump(content, file, indent=2)
         return path
 

@@ -5,7 +5,8 @@ import os
 import time
 from typing import Any
 
-from specrl_jax.core import BadInput
+from specrl_jax.config.settings import Settings, check_values
+from specrl_jax.core import InputError
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import find_fit
 from specrl_jax.dry_run.measure import Measured, measure, measure_together
@@ -13,8 +14,7 @@ from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.settings import Settings, check_values
-from specrl_jax.training.setup import Setup, build
+from specrl_jax.training.build import Setup, build
 
 
 def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
@@ -23,11 +23,11 @@ def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], w
     Args:
       sizes: of the mesh's axes, one of which may be -1.
     Raises:
-      BadInput: a target, mesh or batch that cannot be; a workdir that cannot be written.
+      InputError: a target, mesh or batch that cannot be; a workdir that cannot be written.
     """
     start = time.perf_counter()
     if settings.pipeline.rollout_devices:
-        raise BadInput(
+        raise InputError(
             f"task=dry_run: pipeline.rollout_devices={settings.pipeline.rollout_devices}: devices that only "
             "generate are not counted; ask for either side by itself, with 0"
         )
@@ -38,7 +38,7 @@ def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], w
     try:
         os.makedirs(workdir, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--workdir {workdir}: {error.strerror}") from None
+        raise InputError(f"--workdir {workdir}: {error.strerror}") from None
     exact = compiler is target and target.memory > 0
     measured = measure_all(setup, exact)
     ways = setup.rollout_partition.ways("batch")
@@ -71,13 +71,13 @@ def with_layers(setup: Setup, layers: int) -> Setup:
 
 
 def count_devices(settings: Settings, sizes: dict[str, int]) -> int:
-    """dry_run.devices, or as many as the mesh says. Raises BadInput for settings that no dry run could have."""
+    """dry_run.devices, or as many as the mesh says. Raises InputError for settings that no dry run could have."""
     check_values(settings)
     find_target(settings.dry_run.target)
     if settings.dry_run.devices:
         return settings.dry_run.devices
     if -1 in sizes.values():
-        raise BadInput("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
+        raise InputError("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
     product = 1
     for size in sizes.values():
         product *= size

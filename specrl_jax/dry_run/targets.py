@@ -10,7 +10,7 @@ import importlib.util
 import jax
 from jax.experimental import topologies
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ class Gpu(Target):
     def devices(self, count: int) -> list[jax.Device]:
         per_host = min(self.node, count)
         if count % per_host:
-            raise BadInput(f"dry_run.devices={count}: {self.name} has {self.node} a node")
+            raise InputError(f"dry_run.devices={count}: {self.name} has {self.node} a node")
         shape = f"1x{count // per_host}x{per_host}"
         config = self.description()
         return list(topologies.get_topology_desc(self.name, "cuda", target_config=config, topology=shape).devices)
@@ -82,7 +82,7 @@ class Tpu(Target):
     def devices(self, count: int) -> list[jax.Device]:
         sizes = {chips(name): name for name in self.slices}
         if count not in sizes:
-            raise BadInput(f"dry_run.devices={count}: slices of {self.name} have {', '.join(map(str, sizes))} chips")
+            raise InputError(f"dry_run.devices={count}: slices of {self.name} have {', '.join(map(str, sizes))} chips")
         return list(topologies.get_topology_desc(f"{self.name}:{sizes[count]}", "tpu").devices)
 
 
@@ -92,7 +92,7 @@ class Cpu(Target):
         """Fake ones, as many as XLA_FLAGS=--xla_force_host_platform_device_count says."""
         found = jax.devices("cpu")
         if len(found) < count:
-            raise BadInput(f"dry_run.devices={count}: this process has {len(found)} fake CPU devices")
+            raise InputError(f"dry_run.devices={count}: this process has {len(found)} fake CPU devices")
         return found[:count]
 
 
@@ -129,7 +129,7 @@ TARGETS = {
 
 def find_target(name: str) -> Target:
     if name not in TARGETS:
-        raise BadInput(f"dry_run.target: no target '{name}'; there are {', '.join(TARGETS)}")
+        raise InputError(f"dry_run.target: no target '{name}'; there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 

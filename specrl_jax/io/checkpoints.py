@@ -9,7 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from specrl_jax.core import BadInput, RunFailed
+from specrl_jax.core import InputError, RunFailed
 
 
 class Host(NamedTuple):
@@ -75,7 +75,7 @@ class Checkpoints:
             raise self._unwritable(error) from None
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, Host]:
-        """(state laid out as `abstract_state`, the host's part). Raises BadInput where it does not fit."""
+        """(state laid out as `abstract_state`, the host's part). Raises InputError where it does not fit."""
         items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
         if (self._manager.directory / str(step) / "arrays").exists():
             items["arrays"] = ocp.args.StandardRestore()
@@ -88,11 +88,11 @@ class Checkpoints:
 
     def restore_part(self, step: int, abstract_part: Any) -> Any:
         """Some of a step's arrays, those of `abstract_part`, whose tree is a part of the state's; the others are not
-        read. Raises BadInput where there is no such step, or it does not fit.
+        read. Raises InputError where there is no such step, or it does not fit.
         """
         if step not in self._manager.all_steps():
             there = ", ".join(map(str, self._manager.all_steps())) or "none"
-            raise BadInput(f"checkpoint {self._manager.directory}/{step}: there is none; there are {there}")
+            raise InputError(f"checkpoint {self._manager.directory}/{step}: there is none; there are {there}")
         shardings = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), abstract_part)
         items = ocp.args.PyTreeRestore(abstract_part, restore_args=shardings, partial_restore=True)
         try:
@@ -100,8 +100,8 @@ class Checkpoints:
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise self._misfit(step, error) from None
 
-    def _misfit(self, step: int, error: Exception) -> BadInput:
-        return BadInput(f"checkpoint {self._manager.directory}/{step} does not fit this config: {_first_line(error)}")
+    def _misfit(self, step: int, error: Exception) -> InputError:
+        return InputError(f"checkpoint {self._manager.directory}/{step} does not fit this config: {_first_line(error)}")
 
     def _unwritable(self, error: Exception) -> RunFailed:
         return RunFailed(f"checkpoint {self._manager.directory}/{self._saving}: {_first_line(error)}; {self.kept()}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, yarn_magnitude
@@ -15,14 +15,14 @@ from specrl_jax.sharding import Partitioner
 def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
     """Sizes from a checkpoint's config.json; `key` of our config names it in messages.
 
-    Raises BadInput for a missing folder or another architecture.
+    Raises InputError for a missing folder or another architecture.
     """
     raw = _folder(folder, key).config()
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
-        raise BadInput(f"{key}: {folder} holds a '{raw.get('model_type')}' model, expected qwen3 or qwen3_moe")
+        raise InputError(f"{key}: {folder} holds a '{raw.get('model_type')}' model, expected qwen3 or qwen3_moe")
     for unsupported in ("attention_bias", "use_sliding_window"):
         if raw.get(unsupported):
-            raise BadInput(f"{key}: {folder} asks for {unsupported}, which is not supported")
+            raise InputError(f"{key}: {folder} asks for {unsupported}, which is not supported")
     try:
         theta, yarn = read_rope(raw, folder, key)
         experts = _read_experts(raw, folder, key) if raw["model_type"] == "qwen3_moe" else {}
@@ -42,13 +42,13 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
             **experts,
         )
     except KeyError as error:
-        raise BadInput(f"{key}: {folder}/config.json lacks {error}") from None
+        raise InputError(f"{key}: {folder}/config.json lacks {error}") from None
 
 
 def _read_experts(raw: dict[str, Any], folder: str, key: str) -> dict[str, Any]:
     """Fields of Qwen3Config; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
     if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
-        raise BadInput(
+        raise InputError(
             f"{key}: {folder} has layers without experts among those with (decoder_sparse_step, mlp_only_layers), "
             "which is not supported"
         )
@@ -59,14 +59,14 @@ def _read_experts(raw: dict[str, Any], folder: str, key: str) -> dict[str, Any]:
         "dense_mlp": raw["intermediate_size"],
     }
     if not 0 < experts["experts_per_token"] <= experts["experts"]:
-        raise BadInput(
+        raise InputError(
             f"{key}: {folder} has num_experts_per_tok={experts['experts_per_token']} of {experts['experts']} experts"
         )
     return experts
 
 
 def read_rope(raw: dict[str, Any], folder: str, key: str) -> tuple[float, Yarn | None]:
-    """(theta, YaRN or None) of a config.json. Raises BadInput for another rope_type and for what it lacks.
+    """(theta, YaRN or None) of a config.json. Raises InputError for another rope_type and for what it lacks.
 
     transformers 4 has rope_theta and rope_scaling at the top, transformers 5 has both in rope_parameters.
     """
@@ -75,7 +75,7 @@ def read_rope(raw: dict[str, Any], folder: str, key: str) -> tuple[float, Yarn |
     try:
         return number(raw if "rope_theta" in raw else nested, "rope_theta"), _read_yarn(raw, scaling, folder, key)
     except KeyError as error:
-        raise BadInput(f"{key}: {folder}/config.json lacks {error}") from None
+        raise InputError(f"{key}: {folder}/config.json lacks {error}") from None
 
 
 def _read_yarn(raw: dict[str, Any], scaling: dict[str, Any], folder: str, key: str) -> Yarn | None:
@@ -84,7 +84,7 @@ def _read_yarn(raw: dict[str, Any], scaling: dict[str, Any], folder: str, key: s
     if kind == "default" and "factor" not in scaling:
         return None
     if kind != "yarn":
-        raise BadInput(f"{key}: {folder} asks for rope_scaling of type '{kind}'; only yarn is supported")
+        raise InputError(f"{key}: {folder} asks for rope_scaling of type '{kind}'; only yarn is supported")
     factor, magnitude = number(scaling, "factor"), scaling.get("attention_factor")
     if magnitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
         magnitude = yarn_magnitude(factor, scaling["mscale"]) / yarn_magnitude(factor, scaling["mscale_all_dim"])
@@ -122,7 +122,7 @@ def rope_scaling(yarn: Yarn | None) -> dict[str, Any]:
 
 
 def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path") -> None:
-    """Raises BadInput as `load_params` would, reading headers only."""
+    """Raises InputError as `load_params` would, reading headers only."""
     _folder(folder, key).check(qwen3.param_specs(config))
 
 
@@ -138,7 +138,7 @@ def load_params(
     Args:
       dtype: of the result; None keeps each tensor's own.
     Raises:
-      BadInput: a missing folder, file or tensor, a tensor of another shape, or a file that is not safetensors.
+      InputError: a missing folder, file or tensor, a tensor of another shape, or a file that is not safetensors.
     """
     return _folder(folder, key).load(qwen3.param_specs(config), partition, dtype)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorboardX
 
-from specrl_jax.core import BadInput, replacing
+from specrl_jax.core import InputError, atomic_write
 from specrl_jax.io.wandb import WandbRun
 
 # Of the sample rollouts, those that TensorBoard shows.
@@ -28,7 +28,7 @@ class MetricsWriter:
         os.makedirs(self._rollouts, exist_ok=True)
         path = os.path.join(workdir, "metrics.jsonl")
         kept = [row for row in read_metrics(workdir) if row["step"] <= last_step]
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
@@ -99,5 +99,5 @@ def read_metrics(workdir: str) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{number}: not JSON: {error.msg}") from None
+            raise InputError(f"{path}:{number}: not JSON: {error.msg}") from None
     return rows

@@ -20,7 +20,7 @@ def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
     steps = [row for row in rows if "time/total" in row]
     _phases(axes[0, 1], steps)
     _pair(axes[1, 0], steps, "rollout/response_length_mean", "tokens per response", "policy/entropy", "entropy, nats")
-    _pair(axes[1, 1], steps, "mismatch/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
+    _pair(axes[1, 1], steps, "rollout_vs_learner/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
     if speculates:
         _acceptance(axes[0, 2], steps)
         _pair(axes[1, 2], steps, "draft/loss", "draft loss", "draft/grad_norm", "draft gradient norm")

@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import BadInput, read_json
+from specrl_jax.core import InputError, read_json
 from specrl_jax.models.layers import ParamSpec
 from specrl_jax.sharding import Partitioner
 
@@ -31,7 +31,7 @@ MAX_FILE_BYTES = 5 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class TensorFolder:
-    """A folder to read from; `key` is the config's that named it, for messages. Every method raises BadInput."""
+    """A folder to read from; `key` is the config's that named it, for messages. Every method raises InputError."""
 
     path: str
     key: str
@@ -47,7 +47,7 @@ class TensorFolder:
         wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
         missing = sorted(wanted.keys() - self._files.keys())
         if missing:
-            raise BadInput(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
+            raise InputError(f"{self.key}: '{self.path}' lacks {len(missing)} tensors, the first is {missing[0]}")
         for path in sorted({self._files[name] for name in wanted}):
             with self._open(path) as file:
                 present = set(file.keys())
@@ -55,10 +55,10 @@ class TensorFolder:
                     if self._files[name] != path:
                         continue
                     if name not in present:
-                        raise BadInput(f"{self.key}: {INDEX} says {path} holds {name}, and it does not")
+                        raise InputError(f"{self.key}: {INDEX} says {path} holds {name}, and it does not")
                     found = tuple(file.get_slice(name).get_shape())
                     if found != shape:
-                        raise BadInput(f"{self.key}: {name} has shape {found}, {shape} is needed")
+                        raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
 
     def load(self, specs: Any, partition: Partitioner, dtype: jnp.dtype | None = None) -> Any:
         """The tree of `specs`, laid out by `partition`; dtype None keeps each tensor's own."""
@@ -80,7 +80,7 @@ class TensorFolder:
     def tensor(self, name: str) -> np.ndarray:
         """One tensor by its Hugging Face name."""
         if name not in self._files:
-            raise BadInput(f"{self.key}: '{self.path}' lacks the tensor {name}")
+            raise InputError(f"{self.key}: '{self.path}' lacks the tensor {name}")
         with self._open(self._files[name]) as file:
             return file.get_tensor(name)
 
@@ -90,7 +90,7 @@ class TensorFolder:
         if os.path.exists(os.path.join(self.path, INDEX)):
             index = read_json(os.path.join(self.path, INDEX)).get("weight_map")
             if not isinstance(index, dict):
-                raise BadInput(f"{self.key}: {os.path.join(self.path, INDEX)} has no weight_map")
+                raise InputError(f"{self.key}: {os.path.join(self.path, INDEX)} has no weight_map")
             return {name: self._require(file) for name, file in index.items()}
         path = self._require(SINGLE)
         with self._open(path) as file:
@@ -98,17 +98,17 @@ class TensorFolder:
 
     def _require(self, name: str) -> str:
         if not os.path.isdir(self.path):
-            raise BadInput(f"{self.key}: no folder '{self.path}'" + (f"; {self.get_it}" if self.get_it else ""))
+            raise InputError(f"{self.key}: no folder '{self.path}'" + (f"; {self.get_it}" if self.get_it else ""))
         path = os.path.join(self.path, name)
         if not os.path.exists(path):
-            raise BadInput(f"{self.key}: '{self.path}' has no {name}")
+            raise InputError(f"{self.key}: '{self.path}' has no {name}")
         return path
 
     def _open(self, path: str) -> Any:
         try:
             return safetensors.safe_open(path, framework="numpy")
         except Exception as error:  # the library's own error type changed its home between versions
-            raise BadInput(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
+            raise InputError(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
 
     def _leaf_reader(self, spec: ParamSpec, dtype: jnp.dtype | None) -> Callable[[tuple[slice, ...]], np.ndarray]:
         """A function from a shard's index to that shard's values; only the layers and experts it covers are read."""

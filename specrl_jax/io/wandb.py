@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 
 class WandbRun:
     """One run of a project, resumed where the workdir has been before.
 
-    Raises BadInput where the package is missing or refuses.
+    Raises InputError where the package is missing or refuses.
     """
 
     def __init__(self, project: str, name: str, workdir: str, config: dict[str, Any]) -> None:
@@ -20,7 +20,7 @@ class WandbRun:
             # Only here: the package is no requirement of this project.
             self._wandb = importlib.import_module("wandb")
         except ImportError:
-            raise BadInput(f"logging.wandb_project={project}: needs `pip install wandb`") from None
+            raise InputError(f"logging.wandb_project={project}: needs `pip install wandb`") from None
         path = os.path.join(workdir, "wandb_id")
         try:
             self._run = self._wandb.init(
@@ -32,7 +32,7 @@ class WandbRun:
                 resume="allow",
             )
         except Exception as error:  # its errors are of many kinds; none is worth a traceback
-            raise BadInput(f"logging.wandb_project={project}: {' '.join(str(error).split())}") from None
+            raise InputError(f"logging.wandb_project={project}: {' '.join(str(error).split())}") from None
         with open(path, "w") as file:
             file.write(self._run.id)
         # Its own counter may only grow; a run that was killed goes back to its checkpoint.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import jax
 
 import specrl_jax
-from specrl_jax.core import BadInput, read_json, replacing
+from specrl_jax.core import InputError, atomic_write, read_json
 
 # What may change between two starts of one run.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
@@ -21,7 +21,7 @@ _held: dict[str, TextIO] = {}
 def open_workdir(path: str, config: dict[str, Any]) -> None:
     """Makes `path` and its config.json, or checks that it belongs to `config`; holds it until this process ends.
 
-    Raises BadInput for an unwritable path, for a run of another config, and while another process is at work there.
+    Raises InputError for an unwritable path, for a run of another config, and while another process is at work there.
     """
     file = os.path.join(path, "config.json")
     try:
@@ -31,12 +31,12 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
                 _check_same(path, json.load(f)["config"], config)
             _check_steps(path, config)
         _hold(path)
-        with replacing(file) as f:
+        with atomic_write(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
     except OSError as error:
-        raise BadInput(f"--workdir {path}: {error.strerror}") from None
+        raise InputError(f"--workdir {path}: {error.strerror}") from None
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+        raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
 
 def _hold(path: str) -> None:
@@ -47,20 +47,20 @@ def _hold(path: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise BadInput(f"--workdir {path}: another process is at work in it") from None
+        raise InputError(f"--workdir {path}: another process is at work in it") from None
     _held[place] = lock
 
 
 def check_workdir(path: str, config: dict[str, Any]) -> None:
-    """Raises BadInput unless `path` is the folder of a run of `config`, whatever its task; writes nothing."""
+    """Raises InputError unless `path` is the folder of a run of `config`, whatever its task; writes nothing."""
     file = os.path.join(path, "config.json")
     if not os.path.exists(file):
-        raise BadInput(f"--workdir {path}: there is no run (it has no config.json)")
+        raise InputError(f"--workdir {path}: there is no run (it has no config.json)")
     try:
         before = read_json(file)["config"]
         _check_same(path, before, config | {"task": before["task"]})
     except (KeyError, TypeError, AttributeError):
-        raise BadInput(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+        raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
 
 def versions() -> dict[str, str]:
@@ -71,7 +71,7 @@ def _check_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
-            raise BadInput(
+            raise InputError(
                 f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
                 "choose another --workdir"
             )
@@ -81,7 +81,7 @@ def _check_steps(path: str, config: dict[str, Any]) -> None:
     folder = os.path.join(path, "checkpoints")
     done = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0) if os.path.isdir(folder) else 0
     if done > config["steps"]:
-        raise BadInput(f"steps={config['steps']}, but the run in --workdir {path} has already done {done}")
+        raise InputError(f"steps={config['steps']}, but the run in --workdir {path} has already done {done}")
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.sharding import Partitioner
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H] in the dtype of q; consecutive query heads share one
@@ -76,7 +76,7 @@ ATTENTION: dict[str, RowAttention] = {"xla": by_xla, "cudnn": by_cudnn, "splash"
 def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> RowAttention:
     """What policy.attention=`name` stands for with activations of `dtype` on the devices of `partition`.
 
-    Raises BadInput where there is no such attention, or it does not run so. `auto` always runs, and warns where that is
+    Raises InputError where there is no such attention, or it does not run so. `auto` always runs, and warns where that is
     not by the kernel of its platform.
     """
     if name == "auto":
@@ -85,9 +85,9 @@ def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partit
             warnings.warn(f"policy.attention: xla, which keeps scores of every head; {name}: {obstacle}", stacklevel=2)
             return by_xla
     if name not in ATTENTION:
-        raise BadInput(f"policy.attention: no attention '{name}'; there are auto, {', '.join(ATTENTION)}")
+        raise InputError(f"policy.attention: no attention '{name}'; there are auto, {', '.join(ATTENTION)}")
     if obstacle := _obstacle(name, head_dim, dtype, partition):
-        raise BadInput(f"policy.attention={name}: {obstacle}")
+        raise InputError(f"policy.attention={name}: {obstacle}")
     return ATTENTION[name]
 
 

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models.layers import ParamSpec, init_params
 
 # A B by the matrix's name: leading axes (layer, expert), inputs, outputs.
@@ -28,9 +28,11 @@ class LoRA:
     def __post_init__(self) -> None:
         for name in self.targets:
             if name not in EQUATIONS:
-                raise BadInput(f"policy.lora_targets: there is no '{name}'; there are {', '.join(EQUATIONS)}")
+                raise InputError(f"policy.lora_targets: there is no '{name}'; there are {', '.join(EQUATIONS)}")
         if self.rank < 1 or not self.targets or self.alpha <= 0:
-            raise BadInput("policy.lora_rank, lora_alpha and lora_targets: at least 1, above 0 and one name are needed")
+            raise InputError(
+                "policy.lora_rank, lora_alpha and lora_targets: at least 1, above 0 and one name are needed"
+            )
 
     @property
     def scale(self) -> float:

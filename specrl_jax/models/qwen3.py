@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
@@ -29,8 +29,8 @@ from specrl_jax.models.layers import (
     rotate,
     swiglu,
 )
+from specrl_jax.models.lm_head import Tiling, token_scores
 from specrl_jax.models.lora import merged
-from specrl_jax.models.unembedding import Tiling, token_scores
 from specrl_jax.sharding import Partitioner
 
 Params = dict[str, Any]
@@ -102,7 +102,7 @@ PRESETS = {
 
 def preset(name: str, key: str = "policy.preset") -> Qwen3Config:
     if name not in PRESETS:
-        raise BadInput(f"{key}: no preset '{name}'; there are {', '.join(PRESETS)}")
+        raise InputError(f"{key}: no preset '{name}'; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.rewards.pool import Workers, cores
 from specrl_jax.rewards.worker import BUILT_IN, Outcome, Row
 
@@ -50,7 +50,7 @@ class Scorer:
       workers: processes; 0 is one per core, at most 8.
       memory: GiB that a worker may take beyond its imports.
     Raises:
-      BadInput naming `reward.name`, `reward.weights`, `reward.timeout`, `reward.workers` or `reward.memory`. A user's
+      InputError naming `reward.name`, `reward.weights`, `reward.timeout`, `reward.workers` or `reward.memory`. A user's
       function is looked for here, in a worker: about 2 s and what importing it takes.
     """
 
@@ -68,7 +68,7 @@ class Scorer:
         self._workers = Workers(self.names, timeout, workers or min(cores(), MOST_WORKERS), int(memory * GIB))
         if any(name not in BUILT_IN for name in names) and (problem := self._workers.problem()):
             self.close()
-            raise BadInput(f"reward.name: {problem}")
+            raise InputError(f"reward.name: {problem}")
 
     def start(self) -> None:
         """Starts the workers and does not wait for them."""
@@ -108,20 +108,20 @@ class Scorer:
 
 def _check(names: Sequence[str], weights: Sequence[float], timeout: float, workers: int, memory: float) -> None:
     if not names:
-        raise BadInput("reward.name: name at least one reward")
+        raise InputError("reward.name: name at least one reward")
     for name in names:
         if name not in BUILT_IN and not _PATH.fullmatch(name):
             known = ", ".join(BUILT_IN)
-            raise BadInput(f"reward.name: no reward '{name}'; there are {known}, or package.module:function")
+            raise InputError(f"reward.name: no reward '{name}'; there are {known}, or package.module:function")
     if len(set(names)) < len(names):
-        raise BadInput(f"reward.name: a reward is named twice in {', '.join(names)}")
+        raise InputError(f"reward.name: a reward is named twice in {', '.join(names)}")
     if weights and len(weights) != len(names):
-        raise BadInput(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
+        raise InputError(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
     if not all(abs(weight) <= LARGEST_WEIGHT for weight in weights):
-        raise BadInput(f"reward.weights: {tuple(weights)}: each must be within -1e6 and 1e6")
+        raise InputError(f"reward.weights: {tuple(weights)}: each must be within -1e6 and 1e6")
     if not 0 < timeout < math.inf:
-        raise BadInput(f"reward.timeout: {timeout} s; must be positive and finite")
+        raise InputError(f"reward.timeout: {timeout} s; must be positive and finite")
     if workers < 0:
-        raise BadInput(f"reward.workers: {workers}; must be positive, or 0 for one per core")
+        raise InputError(f"reward.workers: {workers}; must be positive, or 0 for one per core")
     if not 0 < memory < math.inf:
-        raise BadInput(f"reward.memory: {memory} GiB; must be positive and finite")
+        raise InputError(f"reward.memory: {memory} GiB; must be positive and finite")

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import BadInput, Mean, masked_mean
+from specrl_jax.core import InputError, Mean, masked_mean
 from specrl_jax.rl.correction import CORRECTIONS, importance_weights
 from specrl_jax.rl.divergences import ESTIMATORS, divergence
 from specrl_jax.rl.sequences import AGGREGATIONS, aggregate, sequence_sum
@@ -37,7 +37,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.kl_coef < 0 or self.entropy_coef < 0:
-            raise BadInput(
+            raise InputError(
                 "grpo: 0 <= clip_low <= 1, clip_high >= 0, kl_coef >= 0 and entropy_coef >= 0 are needed, not "
                 f"{self.clip_low}, {self.clip_high}, {self.kl_coef}, {self.entropy_coef}"
             )
@@ -50,18 +50,18 @@ class Objective:
         }
         for key, names in choices.items():
             if getattr(self, key) not in names:
-                raise BadInput(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
+                raise InputError(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
         if self.correction != "none" and self.old_logprobs == "rollout":
-            raise BadInput(
+            raise InputError(
                 f"grpo.correction={self.correction} compares the rollouts' log-probs with the learner's: "
                 "grpo.old_logprobs must be learner or current"
             )
         if self.correction != "none" and self.correction_cap <= 1:
-            raise BadInput(f"grpo.correction_cap={self.correction_cap}: above 1 is needed")
+            raise InputError(f"grpo.correction_cap={self.correction_cap}: above 1 is needed")
 
 
 @flax.struct.dataclass
-class Signal:
+class LossInputs:
     """What the policy learns from, beside the rows. What an objective does not use is None."""
 
     old_logprobs: jax.Array | None  # [B, T] float32, nats; None: the policy's own, as it is before this update
@@ -85,10 +85,10 @@ class Terms:
         return jax.tree.map(jnp.add, self, other)
 
 
-def objective_terms(
+def grpo_loss(
     logprobs: jax.Array,
     entropy: jax.Array,
-    signal: Signal,
+    signal: LossInputs,
     mask: jax.Array,
     segments: jax.Array | None,
     objective: Objective,

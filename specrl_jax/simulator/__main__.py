@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.io.command_line import fail, one_line
+from specrl_jax.cli import fail, one_line
 
 # Mean response over the limit, as fitted to the paper's RL-Zero by experiments/scale_projection.
 MEAN_SHARE = 0.47
@@ -31,7 +31,7 @@ HEADS, COPIES = ("eagle3", "mtp"), ("ngram", "suffix")
 def main(argv: list[str]) -> int:
     f = parse(argv)
     # After the flags: a typo answers at once, without JAX's seconds.
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
     from specrl_jax.simulator.report import report
 
     try:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         print("\n".join([headline(f, scenario), "", *report(scenario, point, split)]))
         if f.grid:
             print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
-    except BadInput as error:
+    except InputError as error:
         return fail(str(error))
     except OSError as error:
         return fail(f"--grid={f.grid}: {error.strerror}")
@@ -87,7 +87,7 @@ def parse(argv: list[str]) -> flags.FlagValues:
 
 def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
     """ConfigDict stops here."""
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
     from specrl_jax.models.qwen3 import preset
     from specrl_jax.simulator.cost import Precision, head_config
     from specrl_jax.simulator.hardware import find_engine, find_hardware
@@ -100,7 +100,7 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
     rollouts = c.grpo.prompts_per_step * c.grpo.group_size
     split = to_split(c, model)
     if c.draft.kind not in HEADS + COPIES:
-        raise BadInput(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + COPIES)}")
+        raise InputError(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + COPIES)}")
     learns = c.draft.kind in HEADS and c.draft.online
     return Scenario(
         model=model,
@@ -131,31 +131,31 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
 
 def to_split(c: ConfigDict, model: Any) -> Any:
     """Of the mesh's two axes that divide a replica; data and fsdp follow from --devices."""
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
     from specrl_jax.simulator.communication import Split
 
     for axis, what, count in (("tensor", "heads", model.heads), ("expert", "experts", model.experts)):
         size = c.mesh[axis]
         if size < 1 or (count and count % size):
             divisor = f"a positive divisor of the policy's {count} {what}" if count else "at least 1"
-            raise BadInput(f"mesh.{axis}={size}: {divisor} is needed")
+            raise InputError(f"mesh.{axis}={size}: {divisor} is needed")
     return Split(c.mesh.tensor, c.mesh.expert)
 
 
 def rollout_dtypes(f: flags.FlagValues, c: ConfigDict) -> tuple[str, str, str]:
     """Of weights, cache and activations."""
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
     from specrl_jax.simulator.cost import BYTES
 
     dtype = f.rollout_dtype
     if dtype and dtype not in BYTES:
-        raise BadInput(f"--rollout_dtype: no dtype '{dtype}'; there are {', '.join(BYTES)}")
+        raise InputError(f"--rollout_dtype: no dtype '{dtype}'; there are {', '.join(BYTES)}")
     return dtype or c.policy.dtype, dtype or c.rollout.cache_dtype, c.rollout.compute_dtype
 
 
 def to_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Any, bool]:
     """(the configuration, whether to look for its best division of the devices), checked against the mesh."""
-    from specrl_jax.core import BadInput
+    from specrl_jax.core import InputError
     from specrl_jax.simulator.rollout import LENGTHS
     from specrl_jax.simulator.scenario import points
 
@@ -164,31 +164,35 @@ def to_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Any, bool]:
     mesh = f"mesh.tensor x mesh.expert = {unit}"
     k = c.draft.length if f.draft_length == -1 else f.draft_length
     if devices < 1 or devices % unit:
-        raise BadInput(f"--devices={devices}: a positive multiple of {mesh} is needed")
+        raise InputError(f"--devices={devices}: a positive multiple of {mesh} is needed")
     if lag < 0:
-        raise BadInput(f"--lag={lag}: 0 (synchronous) or the policy versions that a rollout may be behind")
+        raise InputError(f"--lag={lag}: 0 (synchronous) or the policy versions that a rollout may be behind")
     if lag and devices < 2 * unit:
-        raise BadInput(f"--lag={lag}: generation and learner need {mesh} devices each, --devices={devices} are too few")
+        raise InputError(
+            f"--lag={lag}: generation and learner need {mesh} devices each, --devices={devices} are too few"
+        )
     if apart and not (0 < apart < devices and apart % unit == 0):
-        raise BadInput(f"--rollout_devices={apart}: a multiple of {mesh} below --devices={devices} is needed")
+        raise InputError(f"--rollout_devices={apart}: a multiple of {mesh} below --devices={devices} is needed")
     if not 0 <= k <= LENGTHS[-1]:
-        raise BadInput(f"--draft_length={k}: 0 to {LENGTHS[-1]}")
+        raise InputError(f"--draft_length={k}: 0 to {LENGTHS[-1]}")
     measured = k if f.acceptance else ACCEPTED_AT
     acceptance = f.acceptance or ACCEPTANCE
     if not 1 <= acceptance <= measured + 1:
-        raise BadInput(f"--acceptance={acceptance:g}: a verification of {measured} drafts commits 1 to {measured + 1}")
+        raise InputError(
+            f"--acceptance={acceptance:g}: a verification of {measured} drafts commits 1 to {measured + 1}"
+        )
     others = {"rollout_devices": apart or devices, "lag": lag, "measured": measured}
     return points(devices, k, acceptance, **others), bool(lag and not apart)
 
 
 def check_fit(scenario: Any) -> None:
-    """Raises BadInput where not even the rollout's weights fit."""
-    from specrl_jax.core import BadInput
+    """Raises InputError where not even the rollout's weights fit."""
+    from specrl_jax.core import InputError
     from specrl_jax.simulator.cost import BYTES, parameters
 
     size = parameters(scenario.model) * BYTES[scenario.precision.weights] / scenario.rollout_split.devices
     if size > scenario.hardware.memory_bytes:
-        raise BadInput(
+        raise InputError(
             f"mesh.tensor, mesh.expert: {size / 1e9:.0f} GB of rollout weights a device do not fit in the "
             f"{scenario.hardware.memory_bytes / 1e9:.0f} GB of {scenario.hardware.name}"
         )

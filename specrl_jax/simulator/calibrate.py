@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 NINETY = 1.645  # standard errors each side of a 90 % interval
 
@@ -43,7 +43,7 @@ def fit(
     names, measured = list(start), np.asarray(measured, float)
     first = np.array([start[name] for name in names])
     if len(names) > len(measured):
-        raise BadInput(f"{len(names)} constants cannot be fitted to {len(measured)} points")
+        raise InputError(f"{len(names)} constants cannot be fitted to {len(measured)} points")
 
     def values(logs: np.ndarray) -> np.ndarray:
         return first * np.exp(logs)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.models.eagle3 import Eagle3Config, eagle3_config
+from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_reduce, all_to_all, send
 from specrl_jax.simulator.hardware import Array, Hardware
@@ -224,7 +224,7 @@ def unembedding(embed: int, vocab: int, rows: Array, split: Split, p: Precision)
 
 
 def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
-    """The EAGLE-3 head that goes with a policy; draft_vocab 0 is the policy's. Raises BadInput: it is too shallow."""
+    """The EAGLE-3 head that goes with a policy; draft_vocab 0 is the policy's. Raises InputError: it is too shallow."""
     return eagle3_config(model, draft_vocab or model.vocab)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 # A number, or as many of them as there are configurations
 Array = float | np.ndarray
@@ -243,13 +243,13 @@ ENGINES = {
 
 def find_hardware(name: str) -> Hardware:
     if name not in HARDWARE:
-        raise BadInput(f"--hardware: no machine '{name}'; there are {', '.join(HARDWARE)}")
+        raise InputError(f"--hardware: no machine '{name}'; there are {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 
 def find_engine(name: str) -> Engine:
     if name not in ENGINES:
-        raise BadInput(f"--engine: no engine '{name}'; there are {', '.join(ENGINES)}")
+        raise InputError(f"--engine: no engine '{name}'; there are {', '.join(ENGINES)}")
     return ENGINES[name]
 
 

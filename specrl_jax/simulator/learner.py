@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from specrl_jax.models.eagle3 import Eagle3Config
+from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_gather, pipeline_share
 from specrl_jax.simulator.cost import BYTES, forward_flops, head_parameters, parameters

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 0 < self.mean <= self.limit:
-            raise BadInput(f"--mean_tokens={self.mean:g}: a mean lies above 0 and at most at the limit {self.limit:g}")
+            raise InputError(
+                f"--mean_tokens={self.mean:g}: a mean lies above 0 and at most at the limit {self.limit:g}"
+            )
 
     def quantile(self, share: np.ndarray) -> np.ndarray:
         """Tokens that a share of the responses does not exceed; at least one."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.models.eagle3 import Eagle3Config
+from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Split
 from specrl_jax.simulator.cost import BFLOAT16, Decoder, Precision

@@ -31,7 +31,7 @@ class Alarms:
     def _learn(self, row: dict[str, Any]) -> None:
         if self.entropy is None:
             self.entropy = row["policy/entropy"]
-        now = row["mismatch/kl"]
+        now = row["rollout_vs_learner/kl"]
         if self.mismatch is None:
             self.mismatch = now
         elif not _grown(row, self):  # or it would become the usual
@@ -44,12 +44,12 @@ def _acceptance(row: dict[str, Any], known: Alarms) -> str:
 
 
 def _grown(row: dict[str, Any], known: Alarms) -> str:
-    now, usual = row["mismatch/kl"], known.mismatch
+    now, usual = row["rollout_vs_learner/kl"], known.mismatch
     # Not a number is growth too.
     if usual is None or now <= max(GROWTH * usual, SMALL_MISMATCH):
         return ""
     return (
-        f"rollouts and learner disagree: mismatch/kl {now:.2e} nats, usually {usual:.2e}. Likely causes: weights not "
+        f"rollouts and learner disagree: rollout_vs_learner/kl {now:.2e} nats, usually {usual:.2e}. Likely causes: weights not "
         "synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds the harm"
     )
 

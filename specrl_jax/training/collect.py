@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.config.settings import GRPOSettings
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
-from specrl_jax.processes import gathered
+from specrl_jax.distributed import gathered
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.overlong import overlong_penalty
-from specrl_jax.training.settings import GRPOSettings
 
 
 class Batch(NamedTuple):
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     rewards: np.ndarray  # [R] float32, what advantages are made of: the scores' total, less what length costs
 
 
-class Lesson(NamedTuple):
+class TrainingBatch(NamedTuple):
     """What is learnt from a batch."""
 
     rollouts: Rollouts  # of P groups
@@ -76,7 +76,7 @@ def unequal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return np.any(groups != groups[:, :1], axis=1)
 
 
-def lesson(batches: list[Batch], g: GRPOSettings) -> Lesson:
+def lesson(batches: list[Batch], g: GRPOSettings) -> TrainingBatch:
     """P groups of the batches: those with unequal rewards first where several rounds were allowed, in their order.
 
     What fills up the batch then, and answers cut by the limit under `grpo.mask_truncated`, do not teach.
@@ -91,7 +91,7 @@ def lesson(batches: list[Batch], g: GRPOSettings) -> Lesson:
     teaches = np.repeat(differs[groups], g.group_size) if g.sampling_rounds > 1 else np.ones(len(rows), bool)
     if g.mask_truncated:
         teaches &= rollouts.ended[rows]
-    return Lesson(rollouts.take(rows), advantages, teaches)
+    return TrainingBatch(rollouts.take(rows), advantages, teaches)
 
 
 def merged_scores(parts: Sequence[Scores]) -> Scores:

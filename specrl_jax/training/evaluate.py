@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax import processes
+from specrl_jax import distributed as processes
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.training.accuracy import accuracy_metrics
+from specrl_jax.training.build import Setup
 from specrl_jax.training.collect import of_all
-from specrl_jax.training.measures import speculation_metrics
-from specrl_jax.training.setup import Setup
+from specrl_jax.training.metrics import speculation_metrics
 
 # Evaluation draws noise of its own: never that of a training rollout with the same id.
 EVAL_SEED_OFFSET = 1_000_003

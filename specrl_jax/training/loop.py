@@ -16,24 +16,29 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax import processes
-from specrl_jax.core import PHASES, BadInput, RunFailed, Stopped
+from specrl_jax import distributed as processes
+from specrl_jax.config.settings import Settings
+from specrl_jax.core import PHASES, InputError, RunFailed, Stopped
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine
-from specrl_jax.decoding.rollouts import Rollouts, Stamp, concatenated
+from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, concatenated
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, read_metrics
+from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.wandb import WandbRun
+from specrl_jax.learner.batch import LearnerBatch, learner_batch
+from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics, Tables
+from specrl_jax.learner.policy_step import Features, UpdateMetrics
+from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.grpo import Signal
-from specrl_jax.training.batches import LearnerBatch, learner_batch
+from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.training.build import Setup
 from specrl_jax.training.collect import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
-from specrl_jax.training.compare import compare_with_plain
-from specrl_jax.training.draft_learning import DraftMetrics, Outlook, Tables
 from specrl_jax.training.evaluate import Evaluation, evaluate, score
-from specrl_jax.training.measures import (
+from specrl_jax.training.metrics import (
     draft_metrics,
     mismatch_metrics,
     outlook_metrics,
@@ -43,15 +48,10 @@ from specrl_jax.training.measures import (
     rollout_samples,
     speculation_metrics,
 )
-from specrl_jax.training.pipeline import Async, Pipeline, Produced, Sync
-from specrl_jax.training.progress import Display, PhaseClock
-from specrl_jax.training.settings import Settings
-from specrl_jax.training.setup import Setup
+from specrl_jax.training.pipeline import Async, Pipeline, RolloutBatch, Sync
 from specrl_jax.training.speculation import Speculation
-from specrl_jax.training.state import RunState, TrainState
-from specrl_jax.training.steps import Features, UpdateMetrics
+from specrl_jax.training.speedup import compare_with_plain
 from specrl_jax.training.watch import Watch
-from specrl_jax.training.weights import Weights
 
 
 def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
       The run's metrics rows; row 0 is the evaluation before training.
     Raises:
       Stopped: after saving, where `stop` was set.
-      BadInput: a checkpoint or data position that does not fit.
+      InputError: a checkpoint or data position that does not fit.
       RunFailed: the policy's gradient stays without a finite value, or nothing can be written; says what is kept.
     """
     s = setup.settings
@@ -197,7 +197,7 @@ def make_pipeline(
     s, tokenizer, p = setup.settings, setup.tokenizer, setup.settings.pipeline
     progress = display.update_phase if p.mode == "sync" else lambda done, total: None
 
-    def produce(step: int, weights: Weights, stamp: Stamp) -> Produced:
+    def produce(step: int, weights: Weights, stamp: WeightsVersion) -> RolloutBatch:
         def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
             own = processes.share(len(problems))
             prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
@@ -221,7 +221,7 @@ def make_pipeline(
         longest = s.rollout.max_response_tokens
         batches = collect(generate, problems, lambda: next(stream), s.grpo, longest, step)
         seconds = {"data": drawn - start, "generate": time.perf_counter() - drawn, "idle": 0.0}
-        return Produced(step, batches, stream.position, seconds)
+        return RolloutBatch(step, batches, stream.position, seconds)
 
     if p.mode == "sync":
         return Sync(produce)
@@ -232,7 +232,7 @@ def _equal_share(batches: list[Batch], group_size: int) -> float:
     return float(1 - np.concatenate([unequal(batch.rewards, group_size) for batch in batches]).mean())
 
 
-def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal:
+def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> LossInputs:
     """What the objective asks for, of the policy before the first update. Waits until it is there."""
     o = setup.objective
     params, rows = setup.whole(state.policy), setup.on_learner(batch.rows)
@@ -248,7 +248,7 @@ def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> Signal
         )
     behaviour = batch.behaviour if o.correction != "none" else None
     teaches = batch.teaches if setup.settings.grpo.leaves_out else None
-    return Signal(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches)
+    return LossInputs(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches)
 
 
 class Updates(NamedTuple):
@@ -256,7 +256,7 @@ class Updates(NamedTuple):
 
     policy: list[UpdateMetrics]
     draft: list[DraftMetrics]  # empty where no draft learns
-    outlook: Outlook | None  # on the host, of the draft before these updates; None: there is none
+    outlook: DraftDiagnostics | None  # on the host, of the draft before these updates; None: there is none
     draft_seconds: float
     logprobs: np.ndarray  # [B, T] float32, nats, each row's by the policy that first learnt from it
 
@@ -265,7 +265,9 @@ class Updates(NamedTuple):
         return row | draft_metrics(self.draft, self.draft_seconds)
 
 
-def learn(setup: Setup, state: RunState, rows: Rows, signal: Signal, draft_learns: bool) -> tuple[RunState, Updates]:
+def learn(
+    setup: Setup, state: RunState, rows: Rows, signal: LossInputs, draft_learns: bool
+) -> tuple[RunState, Updates]:
     """One policy update per epoch and minibatch, in the first epoch followed by those of the draft from the features of
     that update's forward.
 
@@ -415,7 +417,7 @@ def _restore(setup: Setup, checkpoints: Checkpoints, stream: ProblemStream) -> t
     if latest is None:
         return setup.initial_state(), None, Watch(setup)
     if latest > setup.settings.steps:
-        raise BadInput(f"steps={setup.settings.steps}, but the run in this workdir has already done {latest}")
+        raise InputError(f"steps={setup.settings.steps}, but the run in this workdir has already done {latest}")
     state, host = checkpoints.restore(latest, setup.abstract_state())
     stream.position = host.values["position"]
     policy = state.policy.replace(frozen=setup.frozen_params())
@@ -437,8 +439,8 @@ def _note(row: dict[str, Any]) -> str:
         note += f"  acceptance {row['spec/acceptance_length']:.2f}"
     if "eval/accuracy" in row:
         note += f"  accuracy {row['eval/accuracy']:.3f}"
-    if row["policy/skipped"]:
-        note += f"  {row['policy/skipped']} updates skipped"
+    if row["policy/nonfinite_updates"]:
+        note += f"  {row['policy/nonfinite_updates']} updates skipped"
     if alarms := [name.removeprefix("alarm/") for name, on in row.items() if name.startswith("alarm/") and on]:
         note += f"  ALARM {', '.join(alarms)}"
     return note

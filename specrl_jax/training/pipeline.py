@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from specrl_jax.decoding.rollouts import Stamp
+from specrl_jax.decoding.rollouts import WeightsVersion
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.training.collect import Batch
-from specrl_jax.training.weights import Weights
 
 
-class Produced(NamedTuple):
+class RolloutBatch(NamedTuple):
     """One step's rollouts: all, where they were asked for; this process' share, where they came ahead."""
 
     step: int
@@ -27,7 +27,7 @@ class Produced(NamedTuple):
 
 
 # (step, weights, stamp) -> its rollouts
-Produce = Callable[[int, Weights, Stamp], Produced]
+Produce = Callable[[int, Weights, WeightsVersion], RolloutBatch]
 
 
 class Pipeline(Protocol):
@@ -35,8 +35,8 @@ class Pipeline(Protocol):
 
     inline: bool  # whether `take` generates
 
-    def publish(self, step: int, weights: Weights, stamp: Stamp) -> None: ...
-    def take(self, step: int) -> Produced: ...
+    def publish(self, step: int, weights: Weights, stamp: WeightsVersion) -> None: ...
+    def take(self, step: int) -> RolloutBatch: ...
     def close(self) -> None: ...
 
 
@@ -47,12 +47,12 @@ class Sync:
 
     def __init__(self, produce: Produce) -> None:
         self._produce = produce
-        self._newest: tuple[Weights, Stamp] | None = None
+        self._newest: tuple[Weights, WeightsVersion] | None = None
 
-    def publish(self, step: int, weights: Weights, stamp: Stamp) -> None:
+    def publish(self, step: int, weights: Weights, stamp: WeightsVersion) -> None:
         self._newest = weights, stamp
 
-    def take(self, step: int) -> Produced:
+    def take(self, step: int) -> RolloutBatch:
         # Let go of before learning: a copy of the weights that nothing reads.
         (weights, stamp), self._newest = self._newest, None
         return self._produce(step, weights, stamp)
@@ -74,20 +74,20 @@ class Async:
 
     def __init__(self, produce: Produce, lag: int, first: int, last: int, devices: threading.Lock) -> None:
         self._produce, self._lag, self._first, self._last, self._devices = produce, lag, first, last, devices
-        self._published: dict[int, tuple[Weights, Stamp]] = {}
+        self._published: dict[int, tuple[Weights, WeightsVersion]] = {}
         self._changed = threading.Condition()
         self._closed = False
         # One place a lag: what is finished beyond it waits in the thread.
-        self._finished: queue.Queue[Produced | BaseException] = queue.Queue(maxsize=max(lag, 1))
+        self._finished: queue.Queue[RolloutBatch | BaseException] = queue.Queue(maxsize=max(lag, 1))
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
-    def publish(self, step: int, weights: Weights, stamp: Stamp) -> None:
+    def publish(self, step: int, weights: Weights, stamp: WeightsVersion) -> None:
         with self._changed:
             self._published[step] = weights, stamp
             self._changed.notify_all()
 
-    def take(self, step: int) -> Produced:
+    def take(self, step: int) -> RolloutBatch:
         found = self._finished.get()
         if isinstance(found, BaseException):
             raise found
@@ -120,7 +120,7 @@ class Async:
         except BaseException as error:  # the learner's to raise
             self._finished.put(error)
 
-    def _weights(self, step: int) -> tuple[Weights, Stamp]:
+    def _weights(self, step: int) -> tuple[Weights, WeightsVersion]:
         """Of the policy before `step`, once they are there. Older ones are let go."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or step in self._published)

@@ -5,17 +5,17 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 
-from specrl_jax.core import BadInput
+from specrl_jax.config.settings import DataSettings, EvalSettings
+from specrl_jax.core import InputError
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.training.settings import DataSettings, EvalSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """Read when they are first asked for. Reading raises BadInput for a file or row that cannot be used."""
+    """Read when they are first asked for. Reading raises InputError for a file or row that cannot be used."""
 
     data: DataSettings
     eval: EvalSettings
@@ -38,7 +38,7 @@ class Problems:
     def validation(self) -> dict[str, list[Problem]]:
         """The fixed validation sets by name: that of the file (see `set_names`), or of the built-in task."""
         if self.data.path and not self.eval.path and not self.eval.task:
-            raise BadInput("eval.path: prompts come from data.path, so a file to validate on is needed here")
+            raise InputError("eval.path: prompts come from data.path, so a file to validate on is needed here")
         sets: dict[str, Sequence[Problem]]
         if self.eval.path:
             paths = split_paths(self.eval.path, "eval.path")
@@ -76,11 +76,11 @@ class Problems:
 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Names of validation sets: those of their files without ending, "test"; where several have one, with the folder's
-    before it, "gsm8k_test". Raises BadInput where that does not tell them apart.
+    before it, "gsm8k_test". Raises InputError where that does not tell them apart.
     """
     stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
     folders = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
     names = [stem if stems.count(stem) == 1 else f"{folder}_{stem}" for folder, stem in zip(folders, stems)]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise BadInput(f"eval.path: two files are called '{repeated[0]}'")
+        raise InputError(f"eval.path: two files are called '{repeated[0]}'")
     return names

@@ -13,11 +13,11 @@ from specrl_jax.decoding.engine import FixedLength, Lengths
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.checkpoints import Host
-from specrl_jax.training.draft_learning import Outlook
+from specrl_jax.learner.draft_step import DraftDiagnostics
+from specrl_jax.learner.draft_vocab import VocabularyWatch
+from specrl_jax.learner.state import RunState
+from specrl_jax.training.build import Setup
 from specrl_jax.training.draft_schedule import DraftSchedule
-from specrl_jax.training.draft_vocab import VocabularyWatch
-from specrl_jax.training.setup import Setup
-from specrl_jax.training.state import RunState
 
 # With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
 PROBE_STEPS = 8
@@ -88,7 +88,7 @@ class Speculation:
         """(state, metrics): the draft over the ids that rollouts use, where it has ids of its own and learns."""
         return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
-    def observe(self, rollouts: Rollouts, outlook: Outlook | None) -> dict[str, float]:
+    def observe(self, rollouts: Rollouts, outlook: DraftDiagnostics | None) -> dict[str, float]:
         """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.
 
         Args:
@@ -100,7 +100,7 @@ class Speculation:
         with self._lock:
             return self._observe(rollouts, outlook)
 
-    def _observe(self, rollouts: Rollouts, outlook: Outlook | None) -> dict[str, float]:
+    def _observe(self, rollouts: Rollouts, outlook: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
         predicted = None if outlook is None else outlook.acceptance
         if outlook is not None:

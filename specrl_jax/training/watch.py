@@ -6,9 +6,9 @@ from typing import Any
 
 from specrl_jax.core import RunFailed
 from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.progress import Display
 from specrl_jax.training.alarms import Alarms
-from specrl_jax.training.progress import Display
-from specrl_jax.training.setup import Setup
+from specrl_jax.training.build import Setup
 from specrl_jax.training.speculation import Speculation
 
 

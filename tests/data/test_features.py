@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.features import MANIFEST, FeatureRow, FeatureStore
 
 T, A, D = 9, 3, 4
@@ -76,9 +76,11 @@ def test_an_empty_store(tmp_path):
 
 def test_another_origin_is_refused_by_name(tmp_path):
     FeatureStore(str(tmp_path), MADE_FROM, T).add(rows(1, 0))
-    with pytest.raises(BadInput, match=r"pretrain\.features: .* was made from another policy; name or empty a folder"):
+    with pytest.raises(
+        InputError, match=r"pretrain\.features: .* was made from another policy; name or empty a folder"
+    ):
         FeatureStore(str(tmp_path), MADE_FROM | {"policy": 18}, T)
-    with pytest.raises(BadInput, match="another dtype, prompts"):
+    with pytest.raises(InputError, match="another dtype, prompts"):
         FeatureStore(str(tmp_path), MADE_FROM | {"prompts": "countdown", "dtype": "float32"}, T)
 
 

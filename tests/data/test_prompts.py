@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, find_schemas
 from specrl_jax.data.tokenizers import CharTokenizer
 
@@ -63,7 +63,7 @@ def test_keys_may_be_named(write):
 
 def test_blank_lines_count_as_lines_but_not_as_rows(write):
     assert len(read(write("", row(), "   ", row("2+1")))) == 2
-    with pytest.raises(BadInput, match=r"data\.jsonl:4: not JSON"):
+    with pytest.raises(InputError, match=r"data\.jsonl:4: not JSON"):
         read(write("", row(), "   ", "{"))
 
 
@@ -101,7 +101,7 @@ MALFORMED = {
 @pytest.mark.parametrize("line", MALFORMED.values(), ids=MALFORMED.keys())
 def test_a_bad_row_is_named_by_file_and_line(write, line):
     path = write(row("1"), row("2"), line, row("3"))
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}:3: ")
     assert "\n" not in str(error.value)
@@ -110,19 +110,19 @@ def test_a_bad_row_is_named_by_file_and_line(write, line):
 def test_a_line_that_is_not_utf8_is_named_by_file_and_line(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(row().encode() + b"\n" + b'{"prompt": "\xff", "answer": "2"}\n')
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}:2: ")
 
 
 def test_a_long_prompt_says_how_long_and_which_key_to_change(write):
-    with pytest.raises(BadInput, match=r"data\.jsonl:1: .*13 tokens.*rollout\.max_prompt_tokens=12"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: .*13 tokens.*rollout\.max_prompt_tokens=12"):
         read(write(row("1" * 13)))
     assert len(read(write(row("1" * 12)))) == 1
 
 
 def test_a_missing_key_is_named(write):
-    with pytest.raises(BadInput, match=r"data\.jsonl:1: .*'question'.*'answer'"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: .*'question'.*'answer'"):
         read(write(row()), Schema("question", "answer"))
 
 
@@ -130,7 +130,7 @@ def test_a_missing_key_is_named(write):
 def test_an_empty_file_is_refused(tmp_path, content):
     path = tmp_path / "data.jsonl"
     path.write_text(content)
-    with pytest.raises(BadInput, match=r"data\.jsonl' is empty"):
+    with pytest.raises(InputError, match=r"data\.jsonl' is empty"):
         read(path)
 
 
@@ -141,14 +141,14 @@ def test_a_file_that_cannot_be_read_is_refused(write, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(builtins, "open", refuse)
-    with pytest.raises(BadInput, match=r"data\.path: cannot read '.*data\.jsonl': Permission denied"):
+    with pytest.raises(InputError, match=r"data\.path: cannot read '.*data\.jsonl': Permission denied"):
         read(path)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(BadInput, match=r"no file '.*nothing\.jsonl'"):
+    with pytest.raises(InputError, match=r"no file '.*nothing\.jsonl'"):
         read(tmp_path / "nothing.jsonl")
-    with pytest.raises(BadInput, match="no file"):
+    with pytest.raises(InputError, match="no file"):
         read(tmp_path)
 
 
@@ -168,14 +168,14 @@ def test_malformed_and_long_rows_are_left_out_where_asked(write):
     assert (counts.malformed, counts.long, counts.repeated) == (2, 1, 1)
     said = "2 of 6 prompts; left out: 1 repeated (0 with another answer), 2 malformed, 1 too long"
     assert counts.line("f") == f"f: {said}"
-    with pytest.raises(BadInput, match=r"data\.jsonl:2: not JSON"):
+    with pytest.raises(InputError, match=r"data\.jsonl:2: not JSON"):
         read(path, skip_long=True)
-    with pytest.raises(BadInput, match=r"data\.jsonl:3: .*13 tokens"):
+    with pytest.raises(InputError, match=r"data\.jsonl:3: .*13 tokens"):
         read(path, skip_malformed=True)
 
 
 def test_a_file_of_which_nothing_is_left_is_refused(write):
-    with pytest.raises(BadInput, match=r"nothing is left of .*1 malformed, 1 too long.*data\.jsonl:1: not JSON"):
+    with pytest.raises(InputError, match=r"nothing is left of .*1 malformed, 1 too long.*data\.jsonl:1: not JSON"):
         read(write("{", row("1" * 13)), skip_malformed=True, skip_long=True)
 
 
@@ -221,7 +221,7 @@ def test_a_thousand_mutations_are_each_taken_named_or_counted(tmp_path):
         schema = schemas[i % 4]
         try:
             read(path, schema)
-        except BadInput as error:
+        except InputError as error:
             # The untouched first line has other keys than the schemas of the last two.
             assert str(error).startswith((f"{path}:1: ", f"{path}:2: ")) and "\n" not in str(error)
             named += 1
@@ -252,7 +252,7 @@ def test_the_schemas_of_published_sets(write, name, line, expected):
 
 
 def test_an_answer_without_its_mark_is_malformed(write):
-    with pytest.raises(BadInput, match=r"data\.jsonl:1: 'answer' states no answer after '####'"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: 'answer' states no answer after '####'"):
         read(write('{"question": "1", "answer": "6"}'), SCHEMAS["gsm8k"])
 
 
@@ -262,7 +262,7 @@ def test_a_key_with_a_dot_may_also_be_a_key(write):
 
 @pytest.mark.parametrize("value", ['"text"', "null", "[]", "{}"])
 def test_an_object_that_is_none_is_named(write, value):
-    with pytest.raises(BadInput, match=r"data\.jsonl:1: needs an object with 'prompt' and 'a\.b'"):
+    with pytest.raises(InputError, match=r"data\.jsonl:1: needs an object with 'prompt' and 'a\.b'"):
         read(write(f'{{"prompt": "1", "a": {value}}}'), Schema("prompt", "a.b"))
 
 
@@ -290,12 +290,12 @@ def test_a_row_that_the_chat_template_refuses_is_named(write):
     class Strict(Chat):
         def apply_chat_template(self, messages, thinking=True):
             if messages[0]["role"] != "user":
-                raise BadInput("data.tokenizer: the chat template fails: unknown role")
+                raise InputError("data.tokenizer: the chat template fails: unknown role")
             return super().apply_chat_template(messages, thinking)
 
     path = write(row([{"role": "user", "content": "1"}]), row([{"role": "tool", "content": "2"}]))
     reader = Reader(Strict(), PromptFormat(), LIMIT)
-    with pytest.raises(BadInput, match=r"data\.jsonl:2: data\.tokenizer: the chat template fails: unknown role"):
+    with pytest.raises(InputError, match=r"data\.jsonl:2: data\.tokenizer: the chat template fails: unknown role"):
         reader.read(str(path), PLAIN)
     assert Reader(Strict(), PromptFormat(), LIMIT, skip_malformed=True).read(str(path), PLAIN)[1].malformed == 1
 
@@ -310,7 +310,7 @@ def test_braces_in_a_prompt_are_text():
 
 
 def test_a_template_without_a_place_for_the_prompt_is_refused():
-    with pytest.raises(BadInput, match=r"data\.template"):
+    with pytest.raises(InputError, match=r"data\.template"):
         PromptFormat(template="no")
 
 
@@ -318,9 +318,9 @@ def test_schemas_are_found_one_for_all_or_one_each():
     assert find_schemas("", PLAIN, 2, "k") == [PLAIN, PLAIN]
     assert find_schemas("math", PLAIN, 2, "k") == [SCHEMAS["math"]] * 2
     assert find_schemas("math,,gsm8k", PLAIN, 3, "k") == [SCHEMAS["math"], PLAIN, SCHEMAS["gsm8k"]]
-    with pytest.raises(BadInput, match="k: no schema 'x'"):
+    with pytest.raises(InputError, match="k: no schema 'x'"):
         find_schemas("x", PLAIN, 1, "k")
-    with pytest.raises(BadInput, match="one for each of the 3 files"):
+    with pytest.raises(InputError, match="one for each of the 3 files"):
         find_schemas("math,dapo", PLAIN, 3, "k")
 
 
@@ -348,7 +348,7 @@ def test_parquet_rows_are_read_as_jsonl_rows_are(parquet, write):
 
 def test_a_bad_parquet_row_is_named_by_file_and_number(parquet):
     path = parquet([{"prompt": "1", "answer": "2"}, {"prompt": None, "answer": "2"}])
-    with pytest.raises(BadInput, match=r"data\.parquet:2: 'prompt' must be"):
+    with pytest.raises(InputError, match=r"data\.parquet:2: 'prompt' must be"):
         read(path)
 
 
@@ -356,7 +356,7 @@ def test_a_bad_parquet_row_is_named_by_file_and_number(parquet):
 def test_a_damaged_parquet_file_is_one_clear_line(parquet, damage):
     path = parquet([{"prompt": str(i), "answer": "2"} for i in range(100)])
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(BadInput, match=r"data\.parquet: not a readable Parquet file") as error:
+    with pytest.raises(InputError, match=r"data\.parquet: not a readable Parquet file") as error:
         read(path)
     assert "\n" not in str(error.value)
 
@@ -371,7 +371,7 @@ def test_mutations_of_a_parquet_file_are_each_taken_named_or_counted(parquet):
         try:
             problems, counts = read_counted(path, SCHEMAS["verl"], skip_malformed=i % 2 == 0)
             assert len(problems) + counts.malformed + counts.repeated == 40
-        except BadInput as error:
+        except InputError as error:
             assert str(path) in str(error) and "\n" not in str(error)
             named += 1
     assert 200 < named < 300

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 
@@ -61,7 +61,7 @@ def test_a_mixture_resumes_at_the_row():
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, float("nan"))])
 def test_weights_that_do_not_fit_are_refused(weights):
-    with pytest.raises(BadInput, match=r"data\.weights"):
+    with pytest.raises(InputError, match=r"data\.weights"):
         ProblemStream([numbered(3), numbered(3)], 4, 0, weights)
 
 

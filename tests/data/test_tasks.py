@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.tasks import TASKS, TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.rewards.verifiable import countdown, exact
@@ -154,7 +154,7 @@ def test_an_item_is_a_function_of_seed_split_and_index(task):
 
 
 def test_an_unknown_task_names_the_known_ones():
-    with pytest.raises(BadInput, match=r"data\.task: .*'arithmetics'.*arithmetic, long_arithmetic, countdown"):
+    with pytest.raises(InputError, match=r"data\.task: .*'arithmetics'.*arithmetic, long_arithmetic, countdown"):
         TaskSource("arithmetics", "train", 0)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
 
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
@@ -17,7 +17,7 @@ PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
 
 
 def refusal(call):
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         call()
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify import reference
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import toys
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify.draws import TILE, draw
 from kernels_pallas.verify.op import Noise
+from kernels_pallas.verify.sampling import TILE, draw
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.exact import joint, softmax

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
-from specrl_jax.decoding.lookup import lookup_drafter
-from specrl_jax.decoding.programs import Limits
-from specrl_jax.decoding.rollouts import Stamp
+from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Slots, commit
+from specrl_jax.decoding.step import Slots, commit
+from specrl_jax.drafts.lookup.drafter import lookup_drafter
 from tests.helpers import toys
 from tests.helpers.exact import log_softmax, sequences
 from tests.helpers.laws import observed, response_law
@@ -293,7 +293,7 @@ def test_rollout_ids_use_all_32_bits():
 def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
     # Without programs any work fails otherwise.
     run = dataclasses.replace(engine(max_prompt_tokens=4), programs=None)
-    with pytest.raises(BadInput, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
+    with pytest.raises(InputError, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
         run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
 
 
@@ -303,7 +303,7 @@ def test_a_prompt_of_exactly_the_longest_length_fits():
 
 
 def test_no_prompts_at_all_are_refused():
-    with pytest.raises(BadInput, match="no prompts"):
+    with pytest.raises(InputError, match="no prompts"):
         engine().generate(TABLE, [], samples=2, seed=0)
 
 
@@ -621,7 +621,7 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
 
 
 def test_every_rollout_carries_the_stamp_of_its_weights():
-    stamp = Stamp(weights_version=7, draft_version=5, checksum=2**32 - 1)
+    stamp = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
     out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, stamp=stamp)
     for name, value in stamp._asdict().items():
         assert getattr(out, name).tolist() == [value] * 10

@@ -16,7 +16,7 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify.op import verify
-from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.compiled import Limits
 from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
 from tests.helpers.exact import block_chances, sequences, softmax

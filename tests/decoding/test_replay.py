@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.dealer import Dealer
 from specrl_jax.decoding.engine import Batch
-from specrl_jax.decoding.lookup import lookup_drafter
-from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.sampling import Sampling
-from tests.decoding.test_lookup import make_slots
+from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.drafts.lookup.drafter import lookup_drafter
+from tests.drafts.test_lookup import make_slots
 from tests.helpers import toys
 
 TABLE = toys.make_table(seed=0, V=4, scale=2.0)
@@ -44,7 +44,7 @@ def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
     engine_ = engine(drafter, groups)
 
     def slots_after(*chunks):
-        batch = Batch(engine_, TABLE, Dealer(engine_.limits, 0, PROMPTS, 2, 0, None), seed=1)
+        batch = Batch(engine_, TABLE, Scheduler(engine_.limits, 0, PROMPTS, 2, 0, None), seed=1)
         batch.prepare()
         for n in chunks:
             batch.run(Choice(0, n))
@@ -96,7 +96,7 @@ def test_only_plain_chunks_of_drafters_that_copy_are_replayed():
         (dataclasses.replace(drafter, copies=False), 0, False),
     ):
         engine_ = engine(drafts)
-        batch = Batch(engine_, TABLE, Dealer(engine_.limits, 0, PROMPTS, SAMPLES, 0, None), seed=0)
+        batch = Batch(engine_, TABLE, Scheduler(engine_.limits, 0, PROMPTS, SAMPLES, 0, None), seed=0)
         batch.prepare()
         _, tally = batch.run(Choice(k, None))
         assert (tally.replayed is not None) == replays

@@ -8,11 +8,11 @@ import pytest
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
-from specrl_jax.decoding.dealer import Dealer
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.lookup import cascade, lookup_drafter
-from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.drafts.lookup.drafter import cascade, lookup_drafter
 from tests.helpers import toys
 from tests.helpers.laws import observed, response_law
 from tests.helpers.statistics import assert_drawn_from
@@ -72,13 +72,13 @@ def test_siblings_do_draft_from_each_other():
 
 def test_siblings_that_share_all_noise_are_seen(monkeypatch):
     """Each has the right law by itself."""
-    deal = Dealer.deal
+    deal = Scheduler.deal
 
     def shared(self):
         admission = deal(self)
         return admission._replace(rollout_id=admission.rollout_id // np.uint32(2))
 
-    monkeypatch.setattr(Dealer, "deal", shared)
+    monkeypatch.setattr(Scheduler, "deal", shared)
     with pytest.raises(AssertionError, match="total variation"):
         assert_independent(2, 4, 2**16, at_most=0.0385)
 
@@ -97,13 +97,13 @@ def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
 
 def test_copies_that_are_kept_too_willingly_are_seen(monkeypatch):
     """In every eighth rollout all of them are."""
-    right = reference.by_equality
+    right = reference.by_exact_match
 
     def willing(draft_tokens, drawn):
         drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
         always = (jnp.arange(len(drafted)) % 8 == 0)[:, None] & (drafted >= 0)
         return right(draft_tokens, jnp.where(always, drafted, drawn))
 
-    monkeypatch.setattr(reference, "by_equality", willing)
+    monkeypatch.setattr(reference, "by_exact_match", willing)
     with pytest.raises(AssertionError, match="total variation"):
         assert_independent(2, 4, 2**16, at_most=0.0385)

@@ -16,7 +16,7 @@ from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.setup import build
+from specrl_jax.training.build import build
 from tests.helpers.runs import SMOKE, arguments, make_call
 
 CONFIG = "rlzero_8b"

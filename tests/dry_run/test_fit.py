@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import main as command_line
 from configs import rlzero_8b
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import find_fit
 from specrl_jax.dry_run.measure import Measured, Memory, measure, warnings_in
@@ -105,9 +105,9 @@ def test_slices_differ_in_their_number_of_chips(name):
 
 
 def test_sizes_that_a_target_does_not_come_in_are_refused():
-    with pytest.raises(BadInput, match=r"dry_run.devices=30: gb200 has 4 a node"):
+    with pytest.raises(InputError, match=r"dry_run.devices=30: gb200 has 4 a node"):
         find_target("gb200").devices(30)
-    with pytest.raises(BadInput, match=r"dry_run.devices=512: slices of v6e have 1, 4, 8, .* 256 chips"):
+    with pytest.raises(InputError, match=r"dry_run.devices=512: slices of v6e have 1, 4, 8, .* 256 chips"):
         find_target("v6e").devices(512)
 
 

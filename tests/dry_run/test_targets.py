@@ -11,7 +11,7 @@ from specrl_jax.dry_run.measure import measure
 from specrl_jax.dry_run.phases import device_bytes, find_phases
 from specrl_jax.dry_run.targets import find_target, installed
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.setup import build
+from specrl_jax.training.build import build
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "gb200", "v5p", "v6e"])

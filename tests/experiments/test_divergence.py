@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from experiments.engine import divergence
-from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.rollouts import MODEL, engine_and_weights, policy, prompts
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
-from specrl_jax.decoding.programs import Limits
+from specrl_jax.decoding.compiled import Limits
+from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.io import hf
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.learner.state import init_random_params
+from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, partitioner
-from specrl_jax.training.draft_models import Eagle3Draft
-from specrl_jax.training.state import init_random_params
 from tests.helpers.policies import random_params
 
 DEEP = qwen3.PRESETS["nano_deep"]

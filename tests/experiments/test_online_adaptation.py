@@ -11,7 +11,7 @@ from experiments.online_adaptation.sweep import DRAFTS, get_sweep
     ("chosen", "step"), [([0, 0.1, 2, 3], 3), ([0, 2, 0, 3], 4), ([2, 2], 1), ([0, 3, 0.2], None), ([0, 0], None)]
 )
 def test_the_step_from_which_on_a_draft_is_used(chosen, step):
-    rows = [{"step": i, "spec/length_chosen": x} for i, x in enumerate(chosen, 1)]
+    rows = [{"step": i, "spec/draft_length_mean": x} for i, x in enumerate(chosen, 1)]
     # The row of the evaluation before the first step has none.
     assert switched_on([{"step": 0}, *rows]) == step
 

@@ -7,7 +7,7 @@ import pytest
 from experiments.engine import bench
 from experiments.online_adaptation.share import count_operations, measure, without_files
 from main import to_settings
-from specrl_jax.training.setup import build
+from specrl_jax.training.build import build
 
 A, B = jnp.zeros((2, 3)), jnp.zeros((3, 5))
 ONE = 2 * 2 * 3 * 5

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.lookup import cascade, lookup_drafter
-from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.lookup.drafter import cascade, lookup_drafter
 from tests.helpers import toys
 from tests.helpers.exact import sequences
 from tests.helpers.laws import greedy_response, observed, response_law

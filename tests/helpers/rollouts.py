@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.drafts.base import find_draft_model, make_drafter
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.draft_models import find_draft_model, make_drafter
-from specrl_jax.training.rollout import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import random_params
 
 MODEL = qwen3.preset("nano_deep")

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.verify.op import Noise, verify
+from specrl_jax.decoding.compiled import Model
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
 from specrl_jax.decoding.engine import FixedLength, make_engine
-from specrl_jax.decoding.programs import Model
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.speculative import Draft, Slots
+from specrl_jax.decoding.step import Draft, Slots
 
 HASHES = 11
 UNWRITTEN = 3  # what fills a fresh cache: not 0, which would add nothing to a hash

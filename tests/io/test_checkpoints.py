@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput, RunFailed
+from specrl_jax.core import InputError, RunFailed
 from specrl_jax.io.checkpoints import Checkpoints, Host
 
 STATE = {"w": jnp.arange(6.0)}
@@ -88,6 +88,6 @@ def test_a_disk_without_room_keeps_the_last(tmp_path):
 def test_another_shape_does_not_fit(tmp_path):
     run(tmp_path, [None], keep=1)
     checkpoints = Checkpoints(str(tmp_path), 1)
-    with pytest.raises(BadInput, match=r"checkpoints/1 does not fit this config"):
+    with pytest.raises(InputError, match=r"checkpoints/1 does not fit this config"):
         checkpoints.restore(1, {"other": ABSTRACT["w"]})
     checkpoints.close()

@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv
@@ -380,7 +380,7 @@ def test_loading_peaks_near_the_size_of_the_checkpoint(tmp_path):
 
 
 def refusal(call):
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(InputError) as error:
         call()
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.io.wandb import WandbRun
 
 
@@ -37,5 +37,5 @@ def test_an_offline_run_is_kept_and_a_second_start_has_the_same_id(tmp_path, off
 
 def test_without_the_package_the_key_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(BadInput, match=r"logging\.wandb_project=specrl: needs `pip install wandb`"):
+    with pytest.raises(InputError, match=r"logging\.wandb_project=specrl: needs `pip install wandb`"):
         WandbRun("specrl", "", str(tmp_path), {})

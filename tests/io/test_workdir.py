@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.io.workdir import open_workdir
 
 CONFIG = {"steps": 1}
@@ -17,7 +17,7 @@ HOLD += "print('held', flush=True); time.sleep(600)"
 def test_another_process_is_refused_until_the_first_is_gone(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(BadInput, match="another process is at work in it"):
+        with pytest.raises(InputError, match="another process is at work in it"):
             open_workdir(str(tmp_path), CONFIG)
         # However it ends.
         other.send_signal(signal.SIGKILL)

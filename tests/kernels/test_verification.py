@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify import draws, reference
+from kernels_pallas.verify import reference
+from kernels_pallas.verify import sampling as draws
 from kernels_pallas.verify.op import Noise, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling

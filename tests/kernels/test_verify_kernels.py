@@ -10,9 +10,9 @@ import pytest
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
-from kernels_pallas.verify.draws import TILE
 from kernels_pallas.verify.op import KERNELS as PLATFORMS
 from kernels_pallas.verify.op import Noise, kernels_of, verify
+from kernels_pallas.verify.sampling import TILE
 from kernels_pallas.verify.tiles import Options, Statistics
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import QUICKLY, jitted_verify

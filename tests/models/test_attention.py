@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import count
 from specrl_jax.models import attention
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -126,13 +126,13 @@ def test_auto_says_when_a_platform_goes_without_its_kernel(case):
 def test_a_kernel_asked_for_by_name_is_refused_where_it_does_not_run(case):
     devices, head_dim, dtype, reason = NOT_SO[case]
     name = attention.KERNELS[devices.mesh.devices[0].platform]
-    with pytest.raises(BadInput, match=f"policy.attention={name}: .*{reason}"):
+    with pytest.raises(InputError, match=f"policy.attention={name}: .*{reason}"):
         attention.find_attention(name, head_dim, dtype, devices)
 
 
 @pytest.mark.parametrize("name, reason", [("flash", "no attention 'flash'"), ("cudnn", "not on a cpu")])
 def test_what_is_not_there_is_refused(name, reason):
-    with pytest.raises(BadInput, match=reason):
+    with pytest.raises(InputError, match=reason):
         attention.find_attention(name, 128, BF16, on("cpu"))
 
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
+from specrl_jax.learner.policy_step import make_policy_step
+from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, Adapted, LoRA, adapter_specs, attach, init_adapters, merged
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from specrl_jax.training.state import TrainState
-from specrl_jax.training.steps import make_policy_step
 from tests.helpers.policies import MOE, SMALL, random_params
-from tests.training.test_steps import PLAIN, WITH_KL, batch, initial_params, recorder
+from tests.learner.test_policy_step import PLAIN, WITH_KL, batch, initial_params, recorder
 
 ALL = LoRA(3, 6.0, tuple(EQUATIONS))
 
@@ -124,7 +124,7 @@ def test_the_sum_exists_for_one_layer_at_a_time():
 
 @pytest.mark.parametrize("values", [(0, 1.0, ("q",)), (2, 0.0, ("q",)), (2, 1.0, ()), (2, 1.0, ("router",))])
 def test_nonsense_is_refused(values):
-    with pytest.raises(BadInput, match=r"policy\.lora_"):
+    with pytest.raises(InputError, match=r"policy\.lora_"):
         LoRA(*values)
 
 

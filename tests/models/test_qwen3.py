@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, count_params
@@ -121,7 +121,7 @@ def test_every_hugging_face_name_belongs_to_one_weight():
 
 
 def test_misspelt_preset_lists_those_there_are():
-    with pytest.raises(BadInput, match=r"policy\.preset: no preset 'qwen3_0\.6b'; .*qwen3_0p6b") as error:
+    with pytest.raises(InputError, match=r"policy\.preset: no preset 'qwen3_0\.6b'; .*qwen3_0p6b") as error:
         qwen3.preset("qwen3_0.6b")
     assert "\n" not in str(error.value)
 

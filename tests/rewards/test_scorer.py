@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.robustness import rewards as robustness
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
@@ -482,7 +482,7 @@ def test_main_module_is_hidden_from_workers_only(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    with pytest.raises(BadInput, match=message) as mistake:
+    with pytest.raises(InputError, match=message) as mistake:
         Scorer(**({"names": ("exact",), "workers": 1} | arguments))
     assert "\n" not in str(mistake.value)
 
@@ -502,7 +502,7 @@ def test_a_module_that_does_not_import(tmp_path, monkeypatch, source, message):
     (tmp_path / "module_of_a_user.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(pool, "START_SECONDS", 3.0)
-    with pytest.raises(BadInput, match=rf"reward\.name: .*module_of_a_user:f.*{message}"):
+    with pytest.raises(InputError, match=rf"reward\.name: .*module_of_a_user:f.*{message}"):
         Scorer(("module_of_a_user:f",), workers=1)
 
 

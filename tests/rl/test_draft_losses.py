@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import Mean
-from specrl_jax.models import eagle3, mtp, qwen3
-from specrl_jax.models.unembedding import Teacher, Tiling, draft_terms
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.models import qwen3
+from specrl_jax.models.lm_head import Teacher, Tiling, draft_terms
 from specrl_jax.rl.draft_losses import (
     DECAY,
     LOSSES,

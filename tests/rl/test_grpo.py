@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.rl.divergences import divergence
-from specrl_jax.rl.grpo import Objective, Signal, objective_terms
+from specrl_jax.rl.grpo import LossInputs, Objective, grpo_loss
 
 LOW, HIGH = 0.2, 0.28
 PLAIN = Objective(LOW, HIGH, 0.0)
@@ -53,8 +53,8 @@ def terms_of(batch, objective):
 
 def terms_from(logprobs, old, ref, advantages, mask, objective):
     """Of rows of one answer each."""
-    signal = Signal(old, ref, advantages[:, None])
-    return objective_terms(logprobs, jnp.zeros_like(logprobs), signal, mask, None, objective)
+    signal = LossInputs(old, ref, advantages[:, None])
+    return grpo_loss(logprobs, jnp.zeros_like(logprobs), signal, mask, None, objective)
 
 
 @pytest.mark.parametrize("objective", [PLAIN, WITH_KL, Objective(0.0, 0.0, 0.0), Objective(0.1, 5.0, 2.0)], ids=str)
@@ -194,5 +194,5 @@ def test_k3_is_unbiased(seed):
     "values", [(-0.1, 0.2, 0.0), (1.1, 0.2, 0.0), (0.2, -0.1, 0.0), (0.2, 0.2, -1.0), (float("nan"), 0.2, 0.0)]
 )
 def test_nonsense_coefficients_are_refused(values):
-    with pytest.raises(BadInput, match=r"grpo: .*clip_low.*clip_high.*kl_coef"):
+    with pytest.raises(InputError, match=r"grpo: .*clip_low.*clip_high.*kl_coef"):
         Objective(*values)

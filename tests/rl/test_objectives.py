@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.rl.correction import CORRECTIONS
-from specrl_jax.rl.grpo import Objective, Signal, objective_terms
+from specrl_jax.rl.grpo import LossInputs, Objective, grpo_loss
 from specrl_jax.rl.sequences import AGGREGATIONS
 
 LONGEST = 9
@@ -79,9 +79,9 @@ def reference(x, spans, o, ratio_of=None):
 
 
 def loss_of(x, o, logprobs=None):
-    signal = Signal(x["old"], x["ref"], x["advantages"], x["behaviour"])
+    signal = LossInputs(x["old"], x["ref"], x["advantages"], x["behaviour"])
     logprobs = x["logprobs"] if logprobs is None else logprobs
-    return objective_terms(logprobs, x["entropy"], signal, x["mask"], x["segments"], o).loss.value()
+    return grpo_loss(logprobs, x["entropy"], signal, x["mask"], x["segments"], o).loss.value()
 
 
 CASES = [
@@ -141,7 +141,7 @@ def test_without_old_logprobs_the_ratio_is_one():
     o = Objective(0.2, 0.28, 0.0, old_logprobs="current")
 
     def total(values):
-        terms = objective_terms(values, x["entropy"], Signal(None, None, x["advantages"]), x["mask"], x["segments"], o)
+        terms = grpo_loss(values, x["entropy"], LossInputs(None, None, x["advantages"]), x["mask"], x["segments"], o)
         return terms.loss.total, terms
 
     gradient, terms = jax.grad(total, has_aux=True)(jnp.asarray(x["logprobs"], jnp.float32))
@@ -153,18 +153,18 @@ def test_entropy_is_of_all_answers_also_where_none_teaches():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0)
     for teaches in (np.zeros_like(x["mask"]), x["mask"]):
-        signal = Signal(x["old"], None, x["advantages"], teaches=teaches)
-        terms = objective_terms(x["logprobs"], x["entropy"], signal, x["mask"], x["segments"], o)
+        signal = LossInputs(x["old"], None, x["advantages"], teaches=teaches)
+        terms = grpo_loss(x["logprobs"], x["entropy"], signal, x["mask"], x["segments"], o)
         assert float(terms.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
 
 
 def test_the_entropy_bonus_raises_entropy():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0, entropy_coef=0.1)
-    signal = Signal(x["old"], None, x["advantages"])
+    signal = LossInputs(x["old"], None, x["advantages"])
 
     def loss(entropy):
-        return objective_terms(x["logprobs"], entropy, signal, x["mask"], x["segments"], o).loss.value()
+        return grpo_loss(x["logprobs"], entropy, signal, x["mask"], x["segments"], o).loss.value()
 
     gradient = jax.grad(loss)(jnp.asarray(x["entropy"], jnp.float32))
     np.testing.assert_allclose(gradient, -0.1 * x["mask"] / x["mask"].sum(), rtol=1e-6)
@@ -184,5 +184,5 @@ def test_the_entropy_bonus_raises_entropy():
     ],
 )
 def test_an_option_that_does_not_exist_is_refused(options, key):
-    with pytest.raises(BadInput, match=key):
+    with pytest.raises(InputError, match=key):
         Objective(0.2, 0.28, 0.0, **options)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.calibrate import errors, fit
 from specrl_jax.simulator.cost import Decoder
@@ -49,7 +49,7 @@ def test_what_the_points_cannot_tell_apart_has_no_interval():
 
 
 def test_more_constants_than_points_are_refused():
-    with pytest.raises(BadInput, match="3 constants cannot be fitted to 2 points"):
+    with pytest.raises(InputError, match="3 constants cannot be fitted to 2 points"):
         fit(lambda v: np.ones(2), np.ones(2), START)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specrl_jax.core import BadInput
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.core import InputError
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
 from specrl_jax.simulator.communication import Split, all_gather, all_reduce, all_to_all, pipeline_share
 from specrl_jax.simulator.cost import (
@@ -45,7 +46,7 @@ def test_head_parameters_are_those_that_the_head_declares(name, draft_vocab):
 
 def test_a_policy_without_the_layers_for_one_has_no_head():
     assert head_config(qwen3.preset("tiny"), 0).draft_vocab == 128
-    with pytest.raises(BadInput, match="7"):
+    with pytest.raises(InputError, match="7"):
         head_config(NANO, 0)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.cost import Decoder, head_config
 from specrl_jax.simulator.hardware import HARDWARE
@@ -60,7 +60,7 @@ def test_the_tail_grows_with_the_spread():
 
 @pytest.mark.parametrize("mean", [0, 8001])
 def test_a_mean_beyond_the_limit_is_refused(mean):
-    with pytest.raises(BadInput, match="mean_tokens"):
+    with pytest.raises(InputError, match="mean_tokens"):
         Lengths(mean, 8000)
 
 

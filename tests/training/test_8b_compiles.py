@@ -9,19 +9,20 @@ import pytest
 from configs import rlzero_8b
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.compiled import Limits, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
-from specrl_jax.decoding.programs import Limits, Program
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.models import eagle3, qwen3
+from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.draft_step import DraftLearner, Tables, make_draft_step
+from specrl_jax.learner.policy_step import Features, Learner, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, abstract_state, make_optimizer
+from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
-from specrl_jax.rl.grpo import Objective, Signal
+from specrl_jax.rl.grpo import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.draft_learning import DraftLearner, Tables, make_draft_step
-from specrl_jax.training.draft_models import Eagle3Draft
-from specrl_jax.training.rollout import RolloutConfig, make_rollout_engine
-from specrl_jax.training.state import OptimizerConfig, abstract_state, make_optimizer
-from specrl_jax.training.steps import Features, Learner, make_policy_step
-from specrl_jax.training.weights import Weights
+from specrl_jax.training.rollouts import RolloutConfig, make_rollout_engine
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
@@ -45,7 +46,7 @@ def test_policy_step_compiles_sharded(mesh):
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
     ints, floats = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, T), jnp.float32)
     rows = Rows(ints, ints, ints, jax.ShapeDtypeStruct((B, T), jnp.bool_))
-    signal = Signal(floats, None, floats)
+    signal = LossInputs(floats, None, floats)
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
     compiled = step.lower(state, rows, signal).compile()
     # Parameters and two float32 moments, an eighth of each on every device (norm scales are split by fsdp alone).

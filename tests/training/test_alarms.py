@@ -7,7 +7,7 @@ import pytest
 from specrl_jax.training.alarms import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms
 
 HEALTHY = {
-    "mismatch/kl": 2e-3,
+    "rollout_vs_learner/kl": 2e-3,
     "reward/unscored": 0,
     "rollout/count": 100,
     "reward/equal_groups": 0.3,
@@ -17,14 +17,14 @@ HEALTHY = {
 }
 SICK = {
     "acceptance": {"spec/alarm": 1.0},
-    "mismatch": {"mismatch/kl": 1.01 * GROWTH * 2e-3},
+    "mismatch": {"rollout_vs_learner/kl": 1.01 * GROWTH * 2e-3},
     "rewards": {"reward/unscored": 100 * UNSCORED + 1},
     "equal_groups": {"reward/equal_groups": EQUAL},
     "truncated": {"rollout/truncated": TRUNCATED + 0.01},
     "entropy": {"policy/entropy": 0.99 * ENTROPY},
 }
 WELL = {
-    "mismatch": {"mismatch/kl": 0.99 * GROWTH * 2e-3},
+    "mismatch": {"rollout_vs_learner/kl": 0.99 * GROWTH * 2e-3},
     "rewards": {"reward/unscored": 100 * UNSCORED},
     "equal_groups": {"reward/equal_groups": EQUAL - 0.01},
     "truncated": {"rollout/truncated": TRUNCATED},
@@ -67,15 +67,15 @@ def test_one_dead_worker_rings():
 def test_a_mismatch_that_is_no_number_rings():
     alarms = Alarms()
     alarms.observe(HEALTHY)
-    assert names(alarms.observe(HEALTHY | {"mismatch/kl": float("nan")})[0]) == ["mismatch"]
+    assert names(alarms.observe(HEALTHY | {"rollout_vs_learner/kl": float("nan")})[0]) == ["mismatch"]
 
 
 def test_rounding_is_no_mismatch_and_a_grown_one_not_the_new_normal():
     alarms = Alarms()
-    alarms.observe(HEALTHY | {"mismatch/kl": 1e-13})
-    assert names(alarms.observe(HEALTHY | {"mismatch/kl": 1e-4})[0]) == []
+    alarms.observe(HEALTHY | {"rollout_vs_learner/kl": 1e-13})
+    assert names(alarms.observe(HEALTHY | {"rollout_vs_learner/kl": 1e-4})[0]) == []
     for _ in range(100):
-        assert names(alarms.observe(HEALTHY | {"mismatch/kl": 1.0})[0]) == ["mismatch"]
+        assert names(alarms.observe(HEALTHY | {"rollout_vs_learner/kl": 1.0})[0]) == ["mismatch"]
 
 
 def test_a_run_without_a_draft_has_no_acceptance_to_lose():

@@ -7,9 +7,9 @@ import pytest
 
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.io.progress import Display
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.evaluate import Evaluation
-from specrl_jax.training.progress import Display
 from tests.training.test_collect import rollouts_of
 
 SETS = {"one": [Problem("1", "1", "")], "two": [Problem("2", "2", ""), Problem("3", "3", "")]}

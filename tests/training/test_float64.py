@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import at_least_float32
+from specrl_jax.learner.batch import Packing, learner_batch
+from specrl_jax.learner.policy_step import make_policy_step
+from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
-from specrl_jax.rl.grpo import Signal
-from specrl_jax.training.batches import Packing, learner_batch
-from specrl_jax.training.state import TrainState
-from specrl_jax.training.steps import make_policy_step
-from tests.training.test_batches import OBJECTIVES, T, lesson_of
-from tests.training.test_steps import PLAIN, initial_params, partition_of, recorder
+from specrl_jax.rl.grpo import LossInputs
+from tests.learner.test_batch import OBJECTIVES, T, lesson_of
+from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
 WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
 ADAPTERS = LoRA(3, 6.0, tuple(EQUATIONS))
@@ -48,7 +48,7 @@ def batch_of(packing=None):
     """(rows, signal); what belongs to a token is a function of its target, so that every layout has the same."""
     batch = learner_batch(lesson_of(), 0, packing)
     ref = (-4.85 + np.random.default_rng(7).normal(0, 0.3, 128))[batch.rows.targets]
-    signal = Signal(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.teaches)
+    signal = LossInputs(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.teaches)
     return batch.rows, signal
 
 

@@ -16,18 +16,20 @@ import pytest
 
 import main as command_line
 from configs import pretrain_tiny, rlzero_tiny
-from specrl_jax.core import BadInput, Stopped
+from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
 from specrl_jax.decoding.rollouts import Chunk
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.report import print_report
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training import evaluate, loop, measures, pretrain
-from specrl_jax.training.compare import compare_with_plain
-from specrl_jax.training.report import print_report
-from specrl_jax.training.setup import build
+from specrl_jax.tasks import pretrain
+from specrl_jax.training import evaluate, loop
+from specrl_jax.training import metrics as measures
+from specrl_jax.training.build import build
+from specrl_jax.training.speedup import compare_with_plain
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
 
@@ -142,13 +144,13 @@ def assert_same_run(setup, workdir, whole):
 # ---- what a run writes
 
 EVERY_STEP = (
-    {"step", "reward/mean", "reward/std", "reward/correct", "reward/unscored"}
+    {"step", "reward/mean", "reward/std", "reward/accuracy", "reward/unscored"}
     | {f"time/{name}" for name in ("data", "prepare", "generate", "logprob", "train", "total")}
     | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
     | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "correction", "skipped")}
     | {f"alarm/{name}" for name in ("acceptance", "mismatch", "rewards", "equal_groups", "truncated", "entropy")}
     | {"reward/equal_groups", "rollout/count", "rollout/rounds"}
-    | {f"mismatch/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")}
+    | {f"rollout_vs_learner/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")}
     | {f"perf/mfu_{phase}" for phase in ("generate", "logprob", "train")}
     | {"perf/tokens_per_second_per_device", "perf/host_memory"}
     | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
@@ -191,7 +193,7 @@ def test_what_speculation_reports_in_every_row(whole):
         assert row["spec/acceptance_rate"] == pytest.approx(row["spec/accepted"] / row["spec/drafted"])
         # Every verification drafts three, so the rates weigh the same.
         verifications = row["spec/drafted"] // 3
-        assert row["spec/length_chosen"] == 3.0 and row["spec/share_k_3"] == 1.0
+        assert row["spec/draft_length_mean"] == 3.0 and row["spec/share_k_3"] == 1.0
         assert row["spec/alarm"] == 0.0
         # Along the sampled text of the same weights: an estimate of what happened, of 192 tokens.
         assert row["spec/acceptance_predicted"] == pytest.approx(1 + sum(rates), abs=0.25)
@@ -201,8 +203,8 @@ def test_what_speculation_reports_in_every_row(whole):
         assert 1 <= row["spec/acceptance_length"] <= 1 + sum(rates) + 1e-9
         assert row["draft/version"] == step and row["draft/loss"] > 0 and row["draft/grad_norm"] > 0
         # Cross-entropy of three steps that weigh 1, 0.8 and 0.64 against their plain averages.
-        assert row["draft/mismatch"] > 0 and 0 < row["draft/entropy"] < np.log(128)
-        assert row["draft/loss"] == pytest.approx(2.44 * (row["draft/entropy"] + row["draft/mismatch"]), rel=0.1)
+        assert row["draft/kl"] > 0 and 0 < row["draft/target_entropy"] < np.log(128)
+        assert row["draft/loss"] == pytest.approx(2.44 * (row["draft/target_entropy"] + row["draft/kl"]), rel=0.1)
         assert 0 < row["draft/seconds"] < row["time/train"]
 
 
@@ -222,7 +224,7 @@ def test_acceptance_counts_what_was_committed():
             "spec/acceptance_rate": 7 / 16,
             "spec/drafted": 16,
             "spec/accepted": 7,
-            "spec/length_chosen": 16 / 7,
+            "spec/draft_length_mean": 16 / 7,
             "spec/acceptance_rate_pos_1": 5 / 7,
             "spec/acceptance_rate_pos_2": 1 / 7,
             "spec/acceptance_rate_pos_3": 1 / 2,
@@ -330,10 +332,10 @@ def test_behaviour_logprobs_are_the_learners(whole, toy):
     behaviour = np.concatenate([sample["logprobs"] for sample in found])
     # Float32 sums in another order, over 64 and 128 terms in two layers.
     np.testing.assert_allclose(behaviour, learner, atol=1e-4)
-    assert rows[1]["mismatch/logprob_abs_max"] == pytest.approx(np.abs(behaviour - learner).max(), abs=2e-6)
+    assert rows[1]["rollout_vs_learner/logprob_abs_max"] == pytest.approx(np.abs(behaviour - learner).max(), abs=2e-6)
     for row in rows[1:]:
-        assert 0 <= row["mismatch/logprob_abs_max"] < 1e-4
-        assert 0 <= row["mismatch/kl"] < 1e-9
+        assert 0 <= row["rollout_vs_learner/logprob_abs_max"] < 1e-4
+        assert 0 <= row["rollout_vs_learner/kl"] < 1e-9
 
 
 def test_a_tiny_policy_learns(toy, tmp_path):
@@ -371,7 +373,7 @@ def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeyp
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         # The learner scores at the same temperature, before top-k and top-p.
-        assert 0 <= row["mismatch/logprob_abs_max"] < 1e-4
+        assert 0 <= row["rollout_vs_learner/logprob_abs_max"] < 1e-4
         assert all(np.isfinite(value) for value in row.values())
         # One update of the head for each of the policy's.
         assert row["draft/version"] == 2 * row["step"]
@@ -391,7 +393,7 @@ def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     for row in rows[1:]:
         assert row["draft/version"] == 0 and row["spec/drafted"] > 0
         assert not {"draft/loss", "draft/grad_norm", "draft/seconds", "spec/speedup"} & row.keys()
-        assert row["draft/mismatch"] > 0 and row["draft/entropy"] > 0
+        assert row["draft/kl"] > 0 and row["draft/target_entropy"] > 0
     (asked, learning) = (
         {k: v for k, v in untimed(run)[1].items() if not k.startswith("draft/")} for run in (rows, whole[1])
     )
@@ -416,10 +418,10 @@ def test_a_draft_that_learns_every_other_step_is_asked_in_between(toy, whole, tm
     learnt = {"draft/loss", "draft/grad_norm", "draft/seconds"}
     for row in rows:
         assert (learnt & row.keys()) == (learnt if row["step"] % 2 == 0 else set())
-        assert row["draft/mismatch"] > 0 and row["draft/entropy"] > 0
+        assert row["draft/kl"] > 0 and row["draft/target_entropy"] > 0
         assert {"spec/acceptance_predicted", "spec/alarm"} <= row.keys() and row["spec/drafted"] > 0
     # The first step has the draft and the rollouts of the run in which it learns, by two programs.
-    for name in ("draft/mismatch", "draft/entropy", "spec/acceptance_predicted"):
+    for name in ("draft/kl", "draft/target_entropy", "spec/acceptance_predicted"):
         assert rows[0][name] == pytest.approx(whole[1][1][name], rel=1e-5)
 
 
@@ -454,13 +456,15 @@ def test_mismatch_is_what_numpy_says():
     x, y = b[mask].astype(float), p[mask].astype(float)
     expected = [np.mean(np.expm1(y - x) - (y - x)), abs(x - y).mean(), abs(x - y).max()]
     expected.append(np.corrcoef(np.exp(x), np.exp(y))[0, 1])
-    assert [*row] == [f"mismatch/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")]
+    assert [*row] == [
+        f"rollout_vs_learner/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")
+    ]
     np.testing.assert_allclose([*row.values()], expected, rtol=1e-4)
 
 
 def test_probabilities_that_do_not_vary_correlate_with_nothing():
     zeros = np.zeros((2, 3), np.float32)
-    assert "mismatch/probs_pearson" not in measures.mismatch_metrics(zeros, zeros, np.ones((2, 3), bool))
+    assert "rollout_vs_learner/probs_pearson" not in measures.mismatch_metrics(zeros, zeros, np.ones((2, 3), bool))
 
 
 def test_faults_of_a_reward_are_counted_by_cause():
@@ -471,7 +475,7 @@ def test_faults_of_a_reward_are_counted_by_cause():
         "reward/equal_groups": 0.25,
         "reward/mean": 1.0,
         "reward/std": pytest.approx(np.std(values * 2)),
-        "reward/correct": pytest.approx(2 / 3),
+        "reward/accuracy": pytest.approx(2 / 3),
         "reward/unscored": 2,
         "reward/unscored_timeout": 2,
         "reward/a": 0.5,
@@ -601,7 +605,7 @@ def test_more_steps_extend_a_finished_run(toy, whole, tmp_path):
 def test_fewer_steps_than_done_are_refused(toy, whole, tmp_path):
     workdir = tmp_path / "copy"
     shutil.copytree(whole[0], workdir)
-    with pytest.raises(BadInput, match=r"steps=4.* 6"):
+    with pytest.raises(InputError, match=r"steps=4.* 6"):
         loop.train(with_settings(toy, steps=4), str(workdir), NEVER)
 
 
@@ -653,5 +657,5 @@ def test_a_comparison_that_is_stopped_keeps_the_rounds_it_has():
 
 def test_too_few_validation_problems_for_the_processes_are_refused(toy, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 1000)
-    with pytest.raises(BadInput, match="validation problems; each of the 1000 processes takes some"):
+    with pytest.raises(InputError, match="validation problems; each of the 1000 processes takes some"):
         toy.check_problems()

@@ -9,16 +9,16 @@ import pytest
 
 import main as command_line
 from configs import rlzero_tiny
+from specrl_jax.learner.policy_step import Learner, make_policy_step
+from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training import loop
-from specrl_jax.training.setup import build
-from specrl_jax.training.state import TrainState
-from specrl_jax.training.steps import Learner, make_policy_step
+from specrl_jax.training.build import build
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
+from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 from tests.training.test_loop import NEVER, lower_case
-from tests.training.test_steps import WITH_KL, assert_trees_close, batch, recorder
 
 NANO = qwen3.preset("nano_moe")
 
@@ -59,4 +59,4 @@ def test_it_learns_and_is_drafted_for(tmp_path):
         assert 0.5 < row["policy/expert_entropy"] <= 1 <= row["policy/expert_peak"] <= 4
         assert row["spec/accepted"] > 0
         # float32 on both sides, seven layers; the second row after an update.
-        assert row["mismatch/logprob_abs_max"] < 2e-5
+        assert row["rollout_vs_learner/logprob_abs_max"] < 2e-5

@@ -9,15 +9,15 @@ import optax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.core import BadInput, RunFailed, Stopped
+from specrl_jax.core import InputError, RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.learner.state import OptimizerConfig, apply_gradient, init_state, make_optimizer, state_shardings
 from specrl_jax.models import qwen3
+from specrl_jax.tasks.export import export
 from specrl_jax.training import loop
-from specrl_jax.training.export import export
-from specrl_jax.training.state import OptimizerConfig, apply_gradient, init_state, make_optimizer, state_shardings
 from tests.helpers.rewards import FunctionScorer
+from tests.learner.test_policy_step import MESHES, SPECS, initial_params, partition_of
 from tests.training.test_loop import NEVER, StopAfter, lower_case, make_setup, saved, untimed, with_settings
-from tests.training.test_steps import MESHES, SPECS, initial_params, partition_of
 
 STEPS = 4
 EVERYTHING = {
@@ -62,12 +62,12 @@ def whole(everything, tmp_path_factory):
 def test_every_row_is_finite_and_says_what_was_on(whole):
     for row in whole[1][1:]:
         assert all(np.isfinite(value) for value in row.values())
-        assert row["policy/kl"] >= 0 and row["policy/correction"] > 0 and row["policy/skipped"] == 0
+        assert row["policy/kl"] >= 0 and row["policy/correction"] > 0 and row["policy/nonfinite_updates"] == 0
         assert row["rollout/rounds"] in (1, 2) and row["rollout/count"] == 16 * row["rollout/rounds"]
         # Two updates of the draft a step: in the first epoch only.
         assert row["draft/version"] == 2 * row["step"]
         # Adapters or not: rollouts run on the sum that the learner has.
-        assert row["mismatch/logprob_abs_max"] < 1e-4
+        assert row["rollout_vs_learner/logprob_abs_max"] < 1e-4
 
 
 def test_adapters_learn_and_the_reference_follows(everything, whole):
@@ -132,14 +132,14 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, 
     """All four of step 1: the policy stays as it was, and step 2 learns as if nothing had been."""
     setup = poisoned(everything, {1, 2, 3, 4}, steps=2)
     rows = loop.train(setup, str(tmp_path), NEVER)
-    assert [row["policy/skipped"] for row in rows[1:]] == [4, 0]
+    assert [row["policy/nonfinite_updates"] for row in rows[1:]] == [4, 0]
     # Written as null, which JSON has.
     assert rows[1]["policy/loss"] is None and np.isfinite(rows[2]["policy/loss"])
     state, host = saved(setup, tmp_path, 2)
     assert host["skipped"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.policy, state.draft)))
     # The rollouts of step 2 are those of the first weights: what is left of the mismatch is rounding.
-    assert rows[2]["mismatch/logprob_abs_max"] < 1e-4
+    assert rows[2]["rollout_vs_learner/logprob_abs_max"] < 1e-4
     assert int(optax.tree.get_all_with_path(state.policy.opt_state, "count")[0][1]) == 4
 
 
@@ -156,7 +156,7 @@ def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_pat
     """One of a step's four, three steps long; and two around the end of a step are two in a row."""
     optimizer = dataclasses.replace(everything.settings.optimizer, max_skipped=2)
     rows = loop.train(poisoned(everything, {1, 6, 11}, steps=3, optimizer=optimizer), str(tmp_path / "apart"), NEVER)
-    assert [row["policy/skipped"] for row in rows[1:]] == [1, 1, 1]
+    assert [row["policy/nonfinite_updates"] for row in rows[1:]] == [1, 1, 1]
     with pytest.raises(RunFailed, match="step 2: 2 updates in a row"):
         loop.train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), str(tmp_path / "joined"), NEVER)
 
@@ -263,5 +263,5 @@ def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InputError, match=message):
         make_setup(rlzero_tiny.get_config("smoke"), **changes)

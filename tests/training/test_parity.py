@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
+from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.engine import FixedLength
-from specrl_jax.decoding.programs import Limits
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.training import loop
 from tests.helpers.rewards import FunctionScorer

@@ -10,12 +10,12 @@ import pytest
 
 import main as command_line
 from configs import rlzero_tiny
-from specrl_jax.core import BadInput
+from specrl_jax.core import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
-from specrl_jax.training.pipeline import Async, Produced, Sync
-from specrl_jax.training.setup import build
+from specrl_jax.training.build import build
+from specrl_jax.training.pipeline import Async, RolloutBatch, Sync
 from tests.helpers.rewards import FunctionScorer
 from tests.training.test_loop import NEVER, StopAfter, lower_case, saved, untimed
 
@@ -33,7 +33,7 @@ class Recorder:
             raise ValueError("the engine broke")
         self.used[step] = weights
         self.ahead.append(step - self.learning)
-        return Produced(step, [], {"next": step}, {"data": 0.0, "generate": 0.0, "idle": 0.0})
+        return RolloutBatch(step, [], {"next": step}, {"data": 0.0, "generate": 0.0, "idle": 0.0})
 
 
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
@@ -155,7 +155,7 @@ def test_rollouts_are_as_old_as_the_lag_and_no_older(runs, lag):
     assert [row["rollout/lag"] for row in rows] == [min(row["step"] - 1, lag) for row in rows]
     # The first step is everybody's; then older policies draw, and the correction sees it.
     assert rows[0]["reward/mean"] == runs["sync"][2][1]["reward/mean"]
-    assert rows[0]["mismatch/logprob_abs_max"] < 1e-4 < rows[-1]["mismatch/logprob_abs_max"]
+    assert rows[0]["rollout_vs_learner/logprob_abs_max"] < 1e-4 < rows[-1]["rollout_vs_learner/logprob_abs_max"]
     assert rows[0]["policy/correction"] == pytest.approx(1, abs=1e-5)
     for row in rows:
         assert row["time/exposed_generation"] >= 0 and row["time/idle_rollout"] >= 0
@@ -188,12 +188,12 @@ def test_a_run_resumes_with_the_data_that_was_not_learnt_from(runs, tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(InputError, match=message):
         make_run(**changes)
 
 
 def test_a_device_must_be_left_to_learn():
-    with pytest.raises(BadInput, match=r"pipeline\.rollout_devices=8"):
+    with pytest.raises(InputError, match=r"pipeline\.rollout_devices=8"):
         learner_devices(8)
 
 
@@ -201,5 +201,5 @@ def test_older_rollouts_want_a_correction():
     config = rlzero_tiny.get_config("smoke")
     config.pipeline.update({"mode": "async", "lag": 1, "rollout_devices": 2})
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
-    with pytest.raises(BadInput, match=r"pipeline\.lag=1: .*token_truncate"):
+    with pytest.raises(InputError, match=r"pipeline\.lag=1: .*token_truncate"):
         build(command_line.to_settings(config), mesh)

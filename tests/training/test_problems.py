@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from specrl_jax.core import BadInput
+from specrl_jax.config.settings import DataSettings, EvalSettings
+from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.training.problems import Problems
-from specrl_jax.training.settings import DataSettings, EvalSettings
 
 DATA = {
     "task": "arithmetic",
@@ -84,7 +84,7 @@ def test_files_are_drawn_from_by_weight(write):
 
 def test_prompts_of_a_file_need_a_file_to_validate_on(write):
     path = write("a.jsonl", {"prompt": "1", "answer": "2"})
-    with pytest.raises(BadInput, match=r"eval\.path"):
+    with pytest.raises(InputError, match=r"eval\.path"):
         _ = problems({"path": path}).validation
 
 
@@ -101,7 +101,7 @@ def test_sets_of_one_name_are_told_apart_by_their_folders(write):
 
 def test_one_set_twice_is_refused(write):
     path = write("x/a.jsonl", {"prompt": "1", "answer": "2"})
-    with pytest.raises(BadInput, match=r"eval\.path: two files are called 'x_a'"):
+    with pytest.raises(InputError, match=r"eval\.path: two files are called 'x_a'"):
         _ = problems(evaluation={"path": f"{path},{path}"}).validation
 
 
@@ -117,7 +117,7 @@ def test_to_train_on_a_prompt_counts_once_in_all_files(write):
 
 def test_a_file_that_adds_no_prompt_is_named(write):
     paths = [write(name, {"prompt": "1", "answer": "2"}) for name in ("a.jsonl", "b.jsonl")]
-    with pytest.raises(BadInput, match=r"data\.path: nothing is left of .*b\.jsonl: 0 of 1 prompts; .* 1 repeated"):
+    with pytest.raises(InputError, match=r"data\.path: nothing is left of .*b\.jsonl: 0 of 1 prompts; .* 1 repeated"):
         problems({"path": ",".join(paths)}).stream(1)
 
 
@@ -125,14 +125,14 @@ def test_a_file_that_adds_no_prompt_is_named(write):
 def test_paths_without_a_file_are_refused(section):
     sections = {"data": {}, "eval": {}} | {section: {"path": " , "}}
     found = problems(sections["data"], sections["eval"])
-    with pytest.raises(BadInput, match=rf"{section}\.path=' , ' names no file"):
+    with pytest.raises(InputError, match=rf"{section}\.path=' , ' names no file"):
         _ = found.train if section == "data" else found.validation
 
 
 @pytest.mark.parametrize(("key", "value"), [("task", "sums"), ("template", "no place"), ("schema", "gsm")])
 def test_what_eval_says_itself_is_named_as_its_own(write, key, value):
     path = "" if key == "task" else write("a.jsonl", {"prompt": "1", "answer": "2"})
-    with pytest.raises(BadInput, match=rf"^eval\.{key}[:=]"):
+    with pytest.raises(InputError, match=rf"^eval\.{key}[:=]"):
         _ = problems(evaluation={"path": path, key: value}).validation
-    with pytest.raises(BadInput, match=rf"^data\.{key}[:=]"):
+    with pytest.raises(InputError, match=rf"^data\.{key}[:=]"):
         _ = problems({key: value}, {"path": path}).validation

@@ -8,15 +8,15 @@ import pytest
 
 import main as command_line
 from specrl_jax.data.rows import Rows
-from specrl_jax.decoding.programs import Program
+from specrl_jax.decoding.compiled import Program
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.draft_step import Tables
+from specrl_jax.learner.policy_step import Features
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
-from specrl_jax.rl.grpo import Signal
+from specrl_jax.rl.grpo import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.draft_learning import Tables
-from specrl_jax.training.setup import build
-from specrl_jax.training.steps import Features
-from specrl_jax.training.weights import Weights
+from specrl_jax.training.build import build
 
 # Their meshes, folded onto eight devices: (fsdp, expert, tensor).
 MESHES = {
@@ -61,7 +61,7 @@ def rows(setup):
     g, limits = setup.settings.grpo, setup.rollout.limits
     B, T = g.prompts_per_step * g.group_size // g.minibatches, limits.cache_length
     rows = Rows(shape(B, T), shape(B, T), shape(B, T), shape(B, T, dtype=jnp.bool_))
-    return rows, Signal(shape(B, T, dtype=jnp.float32), None, shape(B, T, dtype=jnp.float32))
+    return rows, LossInputs(shape(B, T, dtype=jnp.float32), None, shape(B, T, dtype=jnp.float32))
 
 
 def test_policy_and_logprob_steps_are_built(setup, rows):

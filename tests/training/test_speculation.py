@@ -11,13 +11,13 @@ import pytest
 from specrl_jax.decoding.engine import Lengths
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io.checkpoints import Host
-from specrl_jax.training.draft_learning import Outlook
+from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.draft_schedule import PATIENCE, DraftSchedule
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
 LENGTHS, SIZES = (0, 1, 3), (16, 4)
 PREDICTED = np.array([0.8, 0.5, 0.25])
-OUTLOOK = Outlook(np.array([0.9, 0.8, 0.7]), np.array([0.2, 0.3, 0.4]), PREDICTED)
+OUTLOOK = DraftDiagnostics(np.array([0.9, 0.8, 0.7]), np.array([0.2, 0.3, 0.4]), PREDICTED)
 HEALTHY, GONE = (800, 500, 250), (0, 0, 0)  # drafts kept of a thousand, by position
 
 
@@ -92,7 +92,7 @@ def test_the_predicted_length_is_that_of_the_lengths_drafted():
 
 
 def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
-    speculation, short = Speculation(setup_of()), Outlook(*(x[:1] for x in vars(OUTLOOK).values()))
+    speculation, short = Speculation(setup_of()), DraftDiagnostics(*(x[:1] for x in vars(OUTLOOK).values()))
     row = speculation.observe(rollouts_of((800, 0, 0)), short)
     assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
 
@@ -209,7 +209,7 @@ def test_a_drafter_of_length_zero_has_nothing_to_choose():
 
 
 def mismatched(mismatch):
-    """An Outlook whose steps have this mismatch in the mean."""
+    """An DraftDiagnostics whose steps have this mismatch in the mean."""
     return dataclasses.replace(OUTLOOK, mismatch=mismatch * np.array([0.5, 1.0, 1.5]))
 
 

@@ -10,8 +10,8 @@ from configs import rlzero_tiny
 from main import to_settings
 from specrl_jax.rewards.verifiable import exact
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import build
 from specrl_jax.training.evaluate import evaluate
-from specrl_jax.training.setup import build
 from tests.helpers.rewards import FunctionScorer
 
 ROOT = pathlib.Path(__file__).parents[2]

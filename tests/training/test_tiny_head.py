@@ -10,8 +10,8 @@ import pytest
 from configs import draft_tiny, rlzero_tiny
 from main import to_settings
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.measures import speculation_metrics
-from specrl_jax.training.setup import build
+from specrl_jax.training.build import build
+from specrl_jax.training.metrics import speculation_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 CARRIED = [ROOT / "experiments" / name / "checkpoint" for name in ("tiny_base", "tiny_head")]

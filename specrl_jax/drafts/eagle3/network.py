@@ -1,0 +1,303 @@
+"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one layer over [embedding; hidden] that drafts for a target.
+
+Pair t = (feature of position t, token t + 1) predicts token t + 2. The feature is the target's residual stream entering
+three layers (low, middle, high), joined and projected by `fc`; where the target has not been yet, the head's own
+pre-norm output stands in for it (the recurrence). Attention is over pairs, rotary position t for pair t.
+
+    h   = fc(concat(low, mid, high))                    # or the head's previous output
+    z   = concat(norm(embed(x_{t+1})), norm(h))         # embedding first
+    a   = h + o(attention(q(z), k(z), v(z)))            # the residual is h itself, not its norm
+    a   = a + mlp(norm(a))                              # what the recurrence feeds back
+    out = unembed(norm(a))                              # on the reduced draft vocabulary
+
+Llama-type: no q/k norm. Two forms of the weights as for the policy: learner (named matrices) and rollout (fused).
+
+Published heads vary in four places, each a field of the config:
+
+    norm_before_fc        h = fc(norm(concat(low, mid, high)))                  # one norm over all 3 D
+    fc_norm               h = fc(concat(norm(low), norm(mid), norm(high)))      # EAGLE-3.1
+    norm_before_residual  a = norm(h) + o(attention(...))                       # the norm that z has
+    norm_output           the recurrence feeds back norm(a), what is unembedded # EAGLE-3.1
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import InputError
+from specrl_jax.drafts import recurrent
+from specrl_jax.drafts.recurrent import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.models.qwen3 import Qwen3Config
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Config(HeadConfig):
+    """Sizes of the head, in the letters of specrl_jax.core; A = 3 auxiliary layers."""
+
+    draft_vocab: int  # Vd
+    aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False  # excludes fc_norm
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
+    """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation.
+
+    Its mlp is dense: of a mixture of experts it takes the width that config.json has for layers without any, as
+    SpecForge's first heads for Qwen3-30B-A3B do (6,144; other published ones are twice as wide). Its rotary positions
+    are not stretched where the target's are: a served head has those of its own config.json, whatever the target's,
+    and what it learns it learns at the lengths of its texts.
+    """
+    if not 0 < draft_vocab <= target.vocab:
+        raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
+    if target.layers < 7:
+        raise InputError(
+            "draft.kind=eagle3 reads three different layers, 2, L / 2 and L - 3: that takes a policy of at least 7, "
+            f"this one has {target.layers}"
+        )
+    return Eagle3Config(
+        embed=target.embed,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_dim=target.head_dim,
+        mlp=target.dense_mlp or target.mlp,
+        draft_vocab=draft_vocab,
+        aux_layers=(2, target.layers // 2, target.layers - 3),
+        rope_theta=target.rope_theta,
+        yarn=None,
+        norm_epsilon=target.norm_epsilon,
+        max_positions=target.max_positions,
+    )
+
+
+def param_specs(config: Eagle3Config) -> Params:
+    """The learner's tree of ParamSpec; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
+    c = config
+    D, H = c.embed, c.head_dim
+
+    def norm(name: str) -> ParamSpec:
+        return ParamSpec((D,), ("embed",), 0, f"{name}.weight", "a -> a")
+
+    def heads(count: int, axis: str, name: str) -> ParamSpec:
+        # The leading 2 is [embedding; hidden].
+        shape, axes = (2, D, count, H), (None, "embed", axis, "head_dim")
+        return ParamSpec(shape, axes, 2 * D, f"midlayer.self_attn.{name}.weight", "(n h) (c d) -> c d n h")
+
+    def inward(name: str) -> ParamSpec:
+        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"midlayer.mlp.{name}.weight", "f d -> d f")
+
+    specs = {
+        "fc": ParamSpec((3, D, D), (None, None, "embed"), 3 * D, "fc.weight", "d (a e) -> a e d"),
+        "input_norm": norm("midlayer.input_layernorm"),
+        "hidden_norm": norm("midlayer.hidden_norm"),
+        "q": heads(c.heads, "heads", "q_proj"),
+        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
+        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
+        "o": ParamSpec(
+            (c.heads, H, D),
+            ("heads", "head_dim", "embed"),
+            c.heads * H,
+            "midlayer.self_attn.o_proj.weight",
+            "d (n h) -> n h d",
+        ),
+        "mlp_norm": norm("midlayer.post_attention_layernorm"),
+        "gate": inward("gate_proj"),
+        "up": inward("up_proj"),
+        "down": ParamSpec((c.mlp, D), ("mlp", "embed"), c.mlp, "midlayer.mlp.down_proj.weight", "d f -> f d"),
+        "final_norm": norm("norm"),
+        "unembed": ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d"),
+    }
+    if c.norm_before_fc:
+        specs["features_norm"] = ParamSpec((3 * D,), (None,), 0, "input_norm.weight", "a -> a")
+    if c.fc_norm:
+        specs["fc_norm"] = {name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES)}
+    return specs
+
+
+_FEATURES = ("low", "middle", "high")
+# Matrices of the learner that the rollout form has another way.
+_CHANGED = ("fc", "q", "k", "v", "unembed")
+
+
+def rollout_specs(config: Eagle3Config) -> Params:
+    """Logical axes and shapes of `rollout_params`' result."""
+    c = config
+    specs = param_specs(c)
+
+    def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
+        return ParamSpec(shape, axes, 0, "", "")
+
+    return {name: spec for name, spec in specs.items() if name not in _CHANGED} | {
+        "fc": spec((3 * c.embed, c.embed), None, "embed"),
+        "q": spec((2 * c.embed, c.heads, c.head_dim), "embed", "heads", "head_dim"),
+        "kv": spec((2 * c.embed, 2, c.kv_heads, c.head_dim), "embed", None, "kv_heads", "head_dim"),
+        "to_logits": spec((c.embed, c.draft_vocab), "embed", "vocab"),
+    }
+
+
+def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form, cast. k and v are fused; q stays apart: most pairs need no query.
+
+    Inputs of several parts are one axis, since of a product over two XLA copies the weight each time. The unembedding
+    is turned as the policy's is.
+    """
+
+    def joined(w: jax.Array) -> jax.Array:
+        return w.reshape(-1, *w.shape[2:])
+
+    rollout = {name: w for name, w in params.items() if name not in _CHANGED} | {
+        "fc": joined(params["fc"]),
+        "q": joined(params["q"]),
+        "kv": joined(jnp.stack([params["k"], params["v"]], axis=2)),
+        "to_logits": params["unembed"].T,
+    }
+    return jax.tree.map(lambda w: w.astype(dtype), rollout)
+
+
+def first_hidden(params: Params, config: Eagle3Config, features: jax.Array) -> jax.Array:
+    """h [B, T, D] from the target's features [B, T, 3, D]: their norms, where this head has any, and `fc`."""
+    if config.norm_before_fc:
+        joined = features.reshape(*features.shape[:2], -1)
+        features = rms_norm(joined, params["features_norm"], config.norm_epsilon).reshape(features.shape)
+    if config.fc_norm:
+        scales = [params["fc_norm"][name] for name in _FEATURES]
+        normed = [rms_norm(features[:, :, i], scale, config.norm_epsilon) for i, scale in enumerate(scales)]
+        features = jnp.stack(normed, axis=2)
+    return project_features(params, features)
+
+
+def project_features(params: Params, features: jax.Array) -> jax.Array:
+    """`fc` of features [B, T, 3, D]: [B, T, D]."""
+    if params["fc"].ndim == 2:
+        return einsum("BTE,ED->BTD", features.reshape(*features.shape[:2], -1), params["fc"])
+    return einsum("BTAE,AED->BTD", features, params["fc"])
+
+
+def layer(
+    params: Params,
+    config: Eagle3Config,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    angles: Angles,
+    attend: Attend,
+) -> jax.Array:
+    """One application of the head: hidden and embedded [B, T, D] -> a [B, T, D], what the next one takes as hidden.
+
+    That is its pre-norm output, or with norm_output what the unembedding reads.
+    """
+    z = _inputs(params, config, hidden, embedded)
+    q = _queries(z, params)
+    k, v = _keys_values(z, params)
+    attended = attend(rotate(q, angles), rotate(k, angles), v)
+    residual = z[:, :, 1] if config.norm_before_residual else hidden
+    a = residual + project_heads(attended, params["o"])
+    a = a + swiglu(rms_norm(a, params["mlp_norm"], config.norm_epsilon), params)
+    return _final_norm(params, config, a) if config.norm_output else a
+
+
+def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    """[B, T, Vd] float32 of a layer's output."""
+    read = _unembedded(params, config, a)
+    if "to_logits" in params:
+        return product("BTD,DV->BTV", read, params["to_logits"])
+    return product("BTD,VD->BTV", read, params["unembed"])
+
+
+def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+    return recurrent.init_cache(config, batch, length, dtype)
+
+
+def write_pairs(
+    params: Params,
+    config: Eagle3Config,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    positions: jax.Array,
+    cache: DraftCache,
+) -> DraftCache:
+    """The cache with keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D] in rollout form.
+
+    One layer: what a pair leaves for later ones is its keys and values, which need neither attention nor mlp.
+    """
+    angles = config.angles(positions)
+    k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
+    return recurrent.store(cache, positions, rotate(k, angles), v)
+
+
+def extend(
+    params: Params,
+    config: Eagle3Config,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    positions: jax.Array,
+    cache: DraftCache,
+) -> tuple[jax.Array, DraftCache]:
+    """The whole head over pairs `positions` [B, Q], each reading pairs up to its own.
+
+    Returns the layer's output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
+    """
+    head = functools.partial(layer, params, config)
+    return recurrent.extend(head, config, hidden, embedded, positions, cache)
+
+
+def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    return rms_norm(a, params["final_norm"], config.norm_epsilon)
+
+
+def _unembedded(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    """What the unembedding reads, of a layer's output."""
+    return a if config.norm_output else _final_norm(params, config, a)
+
+
+def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
+    """z [B, T, 2, D], the embedding first."""
+    first = rms_norm(embedded, params["input_norm"], config.norm_epsilon)
+    return jnp.stack([first, rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)], axis=2)
+
+
+def _queries(z: jax.Array, params: Params) -> jax.Array:
+    """q [B, T, N, H] from either form of the weights."""
+    if "kv" in params:
+        return einsum("BTE,ENH->BTNH", z.reshape(*z.shape[:2], -1), params["q"])
+    return einsum("BTCD,CDNH->BTNH", z, params["q"])
+
+
+def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
+    """k and v [B, T, K, H] from either form of the weights."""
+    if "kv" in params:
+        both = einsum("BTE,EPKH->BTPKH", z.reshape(*z.shape[:2], -1), params["kv"])
+        return both[:, :, 0], both[:, :, 1]
+    return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
+
+
+def unrolled(
+    params: Params,
+    config: Eagle3Config,
+    features: jax.Array,
+    embedded: jax.Array,
+    steps: int,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Training-time test (section 3.2, `recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
+
+    Args:
+      features: [B, T, 3, D] of the target at each position.
+      embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
+      positions, segments: [B, T] int32, as in `recurrent.unroll`.
+    Returns:
+      [steps, B, T, D], what the unembedding reads; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end
+      are meaningless.
+    """
+    head = functools.partial(layer, params, config)
+    hidden = first_hidden(params, config, features)
+    outputs = recurrent.unroll(head, config, hidden, embedded, steps, positions, segments)
+    return _unembedded(params, config, jnp.stack(outputs))

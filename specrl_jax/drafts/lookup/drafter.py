@@ -1,0 +1,163 @@
+"""Drafters that copy: what followed the last tokens where they stood before is likely to follow them again.
+
+Prompt lookup (`ngram`: Saxena, github.com/apoorvumang/prompt-lookup-decoding) copies from a sequence's own text. The
+suffix drafter (SuffixDecoding, Oliaro et al. 2411.04975) also copies from the other rollouts of its group, running and
+finished, and from those that its prompt had in earlier epochs. Their suffix tree is a search of token buffers here: it
+runs inside the loop on the device, and a text that grows in every iteration costs a scatter.
+
+Copied drafts have no probabilities (one-hot) and are functions of committed tokens alone, so the rules stay exact.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import InputError
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.lookup_cache import LookupCache
+from specrl_jax.decoding.step import Draft, Slots
+
+# Stand for the tokens before the first: no token, and each other's unequal.
+_BEFORE_TEXT, _BEFORE_RECENT = -1, -2
+
+
+class Match(NamedTuple):
+    """Where the last tokens of each row stood before. With length 0 the others are meaningless."""
+
+    text: jax.Array  # [B] int32
+    position: jax.Array  # [B] int32, of the token after the match
+    length: jax.Array  # [B] int32, tokens that match
+
+
+def recent_tokens(tokens: jax.Array, length: jax.Array, n: int) -> jax.Array:
+    """[B, n] int32: the last tokens of rows [B, S] of `length` [B], the last one first; negative before the row."""
+    positions = length[:, None] - 1 - jnp.arange(n)[None]
+    recent = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), axis=1)
+    return jnp.where(positions >= 0, recent, _BEFORE_RECENT)
+
+
+def longest_match(recent: jax.Array, texts: jax.Array, length: jax.Array) -> Match:
+    """The longest match of recent tokens that a text goes on after; of equally long ones the lowest text's latest.
+
+    A match before position j of a text is as long as the number of i = 0, 1, ... in a row with
+    text[j - 1 - i] == recent[i]. By n comparisons of a [B, M, S] array that is shifted, fused into one pass.
+
+    Memory: 8 * B * M * S bytes; 256 rows with 24 texts of 4,096 tokens take 201 MB.
+
+    Args:
+      recent: [B, n] int32, the last token first.
+      texts: [B, M, S] int32, M texts for each row.
+      length: [B, M] int32, valid tokens; 0: no text.
+    """
+    S, n = texts.shape[-1], recent.shape[1]
+    position = jnp.arange(S)[None, None]
+    texts = jnp.pad(texts, ((0, 0), (0, 0), (n, 0)), constant_values=_BEFORE_TEXT)
+    matching = position < length[:, :, None]
+    matched = jnp.zeros(matching.shape, jnp.int32)
+    for i in range(n):
+        matching &= texts[:, :, n - 1 - i : n - 1 - i + S] == recent[:, i, None, None]
+        matched += matching
+    best = jnp.max(matched * S + position, axis=-1)  # [B, M]
+    text = jnp.argmax(best // S, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(best, text[:, None], axis=1)[:, 0]
+    return Match(text, best % S, best // S)
+
+
+def look_up(
+    tokens: jax.Array,
+    length: jax.Array,
+    group: jax.Array,
+    member: jax.Array,
+    corpus: LookupCache | None,
+    k: int,
+    min_match: int,
+    max_match: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The k tokens after the longest match of each row's last tokens: in its own text, then in its group's others.
+
+    Args:
+      tokens: [B, S] int32, of `length` [B].
+      group: [B] int32; C: the row has its own text only, as all have without a corpus.
+      member: [B] int32, which of its group's texts is the row's own.
+      min_match: tokens, at least 1; nothing is copied after a shorter match.
+      max_match: tokens compared.
+    Returns:
+      [B, k] int32 with -1 where there is nothing to copy, which in a row's own text there always is: what it repeats
+      goes on with what was just copied, and the length [B] int32 of the match, at most max_match.
+    """
+    recent = recent_tokens(tokens, length, max_match)
+    match = longest_match(recent, tokens[:, None], length[:, None])
+    copied = _continue(tokens, match.position, length, k)
+    matched = match.length
+    if corpus is not None:
+        lengths = corpus.length.at[group].get(mode="fill", fill_value=0)
+        lengths = jnp.where(jnp.arange(lengths.shape[1])[None] == member[:, None], 0, lengths)
+        match = longest_match(recent, corpus.tokens.at[group].get(mode="clip"), lengths)
+        text = corpus.tokens.at[group, match.text].get(mode="clip")
+        text_length = jnp.take_along_axis(lengths, match.text[:, None], axis=1)[:, 0]
+        longer = match.length > matched
+        copied = jnp.where(longer[:, None], _copy(text, match.position, text_length, k), copied)
+        matched = jnp.where(longer, match.length, matched)
+    return jnp.where(matched[:, None] >= min_match, copied, -1), matched
+
+
+def _continue(tokens: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:
+    """[B, k] int32: tokens of rows [B, S] from `position` [B] on, over and over from there at `length` [B]."""
+    period = jnp.maximum(length - position, 1)
+    return jnp.take_along_axis(tokens, position[:, None] + jnp.arange(k)[None] % period[:, None], axis=1)
+
+
+def _copy(text: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:
+    """[B, k] int32: tokens of text [B, S] from `position` [B] on, -1 from `length` [B] on."""
+    positions = position[:, None] + jnp.arange(k)[None]
+    copied = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), axis=1)
+    return jnp.where(positions < length[:, None], copied, -1)
+
+
+def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
+    """`suffix` where the slots have a corpus, `ngram` where they have none. Has no state.
+
+    Args:
+      length: k, tokens.
+      min_match, max_match: as in `look_up`.
+    Raises:
+      InputError: not 1 <= min_match <= max_match.
+    """
+    _check_match("draft.match_min", min_match, max_match)
+
+    def draft(params: Any, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Any]:
+        tokens, _ = _look_up(slots, k, min_match, max_match)
+        return Draft(tokens, None, jnp.ones(slots.length.shape, bool), None), slots.cache
+
+    return Drafter(length, draft, lambda params, tokens, length, cache: cache, copies=True)
+
+
+def cascade(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:
+    """Copies in the rows with a match of at least `min_match` tokens; what `neural` drafts in the others.
+
+    `neural` runs in all rows, so that its state stays that of all committed tokens. A text that ends early leaves the
+    rest of its row's draft empty, rather than going on with tokens drafted after others.
+
+    Raises:
+      InputError: not 1 <= min_match <= max_match.
+    """
+    _check_match("draft.cascade", min_match, max_match)
+
+    def draft(params: Any, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Any]:
+        drafted, cache = neural.draft(params, slots, seed, k)
+        copied, matched = _look_up(slots, k, min_match, max_match)
+        override = matched >= min_match
+        tokens = jnp.where(override[:, None], copied, drafted.tokens)
+        return drafted._replace(tokens=tokens, one_hot=drafted.one_hot | override), cache
+
+    return Drafter(neural.length, draft, neural.catch_up)
+
+
+def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
+    return look_up(slots.tokens, slots.length, slots.group, slots.member, slots.corpus, k, min_match, max_match)
+
+
+def _check_match(name: str, min_match: int, max_match: int) -> None:
+    if not 1 <= min_match <= max_match:
+        raise InputError(f"{name}={min_match}: 1 to draft.match_max={max_match} tokens")

@@ -1,0 +1,83 @@
+"""Which ids of the policy's vocabulary a draft head knows: chosen by how often rollouts use them, and chosen again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.learner.state import RunState, TrainState
+from specrl_jax.models import qwen3
+
+# Of the counts of a step, what is left of them after the next: some 50 steps decide.
+FADE = 0.98
+_UNEMBED = (jax.tree_util.DictKey("unembed"),)
+
+
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """[size] int32, ascending: the ids with the largest counts [V]; ties and ids never seen by lower id."""
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def coverage(counts: np.ndarray, ids: np.ndarray) -> float:
+    """Share of the counted tokens that a draft over `ids` could draft; 1 where nothing was counted."""
+    return float(counts[ids].sum() / counts.sum()) if counts.any() else 1.0
+
+
+def count_responses(rollouts: Rollouts, vocab: int) -> np.ndarray:
+    """[V] int64: how often each id occurs in the responses."""
+    at = np.arange(rollouts.tokens.shape[1])
+    response = (at >= rollouts.prompt_length[:, None]) & (at < rollouts.length[:, None])
+    return np.bincount(rollouts.tokens[response], minlength=vocab)
+
+
+class VocabularyWatch:
+    """Keeps the draft vocabulary of a run on the ids that its rollouts use.
+
+    Args:
+      model: the policy's sizes.
+      least: coverage below which the ids are chosen again; 0 = never.
+
+    Attributes:
+      counts: [V] float64, of each id in the responses so far, faded; what a checkpoint has to keep.
+    """
+
+    def __init__(self, model: qwen3.Qwen3Config, least: float) -> None:
+        self.counts = np.zeros(model.vocab)
+        self._model, self._least = model, least
+
+    def observe(self, rollouts: Rollouts, state: RunState) -> tuple[RunState, dict[str, float]]:
+        """(state, metrics): one step's responses counted, and the draft moved to other ids where that is due."""
+        self.counts = FADE * self.counts + count_responses(rollouts, len(self.counts))
+        ids = np.asarray(state.vocab_map)
+        found = coverage(self.counts, ids)
+        if found < self._least:
+            state = change_vocabulary(state, most_frequent(self.counts, len(ids)), self._model)
+        return state, {"draft/coverage": found}
+
+
+def change_vocabulary(state: RunState, ids: np.ndarray, model: qwen3.Qwen3Config) -> RunState:
+    """The state with its head over `ids` [Vd]."""
+    unembedding = qwen3.unembedding(state.policy.base, model)
+    draft = move_vocabulary(state.draft, np.asarray(state.vocab_map), ids, unembedding)
+    return state.replace(draft=draft, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
+
+
+def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, unembedding: jax.Array) -> TrainState:
+    """The head over the ids `new` [Vd] instead of `old` [Vd].
+
+    Rows of ids in both move along with the optimizer's moments of them. Others begin as the policy's, `unembedding`
+    [V, D], with moments of zero.
+    """
+    place = {int(token): row for row, token in enumerate(old)}
+    source = np.array([place.get(int(token), -1) for token in new])
+
+    def moved(table: jax.Array, fresh: jax.Array | float) -> jax.Array:
+        rows = jnp.where((source >= 0)[:, None], table[np.maximum(source, 0)], fresh)
+        return jax.device_put(rows, table.sharding)
+
+    table = state.params["unembed"]
+    # A moment is known by its place, as in state_shardings: optimizers part the parameters among each other.
+    opt_state = jax.tree.map_with_path(
+        lambda path, x: moved(x, 0.0) if path[-1:] == _UNEMBED and x.shape == table.shape else x, state.opt_state
+    )
+    return state.replace(params=state.params | {"unembed": moved(table, unembedding[new])}, opt_state=opt_state)

@@ -1,0 +1,167 @@
+"""The learner's state, its optimizer, and how both are laid out over the mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from specrl_jax.core import InputError
+from specrl_jax.models.layers import init_params
+from specrl_jax.sharding import Partitioner
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`learning_rate` after `warmup` steps; then constant, or a cosine to a tenth of it over `decay_steps`.
+
+    A warm-up before a constant rate starts above zero, since a short run must not waste its first step; before a cosine
+    it starts from zero.
+    """
+
+    name: str
+    learning_rate: float
+    warmup: int  # optimizer steps
+    clip: float  # global gradient norm
+    weight_decay: float
+    b2: float
+    decay_steps: int  # optimizer steps, warm-up included; 0 = constant
+    max_skipped: int = 0  # updates in a row whose gradient was not finite before a run gives up; 0 = it never does
+
+
+def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.GradientTransformation:
+    """Muon on the matrices of the layers, AdamW on tables, norms and routers, both at the same rate and with Nesterov's
+    momentum: updates of a matrix are scaled to AdamW's size (Moonlight, arXiv 2502.16982, section 2.2).
+    """
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=weight_decay,
+        adam_b2=b2,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(_matrix_axes, params),
+        consistent_rms=0.2,
+    )
+
+
+def _matrix_axes(path: Any, weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes are a matrix's inputs and outputs; what is left are layers, experts and, in a draft head, the parts of
+    what it reads (embedding and hidden state; three features), each a matrix of its own. None: AdamW's.
+    """
+    heads = dict.fromkeys(("q", "k", "v"), ((-3,), (-2, -1))) | {"o": ((-3, -2), (-1,))}
+    matrices = heads | dict.fromkeys(("gate", "up", "down", "fc", "eh_proj"), ((-2,), (-1,)))
+    if path[-1].key not in matrices:
+        return None
+    inputs, outputs = (tuple(weight.ndim + axis for axis in axes) for axes in matrices[path[-1].key])
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+OPTIMIZERS = {"adamw": optax.adamw, "muon": _muon}
+# Section of the config -> the key that names its optimizer.
+NAMED = {"optimizer": "optimizer.name", "draft": "draft.optimizer"}
+
+
+def make_optimizer(config: OptimizerConfig, section: str = "optimizer") -> optax.GradientTransformation:
+    """`section`: of the config, for messages. Raises InputError."""
+    if config.name not in OPTIMIZERS:
+        raise InputError(f"{NAMED[section]}: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
+    peak = config.learning_rate
+    if config.decay_steps:
+        if config.decay_steps <= config.warmup:
+            raise InputError(
+                f"{section}.decay_steps={config.decay_steps} must be above {section}.warmup={config.warmup}"
+            )
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.decay_steps, end_value=peak / 10)
+    else:
+        schedule = optax.linear_schedule(peak / (config.warmup + 1), peak, config.warmup)
+    optimizer = OPTIMIZERS[config.name](schedule, b2=config.b2, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+
+
+@flax.struct.dataclass
+class TrainState:
+    step: jax.Array  # [] int32: RL or pretraining steps of a policy, updates of a draft
+    params: Any  # what learns, float32: the learner form, or its adapters
+    opt_state: Any
+    frozen: Any = None  # the learner form under adapters; in no checkpoint, since it is where it was read
+
+    @property
+    def base(self) -> Any:
+        """The learner form, without what adapters add: where embedding and unembedding are."""
+        return self.params if self.frozen is None else self.frozen
+
+
+@flax.struct.dataclass
+class RunState:
+    """All that a run learns."""
+
+    policy: TrainState
+    draft: TrainState | None
+    vocab_map: jax.Array | None  # [Vd] int32, target id of each draft id
+    reference: Any = None  # policy.params that the KL term looks back to; None: the first, or there is no such term
+
+
+def apply_gradient(
+    state: TrainState, gradient: Any, optimizer: optax.GradientTransformation, healthy: jax.Array
+) -> TrainState:
+    """The state after one optimizer update, or as it was where not `healthy` ([] bool); `step` is the caller's."""
+
+    def apply(state: TrainState) -> TrainState:
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    return jax.lax.cond(healthy, apply, lambda state: state, state)
+
+
+def state_shardings(
+    specs: Any, optimizer: optax.GradientTransformation, partition: Partitioner, frozen: Any = None
+) -> TrainState:
+    """Shardings of a TrainState of `specs`: moments lie where their parameter lies, counters everywhere.
+
+    A moment is known by its place: the path to it ends in its parameter's, and it has the parameter's shape.
+    """
+    params = partition.tree(specs)
+    by_path = {tuple(path): (spec.shape, partition.sharding(spec.axes, spec.shape)) for path, spec in _paths(specs)}
+
+    def sharding(path: Any, leaf: Any) -> Any:
+        for start in range(len(path)):
+            shape, found = by_path.get(tuple(path[start:]), (None, None))
+            if shape == leaf.shape:
+                return found
+        return partition.replicated
+
+    opt_state = jax.tree.map_with_path(sharding, _state_shapes(specs, optimizer).opt_state)
+    return TrainState(partition.replicated, params, opt_state, partition.tree(frozen) if frozen else None)
+
+
+def _paths(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree.flatten_with_path(tree)[0]
+
+
+def abstract_state(specs: Any, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+    """ShapeDtypeStructs of the state as a checkpoint holds it, which it is restored into."""
+    shapes, shardings = _state_shapes(specs, optimizer), state_shardings(specs, optimizer, partition)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _state_shapes(specs: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(optimizer.init, params))
+
+
+def init_random_params(key: jax.Array, specs: Any, partition: Partitioner) -> Any:
+    """Random float32 parameters of `specs`, each born on its own shard."""
+    return jax.jit(functools.partial(init_params, specs=specs), out_shardings=partition.tree(specs))(key)
+
+
+def init_state(params: Any, specs: Any, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:
+    """Fresh state around `params`, which it takes over (they are donated); nothing under it is frozen."""
+    shardings = state_shardings(specs, optimizer, partition)
+
+    def fresh(params: Any) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    return jax.jit(fresh, donate_argnums=0, out_shardings=shardings)(params)

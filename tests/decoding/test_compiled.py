@@ -1,0 +1,140 @@
+"""What an engine compiles: little, all of it beforehand, with its caches in place."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specrl_jax.decoding.compiled import Limits, Program, empty_slots
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.sampling import Sampling
+from tests.helpers import toys
+from tests.helpers.cells import TARGET, Cell, V, history_of, make_engine
+from tests.helpers.exact import sequences
+from tests.helpers.rollouts import MODEL, engine_and_weights
+
+PROMPTS = [row.tolist() for n in (1, 2, 3) for row in sequences(V, n)]
+SEVEN = (0, 1, 2, 3, 5, 7)
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of everything that XLA compiles inside."""
+    seen = []
+
+    def listen(event, seconds, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(kwargs.get("fun_name", "?"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compilations_are_counted():
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3 - 1)(jnp.ones(7))
+    assert seen
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """(engine that drafts by cascade, its controller), compiled, and the seconds that each program reported."""
+    sizes = {
+        "chunk": 2,
+        "sizes": (8, 2),
+        "groups": 20,
+        "members": 4,
+        "prefill_rows": 2,
+        "new_prompts": 3,
+        "free_slots": 2,
+    }
+    cell = Cell("cascade", "rejection", 1.0, 0, 1.0, "may end", "inside")
+    run = make_engine(cell, Limits(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
+    told = {}
+    run.programs.compile_all(TARGET, told.__setitem__)
+    return run, Controller((0, 1, 3), (16, 8, 2), probe_budget=1.0), told
+
+
+def test_after_compile_all_nothing_is_compiled(compiled):
+    run, controller, _ = compiled
+    history = history_of(PROMPTS[::2], 6, V - 1)
+    with compilations() as seen:
+        chunks = []
+        for prompts, samples, lengths in (
+            (PROMPTS[:1], 1, None),
+            (PROMPTS, 3, controller),
+            *((PROMPTS, 3, FixedLength(k)) for k in (0, 1, 3)),
+            (PROMPTS, 1, controller),
+        ):
+            chunks += run.generate(TARGET, prompts, samples, seed=3, lengths=lengths, history=history).chunks
+    # What the controller chose depends on the clock; the fixed lengths went through every size.
+    assert {(chunk.size, chunk.k) for chunk in chunks} == {(size, k) for size in (16, 8, 2) for k in (0, 1, 3)}
+    assert seen == []
+
+
+def test_compile_all_tells_of_every_program_once(compiled):
+    run, _, told = compiled
+    assert list(told) == run.programs.all() and run.programs.seconds == told
+    assert len(set(map(str, told))) == len(told)
+    again = []
+    with compilations() as seen:
+        run.programs.compile_all(TARGET, lambda program, seconds: again.append(program))
+    assert (again, seen) == ([], [])
+
+
+def test_programs_are_few():
+    """Three sizes, six lengths: at most 24."""
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 7, 1.0)
+    run = toys.stateful_engine(Limits(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN)
+    assert len(run.programs.all()) == 22 <= 24
+    assert set(run.programs.all()) >= {Program("run", size, k) for size in (64, 16, 4) for k in SEVEN}
+
+
+@pytest.mark.parametrize("k", [2, 4, -1])
+def test_a_length_without_a_program_is_refused(compiled, k):
+    run, *_ = compiled
+    with pytest.raises(ValueError, match=rf"no program 'run B=16 k={k}'; its draft lengths are \(0, 1, 3\)"):
+        run.generate(TARGET, PROMPTS, 1, seed=0, lengths=FixedLength(k))
+
+
+# --- memory
+
+
+def bytes_of(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def draft_bytes(kind):
+    """Per token of the slots: 2 K H + D numbers of models.recurrent.DraftCache."""
+    return 0 if kind == "none" else 4 * (2 * MODEL.kv_heads * MODEL.head_dim + MODEL.embed)
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle3", "mtp"])
+def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
+    """L * 2 * B * S * K * H * 4 bytes of the target in models.cache.KVCache, and the draft's."""
+    limits = Limits(32, 200, 300, 8)
+    engine, _ = engine_and_weights(kind, 3, limits, Sampling())
+    slots, _ = jax.eval_shape(functools.partial(empty_slots, engine.programs._model, limits))
+    target = 4 * MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim
+    expected = limits.num_slots * limits.cache_length * (target + draft_bytes(kind))
+    assert abs(bytes_of(slots.cache) / expected - 1) < 0.1
+    # Beside the caches a token costs its id and its log-prob.
+    assert bytes_of(slots) - bytes_of(slots.cache) < limits.num_slots * (limits.cache_length * 8 + 100)
+
+
+@pytest.mark.parametrize("kind, k", [("none", 0), ("eagle3", 3)])
+def test_the_caches_are_updated_in_place(kind, k):
+    """A long one: donated and aliased, with temporaries that are small beside it."""
+    limits = Limits(32, 1000, 1000, 8)
+    engine, weights = engine_and_weights(kind, k, limits, Sampling())
+    program = engine.programs._get(Program("run", 32, k), weights)
+    slots, _ = jax.eval_shape(functools.partial(empty_slots, engine.programs._model, limits))
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= bytes_of(slots.cache) > 100e6
+    assert memory.temp_size_in_bytes < bytes_of(slots.cache) / 4, memory

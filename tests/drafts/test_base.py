@@ -1,0 +1,122 @@
+"""Published variants of the EAGLE-3 head inside the engine's drafter, and the dialect that a run saves its head in."""
+
+import dataclasses
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specrl_jax.core import InputError
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.base import find_draft_model
+from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
+
+TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
+HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
+IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, replace=False)).astype(np.int32)
+DIALECTS = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
+S, K = 16, 3
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A head of every variant, each in a dialect of its own."""
+    folder = tmp_path_factory.mktemp("heads")
+    for i, name in enumerate(VARIANTS):
+        head = dataclasses.replace(HEAD, **VARIANTS[name])
+        dialect = list(DIALECTS)[i % len(DIALECTS)]
+        eagle3_formats.save(str(folder / name), random_params(head), IDS, head, TARGET, "float32", dialect)
+    return folder
+
+
+@functools.cache
+def one_device():
+    return partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, partition):
+    """From the folder through the engine's own catch-up and draft, rows of two lengths; float64 numpy by its side."""
+    draft = find_draft_model("eagle3", TARGET, path=str(saved / name))
+    assert draft.config == dataclasses.replace(HEAD, **VARIANTS[name])
+    assert draft.aux_layers == (1, 4, 8)
+    params = draft.load(str(saved / name), partition)
+    rng = np.random.default_rng(4)
+    table = rng.normal(size=(TARGET.vocab, TARGET.embed)).astype(np.float32)
+    tokens = rng.integers(0, TARGET.vocab, (2, S)).astype(np.int32)
+    features = rng.normal(size=(2, S, 3, TARGET.embed)).astype(np.float32)
+    length = np.array([7, 11], np.int32)
+    weights = Weights({"embed": table}, draft.rollout_params(params, jnp.float32), jnp.array(IDS), None)
+    drafter = draft.drafter(K, Sampling(0.0), jnp.dtype("float32"), one_device())
+    hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
+    cache = draft.init_cache(2, S, jnp.float32)._replace(hidden=hidden)
+
+    @jax.jit
+    def run(weights, tokens, length, cache):
+        caches = drafter.catch_up(weights, tokens, length, Caches(None, cache))
+        slots = types.SimpleNamespace(
+            tokens=tokens, length=length, cache=caches, rollout_id=jnp.arange(2, dtype=jnp.uint32), done=length < 0
+        )
+        return drafter.draft(weights, slots, jnp.uint32(0), K)[0]
+
+    drafted = run(weights, tokens, length, cache)
+    for row, count in enumerate(length):
+        text = np.concatenate([tokens[row, :count], drafted.tokens[row]])
+        expected = numpy_draft(torch_layout(params), draft.config, features[row], table[text], count - 2, K)
+        # float32 against float64 through one layer a step: sums of at most 100 terms of order one.
+        np.testing.assert_allclose(drafted.logits[row], expected, atol=2e-5)
+        np.testing.assert_array_equal(drafted.tokens[row], IDS[expected.argmax(-1)])
+
+
+@pytest.mark.parametrize(("dialect", "layer"), [("", "midlayer."), *DIALECTS.items()])
+def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition):
+    """Whatever the dialect of the head that it started from."""
+    for name in list(VARIANTS)[:3]:
+        draft = find_draft_model("eagle3", TARGET, path=str(saved / name), dialect=dialect)
+        params = draft.load(str(saved / name), partition)
+        draft.save(str(tmp_path / name), params, IDS, TARGET, "bfloat16", "my/policy")
+        config = (tmp_path / name / "config.json").read_text()
+        assert f"{layer}hidden_norm.weight" in safetensors.numpy.load_file(tmp_path / name / "model.safetensors")
+        assert ("speculators_model_type" in json.loads(config)) == (dialect == "speculators")
+        assert ("my/policy" in config) == (dialect == "speculators")
+        assert eagle3_formats.load_config(str(tmp_path / name), TARGET) == draft.config
+
+
+@pytest.mark.parametrize(("dialect", "prefix"), [("", "model.layers."), ("mimo", "model.mtp_layers.")])
+def test_the_usual_dialect_of_an_mtp_head(dialect, prefix, tmp_path):
+    draft = find_draft_model("mtp", TARGET, dialect=dialect)
+    params = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), draft.specs)
+    draft.save(str(tmp_path), params, None, TARGET, "float32")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert tensors and all(name.startswith(prefix) for name in tensors)
+
+
+def test_none_switches_off_whatever_the_config_would_draft_with():
+    assert find_draft_model("none", TARGET, path="nowhere", dialect="deepseek", vocab_size=5) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "dialect", "words"),
+    [
+        ("eagle3", "mimo", ["'mimo'", "draft.kind=eagle3", "sglang, vllm, speculators"]),
+        ("mtp", "sglang", ["'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
+        ("model", "vllm", ["'vllm'", "draft.kind=model", "leave ''"]),
+        ("ngram", "sglang", ["'sglang'", "draft.kind=ngram", "leave ''"]),
+    ],
+)
+def test_a_dialect_of_another_kind(kind, dialect, words):
+    with pytest.raises(InputError) as error:
+        find_draft_model(kind, TARGET, dialect=dialect)
+    assert "\n" not in str(error.value)
+    for word in ["draft.dialect", *words]:
+        assert word in str(error.value)

@@ -1,0 +1,474 @@
+"""Every draft with weights inside the real engine, on a random policy: what it drafts, keeps, and may not change.
+
+Float32 but for the last test. The policy says few words, and the draft proposes those and a few others, so that random
+weights agree often enough for blocks of every size.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.data.rows import rows_of
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.drafts.base import Eagle3Draft, MTPDraft, PolicyDraft
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.learner.draft_step import Tables
+from specrl_jax.learner.policy_step import Learner, make_logprob_step
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import rotary_angles
+from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from tests.helpers.policies import compiled, random_params, row_positions
+
+TOKENIZER = CharTokenizer()
+WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
+VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
+# An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
+MODELS = {"eagle3": qwen3.preset("nano_deep"), "mtp": qwen3.preset("nano"), "model": qwen3.preset("nano")}
+DRAFTS = {
+    "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
+    "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
+    # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
+    "model": PolicyDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
+}
+KINDS = list(DRAFTS)
+EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
+K, B, LONGEST = 3, 16, 24
+# Fewer prompts a refill than slots, four in a forward.
+LIMITS = Limits(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5)
+SHRINKING = dataclasses.replace(LIMITS, sizes=(10,))
+GREEDY = Sampling(0.0)
+WARM = Sampling(4.0, top_k=60, top_p=0.95)  # at 1 the policy is nearly greedy, and hardly a draft is kept
+# float32 sums of at most 128 terms of order one, in two orders, through eight layers; logits reach 20.
+ATOL = 2e-4
+
+
+def one_device(table):
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    return partitioner(mesh, table)
+
+
+ONE, LEARNS = one_device(ROLLOUT), one_device(LEARNER)
+PROMPTS = [
+    np.random.default_rng(i).integers(2, TOKENIZER.vocab_size, size).tolist()
+    for i, size in enumerate([4, 10, 7, 5, 9, 4, 6, 8, 10, 5, 6, 7, 8, 9, 4, 10])
+]
+
+
+def louder(table):
+    """A table [V, D] whose words of the policy stand out, so that they are what it says."""
+    scale = np.ones((len(table), 1), np.float32)
+    scale[WORDS] = 4
+    scale[WORDS[0]] = 2
+    return table * scale
+
+
+def spoken(config, seed=0):
+    policy = random_params(config, seed)
+    name = "embed" if config.tied else "unembed"
+    return policy | {name: louder(policy[name])}
+
+
+@functools.cache
+def params_of(kind):
+    """(policy, draft), learner form."""
+    policy = spoken(MODELS[kind])
+    if kind == "model":
+        # Of forty seeds the one that agrees most often with what the policy says: every second token.
+        return policy, spoken(DRAFTS[kind].config, seed=23)
+    rng = np.random.default_rng(1)
+
+    def draw(spec):
+        # Norm scales away from one, so that a norm that is left out or swapped shows.
+        values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
+        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
+
+    draft = jax.tree.map(draw, DRAFTS[kind].specs)
+    if kind == "eagle3":
+        likely = 1 + 3 * np.isin(VOCAB_MAP, WORDS[1:])[:, None].astype(np.float32)
+        draft |= {"unembed": draft["unembed"] * likely}
+    return policy, draft
+
+
+def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
+    return RolloutConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
+
+
+@functools.cache
+def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
+    """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
+    draft = None if k is None else DRAFTS[kind]
+    limits = SHRINKING if draft and not sampling.temperature else LIMITS
+    drafter = draft.drafter(k, sampling, jnp.dtype(dtype), partition) if draft else NO_DRAFTER
+    config = rollout_config(sampling, limits, dtype)
+    lengths = tuple(range((k or 0) + 1))
+    return make_rollout_engine(MODELS[kind], draft, drafter, config, TOKENIZER, partition, lengths)
+
+
+@functools.cache
+def prepare_of(kind, drafting, partition, dtype):
+    draft = DRAFTS[kind] if drafting else None
+    return make_prepare(MODELS[kind], draft, rollout_config(GREEDY, dtype=dtype), partition)
+
+
+def prepared(kind, params, partition=ONE, vocab_map=VOCAB_MAP, dtype=jnp.float32):
+    ids = jnp.array(vocab_map) if kind == "eagle3" else None
+    return prepare_of(kind, True, partition, dtype)(*params, ids)
+
+
+@functools.cache
+def weights_of(kind, drafting=True, dtype=jnp.float32):
+    if not drafting:
+        return prepare_of(kind, False, ONE, dtype)(params_of(kind)[0], None, None)
+    return prepared(kind, params_of(kind), dtype=dtype)
+
+
+@functools.cache
+def plain_greedy(kind):
+    return engine_of(kind, GREEDY, None).generate(weights_of(kind, False), PROMPTS[:14], 3, seed=0)
+
+
+def started(kind, prompts=PROMPTS):
+    """Slots of the greedy engine, one prompt each, as they are before the first iteration."""
+    programs, weights = engine_of(kind, GREEDY).programs, weights_of(kind)
+    scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, 1, 0, None)
+    slots, carried = programs.empty(weights)
+    while scheduler.waiting:
+        slots, carried = programs.refill(weights, slots, carried, scheduler.deal())
+    return slots
+
+
+def step(kind, slots, k=K, stale=False):
+    """One iteration."""
+    programs = engine_of(kind, GREEDY).programs
+    return programs.run(weights_of(kind), slots, k, seed=0, iterations=1, floor=0, stale=stale)[0]
+
+
+def level(kind, slots):
+    """The slots, their drafter level with the text after a pause: a chunk of no iterations that finds it stale."""
+    programs = engine_of(kind, GREEDY).programs
+    return programs.run(weights_of(kind), slots, K, seed=0, iterations=0, floor=0, stale=True)[0]
+
+
+@functools.cache
+def jitted_draft(kind):
+    drafter = DRAFTS[kind].drafter(K, GREEDY, jnp.dtype("float32"), ONE)
+    return jax.jit(lambda weights, slots: drafter.draft(weights, slots, jnp.uint32(0), K))
+
+
+def draft_of(kind, slots):
+    """(Draft, cache), as each iteration begins."""
+    return jitted_draft(kind)(weights_of(kind), slots)
+
+
+@functools.cache
+def compiled_unrolled(kind):
+    model, draft = MODELS[kind], DRAFTS[kind]
+
+    def logits(policy, params, rows):
+        out = qwen3.forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
+        tables = Tables(policy["embed"], policy["embed"])
+        outputs, unembed = draft.unrolled(params, tables, out, rows, K, jnp.dtype("float32"), LEARNS)
+        return jnp.einsum("SBTD,VD->SBTV", outputs, unembed)
+
+    return jax.jit(logits)
+
+
+def trained_logits(kind, slots, draft):
+    """[B, K, Vd]: what the learner's draft says at the pair each row drafts from, the drafted tokens given."""
+    tokens, length = np.asarray(slots.tokens), np.asarray(slots.length)
+    # Room for drafts that run over the end of the cache.
+    tokens = np.pad(tokens, ((0, 0), (0, K)))
+    for row, (at, drafted) in enumerate(zip(length, np.asarray(draft.tokens), strict=True)):
+        tokens[row, at : at + K] = drafted
+    logits = compiled_unrolled(kind)(*params_of(kind), rows_of(tokens, length, length, 0))
+    return np.stack([logits[:, row, at - 2] for row, at in enumerate(length)])
+
+
+def assert_the_learners_drafts(kind, slots):
+    draft, _ = draft_of(kind, slots)
+    expected = trained_logits(kind, slots, draft)
+    running = ~np.asarray(slots.done)
+    np.testing.assert_allclose(np.asarray(draft.logits)[running], expected[running], rtol=0, atol=ATOL)
+    best = np.asarray(draft.logits).argmax(axis=-1)
+    np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if kind == "eagle3" else best)
+    assert running.sum() > B // 2
+
+
+# --- what the engine's draft says is what the learner's says
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_draft_after_a_prompt_is_the_learners(kind):
+    """Through `prepare`, the prefill, the catch-up and the draft itself, at prompts of several lengths."""
+    assert_the_learners_drafts(kind, started(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_after_speculative_iterations_are_the_learners(kind):
+    slots = started(kind)
+    for _ in range(4):
+        slots = step(kind, slots)
+    accepted = np.asarray(slots.accepted)
+    # Blocks of several sizes: rows differ, and something of every place was kept and something was not.
+    assert (accepted.sum(axis=0) > 0).all() and (accepted < np.asarray(slots.drafted)).any(axis=0).all()
+    assert_the_learners_drafts(kind, slots)
+
+
+def entries(kind, cache):
+    """Keys and values of every layer of the draft, each [B, S, K, H]."""
+    pairs = [(cache.keys, cache.values)] if kind != "model" else zip(cache.keys, cache.values, strict=True)
+    return [x for k, v in pairs for x in (np.moveaxis(k, 3, 1), np.swapaxes(v, 1, 2))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_committed_token_has_its_true_entries(kind):
+    """A draft leaves no provisional entry behind it but its own, at positions that are not committed yet."""
+    slots = started(kind)
+    for _ in range(6):
+        slots = step(kind, slots)
+    found = entries(kind, draft_of(kind, slots)[1].draft)
+    length = np.asarray(slots.length)[:, None]
+    # A head's last pair, and a policy's last token, belong to the draft that is under way.
+    true = np.arange(slots.tokens.shape[1])[None] < length - (0 if kind == "model" else 1)
+    for got, wanted in zip(found, entries_from_scratch(kind, np.asarray(slots.tokens)), strict=True):
+        np.testing.assert_allclose(got[true], wanted[true], rtol=0, atol=ATOL)
+    # A provisional entry would have shown: before this draft there were some among the newly committed ones.
+    before = entries(kind, slots.cache.draft)[0]
+    moved = np.abs(before - found[0]).max(axis=(2, 3)) > 100 * ATOL
+    assert (true & moved & before.any(axis=(2, 3))).any()
+
+
+def entries_from_scratch(kind, tokens):
+    """Keys and values [B, T, K, H] of whole rows: of an EAGLE-3 head from the learner's own layer, which keeps none;
+    of the others over an empty cache, all at once."""
+    policy, draft = params_of(kind)
+    if kind == "model":
+        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
+        forward = compiled(DRAFTS[kind].config, ONE, unembed=False)
+        return entries(kind, forward(weights_of(kind).draft, tokens, row_positions(tokens), cache=empty).cache)
+    at = row_positions(tokens)
+    following = jnp.pad(jnp.asarray(tokens)[:, 1:], ((0, 0), (0, 1)))
+    out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, unembed=False)(
+        policy, jnp.asarray(tokens), at
+    )
+    hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
+    embedded = policy["embed"][following]
+    if kind == "mtp":
+        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
+        return entries(kind, DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, at, empty)[1])
+    kept = []
+
+    def attend(q, k, v):
+        kept.extend([np.asarray(k), np.asarray(v)])
+        return q
+
+    eagle3.layer(draft, HEAD, hidden, embedded, rotary_angles(at, HEAD.head_dim, HEAD.rope_theta), attend)
+    return kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_after_a_pause_are_those_of_a_run_that_never_stopped(kind):
+    """The same rows at the same lengths: greedy, so both commit the same tokens, in different blocks."""
+    without_end, slots = {}, started(kind)
+    for _ in range(12):
+        without_end |= drafts_by_length(kind, slots)
+        slots = step(kind, slots)
+    slots, compared = started(kind), 0
+    for pause in (5, 2):
+        slots = step(kind, slots)
+        for _ in range(pause):
+            slots = step(kind, slots, k=0)
+        slots = level(kind, slots)
+        assert_the_learners_drafts(kind, slots)
+        for place, logits in drafts_by_length(kind, slots).items():
+            if place in without_end:
+                np.testing.assert_allclose(logits, without_end[place], rtol=0, atol=ATOL)
+                compared += 1
+    assert compared >= 5
+
+
+def drafts_by_length(kind, slots):
+    """{(row, length): [K, Vd] logits} of the rows still running."""
+    logits = np.asarray(draft_of(kind, slots)[0].logits)
+    return {(row, int(slots.length[row])): logits[row] for row in np.flatnonzero(~np.asarray(slots.done))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pause_longer_than_a_draft_has_to_be_made_up_for(kind):
+    """Right after the prompt, and long enough that what a draft goes over by itself does not cover it."""
+    slots = started(kind)
+    for _ in range(K + 3):
+        slots = step(kind, slots, k=0)
+    draft, _ = draft_of(kind, slots)
+    running = ~np.asarray(slots.done)
+    assert np.abs(np.asarray(draft.logits) - trained_logits(kind, slots, draft))[running].max() > 100 * ATOL
+    assert_the_learners_drafts(kind, level(kind, slots))
+
+
+# --- what a draft may not change
+
+
+class InTurn(FixedLength):
+    """Draft lengths in turn, chunk by chunk, in chunks of a few iterations."""
+
+    def __init__(self, *lengths):
+        super().__init__(iter(lengths * 1000))
+
+    def choose(self, size, running):
+        return Choice(next(self.k), 2)
+
+
+def assert_same_texts(out, expected):
+    for name in ("rollout_id", "prompt_index", "tokens", "length", "ended"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("lengths", [(K,), (K, 0, 1, 0, 0, K)], ids=["fixed", "changing"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_speculation_equals_plain_greedy(kind, lengths):
+    """Three answers a prompt, 42 in 16 slots: groups are dealt over several refills, and the batch shrinks at the end.
+
+    Two different programs, so equal tokens say that no two logits tie within rounding.
+    """
+    expected = plain_greedy(kind)
+    chosen = FixedLength(K) if len(lengths) == 1 else InTurn(*lengths)
+    out = engine_of(kind, GREEDY).generate(weights_of(kind), PROMPTS[:14], 3, seed=0, lengths=chosen)
+    assert_same_texts(out, expected)
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
+    # Both endings, drafts of which some were right, both sizes, every length.
+    assert {True, False} == set(out.ended.tolist())
+    assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
+    assert {chunk.size for chunk in out.chunks} == {B, 10}
+    assert {chunk.k for chunk in out.chunks} == set(lengths)
+    # Slots come free one after another, so rollouts began at different times.
+    assert len(out.chunks) > 6
+
+
+def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():
+    expected = plain_greedy("eagle3")
+    out = engine_of("eagle3", GREEDY).generate(weights_of("eagle3"), PROMPTS[:14], 3, seed=0, lengths=FixedLength(0))
+    assert_same_texts(out, expected)
+    for name in ("logprobs", "verifications"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+    slots = started("eagle3")
+    for _ in range(5):
+        slots = step("eagle3", slots, k=0)
+    # The last committed token is pending: the target has not been there.
+    tokens = np.asarray(slots.tokens)
+    been = np.arange(tokens.shape[1])[None] < np.asarray(slots.length)[:, None] - 1
+    run = compiled(MODELS["eagle3"], LEARNS, aux_layers=HEAD.aux_layers, unembed=False)
+    true = run(params_of("eagle3")[0], jnp.asarray(tokens), row_positions(tokens)).aux
+    true = np.asarray(eagle3.first_hidden(weights_of("eagle3").draft, HEAD, true))
+    np.testing.assert_allclose(np.asarray(slots.cache.draft.hidden)[been], true[been], rtol=1e-4, atol=ATOL)
+
+
+SHORT = [[20], [31, 32], [22, 21, 23], [36]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
+    """A prompt of one token has no pair at all, of two one: fewer than the k + 1 that a draft goes over."""
+    engine, weights = engine_of(kind, WARM), weights_of(kind)
+    together = engine.generate(weights, SHORT + PROMPTS[: B - len(SHORT)], samples=1, seed=0)
+    assert together.prompt_length[: len(SHORT)].tolist() == [1, 2, 3, 1]
+    for row in range(len(SHORT)):
+        one = engine.generate(weights, [SHORT[row]], samples=1, seed=0, first_id=row)
+        for name in ("tokens", "length", "verifications", "drafted", "accepted"):
+            np.testing.assert_array_equal(getattr(one, name)[0], getattr(together, name)[row])
+    assert together.accepted[: len(SHORT)].any() and len(set(together.length[: len(SHORT)].tolist())) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_speculation_on_short_prompts_equals_plain_greedy(kind):
+    expected = engine_of(kind, GREEDY, None).generate(weights_of(kind, False), SHORT, samples=1, seed=0)
+    assert_same_texts(engine_of(kind, GREEDY).generate(weights_of(kind), SHORT, samples=1, seed=0), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_draft_after_a_short_prompt_is_the_learners(kind, size):
+    """Two tokens make the first pair."""
+    prompts = [[40 + row + i for i in range(size)] for row in range(B)]
+    assert_the_learners_drafts(kind, started(kind, prompts))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
+def test_rollouts_do_not_depend_on_the_mesh(kind):
+    """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
+    partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
+    expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=1, seed=0)
+    sharded = prepared(kind, params_of(kind), partition)
+    assert int(sharded.checksum) == int(weights_of(kind).checksum)
+    out = engine_of(kind, WARM, partition=partition).generate(sharded, PROMPTS, samples=1, seed=0)
+    for name in ("tokens", "length", "ended", "verifications", "drafted", "accepted"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
+    assert out.accepted.any(axis=1).sum() > B // 4
+
+
+def test_the_checksum_of_the_engines_weights_tells_every_part_apart():
+    """Policy, head and vocabulary map: a change of any of them shows."""
+    policy, head = params_of("eagle3")
+    changed = [
+        prepared("eagle3", (policy | {"final_norm": policy["final_norm"].at[3].add(1e-3)}, head)),
+        prepared("eagle3", (policy, head | {"fc": head["fc"].at[0, 0, 0].add(1e-3)})),
+        prepared("eagle3", (policy, head), vocab_map=VOCAB_MAP[::-1]),
+    ]
+    assert len({int(w.checksum) for w in [weights_of("eagle3"), *changed]}) == 4
+
+
+# --- behaviour log-probs
+
+
+@functools.cache
+def logprob_step(kind, temperature):
+    return make_logprob_step(Learner(MODELS[kind], jnp.dtype("float32"), False, 0, 0, temperature), LEARNS)
+
+
+def mismatch(kind, sampling, out):
+    """Behaviour log-probs of all response tokens, less those of the learner's float32 forward."""
+    rows = rows_of(out.tokens, out.prompt_length, out.length, TOKENIZER.pad_id)
+    learner, _ = logprob_step(kind, sampling.temperature)(params_of(kind)[0], rows)
+    return (np.pad(out.logprobs[:, 1:], ((0, 0), (0, 1))) - np.asarray(learner))[rows.mask]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_behaviour_logprobs_are_the_learners(kind):
+    """At the temperature and before top-k and top-p, for what was drafted and kept and for what was corrected."""
+    out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
+    assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
+    assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
+
+
+def test_in_bfloat16_speculation_adds_nothing_to_the_mismatch():
+    """Behaviour log-probs of bfloat16 rollouts against the learner's float32 forward, over some 700 tokens each.
+
+    At T = 4 the rounding of a logit that reaches 20, half a unit of 2^-8, is up to 0.01 nats. Two layers round twenty
+    times: sqrt(20) of that at random, 20 in the worst case. Speculation runs the same forward over other widths: it may
+    move single roundings, not their size.
+    """
+    sizes = {}
+    for k in (None, K):
+        engine = engine_of("mtp", WARM, k, dtype=jnp.bfloat16)
+        out = engine.generate(weights_of("mtp", k is not None, jnp.bfloat16), PROMPTS, samples=2, seed=0)
+        difference = mismatch("mtp", WARM, out)
+        sizes[k] = np.sqrt((difference**2).mean())
+        assert np.abs(difference).max() < 20 * 0.01
+        # Errors, not a shift.
+        assert np.abs(difference.mean()) < 0.25 * sizes[k]
+        print(f"k={k}: root mean square {sizes[k]:.4f} nats, largest {np.abs(difference).max():.4f}")
+    assert 0 < sizes[None] < np.sqrt(20) * 0.01
+    # The mean of 700 squares of such errors, their tails four times as heavy as a normal law's, is known to a tenth.
+    assert sizes[K] < 1.25 * sizes[None]

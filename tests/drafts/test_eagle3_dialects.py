@@ -1,0 +1,645 @@
+"""EAGLE-3 heads in three dialects: recognised, the same bits and logits through each, and every trap of interchange.
+
+The traps are those of the reference notes on EAGLE-3, section 6: layers off by one, positions that are clamped,
+norm_before_residual's default, norm_output's two meanings, a yarn that was never trained, and the layout of q, k, v.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specrl_jax.core import InputError
+from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.io import tensors as tensor_folder
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Yarn
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
+from tests.helpers.policies import row_positions
+
+# Every size differs from every other, and N * H from D.
+TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
+HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
+IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, replace=False)).astype(np.int32)
+LAYER = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
+AUX = "eagle_aux_hidden_state_layer_ids"
+dialects = pytest.mark.parametrize("dialect", LAYER)
+dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+T, STEPS = 6, 2
+FEATURES = np.random.default_rng(2).normal(size=(1, T, 3, TARGET.embed)).astype(np.float32)
+EMBEDDED = np.random.default_rng(3).normal(size=(1, T, TARGET.embed)).astype(np.float32)
+
+
+def head_of(name):
+    return dataclasses.replace(HEAD, **VARIANTS[name])
+
+
+def save(folder, dialect, head=HEAD, dtype="float32", ids=IDS):
+    """The parameters, exactly representable in `dtype`."""
+    params = random_params(head, dtype=dtype)
+    eagle3_formats.save(str(folder), params, ids, head, TARGET, dtype, dialect)
+    return params
+
+
+def load_config(folder, target=TARGET):
+    return eagle3_formats.load_config(str(folder), target)
+
+
+def load(folder, partition):
+    head = load_config(folder)
+    return head, eagle3_formats.load_params(str(folder), head, partition)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(head, params):
+    outputs = eagle3.unrolled(params, head, FEATURES, EMBEDDED, STEPS, row_positions(EMBEDDED[..., 0]))
+    return jnp.einsum("SBTD,VD->SBTV", outputs, params["unembed"], preferred_element_type=jnp.float32)
+
+
+def assert_same_trees(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def read_config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit_config(folder, *path, **changes):
+    """Rewrites config.json, or the object at `path` in it; a value of ... takes the key away."""
+    raw = read_config(folder)
+    inner = functools.reduce(lambda config, key: config[key], path, raw)
+    inner |= changes
+    for key in [key for key, value in inner.items() if value is ...]:
+        del inner[key]
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def read_tensors(folder):
+    return safetensors.numpy.load_file(folder / tensor_folder.SINGLE)
+
+
+def edit_tensors(folder, changes):
+    """Rewrites the tensors; a value of None takes one away."""
+    kept = {name: tensor for name, tensor in (read_tensors(folder) | changes).items() if tensor is not None}
+    safetensors.numpy.save_file(kept, folder / tensor_folder.SINGLE, {"format": "pt"})
+
+
+def sizes_at(dialect):
+    """Where in config.json the layer's sizes are."""
+    return ("transformer_layer_config",) if dialect == "speculators" else ()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    for dialect in LAYER:
+        save(folder / dialect, dialect)
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """dialect -> a copy to edit."""
+
+    def copied(dialect):
+        shutil.copytree(saved / dialect, tmp_path / dialect)
+        return tmp_path / dialect
+
+    return copied
+
+
+def refusal(folder, target=TARGET):
+    with pytest.raises(InputError) as error:
+        load_config(folder, target)
+    assert (
+        "\n" not in str(error.value) and str(error.value).startswith("draft.path") and str(folder) in str(error.value)
+    )
+    return str(error.value)
+
+
+# The same head through every dialect
+
+
+@dialects
+@variants
+def test_tensors_have_the_published_names_and_layouts(dialect, name, tmp_path):
+    """Trap 6: q, k and v head after head, each over [embedding, hidden]; by hand, not through the loader."""
+    params = save(tmp_path, dialect, head_of(name))
+    expected = torch_layout(params, LAYER[dialect])
+    tensors = read_tensors(tmp_path)
+    assert tensors.keys() == expected.keys() | {"d2t", "t2d"}
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(tensors[key], tensor, err_msg=key)
+
+
+@dialects
+@variants
+def test_the_exported_file_gives_the_trained_logits(dialect, name, tmp_path):
+    """Trap 6: the formula on the file's tensors, in float64, against the head that was saved."""
+    head = head_of(name)
+    params = save(tmp_path, dialect, head)
+    tensors = {key: tensor for key, tensor in read_tensors(tmp_path).items() if key not in ("d2t", "t2d")}
+    drafted = numpy_draft(tensors, head, FEATURES[0], EMBEDDED[0], 3, STEPS)
+    # float32 against float64 through one layer a step: sums of at most 100 terms of order one.
+    np.testing.assert_allclose(logits(head, params)[:, 0, 3], drafted, atol=2e-5)
+
+
+@dialects
+@dtypes
+@variants
+def test_the_same_bits_and_logits_come_back(dialect, dtype, name, tmp_path, partition):
+    params = save(tmp_path, dialect, head_of(name), dtype)
+    head, loaded = load(tmp_path, partition)
+    assert head == head_of(name)
+    assert_same_trees(loaded, params)
+    np.testing.assert_array_equal(logits(head, loaded), logits(head_of(name), params))
+    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(tmp_path), head, TARGET), IDS)
+
+
+@pytest.mark.parametrize("route", itertools.permutations(LAYER, 2), ids="-".join)
+@variants
+def test_from_one_dialect_to_another(route, name, tmp_path, partition):
+    params = save(tmp_path / "first", route[0], head_of(name))
+    head, loaded = load(tmp_path / "first", partition)
+    ids = eagle3_formats.load_vocab_map(str(tmp_path / "first"), head, TARGET)
+    eagle3_formats.save(str(tmp_path / "second"), loaded, ids, head, TARGET, "float32", route[1])
+    head, loaded = load(tmp_path / "second", partition)
+    assert head == head_of(name)
+    assert_same_trees(loaded, params)
+    np.testing.assert_array_equal(logits(head, loaded), logits(head_of(name), params))
+    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(tmp_path / "second"), head, TARGET), IDS)
+
+
+def test_a_sharded_load_gives_the_same_head(tmp_path):
+    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}, jax.devices()[:4])
+    for i, name in enumerate(("eagle-3.1", "speculators")):
+        params = save(tmp_path / str(i), "speculators", head_of(name))
+        _, loaded = load(tmp_path / str(i), partitioner(mesh, LEARNER))
+        assert loaded["q"].addressable_shards[0].data.size < loaded["q"].size
+        assert_same_trees(loaded, params)
+
+
+# What is written
+
+
+def test_the_flat_configs(saved):
+    sizes = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 64,
+        "vocab_size": 40,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    for dialect in ("sglang", "vllm"):
+        assert read_config(saved / dialect) == sizes | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": 16,
+            AUX: [1, 4, 8],
+            "eagle_config": {AUX: [0, 3, 7]},
+        }
+
+
+def test_the_nested_config_leaves_no_variant_to_a_default(saved, tmp_path):
+    written = read_config(saved / "speculators")
+    layer, verifier = written.pop("transformer_layer_config"), written["speculators_config"].pop("verifier")
+    assert written == {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 16,
+        "target_hidden_size": 24,
+        AUX: [1, 4, 8],
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "default_proposal_method": "greedy",
+        },
+    }
+    assert verifier == {"name_or_path": None, "architectures": ["Qwen3ForCausalLM"]}
+    flat = read_config(saved / "vllm")
+    own = {key: flat[key] for key in layer.keys() & flat.keys()}
+    assert layer == own | {"attention_bias": False, "mlp_bias": False}
+    assert own.keys() >= {"head_dim", "rope_theta", "max_position_embeddings", "vocab_size", "model_type"}
+    eagle3_formats.save(str(tmp_path), random_params(HEAD), IDS, HEAD, TARGET, "float32", "speculators", "my/policy")
+    assert read_config(tmp_path)["speculators_config"]["verifier"]["name_or_path"] == "my/policy"
+
+
+# Trap 1: layers off by one
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+@pytest.mark.parametrize(
+    ("top", "inner", "entered"),
+    [
+        (..., {AUX: [0, 3, 7]}, (1, 4, 8)),  # outputs: SpecForge, SGLang, Model Optimizer
+        ([1, 4, 8], ..., (1, 4, 8)),  # inputs: vLLM
+        ([1, 4, 8], {AUX: [0, 3, 7]}, (1, 4, 8)),
+        (..., {"layer_ids": [1, 4, 8]}, (1, 4, 8)),  # inputs: vLLM
+        (None, {}, (2, 4, 6)),
+        (..., ..., (2, 4, 6)),  # 2, L / 2, L - 3
+        ([0, 1, 2], ..., (0, 1, 2)),
+        (..., {AUX: [-1, 3, 7]}, (0, 4, 8)),  # what enters layer 0 is the embedding
+    ],
+)
+def test_which_layers_a_flat_config_names(dialect, top, inner, entered, copy):
+    folder = copy(dialect)
+    edit_config(folder, **{AUX: top, "eagle_config": inner})
+    assert load_config(folder).aux_layers == entered
+
+
+@pytest.mark.parametrize(("ids", "entered"), [([1, 4, 8], (1, 4, 8)), ([0, 3, 7], (0, 3, 7)), (..., (2, 4, 6))])
+def test_which_layers_speculators_names(ids, entered, copy):
+    folder = copy("speculators")
+    edit_config(folder, **{AUX: ids})
+    assert load_config(folder).aux_layers == entered
+
+
+@pytest.mark.parametrize(
+    ("top", "inner", "words"),
+    [
+        # The same numbers under both conventions.
+        ([0, 3, 7], [0, 3, 7], [f"{AUX}=[0, 3, 7] (inputs)", f"eagle_config.{AUX}=[0, 3, 7] (outputs)"]),
+        ([1, 4, 9], ..., ["1, 4 and 9", "0..8"]),
+        (..., [0, 3, 8], ["1, 4 and 9", "0..8"]),  # the output of the last layer
+        ([-1, 4, 8], ..., ["-1, 4 and 8"]),
+        ([4, 1, 8], ..., ["4, 1 and 8", "ascend"]),
+        ([1, 4, 4], ..., ["1, 4 and 4", "ascend"]),
+        ([1, 2, 4, 6, 8], ..., ["[1, 2, 4, 6, 8]", "three layers"]),
+        (..., [1, 8], [f"eagle_config.{AUX}=[1, 8]", "three layers"]),
+        ("1, 4, 8", ..., ["three layers"]),
+        ([1, 4, 8.5], ..., ["three layers"]),
+    ],
+    ids=str,
+)
+def test_layers_that_cannot_be(top, inner, words, copy):
+    folder = copy("sglang")
+    edit_config(folder, **{AUX: top, "eagle_config": inner if inner is ... else {AUX: inner}})
+    message = refusal(folder)
+    for word in words:
+        assert word in message, message
+
+
+# Trap 2: positions that are clamped
+
+
+@dialects
+def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, tmp_path, partition):
+    """Many say 2048. The policy's limit is what is run to and what is written; unclamped angles: tests/models."""
+    folder = copy(dialect)
+    edit_config(folder, *sizes_at(dialect), max_position_embeddings=8)
+    head, params = load(folder, partition)
+    assert head == HEAD and head.max_positions == TARGET.max_positions
+    eagle3_formats.save(str(tmp_path / "again"), params, IDS, head, TARGET, "float32", dialect)
+    written = read_config(tmp_path / "again")
+    sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
+    assert sizes["max_position_embeddings"] == TARGET.max_positions
+
+
+# Trap 3: norm_before_residual
+
+
+@dialects
+def test_norm_before_residual_that_is_not_said(dialect, copy):
+    """False in a flat config and True in a nested one, as vLLM reads them."""
+    folder = copy(dialect)
+    for absent in (..., None):
+        edit_config(folder, norm_before_residual=absent)
+        assert load_config(folder).norm_before_residual == (dialect == "speculators")
+    for said in (False, True):
+        edit_config(folder, norm_before_residual=said)
+        assert load_config(folder).norm_before_residual == said
+
+
+# Trap 4: norm_output
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_norm_output_feeds_back_where_it_says_only_that(dialect, copy):
+    folder = copy(dialect)
+    for said, expected in ((True, True), (False, False), (..., False)):
+        edit_config(folder, norm_output=said)
+        assert load_config(folder).norm_output == expected
+
+
+def test_norm_output_under_midlayer_says_two_things(copy):
+    """SGLang feeds back the normed output, SpecForge trains on the other, with the same config: never guessed."""
+    folder = copy("sglang")
+    edit_config(folder, norm_output=True)
+    message = refusal(folder)
+    for word in ("norm_output=true", "norm_output_feeds_back=true", "SGLang", "false", "SpecForge"):
+        assert word in message
+    for meant in (True, False):
+        edit_config(folder, norm_output_feeds_back=meant)
+        assert load_config(folder).norm_output == meant
+    edit_config(folder, norm_output=..., norm_output_feeds_back=...)
+    assert load_config(folder).norm_output is False
+
+
+def test_what_is_written_of_norm_output(saved, tmp_path):
+    """On: SGLang's key and what it means. Off: no key at all, for SpecForge reads false as no final norm."""
+    assert not {"norm_output", "norm_output_feeds_back"} & read_config(saved / "sglang").keys()
+    save(tmp_path, "sglang", head_of("norm_output"))
+    written = read_config(tmp_path)
+    assert written["norm_output"] is True and written["norm_output_feeds_back"] is True
+
+
+# Trap 5: rope_scaling
+
+
+@dialects
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 32.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 32.0}},
+        {"rope_scaling": {"factor": 2.0}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+    ],
+    ids=str,
+)
+def test_scaled_positions(dialect, changes, copy):
+    folder = copy(dialect)
+    edit_config(folder, *sizes_at(dialect), **changes)
+    assert "rope_scaling" in refusal(folder) and "only yarn" in refusal(folder)
+
+
+@dialects
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # As Model Optimizer writes it, and as speculators and transformers 5 do.
+        {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}},
+        {"rope_scaling": {"type": "yarn", "factor": 32.0}, "max_position_embeddings": 2048},
+        {
+            "rope_theta": ...,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 32.0,
+                "original_max_position_embeddings": 2048,
+            },
+        },
+    ],
+    ids=str,
+)
+def test_positions_that_are_the_heads_own(dialect, changes, copy):
+    """Its config.json's, though its target's are plain; and the other way round."""
+    folder = copy(dialect)
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(2.0, 32))
+    assert load_config(folder, stretched) == HEAD
+    edit_config(folder, *sizes_at(dialect), **changes)
+    assert load_config(folder) == load_config(folder, stretched) == dataclasses.replace(HEAD, yarn=Yarn(32.0, 2048))
+
+
+@dialects
+def test_stretched_positions_that_lack_a_factor(dialect, copy):
+    folder = copy(dialect)
+    edit_config(folder, *sizes_at(dialect), rope_scaling={"rope_type": "yarn"})
+    assert "lacks 'factor'" in refusal(folder)
+
+
+@dialects
+def test_positions_that_are_not_scaled(dialect, copy):
+    folder = copy(dialect)
+    for changes in (
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "default"}},
+        # Where transformers 5 keeps the base.
+        {"rope_scaling": ..., "rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ):
+        edit_config(folder, *sizes_at(dialect), **changes)
+        assert load_config(folder) == HEAD
+
+
+# Variants, as others write them
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+def test_variants_in_eagle_config(dialect, tmp_path):
+    """Where Model Optimizer writes them."""
+    save(tmp_path, dialect, head_of("norm_before_fc"))
+    edit_config(tmp_path, norm_before_fc=...)
+    edit_config(tmp_path, "eagle_config", norm_before_fc=True)
+    assert load_config(tmp_path) == head_of("norm_before_fc")
+
+
+def test_feature_norms_under_sglangs_earlier_names(tmp_path, partition):
+    params = save(tmp_path, "sglang", head_of("fc_norm"))
+    edit_config(tmp_path, fc_norm=..., use_aux_norm=True)
+    tensors = read_tensors(tmp_path)
+    earlier = {
+        f"aux_norm_{name}.weight": tensors[f"fc_norm.{i}.weight"] for i, name in enumerate(("low", "mid", "high"))
+    }
+    edit_tensors(tmp_path, dict.fromkeys(f"fc_norm.{i}.weight" for i in range(3)) | earlier)
+    head, loaded = load(tmp_path, partition)
+    assert head == head_of("fc_norm")
+    assert_same_trees(loaded, params)
+
+
+@dialects
+def test_both_norms_of_features(dialect, copy):
+    folder = copy(dialect)
+    edit_config(folder, norm_before_fc=True, fc_norm=True)
+    message = refusal(folder)
+    assert "norm_before_fc" in message and "fc_norm" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "tensor"),
+    [
+        ("norm_before_fc", "norm_before_fc", "input_norm.weight"),
+        ("fc_norm", "fc_norm", "fc_norm.0.weight"),
+    ],
+)
+@dialects
+def test_norms_that_are_declared_or_there_but_not_both(dialect, name, key, tensor, tmp_path):
+    save(tmp_path, dialect, head_of(name))
+    edit_config(tmp_path, **{key: False})
+    assert tensor in refusal(tmp_path) and key in refusal(tmp_path)
+    edit_config(tmp_path, **{key: True})
+    edit_tensors(tmp_path, {tensor: None})
+    assert f"lacks 1 tensors, the first is {tensor}" in refusal(tmp_path)
+
+
+@dialects
+def test_heads_of_the_width_that_is_usual_need_not_say_so(dialect, tmp_path):
+    head = dataclasses.replace(HEAD, heads=6, head_dim=4)
+    save(tmp_path, dialect, head)
+    for absent in (None, ...):
+        edit_config(tmp_path, *sizes_at(dialect), head_dim=absent)
+        assert load_config(tmp_path) == head
+
+
+# Embedding and vocabulary
+
+
+@dialects
+def test_a_copy_of_the_embedding_is_ignored(dialect, copy, partition):
+    folder = copy(dialect)
+    edit_tensors(folder, {"embed_tokens.weight": np.zeros((40, 24), np.float32)})
+    assert_same_trees(load(folder, partition)[1], random_params(HEAD))
+
+
+def test_an_embedding_of_its_own(copy):
+    folder = copy("speculators")
+    edit_config(folder, embed_requires_grad=True)
+    assert load_config(folder) == HEAD  # and yet none there
+    edit_tensors(folder, {"embed_tokens.weight": np.zeros((40, 24), np.float32)})
+    assert "embed_requires_grad" in refusal(folder)
+
+
+def test_an_embedding_of_another_width(copy):
+    folder = copy("sglang")
+    edit_tensors(folder, {"embed_tokens.weight": np.zeros((40, 32), np.float32)})
+    with pytest.raises(InputError, match=r"embed_tokens\.weight has shape \(40, 32\), \(40, 24\) is needed"):
+        load_config(folder)
+
+
+def test_a_head_over_the_whole_vocabulary_needs_no_map(tmp_path):
+    """speculators writes none."""
+    head = dataclasses.replace(HEAD, draft_vocab=TARGET.vocab)
+    save(tmp_path, "speculators", head, ids=np.arange(TARGET.vocab))
+    edit_tensors(tmp_path, {"d2t": None, "t2d": None})
+    assert load_config(tmp_path) == head
+    ids = eagle3_formats.load_vocab_map(str(tmp_path), head, TARGET)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, np.arange(TARGET.vocab))
+
+
+def test_t2d_may_be_missing_but_not_wrong(copy):
+    folder = copy("vllm")
+    mask = read_tensors(folder)["t2d"]
+    edit_tensors(folder, {"t2d": None})
+    assert load_config(folder) == HEAD
+    edit_tensors(folder, {"t2d": np.roll(mask, 1)})
+    assert "t2d" in refusal(folder) and "d2t" in refusal(folder)
+
+
+# What is not supported: one line each
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 2}, ["num_hidden_layers=2", "1"]),
+        ({"hidden_act": "gelu"}, ["hidden_act=gelu", "silu"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
+        ({"use_sliding_window": True, "sliding_window": 512}, ["use_sliding_window"]),
+        ({"layer_types": ["sliding_attention"]}, ["sliding_attention"]),
+        ({"hidden_size": 32}, ["hidden_size=32", "24"]),
+        ({"vocab_size": 48}, ["vocab_size=48", "40"]),
+        ({"hidden_size": None}, ["lacks 'hidden_size'"]),
+        ({"num_attention_heads": None}, ["lacks 'num_attention_heads'"]),
+        ({"rms_norm_eps": "1e-6"}, ["lacks 'rms_norm_eps'"]),
+        ({"rope_theta": ...}, ["lacks 'rope_theta'"]),
+        ({"num_key_value_heads": 3}, ["8 heads of 10", "3"]),
+        ({"head_dim": 5}, ["8 heads of 5", "even"]),
+    ],
+    ids=str,
+)
+@dialects
+def test_a_layer_that_is_not_this_one(dialect, changes, words, copy):
+    folder = copy(dialect)
+    edit_config(folder, *sizes_at(dialect), **changes)
+    message = refusal(folder)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"target_hidden_size": 48}, ["target_hidden_size=48", "24"]),
+        ({"num_aux_hidden_states": 5}, ["num_aux_hidden_states=5", "3"]),
+        ({"draft_vocab_size": None}, ["lacks 'draft_vocab_size'"]),
+    ],
+    ids=str,
+)
+@dialects
+def test_a_head_that_reads_otherwise(dialect, changes, words, copy):
+    folder = copy(dialect)
+    edit_config(folder, **changes)
+    message = refusal(folder)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_norm.weight", "self_attn.q_proj.bias", "mlp.down_proj.weight_scale"],
+)
+@dialects
+def test_tensors_that_are_not_known(dialect, name, copy):
+    folder = copy(dialect)
+    edit_tensors(folder, {LAYER[dialect] + name: np.zeros(10, np.float32)})
+    assert LAYER[dialect] + name in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["layers.1.hidden_norm.weight", "mask_hidden"])
+def test_further_layers_and_parallel_drafting(name, copy):
+    folder = copy("vllm")
+    edit_tensors(folder, {name: np.zeros(24, np.float32)})
+    assert name in refusal(folder)
+
+
+@dialects
+def test_a_missing_tensor(dialect, copy):
+    folder = copy(dialect)
+    edit_tensors(folder, {LAYER[dialect] + "self_attn.k_proj.weight": None})
+    assert f"the first is {LAYER[dialect]}self_attn.k_proj.weight" in refusal(folder)
+
+
+def test_a_layer_under_both_names(copy, saved):
+    folder = copy("sglang")
+    edit_tensors(folder, read_tensors(saved / "vllm"))
+    assert "midlayer.* or layers.0.*" in refusal(folder) and "2" in refusal(folder)
+
+
+def test_a_folder_without_a_layer(copy):
+    folder = copy("vllm")
+    edit_tensors(folder, {name: None for name in read_tensors(folder) if name.startswith("layers.")})
+    assert "midlayer.* or layers.0.*" in refusal(folder)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "peagle", None])
+def test_another_speculator(kind, copy):
+    folder = copy("speculators")
+    edit_config(folder, speculators_model_type=kind)
+    assert str(kind) in refusal(folder) and "'eagle3'" in refusal(folder)
+
+
+def test_a_speculator_without_a_layer_config(copy):
+    folder = copy("speculators")
+    edit_config(folder, transformer_layer_config=...)
+    assert "lacks 'transformer_layer_config'" in refusal(folder)

@@ -1,0 +1,350 @@
+"""MTP heads in and out: names and layouts of both dialects, the same bits and logits back, clear refusals."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specrl_jax.core import InputError
+from specrl_jax.drafts.mtp import checkpoint as mtp_formats
+from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.io import hf
+from specrl_jax.io import tensors as tensor_folder
+from specrl_jax.models.layers import Yarn
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.policies import SMALL as TARGET
+from tests.helpers.policies import random_params as random_policy
+from tests.helpers.policies import row_positions
+
+HEAD = mtp.mtp_config(TARGET)
+PREFIX = {"deepseek": f"model.layers.{TARGET.layers}.", "mimo": "model.mtp_layers.0."}
+OWN = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+both_dialects = pytest.mark.parametrize("dialect", PREFIX)
+_unrolled = jax.jit(mtp.unrolled, static_argnums=(1, 4))
+
+
+def unrolled_logits(params, features, embedded, steps, table):
+    outputs = _unrolled(params, HEAD, features, embedded, steps, row_positions(embedded[..., 0]))
+    return jnp.einsum("SBTD,VD->SBTV", outputs, table)
+
+
+def random_params(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(jnp.dtype(dtype)), mtp.param_specs(HEAD))
+
+
+def save(folder, dialect, dtype="float32"):
+    """The parameters, exactly representable in `dtype`."""
+    params = random_params(dtype)
+    mtp_formats.save(str(folder), params, HEAD, TARGET, dtype, dialect)
+    return params
+
+
+def load(folder, partition, dtype=None):
+    return mtp_formats.load_params(str(folder), mtp_formats.load_config(str(folder), TARGET), partition, dtype)
+
+
+def assert_same_trees(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def read_tensors(folder):
+    return safetensors.numpy.load_file(folder / tensor_folder.SINGLE)
+
+
+def edit_tensors(folder, changes):
+    """Rewrites the tensors; a value of None takes one away."""
+    kept = {name: tensor for name, tensor in (read_tensors(folder) | changes).items() if tensor is not None}
+    safetensors.numpy.save_file(kept, folder / tensor_folder.SINGLE, {"format": "pt"})
+
+
+def edit_config(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    for dialect in PREFIX:
+        save(folder / dialect, dialect)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy to damage, in DeepSeek's dialect."""
+    shutil.copytree(saved / "deepseek", tmp_path / "head")
+    return tmp_path / "head"
+
+
+# What is written
+
+
+@both_dialects
+def test_tensors_have_the_names_and_layouts_of_the_dialect(dialect, saved):
+    """torch stores [out, in]; the projection's inputs are [embedding, hidden] in DeepSeek's, the reverse in MiMo's."""
+    w = random_params()
+    block = {name: leaf[0] for name, leaf in w["layers"].items()}
+    halves = [half.T for half in w["eh_proj"]]
+    embedding_norm, hidden_norm, projection, final_norm = (f"{name}.weight" for name in OWN[dialect])
+    expected = {
+        embedding_norm: w["embedding_norm"],
+        hidden_norm: w["hidden_norm"],
+        projection: np.concatenate(halves if dialect == "deepseek" else halves[::-1], axis=1),
+        final_norm: w["final_norm"],
+        "input_layernorm.weight": block["attention_norm"],
+        "self_attn.q_norm.weight": block["q_norm"],
+        "self_attn.k_norm.weight": block["k_norm"],
+        "self_attn.o_proj.weight": np.concatenate([head.T for head in block["o"]], axis=1),
+        "post_attention_layernorm.weight": block["mlp_norm"],
+        "mlp.gate_proj.weight": block["gate"].T,
+        "mlp.up_proj.weight": block["up"].T,
+        "mlp.down_proj.weight": block["down"].T,
+    }
+    for name in "qkv":
+        rows = [block[name][:, n].T for n in range(block[name].shape[1])]
+        expected[f"self_attn.{name}_proj.weight"] = np.concatenate(rows)
+    tensors = read_tensors(saved / dialect)
+    assert tensors.keys() == {PREFIX[dialect] + name for name in expected}
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(tensors[PREFIX[dialect] + name], tensor, err_msg=name)
+    assert tensors[PREFIX[dialect] + projection].shape == (TARGET.embed, 2 * TARGET.embed)
+
+
+def test_the_config_is_the_policys_with_one_mtp_layer_more(saved, tmp_path):
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    policy, head = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, saved / "deepseek"))
+    assert head == policy | {"num_nextn_predict_layers": 1}
+
+
+# What is read
+
+
+@both_dialects
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_come_back(dialect, dtype, tmp_path, partition):
+    params = save(tmp_path, dialect, dtype)
+    assert mtp_formats.load_config(str(tmp_path), TARGET) == HEAD
+    assert_same_trees(load(tmp_path, partition), params)
+
+
+def test_stored_in_bfloat16_and_read_in_float32(tmp_path, partition):
+    params = random_params()
+    mtp_formats.save(str(tmp_path), params, HEAD, TARGET, "bfloat16")
+    rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(np.float32), params)
+    assert_same_trees(load(tmp_path, partition, jnp.dtype("float32")), rounded)
+
+
+def test_a_sharded_load_gives_the_same_head(saved):
+    """Shards of a projection whose halves are exchanged on the way in."""
+    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 2}, jax.devices()[:4])
+    loaded = load(saved / "mimo", partitioner(mesh, LEARNER))
+    assert len(loaded["eh_proj"].addressable_shards[0].data.ravel()) < loaded["eh_proj"].size
+    assert_same_trees(loaded, random_params())
+
+
+def test_a_head_written_by_hand_reads_each_input_with_its_own_half(tmp_path, partition):
+    """One projection that passes the embedding's entry 0 and drops the hidden state, in the order of each dialect."""
+    D = TARGET.embed
+    embedding = np.zeros((D, D), np.float32)
+    embedding[3, 0] = 1.0  # out 3, in 0
+    nothing = np.zeros((D, D), np.float32)
+    order = {"deepseek": [embedding, nothing], "mimo": [nothing, embedding]}
+    embedded = np.random.default_rng(1).normal(size=(1, 2, D)).astype(np.float32)
+    hidden = np.random.default_rng(2).normal(size=(1, 2, 1, D)).astype(np.float32)
+    for dialect, halves in order.items():
+        folder = tmp_path / dialect
+        save(folder, dialect)
+        own, prefix = OWN[dialect], PREFIX[dialect]
+        edit_tensors(
+            folder,
+            {
+                f"{prefix}{own[0]}.weight": np.full(D, 2.0, np.float32),
+                f"{prefix}{own[2]}.weight": np.concatenate(halves, axis=1),
+                f"{prefix}{own[3]}.weight": np.ones(D, np.float32),
+                # A block that adds nothing.
+                f"{prefix}self_attn.o_proj.weight": np.zeros((D, TARGET.heads * TARGET.head_dim), np.float32),
+                f"{prefix}mlp.down_proj.weight": np.zeros((D, TARGET.mlp), np.float32),
+            },
+        )
+        params = load(folder, partition)
+        got = unrolled_logits(params, hidden, embedded, 1, jnp.eye(D))[0, 0, 0]
+        x = 2.0 * embedded[0, 1, 0] / np.sqrt((embedded[0, 1] ** 2).mean() + HEAD.norm_epsilon)
+        expected = np.zeros(D)
+        expected[3] = x / np.sqrt(x * x / D + HEAD.norm_epsilon)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@both_dialects
+def test_both_dialects_give_the_same_logits(dialect, saved, partition):
+    """The head that was saved, and the head that comes back: equal arrays through the same pass."""
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(1, 5, 1, TARGET.embed)).astype(np.float32)
+    embedded = rng.normal(size=(1, 5, TARGET.embed)).astype(np.float32)
+    table = rng.normal(size=(TARGET.vocab, TARGET.embed)).astype(np.float32)
+    params = jax.tree.map(jnp.asarray, random_params())
+    ours, theirs = (
+        unrolled_logits(tree, features, embedded, 2, table) for tree in (params, load(saved / dialect, partition))
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@both_dialects
+def test_a_checkpoint_of_the_whole_model(dialect, saved, tmp_path, partition):
+    """The policy's tensors beside the head's, its copies of the policy's tables, and more MTP layers than one."""
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    head, prefix = read_tensors(saved / dialect), PREFIX[dialect]
+    following = {"deepseek": f"model.layers.{TARGET.layers + 1}.", "mimo": "model.mtp_layers.1."}[dialect]
+    more = {name.replace(prefix, following): -tensor for name, tensor in head.items()}
+    table = np.zeros((TARGET.vocab, TARGET.embed), np.float32)
+    copies = {f"{prefix}embed_tokens.weight": table, f"{prefix}shared_head.head.weight": table}
+    edit_tensors(tmp_path, more | head | copies)
+    assert_same_trees(load(tmp_path, partition), random_params())
+
+
+def test_the_rotary_base_where_transformers_5_keeps_it(folder):
+    edit_config(folder, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": TARGET.rope_theta})
+    assert mtp_formats.load_config(str(folder), TARGET) == HEAD
+
+
+def test_positions_are_stretched_as_the_policys(folder, tmp_path):
+    """A folder that says nothing of it goes with a policy that is; one that does must say the same."""
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, 16))
+    assert mtp_formats.load_config(str(folder), stretched) == dataclasses.replace(HEAD, yarn=Yarn(4.0, 16))
+    head = mtp.mtp_config(stretched)
+    mtp_formats.save(str(tmp_path / "own"), random_params(), head, stretched, "float32")
+    assert mtp_formats.load_config(str(tmp_path / "own"), stretched) == head
+    other = dataclasses.replace(TARGET, yarn=Yarn(2.0, 16))
+    assert "factor=4.0" in refusal(tmp_path / "own", other) and "factor=2.0" in refusal(tmp_path / "own", other)
+
+
+# Refusals: one line each
+
+
+def refusal(folder, target=TARGET):
+    with pytest.raises(InputError) as error:
+        mtp_formats.load_config(str(folder), target)
+    assert "\n" not in str(error.value) and str(error.value).startswith("draft.path")
+    return str(error.value)
+
+
+def test_a_missing_folder(tmp_path):
+    assert str(tmp_path / "nowhere") in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", tensor_folder.SINGLE])
+def test_a_missing_file(name, folder):
+    (folder / name).unlink()
+    message = refusal(folder)
+    assert str(folder) in message and name in message
+
+
+def test_a_policy_without_a_head(tmp_path):
+    hf.save_params(str(tmp_path), random_policy(TARGET), TARGET, "float32")
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message and "eh_proj" in message and "input_proj" in message
+
+
+def test_heads_of_both_dialects_at_once(folder, saved):
+    edit_tensors(folder, read_tensors(saved / "mimo"))
+    assert "one dialect" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn.q_a_proj.weight",
+        "self_attn.kv_b_proj.weight",
+        "mlp.experts.0.gate_proj.weight",
+        "mlp.gate.weight",
+        "self_attn.q_proj.bias",
+        "mlp.down_proj.weight_scale_inv",
+    ],
+)
+@both_dialects
+def test_a_block_that_is_not_qwen3s(dialect, name, saved, tmp_path):
+    shutil.copytree(saved / dialect, tmp_path, dirs_exist_ok=True)
+    edit_tensors(tmp_path, {PREFIX[dialect] + name: np.zeros(3, np.float32)})
+    message = refusal(tmp_path)
+    assert PREFIX[dialect] + name in message and str(tmp_path) in message
+
+
+@pytest.mark.parametrize("name", ["hnorm.weight", "self_attn.k_norm.weight", "mlp.up_proj.weight"])
+def test_a_missing_tensor(name, folder, partition):
+    edit_tensors(folder, {PREFIX["deepseek"] + name: None})
+    message = refusal(folder)
+    assert str(folder) in message and PREFIX["deepseek"] + name in message
+    with pytest.raises(InputError, match=r"draft\.path"):
+        mtp_formats.load_params(str(folder), HEAD, partition)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (48, 24)], ids=["one input", "transposed"])
+def test_a_projection_of_another_shape(shape, folder):
+    edit_tensors(folder, {PREFIX["deepseek"] + "eh_proj.weight": np.zeros(shape, np.float32)})
+    message = refusal(folder)
+    assert "eh_proj.weight" in message and str(shape) in message and "(24, 48)" in message
+
+
+def test_a_layer_number_that_is_not_the_policys_depth(folder):
+    moved = dict.fromkeys(read_tensors(folder))
+    moved |= {name.replace(PREFIX["deepseek"], "model.layers.5."): t for name, t in read_tensors(folder).items()}
+    edit_tensors(folder, moved)
+    message = refusal(folder)
+    assert "at 5" in message and "at 3" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("vocab", 48, ["vocab_size=40", "48"]),
+        ("embed", 32, ["hidden_size=24", "32"]),
+        ("layers", 4, ["num_hidden_layers=3", "4"]),
+        ("heads", 4, ["num_attention_heads=8", "4"]),
+        ("kv_heads", 4, ["num_key_value_heads=2", "4"]),
+        ("head_dim", 12, ["head_dim=10", "12"]),
+        ("mlp", 40, ["intermediate_size=36", "40"]),
+        ("rope_theta", 1e6, ["rope_theta=10000.0", "1000000.0"]),
+        ("norm_epsilon", 1e-5, ["rms_norm_eps=1e-06", "1e-05"]),
+    ],
+)
+def test_a_head_of_another_policy(field, value, words, saved):
+    message = refusal(saved / "deepseek", dataclasses.replace(TARGET, **{field: value}))
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "head_dim", "rope_theta"])
+def test_a_missing_key(key, folder):
+    edit_config(folder, **{key: None})
+    assert f"{folder}/config.json lacks '{key}'" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 32.0}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "this policy has None"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_would_change_the_forward(changes, word, folder):
+    edit_config(folder, **changes)
+    assert word in refusal(folder)
+
+
+def test_a_head_with_its_own_length_limit_loads(folder):
+    edit_config(folder, max_position_embeddings=2048)
+    assert mtp_formats.load_config(str(folder), TARGET) == HEAD

@@ -1,0 +1,564 @@
+"""The draft's update beside the policy's: neither disturbs the other, and what the draft learns, it drafts."""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import main as command_line
+from configs import rlzero_tiny
+from specrl_jax.data.rows import make_rows
+from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.base import Eagle3Draft, PolicyDraft
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.learner.draft_step import (
+    DraftLearner,
+    Tables,
+    make_draft_step,
+    make_predict_step,
+    make_read_tables,
+)
+from specrl_jax.learner.policy_step import Features, Learner, StepOutputs, make_feature_step, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
+from specrl_jax.models import qwen3
+from specrl_jax.rl.draft_losses import LOSSES
+from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from specrl_jax.training import loop
+from specrl_jax.training.build import build
+from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+
+POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
+VD = 24
+HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
+IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
+F32 = jnp.dtype("float32")
+B, T = 8, 14
+LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
+DRAFT_LEARN = DraftLearner(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch=0, temperature=0.8)
+OBJECTIVE = Objective(0.2, 0.28, 0.0)
+ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
+EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
+
+
+def mesh_of(sizes):
+    return make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def recorder():
+    """An optimizer that keeps the gradient as its state and moves nothing."""
+    return optax.GradientTransformation(
+        init=lambda params: jax.tree.map(jnp.zeros_like, params),
+        update=lambda gradient, _, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+def draw(specs, seed):
+    """Random weights on the host, norm scales away from one."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(spec):
+        if spec.fan_in == 0:
+            return rng.uniform(0.5, 1.5, spec.shape).astype(np.float32)
+        return (rng.normal(size=spec.shape) / np.sqrt(spec.fan_in)).astype(np.float32)
+
+    return jax.tree.map(leaf, specs)
+
+
+def make_batch(vocab, batch, length, seed=0):
+    """Rows of unlike lengths and a signal, as a step has recorded them."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, vocab, rng.integers(1, 5)).tolist() for _ in range(batch)]
+    responses = [rng.integers(2, vocab, rng.integers(3, length - 4)).tolist() for _ in range(batch)]
+    logprobs = (-np.log(vocab) + rng.normal(0, 0.1, (batch, length))).astype(np.float32)
+    rows = make_rows(prompts, responses, length, 0)
+    return rows, LossInputs(logprobs, None, rng.normal(size=(batch, 1)).astype(np.float32))
+
+
+def assert_trees_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+
+
+def assert_trees_close(got, want, rtol):
+    """Within `rtol` of the largest entry of each leaf: what a sum in another order can move."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-30))
+
+
+def differ(a, b):
+    return any(np.any(x != y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# ---- the head learns beside the policy, and the policy does not notice
+
+
+def host_made_state(setup):
+    """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
+    partition = setup.learner_partition
+    policy_specs, head_specs = qwen3.param_specs(setup.model), setup.draft.specs
+    policy, head = (jax.device_put(draw(specs, 1), partition.tree(specs)) for specs in (policy_specs, head_specs))
+    # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
+    policy |= {"embed": 20 * policy["embed"]}
+    return RunState(
+        init_state(policy, policy_specs, setup.optimizer, partition),
+        init_state(head, head_specs, setup.draft_optimizer, partition),
+        setup.initial_vocab_map(),
+    )
+
+
+KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the policy of each
+# That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
+COMPILED = ("policy_step", "read_tables", "predict_step")
+
+
+def setup_of(kind, online, loss="ce", sizes=ONE):
+    config = rlzero_tiny.get_config("smoke")
+    config.policy.preset = KINDS[kind]
+    config.draft.kind, config.draft.preset, config.draft.online = kind, "nano", online
+    config.draft.loss, config.draft.clip = loss, 1e-3
+    config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
+    config.optimizer.clip = 1e3
+    config.policy.remat = False
+    config.grpo.prompts_per_step = 2
+    return build(command_line.to_settings(config), mesh_of(sizes))
+
+
+@functools.cache
+def compiled_setup(kind):
+    """One whose functions others of the kind take over."""
+    return setup_of(kind, True)
+
+
+@functools.cache
+def runs(kind):
+    """{online: (states, updates)} of five updates on the same rollouts, with the draft learning and without; and what
+    thirty more of the draft alone report, on the last of these rollouts.
+    """
+    results, learning = {}, compiled_setup(kind)
+    for online in (True, False):
+        setup = setup_of(kind, online)
+        # All that the policy's update is made of; then it need not be compiled twice.
+        assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
+        assert setup.settings.optimizer == learning.settings.optimizer
+        setup.__dict__.update({name: getattr(learning, name) for name in COMPILED})
+        state = host_made_state(setup)
+        states, updates = [jax.device_get(state)], []
+        for i in range(5):
+            rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
+            state, update = loop.learn(setup, state, rows, signal, online)
+            states.append(jax.device_get(state))
+            updates.append(jax.device_get(update))
+        results[online] = states, updates
+        if online:
+            results["draft"] = draft_alone(setup, state, rows, signal, 30)
+    return results
+
+
+def draft_alone(setup, state, rows, signal, count):
+    """DraftMetrics of so many updates of the draft from one minibatch."""
+    tables = setup.read_tables(state.policy.params, state.vocab_map)
+    features, draft, metrics = setup.policy_step(state.policy, rows, signal)[2].features, state.draft, []
+    for _ in range(count):
+        draft, update = setup.draft_step(draft, tables, features, rows)
+        metrics.append(jax.device_get(update))
+    return metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_on_line_leaves_the_policy_bit_equal(kind):
+    """Parameters and moments after each update, and all that is reported of them."""
+    (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
+    for with_draft, without in zip(on, off, strict=True):
+        assert_trees_equal(with_draft.policy, without.policy)
+    for with_draft, without in zip(on_updates, off_updates, strict=True):
+        assert_trees_equal(with_draft.policy, without.policy)
+    assert differ(on[0].policy.params, on[5].policy.params)
+    assert int(on[5].policy.step) == 5
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ce"])
+def test_by_every_loss_the_policy_stays_bit_equal(loss):
+    """As above, for two updates of a small head; cross-entropy is above."""
+    setup, learning = setup_of("mtp", True, loss), setup_of("mtp", True)
+    off, off_updates = runs("mtp")[False]
+    assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
+    setup.__dict__.update({name: getattr(compiled_setup("mtp"), name) for name in COMPILED})
+    state = host_made_state(setup)
+    for i in range(2):
+        rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
+        before = jax.device_get(state.draft.params)
+        state, update = loop.learn(setup, state, rows, signal, True)
+        assert_trees_equal(state.policy, off[1 + i].policy)
+        assert_trees_equal(update.policy, off_updates[i].policy)
+        assert differ(before, jax.device_get(state.draft.params))
+        assert len(update.draft) == 1 and 0 < update.draft[0].loss < np.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_the_draft_learns(kind):
+    """None is behind a stop_gradient: the first moments after one update, a tenth of the clipped gradient."""
+    state = runs(kind)[True][0][1]
+    moments = optax.tree.get(state.draft.opt_state, "mu")
+    assert jax.tree.structure(moments) == jax.tree.structure(state.draft.params)
+    for path, leaf in jax.tree.leaves_with_path(moments):
+        assert np.abs(leaf).max() > 1e-4 * optax.tree.norm(moments), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_draft_changes_only_on_line(kind):
+    (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
+    assert_trees_equal(on[0], off[0])
+    for before, after in itertools.pairwise(on):
+        assert differ(before.draft.params, after.draft.params) and int(after.draft.step) == int(before.draft.step) + 1
+    for state in off[1:]:
+        assert_trees_equal(state.draft, off[0].draft)
+    assert all(len(update.draft) == 1 for update in on_updates)
+    assert all(not update.draft for update in off_updates)
+    # Where it does not learn it is asked what it expects, at the same weights of the same rows.
+    assert_trees_close(off_updates[0].outlook, on_updates[0].outlook, rtol=1e-5)
+    assert (on[5].vocab_map is None) == (kind != "eagle3")
+    assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
+    """Of every draft step, from the features of the policy's own update."""
+    first, *_, last = runs(kind)["draft"]
+    assert last.loss < 0.8 * first.loss
+    before, after = first.outlook, last.outlook
+    # All of it is mismatch: the target's own entropy is that of the same rows.
+    assert (after.mismatch < before.mismatch).all() and (after.mismatch > 0).all()
+    np.testing.assert_allclose(after.entropy, before.entropy, rtol=1e-5)
+    assert (after.acceptance > before.acceptance).all() and after.acceptance[0] > 1.5 * before.acceptance[0]
+    for outlook in (before, after):
+        assert 1 >= outlook.acceptance[0] > outlook.acceptance[1] > outlook.acceptance[2] > 0
+
+
+@pytest.mark.parametrize(("sizes", "online", "one_in"), [(ONE, True, 1), (ONE, False, 4), (EIGHT, False, 2)])
+def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, online, one_in):
+    """One row in four, or as few as still divide over the four devices of `batch`."""
+    setup = setup_of("mtp", online, sizes=sizes)
+    state = host_made_state(setup)
+    rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length)
+    rows, signal = setup.on_learner((rows, signal))
+    tables = setup.read_tables(state.policy.params, state.vocab_map)
+    draft, features = state.draft.params, setup.policy_step(state.policy, rows, signal)[2].features
+    of_all_given = make_predict_step(setup.draft_learner, setup.learner_partition)
+    watched = jax.tree.map(lambda x: np.asarray(x)[::one_in], (features, rows))
+    expected, found = of_all_given(draft, tables, *watched), setup.predict_step(draft, tables, features, rows)
+    assert_trees_close(found, expected, 1e-5)
+    if one_in > 1:
+        assert differ(found, of_all_given(draft, tables, features, rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_entropy_is_entropy_plus_mismatch(kind):
+    """Whose weighted sum is the loss that is reported beside them."""
+    for metrics in runs(kind)["draft"]:
+        parts = metrics.outlook.entropy + metrics.outlook.mismatch
+        np.testing.assert_allclose(metrics.loss, parts @ 0.8 ** np.arange(len(parts)), rtol=1e-6)
+
+
+def test_each_has_its_own_clip():
+    """draft.clip = 0.001, far below the head's gradient; optimizer.clip = 1000, far above the policy's."""
+    states, updates = runs("eagle3")[True]
+    state, update = states[1], updates[0]
+    draft_norm, policy_norm = float(update.draft[0].grad_norm), float(update.policy[0].grad_norm)
+    assert draft_norm > 0.1 and policy_norm > 1e-2
+    # The first moment after one update is a tenth of the clipped gradient.
+    draft_mu, policy_mu = (optax.tree.norm(optax.tree.get(s.opt_state, "mu")) for s in (state.draft, state.policy))
+    np.testing.assert_allclose(draft_mu, 0.1 * 1e-3, rtol=1e-5)
+    np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
+
+
+def two_minibatches(draft_learns):
+    """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
+    seen = []
+
+    def policy_step(policy, rows, signal):
+        learnt = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
+        return policy.replace(params=policy.params + 1), "policy", learnt
+
+    def draft_step(draft, tables, features, rows):
+        seen.append((tables, features, rows.tokens.tolist()))
+        return draft.replace(step=draft.step + 1), types.SimpleNamespace(outlook=np.array([len(seen)]))
+
+    def predict_step(params, tables, features, rows):
+        seen.append((params, tables, features, rows.tokens.tolist()))
+        return np.array([0.25])
+
+    setup = types.SimpleNamespace(
+        settings=types.SimpleNamespace(
+            grpo=types.SimpleNamespace(minibatches=2, epochs=1), draft=types.SimpleNamespace(epochs=1, minibatches=1)
+        ),
+        read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
+        policy_step=policy_step,
+        draft_step=draft_step,
+        predict_step=predict_step,
+        on_learner=lambda rows: rows,
+    )
+    rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
+    signal = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
+    state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
+    return seen, *loop.learn(setup, state, rows, signal, draft_learns)
+
+
+def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
+    """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
+    seen, state, updates = two_minibatches(draft_learns=True)
+    first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
+    assert seen == [
+        (("tables", 0, "map"), ("features", 0, first), first),
+        (("tables", 1, "map"), ("features", 1, second), second),
+    ]
+    assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
+    assert updates.policy == ["policy"] * 2 and len(updates.draft) == 2
+    # Of the draft that drafted: the second update is of another one.
+    assert updates.outlook.tolist() == [1]
+
+
+def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
+    """Of the first minibatch, from the policy before its update."""
+    seen, state, updates = two_minibatches(draft_learns=False)
+    first = [[1, 5], [3, 5]]
+    assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
+    assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)
+    assert (updates.policy, updates.draft, updates.outlook.tolist()) == (["policy"] * 2, [], [0.25])
+
+
+# ---- the features that pass between them
+
+
+@pytest.fixture(scope="module")
+def policy_params():
+    return draw(qwen3.param_specs(POLICY), 1)
+
+
+MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1.0, 0.0, 0.999, 0))
+
+
+@functools.cache
+def policy_step(partition):
+    return make_policy_step(dataclasses.replace(LEARN, microbatch=2), OBJECTIVE, MOVES, partition)
+
+
+def policy_state(params, partition):
+    """Fresh: a step donates it."""
+    params = jax.device_put(params, partition.tree(qwen3.param_specs(POLICY)))
+    return init_state(params, qwen3.param_specs(POLICY), MOVES, partition)
+
+
+def test_features_come_in_the_order_of_the_rows(policy_params, partition):
+    """Of an update in microbatches, of the pass without one, and of each row by itself."""
+    rows, signal = make_batch(POLICY.vocab, B, T)
+    _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, signal)
+    updated = learnt.features
+    passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
+    assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
+    score = jax.jit(lambda params, row: LEARN.score(params, row, partition))
+    for b in range(B):
+        alone = score(policy_params, jax.tree.map(lambda x, b=b: x[b : b + 1], rows))
+        for features in (updated, passed):
+            # Float32 through seven layers, in programs of other shapes; rows differ by numbers of order one.
+            np.testing.assert_allclose(features.aux[b], alone.aux[0], atol=2e-5)
+            np.testing.assert_allclose(features.hidden[b], alone.hidden[0], atol=2e-5)
+    assert np.abs(np.asarray(updated.hidden[0] - updated.hidden[1])).max() > 0.1
+
+
+def test_features_carry_no_gradient(policy_params, partition):
+    """The policy's own forward has one through the hidden state, which a smaller policy as a draft learns by."""
+    rows, _ = make_batch(POLICY.vocab, 2, T)
+    features = make_feature_step(LEARN, partition)
+
+    def read(params):
+        found = features(params, rows)
+        return found.aux.sum() + found.hidden.sum() + found.normaliser.sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(read))(policy_params)
+    assert np.isfinite(value) and value != 0.0
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), gradient)
+
+
+def test_without_a_head_there_are_no_features(policy_params, partition):
+    rows, signal = make_batch(POLICY.vocab, 2, T)
+    step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
+    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2].features is None
+
+
+def test_tables_are_those_before_the_update(policy_params, partition):
+    """Read, then donated to an update that moves every weight."""
+    state = policy_state(policy_params, partition)
+    tables = make_read_tables(POLICY, partition)(state.params, IDS)
+    rows, signal = make_batch(POLICY.vocab, B, T)
+    donated = state.params["embed"]
+    state, _, _ = policy_step(partition)(state, rows, signal)
+    assert donated.is_deleted()
+    np.testing.assert_array_equal(tables.embed, policy_params["embed"])
+    np.testing.assert_array_equal(tables.unembed, policy_params["unembed"][IDS])
+    assert np.abs(state.params["embed"] - policy_params["embed"]).max() > 0.05
+
+
+def test_a_tied_policy_is_read_through_its_embedding(partition):
+    tied = dataclasses.replace(POLICY, tied=True)
+    params = draw(qwen3.param_specs(tied), 2)
+    tables = make_read_tables(tied, partition)(params, IDS)
+    np.testing.assert_array_equal(tables.unembed, params["embed"][IDS])
+
+
+# ---- the head's update
+
+
+@functools.cache
+def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
+    """(gradient, metrics) of the head on the host; `sizes` are the mesh's items."""
+    partition = partitioner(mesh_of(dict(sizes)), LEARNER)
+    specs, rng = HEAD.specs, np.random.default_rng(3)
+    rows, _ = make_batch(POLICY.vocab, B, T)
+    aux = rng.normal(size=(B, T, 3, POLICY.embed)).astype(np.float32)
+    hidden = rng.normal(size=(B, T, POLICY.embed)).astype(np.float32)
+    # Above the logsumexp over the draft's words alone, some of the time.
+    normaliser = 4.0 + rng.normal(size=(B, T)).astype(np.float32)
+    features = Features(aux, hidden, normaliser)
+    features, rows = jax.device_put((features, rows), partition.sharding(("batch", "sequence")))
+    policy = draw(qwen3.param_specs(POLICY), 1)
+    tables = make_read_tables(POLICY, partition)(
+        jax.device_put(policy, partition.tree(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
+    )
+    state = init_state(jax.device_put(draw(specs, 4), partition.tree(specs)), specs, recorder(), partition)
+    learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch, loss=loss, vocab_tile=vocab_tile)
+    state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
+    assert int(state.step) == 1
+    for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.tree(specs)), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    return jax.device_get((state.opt_state, metrics))
+
+
+WHOLE = (tuple(ONE.items()), 0)
+
+
+@pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
+def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
+    gradient, metrics = recorded_update(*WHOLE, loss)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
+    entropy, mismatch, acceptance = (getattr(metrics.outlook, name) for name in ("entropy", "mismatch", "acceptance"))
+    assert entropy.shape == mismatch.shape == acceptance.shape == (3,)
+    expected = (entropy + mismatch) @ [1.0, 0.8, 0.64] if loss == "ce" else 1 - acceptance.mean()
+    np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
+@pytest.mark.parametrize(
+    ("sizes", "microbatch", "vocab_tile"),
+    [(ONE, 2, 0), (EIGHT, 4, 10)],
+    ids=["microbatches", "microbatches and tiles on 8 devices"],
+)
+def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_tile, loss):
+    gradient, metrics = recorded_update(tuple(sizes.items()), microbatch, loss, vocab_tile)
+    # Float32 sums over at most 112 positions and 96 terms in another order, as for the policy.
+    assert_trees_close(gradient, recorded_update(*WHOLE, loss)[0], rtol=1e-5)
+    assert_trees_close(metrics, recorded_update(*WHOLE, loss)[1], rtol=1e-5)
+
+
+PACKED = {"eagle3": HEAD, "model": PolicyDraft(dataclasses.replace(POLICY, layers=1))}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
+    """Eight sequences in three rows: the same gradient and metrics, from features that came with the tokens."""
+    draft, rng = PACKED[kind], np.random.default_rng(3)
+    rows, _ = make_batch(POLICY.vocab, B, T)
+    lengths = np.where(rows.mask, np.arange(T)[None] + 2, 0).max(axis=1)
+    features = Features(
+        rng.normal(size=(B, T, 3, POLICY.embed)).astype("f4"),
+        rng.normal(size=(B, T, POLICY.embed)).astype("f4"),
+        4.0 + rng.normal(size=(B, T)).astype("f4"),
+    )
+    groups = [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+    def pack(x):
+        x = np.asarray(x)
+        packed = np.zeros((len(groups), 3 * T, *x.shape[2:]), x.dtype)
+        for row, members in enumerate(groups):
+            text = np.concatenate([x[b, : lengths[b]] for b in members])
+            packed[row, : len(text)] = text
+        return packed
+
+    segments = pack(np.stack([np.full(T, 1 + group.index(b), np.int32) for group in groups for b in group]))
+    together = jax.tree.map(pack, rows).replace(segments=segments)
+    assert segments.max() == 3 and (together.positions[:, T] < T - 1).all()
+    params = draw(draft.specs, 4)
+    policy = draw(qwen3.param_specs(POLICY), 1)
+    ids = IDS if kind == "eagle3" else np.arange(POLICY.vocab)
+    tables = Tables(jnp.asarray(policy["embed"]), jnp.asarray(policy["unembed"][ids]))
+    step = make_draft_step(dataclasses.replace(DRAFT_LEARN, draft=draft, loss="e2e_tv"), recorder(), partition)
+    (gradient, metrics), (gradient_apart, metrics_apart) = (
+        jax.device_get((state.opt_state, found))
+        for text, given in ((together, jax.tree.map(pack, features)), (rows, features))
+        for state, found in [
+            step(init_state(jax.tree.map(jnp.asarray, params), draft.specs, recorder(), partition), tables, given, text)
+        ]
+    )
+    # Float32 through a layer a step over other shapes.
+    assert_trees_close(gradient, gradient_apart, rtol=2e-5)
+    assert_trees_close(metrics, metrics_apart, rtol=2e-5)
+
+
+# ---- what it learns, it drafts
+
+CYCLE = np.random.default_rng(5).permutation(np.arange(3, 3 + 2 * 12, 2))  # 12 of the odd ids
+K = 3
+
+
+def cycling_policy():
+    """After token CYCLE[i] comes CYCLE[i + 1], all but surely; its layers still stir the residual stream."""
+    params = draw(qwen3.param_specs(POLICY), 6)
+    embed = np.random.default_rng(7).normal(size=params["embed"].shape).astype(np.float32)
+    unembed = np.zeros_like(embed)
+    unembed[np.roll(CYCLE, -1)] = 2.0 * embed[CYCLE]
+    layers = params["layers"] | {name: 0.1 * params["layers"][name] for name in ("o", "down")}
+    final_norm = np.ones_like(params["final_norm"])
+    return params | {"embed": embed, "unembed": unembed, "layers": layers, "final_norm": final_norm}
+
+
+def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
+    """Through every shift there is: features, tokens, teacher, vocabulary map, and the engine's own use of them."""
+    policy = cycling_policy()
+    rollout_partition = partitioner(partition.mesh, ROLLOUT)
+    limits = Limits(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
+    config = RolloutConfig(Sampling(0.0), limits, 0, F32, F32)
+    tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
+    prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
+    drafter = HEAD.drafter(K, config.sampling, F32, rollout_partition)
+    engine = make_rollout_engine(POLICY, HEAD, drafter, config, tokenizer, rollout_partition)
+    # Two tokens at least: a draft starts from a pair.
+    prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]
+
+    def drafted(draft):
+        rollouts = engine.generate(prepare(policy, draft, jnp.asarray(IDS)), prompts, 1, 0)
+        place = {token: i for i, token in enumerate(CYCLE.tolist())}
+        for row in range(6):
+            text = rollouts.tokens[row, : rollouts.length[row]]
+            assert all(place[b] == (place[a] + 1) % len(CYCLE) for a, b in itertools.pairwise(text.tolist()))
+        return rollouts.response_length.sum() / rollouts.verifications.sum()
+
+    specs = HEAD.specs
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.95, 0))
+    state = init_state(jax.tree.map(jnp.asarray, draw(specs, 8)), specs, optimizer, partition)
+    assert drafted(state.params) < 2.0
+    texts = [np.tile(np.roll(CYCLE, -i), 3)[:24].tolist() for i in range(len(CYCLE))]
+    rows = make_rows([text[:1] for text in texts], [text[1:] for text in texts], 24, 0)
+    features = make_feature_step(LEARN, partition)(policy, rows)
+    tables = make_read_tables(POLICY, partition)(policy, jnp.asarray(IDS))
+    learner = dataclasses.replace(DRAFT_LEARN, temperature=0.0)
+    step = make_draft_step(learner, optimizer, partition)
+    for _ in range(100):
+        state, _ = step(state, tables, features, rows)
+    assert drafted(state.params) == K + 1

@@ -1,0 +1,153 @@
+"""Which ids a draft knows: the most used, watched, and chosen again without losing what was learnt."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from main import to_settings
+from specrl_jax.learner.draft_vocab import (
+    FADE,
+    VocabularyWatch,
+    count_responses,
+    coverage,
+    most_frequent,
+    move_vocabulary,
+)
+from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, make_optimizer
+from specrl_jax.models import qwen3
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import build
+
+V = 10
+MODEL = Qwen3Config(V, 3, 1, 1, 1, 3, 3, tied=True, max_positions=8)
+# The policy's table, whose rows are unlike any of the head's.
+POLICY = TrainState(jnp.int32(0), {"embed": 100 + jnp.arange(30.0).reshape(V, 3)}, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [7]),
+        (2, [2, 7]),
+        # 4 and 5 occur once each: the lower one goes first.
+        (3, [2, 4, 7]),
+        (4, [2, 4, 5, 7]),
+        # Then ids that never occur.
+        (5, [0, 2, 4, 5, 7]),
+        (10, list(range(10))),
+    ],
+)
+def test_most_frequent(size, expected):
+    found = most_frequent(np.array([0, 0, 2, 0, 1, 1, 0, 4, 0, 0]), size)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, expected)
+
+
+def rollouts_of(*texts):
+    """(prompt, response) pairs, padded with 9."""
+    tokens = np.full((len(texts), 8), 9, np.int32)
+    for row, (prompt, response) in enumerate(texts):
+        tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
+    prompt_length = np.array([len(prompt) for prompt, _ in texts])
+    length = prompt_length + [len(response) for _, response in texts]
+    return types.SimpleNamespace(tokens=tokens, prompt_length=prompt_length, length=length)
+
+
+def test_responses_are_counted_and_neither_prompts_nor_padding():
+    counts = count_responses(rollouts_of(([3, 3, 3], [7, 2]), ([3], [7, 7, 5])), V)
+    assert counts.tolist() == [0, 0, 1, 0, 0, 1, 0, 3, 0, 0]
+
+
+def test_coverage():
+    counts = np.array([0, 6, 3, 1])
+    assert coverage(counts, np.array([1, 3])) == 0.7
+    assert coverage(np.zeros(4), np.array([0])) == 1.0
+
+
+def state_of(ids, updates=1, optimizer="adamw"):
+    """A head of two leaves after an update that gave every row a moment of its own."""
+    params = {"unembed": jnp.arange(3.0 * len(ids)).reshape(len(ids), 3) + 1, "fc": jnp.ones((3, 3))}
+    optimizer = make_optimizer(OptimizerConfig(optimizer, 0.1, 0, 1e9, 0.0, 0.95, 0))
+    opt_state = optimizer.init(params)
+    for _ in range(updates):
+        _, opt_state = optimizer.update(params, opt_state, params)
+    return TrainState(params=params, opt_state=opt_state, step=jnp.int32(updates))
+
+
+def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_policys():
+    before, unembedding = state_of([1, 4, 6]), POLICY.params["embed"]
+    after = move_vocabulary(before, np.array([1, 4, 6]), np.array([0, 1, 6]), unembedding)
+    for old, new in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state), strict=True):
+        if old.shape != (3, 3) or np.array_equal(old, new):
+            np.testing.assert_array_equal(new, old)
+            continue
+        np.testing.assert_array_equal(new, jnp.stack([jnp.zeros(3), old[0], old[2]]))
+    old = before.params["unembed"]
+    np.testing.assert_array_equal(after.params["unembed"], jnp.stack([unembedding[0], old[0], old[2]]))
+    tables = [x for tree in (before, after) for x in jax.tree.leaves(tree) if x.shape == (3, 3)]
+    # unembed and fc, as weights and as two moments each; of the six, three have moved.
+    assert len(tables) == 12
+    assert sum(not np.array_equal(a, b) for a, b in zip(tables[:6], tables[6:])) == 3
+    np.testing.assert_array_equal(after.params["fc"], before.params["fc"])
+
+
+def test_moments_move_along_under_every_optimizer():
+    """Muon parts the parameters: the table's moments are AdamW's, in a tree that has no matrices."""
+    before = state_of([5, 6, 7], optimizer="muon")
+    after = move_vocabulary(before, np.array([5, 6, 7]), np.array([1, 6, 7]), POLICY.params["embed"])
+    moments = {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree.flatten_with_path(after.opt_state)[0]
+        if path[-1:] == (jax.tree_util.DictKey("unembed"),) and x.ndim
+    }
+    assert len(moments) == 2
+    for name, x in moments.items():
+        assert not x[0].any() and x[1:].all(), name
+
+
+def test_a_vocabulary_that_covers_the_text_stays():
+    state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
+    kept, row = VocabularyWatch(MODEL, 0.5).observe(rollouts_of(([3], [1, 4, 6, 5])), state)
+    assert kept is state and row == {"draft/coverage": 0.75}
+
+
+def test_below_the_level_the_ids_are_chosen_again():
+    state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
+    watch = VocabularyWatch(MODEL, 0.8)
+    moved, row = watch.observe(rollouts_of(([3], [1, 4, 5, 5])), state)
+    assert row == {"draft/coverage": 0.5}
+    assert moved.vocab_map.dtype == jnp.int32 and moved.vocab_map.tolist() == [1, 4, 5]
+    np.testing.assert_array_equal(moved.draft.params["unembed"][:2], state.draft.params["unembed"][:2])
+    np.testing.assert_array_equal(moved.draft.params["unembed"][2], POLICY.params["embed"][5])
+    # The next step's text is covered again.
+    again, row = watch.observe(rollouts_of(([3], [1, 4, 5, 5])), moved)
+    assert again is moved and row == {"draft/coverage": 1.0}
+
+
+def test_old_counts_fade():
+    state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
+    watch = VocabularyWatch(MODEL, 0.0)
+    watch.observe(rollouts_of(([3], [1, 1, 1])), state)
+    _, row = watch.observe(rollouts_of(([3], [5, 5, 5])), state)
+    np.testing.assert_allclose(row["draft/coverage"], FADE * 3 / (FADE * 3 + 3))
+
+
+def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_with_it():
+    """Over the first ids, since no text has been seen; its other matrices are its own draws."""
+    config = rlzero_tiny.get_config("smoke")
+    config.draft.vocab_size = 16
+    setup = build(to_settings(config), make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
+    state = setup.initial_state()
+    policy, head = state.policy.params, state.draft.params
+    np.testing.assert_array_equal(state.vocab_map, np.arange(16))
+    np.testing.assert_array_equal(head["unembed"], qwen3.unembedding(policy, setup.model)[:16])
+    np.testing.assert_array_equal(head["final_norm"], policy["final_norm"])
+    assert np.std(head["fc"]) == pytest.approx((3 * setup.model.embed) ** -0.5, rel=0.1)
+    # As an update of the draft would: it donates its state.
+    jax.tree.map(lambda x: x.delete(), state.draft)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state.policy))

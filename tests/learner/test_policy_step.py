@@ -1,0 +1,348 @@
+"""The learner's jitted steps: how rows are split over microbatches and devices must not show in what they compute."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from specrl_jax.core import InputError
+from specrl_jax.data.rows import make_rows
+from specrl_jax.learner.policy_step import Learner, make_logprob_step, make_policy_step
+from specrl_jax.learner.state import (
+    OptimizerConfig,
+    TrainState,
+    init_random_params,
+    init_state,
+    make_optimizer,
+    state_shardings,
+)
+from specrl_jax.models import qwen3
+from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+
+NANO = qwen3.preset("nano")
+SPECS = qwen3.param_specs(NANO)
+B, T = 8, 16
+PLAIN = Learner(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch=0, temperature=1.0)
+WITH_KL = Objective(0.2, 0.28, 0.1)
+WITHOUT_KL = Objective(0.2, 0.28, 0.0)
+MESHES = {
+    "one": {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1},
+    "fsdp 8": {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1},
+    "data 2, tensor 2, fsdp 2": {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2},
+    "sequence 4, fsdp 2": {"data": 1, "fsdp": 2, "expert": 1, "tensor": 1, "sequence": 4},
+}
+
+
+@functools.cache
+def partition_of(mesh):
+    sizes = MESHES[mesh]
+    return partitioner(make_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))]), LEARNER)
+
+
+def recorder():
+    """An optimizer that keeps the gradient as its state and moves nothing."""
+    return optax.GradientTransformation(
+        init=lambda params: jax.tree.map(jnp.zeros_like, params),
+        update=lambda gradient, _, params=None: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+@functools.cache
+def batch():
+    """Rows of unlike lengths, one of them full, and a signal whose ratios reach beyond both bounds."""
+    rng = np.random.default_rng(0)
+    lengths = [(3, 4), (5, 11), (1, 1), (2, 9), (4, 4), (6, 2), (3, 12), (1, 15)]
+    prompts, responses = zip(*[(rng.integers(2, 97, p).tolist(), rng.integers(1, 97, r).tolist()) for p, r in lengths])
+    rows = make_rows(prompts, responses, T, 0)
+    near = (-4.85 + rng.normal(0, 0.3, (B, T))).astype(np.float32)  # a random policy is near -log(128)
+    ref = (near + rng.normal(0, 0.3, (B, T))).astype(np.float32)
+    return rows, LossInputs(near, ref, np.repeat(rng.normal(size=(B, 1)).astype(np.float32), T, axis=1))
+
+
+@functools.cache
+def initial_params():
+    """On the host, from NumPy: a jitted normal of every shape takes longer to compile than a policy step."""
+    rng = np.random.default_rng(1)
+
+    def draw(spec):
+        return (rng.normal(size=spec.shape) / np.sqrt(spec.fan_in) if spec.fan_in else np.ones(spec.shape)).astype("f4")
+
+    return jax.tree.map(draw, SPECS)
+
+
+@functools.cache
+def step_functions(mesh, learner, objective):
+    """Compiled once each; callers pass every argument by position, so that the cache sees equal calls as equal."""
+    partition = partition_of(mesh)
+    return make_logprob_step(learner, partition), make_policy_step(learner, objective, recorder(), partition)
+
+
+def recording_state(mesh):
+    """A state of the recorder; fresh, because a step donates it."""
+    shardings = partition_of(mesh).tree(SPECS)
+    params = jax.device_put(initial_params(), shardings)
+    return TrainState(jnp.zeros((), jnp.int32), params, jax.device_put(jax.tree.map(np.zeros_like, params), shardings))
+
+
+@functools.cache
+def results(mesh, learner):
+    """(log-probs, entropy), recorded gradient, metrics: all on the host."""
+    rows, signal = batch()
+    logprob_step, policy_step = step_functions(mesh, learner, WITH_KL)
+    state = recording_state(mesh)
+    scored = logprob_step(state.params, rows)
+    state, metrics, _ = policy_step(state, rows, signal)
+    return jax.device_get((scored, state.opt_state, metrics))
+
+
+def assert_trees_close(got, want, rtol):
+    """Within `rtol` of the largest entry of each leaf: what a sum in another order can move."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-30))
+
+
+def test_the_batch_clips_some_tokens():
+    terms = results("one", PLAIN)[2].terms
+    assert 0 < float(terms.clip_fraction.value()) < 1
+    assert float(terms.loss.count) == batch()[0].mask.sum()
+
+
+def test_gradient_is_that_of_the_mean_over_response_tokens():
+    """Against jax.grad of REINFORCE: at ratio 1 and without KL the two are one formula. Only one recomputes layers."""
+    rows, signal = batch()
+    logprob_step, _ = step_functions("one", PLAIN, WITH_KL)
+    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
+    state = recording_state("one")
+    old, _ = jax.device_get(logprob_step(state.params, rows))
+    state, metrics, _ = policy_step(state, rows, LossInputs(old, None, signal.advantages))
+
+    def reinforce(params):
+        logprobs = PLAIN.score(params, rows, partition_of("one")).logprobs
+        return -jnp.sum(jnp.where(rows.mask, logprobs * signal.advantages, 0.0)) / rows.mask.sum()
+
+    # The ratio is 1 to rounding (two programs), and the rest is the same sum: a few units of 2**-24.
+    assert_trees_close(state.opt_state, jax.jit(jax.grad(reinforce))(initial_params()), rtol=1e-5)
+    np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(state.opt_state), rtol=1e-6)
+
+
+def test_microbatches_change_rounding_only():
+    whole, split = results("one", PLAIN), results("one", dataclasses.replace(PLAIN, microbatch=2))
+    # Rows come back in their order: neighbours differ by nats.
+    np.testing.assert_allclose(split[0][0], whole[0][0], atol=1e-5)
+    np.testing.assert_allclose(split[0][1], whole[0][1], atol=1e-5)
+    # Float32 sums over 128 positions in another order; the same bound as between devices below.
+    assert_trees_close(split[1], whole[1], rtol=1e-5)
+    assert_trees_close(split[2], whole[2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatch"), [("fsdp 8", 0), ("data 2, tensor 2, fsdp 2", 4), ("sequence 4, fsdp 2", 0)]
+)
+def test_sharded_equals_unsharded(mesh, microbatch):
+    one, sharded = results("one", PLAIN), results(mesh, dataclasses.replace(PLAIN, microbatch=microbatch))
+    # Tensor shards split the sums over heads and mlp columns: float32 rounding over at most 128 terms.
+    np.testing.assert_allclose(sharded[0][0], one[0][0], atol=1e-5)
+    np.testing.assert_allclose(sharded[0][1], one[0][1], atol=1e-5)
+    assert_trees_close(sharded[1], one[1], rtol=1e-5)
+    assert_trees_close(sharded[2], one[2], rtol=1e-5)
+
+
+def test_a_row_is_split_along_its_tokens():
+    """What a layer leaves for the backward pass, and what a draft learns from: a quarter of the tokens a device."""
+    rows, signal = batch()
+    learner = dataclasses.replace(PLAIN, features=True, remat=True)
+    partition = partition_of("sequence 4, fsdp 2")
+    step = make_policy_step(learner, WITH_KL, recorder(), partition)
+    _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, signal.replace(advantages=np.ones((B, T), "f4")))
+    D = PLAIN.model.embed
+    assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
+
+
+@pytest.mark.parametrize("mesh", ["one", "data 2, tensor 2, fsdp 2", "sequence 4, fsdp 2"])
+def test_packed_rows_score_as_one_row_a_sequence(mesh):
+    """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
+
+    On eight devices the vocabulary is split besides, and gone over in tiles.
+    """
+    rows, _ = batch()
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    lengths = np.where(rows.mask, np.arange(T)[None] + 2, 0).max(axis=1)
+
+    def pack(x):
+        packed = np.zeros((len(pairs), 2 * T), x.dtype)
+        for row, (a, b) in enumerate(pairs):
+            packed[row, : lengths[a]], packed[row, lengths[a] : lengths[a] + lengths[b]] = (
+                x[a, : lengths[a]],
+                x[b, : lengths[b]],
+            )
+        return packed
+
+    segments = pack(np.broadcast_to([[1], [2]] * 4, (B, T)).astype(np.int32))
+    together = jax.tree.map(pack, rows).replace(segments=segments)
+    learner = dataclasses.replace(PLAIN, vocab_tile=0 if mesh == "one" else 30)
+    logprobs, entropy = step_functions(mesh, learner, WITH_KL)[0](params_on(mesh), together)
+    (alone, entropy_alone), _, _ = results("one", PLAIN)
+    for got, expected in ((logprobs, alone), (entropy, entropy_alone)):
+        np.testing.assert_allclose(np.asarray(got)[together.mask], expected[rows.mask], atol=1e-5)
+
+
+def params_on(mesh):
+    return jax.device_put(initial_params(), partition_of(mesh).tree(SPECS))
+
+
+def test_random_parameters_do_not_depend_on_the_mesh():
+    one, sharded = (init_random_params(jax.random.key(0), SPECS, partition_of(mesh)) for mesh in ("one", "fsdp 8"))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(sharded), jax.device_get(one))
+
+
+def test_padding_and_prompt_positions_carry_no_gradient():
+    """Junk behaviour and reference log-probs outside the mask, other pad tokens: the same gradient, bit for bit."""
+    rows, signal = batch()
+    last = T - 1 - np.argmax(rows.mask[:, ::-1], axis=1)  # the last position that predicts a response token
+    beyond = np.arange(T)[None] > last[:, None]
+    assert beyond.any()
+    junk_rows = rows.replace(tokens=np.where(beyond, 77, rows.tokens).astype(np.int32))
+    junk_signal = signal.replace(
+        old_logprobs=np.where(rows.mask, signal.old_logprobs, np.nan).astype(np.float32),
+        ref_logprobs=np.where(rows.mask, signal.ref_logprobs, -np.inf).astype(np.float32),
+    )
+    _, policy_step = step_functions("one", PLAIN, WITH_KL)
+    state, metrics, _ = policy_step(recording_state("one"), junk_rows, junk_signal)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.opt_state, metrics)), results("one", PLAIN)[1:])
+
+
+def test_zero_advantages_give_exactly_no_gradient():
+    """Not even through the entropy, which is only reported; Adam turns any gradient, however small, into full steps."""
+    rows, signal = batch()
+    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
+    state = recording_state("one")
+    before = jax.device_get(state.params)
+    state, metrics, _ = policy_step(state, rows, LossInputs(signal.old_logprobs, None, np.zeros((B, 1), np.float32)))
+    jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), jax.device_get(state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    assert float(metrics.grad_norm) == 0.0
+    assert float(metrics.terms.entropy.value()) > 3.0
+
+
+def test_adam_does_not_move_without_a_gradient():
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-2, 0, 1.0, 0.0, 0.999, 0))
+    params = jnp.array([1.0, -3.0])
+    update, _ = optimizer.update(jnp.zeros(2), optimizer.init(params), params)
+    np.testing.assert_array_equal(update, 0.0)
+
+
+def test_kl_is_zero_at_the_reference():
+    rows, signal = batch()
+    logprob_step, policy_step = step_functions("one", PLAIN, WITH_KL)
+    state = recording_state("one")
+    ref, _ = jax.device_get(logprob_step(state.params, rows))
+    nothing = np.zeros((B, 1), np.float32)
+    state, metrics, _ = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=nothing))
+    # Two programs differ by about 1e-6 nats; k3 is half its square, its slope that difference.
+    assert 0 <= float(metrics.terms.kl.value()) < 1e-10
+    assert float(metrics.grad_norm) < 1e-5
+    assert float(results("one", PLAIN)[2].terms.kl.value()) > 1e-2
+
+
+def test_a_microbatch_that_does_not_divide_is_refused():
+    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, microbatch=3), WITH_KL)
+    rows, signal = batch()
+    with pytest.raises(InputError, match=r"grpo\.microbatch=3 .* 8 rows"):
+        policy_step(recording_state("one"), rows, signal)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_moments_lie_where_their_parameters_lie(mesh):
+    partition = partition_of(mesh)
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    shardings = state_shardings(SPECS, optimizer, partition)
+    assert jax.tree.leaves(shardings.params) == jax.tree.leaves(partition.tree(SPECS))
+    for name in ("mu", "nu"):
+        moments = optax.tree.get(shardings.opt_state, name)
+        assert jax.tree.leaves(moments) == jax.tree.leaves(shardings.params)
+    counts = [sharding for _, sharding in optax.tree.get_all_with_path(shardings.opt_state, "count")]
+    assert counts and all(sharding == partition.replicated for sharding in [shardings.step, *counts])
+
+
+def test_a_fresh_state_is_born_on_its_shards():
+    partition = partition_of("fsdp 8")
+    optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
+    params = jax.device_put(initial_params(), partition.tree(SPECS))
+    state = init_state(params, SPECS, optimizer, partition)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert jax.tree.leaves(placed) == jax.tree.leaves(state_shardings(SPECS, optimizer, partition))
+    embed = optax.tree.get(state.opt_state, "mu")["embed"]
+    assert embed.addressable_shards[0].data.shape == (NANO.vocab, NANO.embed // 8)
+    assert int(state.step) == 0
+
+
+def rates(config, updates):
+    """Learning rates that the optimizer applies: with a constant gradient Adam's direction is 1."""
+    optimizer = make_optimizer(config)
+    params, gradient = jnp.zeros(()), jnp.ones(())
+    state, found = optimizer.init(params), []
+    for _ in range(updates):
+        update, state = optimizer.update(gradient, state, params)
+        found.append(-float(update))
+    return np.array(found)
+
+
+PEAK = 3e-3
+# Adam divides by sqrt(v) + 1e-8, and its bias corrections are float32: a few parts in a million.
+RATE_RTOL = 2e-5
+
+
+def test_a_constant_rate_without_warmup():
+    np.testing.assert_allclose(rates(OptimizerConfig("adamw", PEAK, 0, 10.0, 0.0, 0.999, 0), 4), PEAK, rtol=RATE_RTOL)
+
+
+def test_warmup_is_a_line_that_starts_above_zero():
+    expected = PEAK * np.minimum(np.arange(1, 8) / 5, 1.0)
+    got = rates(OptimizerConfig("adamw", PEAK, 4, 10.0, 0.0, 0.999, 0), 7)
+    np.testing.assert_allclose(got, expected, rtol=RATE_RTOL)
+
+
+def test_cosine_ends_at_a_tenth():
+    got = rates(OptimizerConfig("adamw", PEAK, 0, 10.0, 0.0, 0.999, 10), 14)
+    progress = np.minimum(np.arange(14) / 10, 1.0)
+    expected = PEAK * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * progress)))
+    np.testing.assert_allclose(got, expected, rtol=RATE_RTOL)
+
+
+def test_cosine_after_warmup():
+    got = rates(OptimizerConfig("adamw", PEAK, 4, 10.0, 0.0, 0.999, 12), 15)
+    progress = np.minimum((np.arange(4, 15) - 4) / 8, 1.0)
+    expected = PEAK * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * progress)))
+    np.testing.assert_allclose(got[4:], expected, rtol=RATE_RTOL)
+    assert np.all(np.diff(got[:5]) > 0)
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_first_update_of_a_constant_rate_moves(warmup):
+    assert rates(OptimizerConfig("adamw", PEAK, warmup, 10.0, 0.0, 0.999, 0), 1)[0] > 0
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, 0.5, 0.0, 0.999, 0))
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(())}
+    _, state = optimizer.update({"a": jnp.array([2.0, 1.0]), "b": jnp.array(2.0)}, optimizer.init(params), params)
+    # Norm 3 becomes 0.5; the first moment is a tenth of the gradient.
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["a"], [0.1 / 3, 0.05 / 3], rtol=1e-6)
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["b"], 0.1 / 3, rtol=1e-6)
+
+
+def test_weight_decay_is_decoupled():
+    optimizer = make_optimizer(OptimizerConfig("adamw", PEAK, 0, 1.0, 0.1, 0.999, 0))
+    params = jnp.array([4.0])
+    update, _ = optimizer.update(jnp.zeros(1), optimizer.init(params), params)
+    np.testing.assert_allclose(update, [-PEAK * 0.1 * 4.0], rtol=1e-6)
+
+
+def test_an_unknown_optimizer_names_the_known_ones():
+    with pytest.raises(InputError, match=r"optimizer\.name: .*'adam'.*adamw"):
+        make_optimizer(OptimizerConfig("adam", PEAK, 0, 1.0, 0.0, 0.999, 0))

@@ -1,0 +1,110 @@
+"""task=benchmark: every side answers the same prompts, and its numbers are those of its rollouts."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from main import to_settings
+from specrl_jax.core import InputError, Stopped
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.sharding import make_mesh
+from specrl_jax.tasks.benchmark import benchmark, check_benchmark, make_sides, print_benchmark, round_metrics
+from specrl_jax.training.build import build
+from specrl_jax.training.speedup import timed
+
+SIDES = ("plain", "k_0", "k_2", "adaptive")
+
+
+def config(**changes):
+    c = rlzero_tiny.get_config("smoke")
+    c.task, c.draft.length, c.draft.adaptive = "benchmark", 2, True
+    c.rollout.rule, c.rollout.parity, c.rollout.num_slots = "coupled", True, 4
+    c.benchmark.update(rounds=2, warmup=1, lengths=(0, 2))
+    c.update_from_flattened_dict(changes)
+    return c
+
+
+def setup_of(**changes):
+    c = config(**changes)
+    return build(to_settings(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    workdir = str(tmp_path_factory.mktemp("benchmark"))
+    return benchmark(setup_of(), workdir, threading.Event()), workdir
+
+
+def test_a_row_a_round_with_every_side(measured):
+    rows, workdir = measured
+    assert [row["step"] for row in rows] == [1, 2]
+    assert read_metrics(workdir) == rows
+    for row in rows:
+        for side in SIDES:
+            assert row[f"benchmark/{side}"] > 0
+        for side in SIDES[1:]:
+            ratio = row[f"benchmark/{side}"] / row["benchmark/plain"]
+            assert row[f"benchmark/{side}_over_plain"] == pytest.approx(ratio)
+        assert row["benchmark/k_0_acceptance_length"] == 1 <= row["benchmark/k_2_acceptance_length"] <= 3
+
+
+def test_the_table_has_a_line_a_side(measured, capsys):
+    print_benchmark(measured[0])
+    shown = capsys.readouterr().out
+    assert all(side in shown for side in SIDES) and "2 rounds" in shown
+
+
+def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
+    """Under `coupled` in parity mode they even give the same tokens; other rounds have other ones."""
+    from specrl_jax.tasks import benchmark as module
+
+    seen = []
+    monkeypatch.setattr(module, "round_metrics", lambda found: seen.append(found) or round_metrics(found))
+    benchmark(setup_of(), str(tmp_path), threading.Event())
+    for found in seen:
+        for side in SIDES[1:]:
+            np.testing.assert_array_equal(found[side][0].tokens, found["plain"][0].tokens)
+    assert not np.array_equal(*(found["plain"][0].tokens for found in seen))
+
+
+@pytest.mark.parametrize(("adaptive", "extra"), [(True, ["adaptive", "adaptive"]), (False, [])])
+def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, tmp_path):
+    """Three rounds of warm-up and one that counts: the others' programs are warm after the first."""
+    from specrl_jax.tasks import benchmark as module
+
+    made, setup = [], setup_of(**{"benchmark.rounds": 1, "benchmark.warmup": 3, "draft.adaptive": adaptive})
+    sides = make_sides(setup)
+    names = {(id(engine), id(lengths)): name for name, (engine, lengths) in sides.items()}
+    monkeypatch.setattr(module, "make_sides", lambda setup: sides)
+
+    def count(engine, weights, prompts, samples, seed, lengths):
+        made.append(names[id(engine), id(lengths)])
+        return timed(engine, weights, prompts, samples, seed, lengths)
+
+    monkeypatch.setattr(module, "timed", count)
+    benchmark(setup, str(tmp_path), threading.Event())
+    n = len(sides)
+    assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n:-n] == extra
+
+
+def test_a_signal_ends_it(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped, match="starts anew"):
+        benchmark(setup_of(), str(tmp_path), stop)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"draft.kind": "none"}, "draft.kind"),
+        ({"draft.length": 0}, "draft.length"),
+        ({"benchmark.lengths": (1, 3)}, r"benchmark.lengths=\(1, 3\): 3"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        check_benchmark(to_settings(config(**changes)))

@@ -1,0 +1,117 @@
+"""task=export: a run's policy and draft as folders that load again, and say what is missing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.core import InputError
+from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.io import hf
+from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.tasks.export import export
+from specrl_jax.tasks.generate import load_generator
+from tests.helpers.policies import compiled, row_positions
+from tests.training.test_loop import make_setup, saved
+
+NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(setup, workdir) with two checkpoints, of different weights."""
+    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__vocab_size=32)
+    workdir = tmp_path_factory.mktemp("run")
+    checkpoints, state = Checkpoints(str(workdir), keep=2), setup.initial_state()
+    ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner_partition.replicated)
+    checkpoints.save(1, state.replace(vocab_map=ids), Host({}, {}))
+    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), Host({}, {}))
+    checkpoints.close()
+    return setup, workdir
+
+
+def exporting(setup, **changes):
+    settings = dataclasses.replace(setup.settings, export=dataclasses.replace(setup.settings.export, **changes))
+    return dataclasses.replace(setup, settings=settings)
+
+
+def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
+    """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
+    setup = make_setup(
+        rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path)
+    )
+    _, draft = export(setup, str(run[1]))
+    assert eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model).tolist() == list(range(3, 35))
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
+    setup, workdir = run
+    export(exporting(setup, output=str(tmp_path), dtype="float32", step=step), str(workdir))
+    state, _ = saved(setup, workdir, 2 if step == -1 else 1)
+    policy = str(tmp_path / "policy")
+    assert hf.load_config(policy) == setup.model
+    same(hf.load_params(policy, setup.model, setup.learner_partition), state.policy.params)
+    draft = str(tmp_path / "draft")
+    same(setup.draft.load(draft, setup.learner_partition), state.draft.params)
+    ids = eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model)
+    np.testing.assert_array_equal(ids, state.vocab_map)
+
+
+def same(ours, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), expected)
+
+
+def test_an_exported_policy_generates(run, tmp_path):
+    setup, workdir = run
+    policy, draft = export(exporting(setup, output=str(tmp_path)), str(workdir))
+    sizes = {"max_prompt_tokens": 10, "max_response_tokens": 8, "num_slots": 8, "adaptive": False}
+    generator = load_generator(policy, draft_kind="eagle3", draft_path=draft, tokenizer="char", **sizes)
+    assert len(generator.generate(["1+1\n"], samples=2).texts) == 2
+
+
+def test_a_step_that_was_not_kept_is_named(run, tmp_path):
+    setup, workdir = run
+    with pytest.raises(InputError, match=r"checkpoint .*/7: there is none; there are 1, 2"):
+        export(exporting(setup, output=str(tmp_path), step=7), str(workdir))
+
+
+def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
+    with pytest.raises(InputError, match="no checkpoint yet"):
+        export(run[0], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy__preset": "nano_moe"},
+        {"policy__yarn_factor": 4.0, "policy__yarn_original": 8},
+        {"policy__lora_rank": 3, "policy__yarn_factor": 2.0, "policy__yarn_original": 8},
+    ],
+    ids=["weights", "experts", "stretched", "stretched adapters"],
+)
+def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
+    """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
+    torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
+    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
+    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
+    state = setup.initial_state()
+    # Adapters begin as nothing.
+    learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)
+    state = state.replace(policy=state.policy.replace(params=learnt))
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    checkpoints.save(1, state.replace(policy=state.policy.replace(frozen=None)), Host({}, {}))
+    checkpoints.close()
+    (folder,) = export(exporting(setup, output=str(tmp_path / "out"), dtype="float32"), str(tmp_path))
+    tokens = np.random.default_rng(0).integers(2, 90, (2, 29))
+    policy, positions = setup.whole(state.policy), row_positions(tokens)
+    ours = compiled(setup.model, setup.learner_partition)(policy, jnp.asarray(tokens), positions).logits
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(tokens)).logits.numpy()
+    assert theirs.std() > 0.1
+    np.testing.assert_allclose(ours, theirs, atol=3e-5, rtol=0)

@@ -1,0 +1,218 @@
+"""Generation from folders, by the library and by the command: what comes out agrees with itself and with the engine."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.core import InputError
+from specrl_jax.data.rows import make_rows
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.mtp import checkpoint as mtp_formats
+from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.io import hf
+from specrl_jax.learner.policy_step import Learner, make_logprob_step
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from specrl_jax.tasks.generate import load_generator
+from tests.helpers.policies import random_params
+from tests.helpers.runs import ROOT, arguments, make_call
+
+NANO, DEEP = qwen3.preset("nano"), qwen3.preset("nano_deep")
+SMALLER = qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
+PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
+# Six slots never shrink to fewer, so there is little to compile.
+SIZES = {"max_prompt_tokens": 8, "max_response_tokens": 12, "num_slots": 6, "tokenizer": "char"}
+COMMON = SIZES | {"adaptive": False, "draft_length": 2, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
+COMMON |= {"match_min": 1}
+
+
+def one_device():
+    return make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+
+
+def drawn(specs):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda s: (rng.normal(size=s.shape) / np.sqrt(max(s.fan_in, 1))).astype(np.float32), specs)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Policies and drafts by name."""
+    root = tmp_path_factory.mktemp("folders")
+
+    def save(name, write, *args):
+        write(str(root / name), *args)
+
+    save("policy", hf.save_params, random_params(NANO), NANO, "float32")
+    save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, "float32")
+    other = qwen3.Qwen3Config(96, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
+    save("other_words", hf.save_params, random_params(other), other, "float32")
+    for dialect in mtp_formats.DIALECTS:
+        head = mtp.mtp_config(NANO)
+        save(f"mtp_{dialect}", mtp_formats.save, drawn(mtp.param_specs(head)), head, NANO, "float32", dialect)
+    head = mtp.mtp_config(SMALLER)
+    save("mtp_of_another", mtp_formats.save, drawn(mtp.param_specs(head)), head, SMALLER, "float32")
+    head = eagle3.eagle3_config(DEEP, 16)
+    save("eagle3", eagle3_formats.save, drawn(eagle3.param_specs(head)), np.arange(16), head, DEEP, "float32")
+    return root
+
+
+def load(folders, kind, path="", **changes):
+    path = str(folders / path) if path else ""
+    options = COMMON | {"mesh": one_device()} | changes
+    return load_generator(str(folders / "policy"), draft_kind=kind, draft_path=path, **options)
+
+
+DRAFTS = [("none", ""), ("mtp", "mtp_mimo"), ("model", "model"), ("suffix", "")]
+
+
+@pytest.mark.parametrize(("kind", "path"), DRAFTS, ids=lambda value: value or "-")
+def test_what_comes_out_agrees_with_itself(folders, kind, path):
+    """Texts, tokens, log-probs and counts of the same answers; log-probs are the policy's, read from the folder."""
+    generator, calls = load(folders, kind, path), []
+    assert generator.lengths is None  # not adaptive
+    out = generator.generate(PROMPTS, samples=3, seed=4, on_progress=lambda *call: calls.append(call))
+    assert out.prompts == [prompt for prompt in PROMPTS for _ in range(3)] and calls[-1] == (15, 15)
+    decode, eos = generator.tokenizer.decode, generator.tokenizer.eos_ids[0]
+    for text, tokens, logprobs, ended in zip(out.texts, out.tokens, out.logprobs, out.ended, strict=True):
+        assert ended == (tokens[-1] == eos) and eos not in tokens[:-1]
+        assert text == decode(tokens[:-1] if ended else tokens)
+        assert len(tokens) == len(logprobs) and (len(tokens) == 12 or ended)
+    encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
+    rows = make_rows(encoded, out.tokens, 20, 0)
+    learner = Learner(NANO, jnp.dtype("float32"), False, 0, 0, COMMON["temperature"])
+    policy = hf.load_params(str(folders / "policy"), NANO, partitioner(one_device(), LEARNER), jnp.float32)
+    expected, _ = make_logprob_step(learner, partitioner(one_device(), LEARNER))(policy, rows)
+    np.testing.assert_allclose(np.concatenate(out.logprobs), np.asarray(expected)[rows.mask], rtol=0, atol=1e-4)
+    spec, tokens = out.speculation, sum(map(len, out.tokens))
+    assert out.tokens_per_second == pytest.approx(tokens / out.seconds)
+    if kind == "none":
+        assert (spec["spec/acceptance_length"], spec["spec/drafted"]) == (1.0, 0)
+    else:
+        assert spec["spec/drafted"] > spec["spec/accepted"] > 0 and 1 < spec["spec/acceptance_length"] <= 3
+        assert spec["spec/acceptance_rate"] == pytest.approx(spec["spec/accepted"] / spec["spec/drafted"])
+    # Equal seeds, equal noise.
+    assert generator.generate(PROMPTS, samples=3, seed=4).tokens == out.tokens
+    assert generator.generate(PROMPTS, samples=3, seed=5).tokens != out.tokens
+
+
+def test_chat_messages_go_through_the_template(folders):
+    generator = load(folders, "none")
+    template = types.SimpleNamespace(
+        apply_chat_template=lambda messages: "".join(message["content"] for message in messages) + "=",
+        **{name: getattr(generator.tokenizer, name) for name in ("encode", "decode", "eos_ids", "pad_id")},
+    )
+    changed = dataclasses.replace(generator, tokenizer=template)
+    out = changed.generate([[{"role": "user", "content": "1+1"}], "1+1="], samples=2)
+    assert out.prompts == ["1+1="] * 4
+    # The prompts are equal; their noise is not.
+    assert generator.generate(["1+1="], samples=2).texts == out.texts[:2]
+
+
+def test_lengths_are_chosen_where_that_is_asked_for(folders):
+    generator = load(folders, "ngram", adaptive=True)
+    assert isinstance(generator.lengths, Controller) and generator.lengths.lengths == (0, 1, 2)
+
+
+# --- the command
+
+
+@pytest.fixture
+def call(monkeypatch, capfd, tmp_path_factory):
+    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+        yield call
+
+
+def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
+    """By another road: a config, eight devices, the Setup's engine."""
+    config = {
+        "policy.path": folders / "policy",
+        "draft.kind": "mtp",
+        "draft.path": folders / "mtp_deepseek",
+        "draft.length": 2,
+        "draft.adaptive": False,
+        "rollout.temperature": 1.0,
+        "rollout.top_k": 50,
+        "rollout.top_p": 0.95,
+        "rollout.max_prompt_tokens": 8,
+        "rollout.max_response_tokens": 12,
+        "rollout.num_slots": 8,
+        "rollout.seed": 4,
+        "generate.samples": 3,
+        "generate.prompts": tuple(PROMPTS),
+        "grpo.prompts_per_step": 8,
+    }
+    overrides = [f"--config.{key}={value}" for key, value in config.items()]
+    status, printed, err = call(arguments(*overrides, workdir=tmp_path, config=ROOT / "configs/generate.py"))
+    assert (status, err) == (0, "")
+    rows = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    out = load(folders, "mtp", "mtp_deepseek").generate(PROMPTS, samples=3, seed=4)
+    assert [row["prompt"] for row in rows] == out.prompts
+    assert [row["response"] for row in rows] == out.texts
+    assert [row["tokens"] for row in rows] == out.tokens
+    assert [row["ended"] for row in rows] == out.ended.tolist()
+    for row, logprobs in zip(rows, out.logprobs, strict=True):
+        np.testing.assert_allclose(row["logprobs"], logprobs, rtol=0, atol=1e-4)
+    summary = json.loads((tmp_path / "generation.json").read_text())
+    assert {name: summary[name] for name in out.speculation} == pytest.approx(out.speculation)
+    assert summary["rollout/tokens_per_second"] > 0 and summary["time/generate"] > 0
+    for text in (out.texts[0], "15 answers", "generations.jsonl", "engine program run B=8 k=2"):
+        assert text in printed
+
+
+# --- what is refused, in one line, before any weights are read
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "changes", "words"),
+    [
+        ("egale3", "", {}, "draft.kind: no drafter 'egale3'; there are none, .*eagle3"),
+        ("model", "", {}, "draft.kind=model: draft.path.* is needed"),
+        ("model", "other_words", {}, "vocabulary is 96, the policy's 128"),
+        ("mtp", "mtp_of_another", {}, "mtp_of_another"),
+        ("eagle3", "eagle3", {}, "at least 7|eagle3"),
+        ("mtp", "nowhere", {}, "nowhere"),
+        ("ngram", "model", {}, "draft.path=.*no weights to load"),
+        ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),
+        ("suffix", "", {"match_max": 9}, "draft.match_max=9: at most 8"),
+        ("ngram", "", {"match_min": 5, "match_max": 4}, "draft.match_min=5"),
+        ("none", "", {"rule": "greedy"}, "rollout.rule='greedy'"),
+        ("none", "", {"temperature": -1.0}, "temperature >= 0"),
+        ("none", "", {"dtype": "float16"}, "dtype: 'float16'"),
+        ("none", "", {"tokenizer": "nowhere"}, "nowhere"),
+        ("none", "", {"tokenizer": ""}, "tokenizer.json"),
+        ("none", "", {"max_response_tokens": 5000}, "5008 tokens, the policy was made for 4096"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(folders, monkeypatch, kind, path, changes, words):
+    def began(*_, **__):
+        raise AssertionError("weights were read before the mistake was found")
+
+    monkeypatch.setattr(hf, "load_params", began)
+    with pytest.raises(InputError, match=words) as error:
+        load(folders, kind, path, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_slots_that_do_not_split_over_the_devices_are_refused(folders):
+    with pytest.raises(InputError, match="6"):
+        load(folders, "none", mesh=None)
+
+
+@pytest.mark.parametrize(("prompts", "words"), [(["1+1=", ""], "prompt 1 has 0"), (["123456789"], "prompt 0 has 9")])
+def test_a_prompt_that_does_not_fit_is_refused(folders, prompts, words):
+    with pytest.raises(InputError, match=words):
+        load(folders, "none").generate(prompts)
+
+
+def test_a_policy_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match="nothing"):
+        load_generator(str(tmp_path / "nothing"))
