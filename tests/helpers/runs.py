@@ -55,7 +55,8 @@ def restore(handlers, options):
 
 
 def shared_cache(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "compilation_cache"
+    """The folder of SPECRL_TEST_CACHE where it is set, so that compiled programs survive a run; else one of this run."""
+    return os.environ.get("SPECRL_TEST_CACHE") or tmp_path_factory.getbasetemp() / "compilation_cache"
 
 
 def process_environment(tmp_path_factory):
