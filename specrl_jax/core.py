@@ -18,26 +18,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.errors import InputError as InputError
+from specrl_jax.errors import RunFailed as RunFailed
+from specrl_jax.errors import Stopped as Stopped
+
 # The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
 PHASES = ("data", "prepare", "generate", "logprob", "train")
-
-
-class InputError(ValueError):
-    """A mistake in what the user gave: one line that names the key or `file:line` and says what would be right.
-
-    main.py prints it without a traceback and exits with status 1.
-    """
-
-
-class RunFailed(Exception):
-    """A run cannot go on, and no key of its config is to blame: a full disk, a loss that is no number any more.
-
-    The message says what is kept. main.py prints it without a traceback and exits with status 1.
-    """
-
-
-class Stopped(Exception):
-    """A signal asked the run to end, and it did so in good order; the message says what was kept."""
 
 
 def read_json(path: str) -> dict[str, Any]:

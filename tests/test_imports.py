@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -9,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From top to bottom; `decoding` and `rl` additionally know no model.
 ORDER = ["cli", "tasks", "dry_run", "training", "simulator", "learner", "config", "drafts", "io", "models", "decoding"]
-ORDER += ["rl", "rewards", "data", "distributed", "sharding", "core"]
+ORDER += ["rl", "rewards", "data", "distributed", "sharding", "core", "errors"]
 FORBIDDEN = {"decoding": {"data", "rewards", "rl"}, "rl": {"rewards", "data"}, "rewards": {"data"}}
 NEVER = {"main", "configs", "experiments", "tests"}
 
@@ -57,3 +59,10 @@ def test_importing_the_library_touches_no_device():
 
 def in_definition(node):
     return isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+
+
+def test_the_library_and_its_rewards_import_no_jax():
+    """In a fresh process: a reward worker stays small, and `import specrl_jax` is quick."""
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "specrl_jax/rewards").glob("*.py")]
+    program = f"import sys, specrl_jax, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -17,7 +17,7 @@ from experiments.claims import finished_rows
 from experiments.scale_projection.ours import Row, comparison
 from specrl_jax.core import PHASES
 from specrl_jax.simulator.rollout import Steady
-from specrl_jax.simulator.step import Phases, asynchronous
+from specrl_jax.simulator.step import PhaseSeconds, asynchronous
 
 LAGS = {name: pipeline.get("pipeline.lag", 0) for name, pipeline in PIPELINES.items()}
 FITTED = "lag 1"
@@ -38,7 +38,7 @@ def measured() -> Measured:
 
 def step_seconds(found: Measured, lag: int, contention: float) -> float:
     """Of a step by the synchronous phases of seed 0; batches follow each other without gaining anything."""
-    phases = Phases(*(np.array([[found.phases[phase][0]]]) for phase in PHASES))
+    phases = PhaseSeconds(*(np.array([[found.phases[phase][0]]]) for phase in PHASES))
     return float(asynchronous(phases, Steady(phases.generate, phases.generate), [[lag]], False, contention).total[0, 0])
 
 

@@ -16,12 +16,12 @@ from experiments.scale_projection.paper import (
     row,
 )
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import Precision, head_config
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import Lengths
-from specrl_jax.simulator.scenario import Points, Scenario, compare, draw, points
+from specrl_jax.simulator.lengths import LogNormalLengths
+from specrl_jax.simulator.scenario import Points, Scenario, compare, points, sample_speedups
 
 LARGE_ROLLOUTS = 4096  # the paper's
 DRAWS = 200  # of the assumptions
@@ -31,14 +31,14 @@ LARGE = [
     (512, 0, 7, 5.0, 4.07, 1.96),
     (2048, 2, 5, 4.0, 3.5, 2.5),
 ]
-LARGE_SPLIT = Split(tensor=4, expert=8)  # configs/rlzero_235b_a22b.py
+LARGE_SPLIT = Parallelism(tensor=4, expert=8)  # configs/rlzero_235b_a22b.py
 FLOAT8 = Precision("float8", "float8", "bfloat16")
 
 
 def large_scenario(c: Calibrated, workload: str, free: bool) -> Scenario:
     """Qwen3-235B-A22B with 4,096 rollouts in FP8; lengths and learner as in the 8B runs."""
     model = PRESETS["qwen3_235b_a22b"]
-    lengths = Lengths(min(c.means[workload], FULLEST * LIMIT), LIMIT, c.spread)
+    lengths = LogNormalLengths(min(c.means[workload], FULLEST * LIMIT), LIMIT, c.spread)
     return Scenario(
         model,
         head_config(model, DRAFT_VOCAB),
@@ -65,7 +65,10 @@ def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
         p = points(devices, k, acceptance, lag=lag)
         found, colocated = compare(s, p), compare(s, together(p))
         share = {"share": round(float(colocated.plain.phases.share()[0]), 3)}
-        alone, drawn = draw(s, together(p), colocated, DRAWS, known(c)), draw(s, p, found, DRAWS, known(c))
+        alone, drawn = (
+            sample_speedups(s, together(p), colocated, DRAWS, known(c)),
+            sample_speedups(s, p, found, DRAWS, known(c)),
+        )
         out.append(row(case, "rollout", rollout, colocated.rollout[0]) | share | _interval(alone.rollout))
         out.append(row(case, "end to end", whole, found.end_to_end[0]) | share | _interval(drawn.end_to_end))
         if lag:
@@ -127,7 +130,7 @@ def sensitivity() -> list[Row]:
     workloads = {
         "235B: lengths of Think": large_scenario(c, "think", free=True).workload,
         "235B: 4,096 sequences at once": dataclasses.replace(w, slots=LARGE_ROLLOUTS),
-        "235B: texts half as long": dataclasses.replace(w, lengths=Lengths(x.mean / 2, x.limit / 2, x.spread)),
+        "235B: texts half as long": dataclasses.replace(w, lengths=LogNormalLengths(x.mean / 2, x.limit / 2, x.spread)),
     }
     return rows + [_changed(name, c, workload) for name, workload in workloads.items()]
 

@@ -15,12 +15,12 @@ from experiments.engine.peers import MODELS
 from specrl_jax.core import PHASES
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.calibrate import Fit, fit
-from specrl_jax.simulator.cost import Decoder, Precision, head_config
+from specrl_jax.simulator.calibrate import Calibration, fit
+from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
 from specrl_jax.simulator.hardware import HARDWARE, Hardware
 from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import Measured, sample
-from specrl_jax.simulator.rollout import Drafting, Schedule, flat, profile, run
+from specrl_jax.simulator.lengths import EmpiricalLengths, sample
+from specrl_jax.simulator.rollout import Drafting, EngineSchedule, cumulative_acceptance, profile, run
 from specrl_jax.simulator.scenario import Scenario, points, predict
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ def iterations() -> list[Row]:
 
 
 def iteration_seconds(hardware: Hardware, cells: list[Row]) -> np.ndarray:
-    decoder = Decoder(MODELS["medium"], head_config(MODELS["medium"], 4000), hardware, precision=FLOAT32)
+    decoder = DecoderCost(MODELS["medium"], head_config(MODELS["medium"], 4000), hardware, precision=FLOAT32)
     return np.array([float(decoder.speculative(c["batch"], c["k"], CACHE)) for c in cells])
 
 
@@ -78,16 +78,16 @@ def rollouts() -> list[Row]:
 
 
 @functools.cache
-def answers(mean: float) -> Measured:
+def answers(mean: float) -> EmpiricalLengths:
     """An answer's tokens: those of the arithmetic task's worked solutions, which the policy imitates."""
     source = TaskSource("arithmetic", "validation", seed=0)
-    return Measured(tuple(len(source[i].solution) + 1 for i in range(512)), mean, RESPONSE_LIMIT)
+    return EmpiricalLengths(tuple(len(source[i].solution) + 1 for i in range(512)), mean, RESPONSE_LIMIT)
 
 
-def tiny_schedule(slots: int) -> Schedule:
+def tiny_schedule(slots: int) -> EngineSchedule:
     """The engine's own rules: a refill when a quarter is free or a chunk is over, batches of a 4th and a 16th."""
     sizes = tuple(share for share in (1 / 4, 1 / 16) if (slots * share) % 1 == 0)
-    return Schedule(0.25, 16, sizes, PROMPT_LIMIT + RESPONSE_LIMIT)
+    return EngineSchedule(0.25, 16, sizes, PROMPT_LIMIT + RESPONSE_LIMIT)
 
 
 def rollout_seconds(hardware: Hardware, cells: list[Row], preset: str = "tiny", draft_vocab: int = 32) -> np.ndarray:
@@ -95,9 +95,9 @@ def rollout_seconds(hardware: Hardware, cells: list[Row], preset: str = "tiny", 
     head = head_config(policy, draft_vocab)
     for c in cells:
         k, plain = (0 if c["k"] == "none" else c["k"]), c["k"] == "none"
-        decoder = Decoder(policy, None if plain or c["drafter"] == "ngram" else head, hardware, precision=FLOAT32)
+        decoder = DecoderCost(policy, None if plain or c["drafter"] == "ngram" else head, hardware, precision=FLOAT32)
         mean = c["tokens"] / c["rollouts"]
-        drafting = Drafting(np.array([[k]]), flat(np.array([[c["acceptance"]]]), k))
+        drafting = Drafting(np.array([[k]]), cumulative_acceptance(np.array([[c["acceptance"]]]), k))
         jitter = float(drafting.jitter(mean)[0, 0])
         lengths = sample(answers(mean), c["rollouts"], c["rollouts"], jitter)
         dealt = profile(lengths, c["slots"], PROMPT, tiny_schedule(c["slots"]), c["acceptance"])
@@ -131,7 +131,7 @@ def small_rollouts() -> list[Row]:
 # ---- the two fits
 
 
-def fit_iterations() -> Fit:
+def fit_iterations() -> Calibration:
     """Arithmetic and memory of this machine."""
     cells = [c for c in iterations() if c["fitted"]]
     measured = np.array([c["seconds"] for c in cells])
@@ -139,7 +139,7 @@ def fit_iterations() -> Fit:
     return fit(lambda v: iteration_seconds(MACHINE.with_attained(**v, kernel_seconds=0.0), cells), measured, start)
 
 
-def fit_rollouts(machine: Hardware) -> Fit:
+def fit_rollouts(machine: Hardware) -> Calibration:
     """What small models cost beside their products. Costs relative to plain decoding count in full, seconds of plain
     decoding half: cells were measured hours apart on a shared machine."""
     cells = [c for c in rollouts() if c["fitted"]]
@@ -238,7 +238,7 @@ def step_seconds(machine: Hardware, pace: dict[str, float], runs: list[Row]) -> 
     return np.array(out)
 
 
-def fit_steps(machine: Hardware) -> Fit:
+def fit_steps(machine: Hardware) -> Calibration:
     """On the two runs of seed 0: the learner's three constants, set-up, and the paces of generation."""
     runs = [r for r in steps() if r["fitted"]]
     measured = np.array([[r[phase] for phase in PHASES] for r in runs])
@@ -281,7 +281,7 @@ def comparison(name: str, cell: str, use: str, measured: float, predicted: float
     return {"set": name, "cell": cell, "use": use, "measured": float(measured), "predicted": float(predicted)}
 
 
-def calibrated() -> tuple[Hardware, dict[str, float], list[Fit]]:
+def calibrated() -> tuple[Hardware, dict[str, float], list[Calibration]]:
     """(this machine as fitted, the paces of generation in the RL steps, the three fits)."""
     first = fit_iterations()
     machine = MACHINE.with_attained(**first.values)

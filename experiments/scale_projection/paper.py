@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.calibrate import NINETY, Fit, fit
-from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.calibrate import NINETY, Calibration, fit
+from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import head_config
 from specrl_jax.simulator.hardware import SHARES, SPREAD, Hardware
 from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Points, Prediction, Scenario, points, predict
 
 Row = dict[str, Any]
@@ -73,21 +73,21 @@ class Calibrated(NamedTuple):
 
     hardware: Hardware
     means: dict[str, float]  # tokens
-    fit: Fit | None
+    fit: Calibration | None
     captured_rows: float = np.inf
     in_flight: bool = False
-    spread: float = Lengths.spread
+    spread: float = LogNormalLengths.spread
 
     def scenario(self, workload: str, head: bool = True) -> Scenario:
         model = PRESETS["qwen3_8b"]
-        lengths = Lengths(min(self.means[workload], FULLEST * LIMIT), LIMIT, self.spread)
+        lengths = LogNormalLengths(min(self.means[workload], FULLEST * LIMIT), LIMIT, self.spread)
         return Scenario(
             model,
             head_config(model, DRAFT_VOCAB) if head else None,
             self.hardware,
             learner_work(ROLLOUTS, lengths, DEVICES // TENSOR),
-            Split(TENSOR),
-            Split(TENSOR),
+            Parallelism(TENSOR),
+            Parallelism(TENSOR),
             captured_rows=self.captured_rows,
             in_flight=self.in_flight,
         )
@@ -102,7 +102,7 @@ class Calibrated(NamedTuple):
         return self.generate(workload, 0, 1.0) / self.generate(workload, k, acceptance, head)
 
 
-def learner_work(rollouts: int, lengths: Lengths, microbatch: int) -> Workload:
+def learner_work(rollouts: int, lengths: LogNormalLengths, microbatch: int) -> Workload:
     """One update of all responses in Megatron's layout, a row at a time: parameters stay where they are."""
     return Workload(
         rollouts,
@@ -118,7 +118,9 @@ def learner_work(rollouts: int, lengths: Lengths, microbatch: int) -> Workload:
     )
 
 
-def calibrate(hardware: Hardware, spread: float = Lengths.spread, noise: float | np.ndarray = 1.0) -> Calibrated:
+def calibrate(
+    hardware: Hardware, spread: float = LogNormalLengths.spread, noise: float | np.ndarray = 1.0
+) -> Calibrated:
     """The four constants, on seven numbers of Table 1, each times `noise`."""
     measured = [TABLE_1[w][phase] for w in WORKLOADS for phase in ("generate", "logprob", "train")]
     measured.append(TABLE_1["zero, speculative"]["generate"])
@@ -208,7 +210,7 @@ def intervals(hardware: Hardware, draws: int, seed: int = 0) -> tuple[np.ndarray
         noise = {name: np.exp(np.log(SPREAD[name]) / NINETY * rng.standard_normal()) for name in free}
         values = {name: float(getattr(hardware.attained, name) * x) for name, x in noise.items()}
         values = {name: min(x, 1.0) if name in SHARES else x for name, x in values.items()}
-        tail = Lengths.spread * np.exp(np.log(TAIL_FACTOR) / NINETY * rng.standard_normal())
+        tail = LogNormalLengths.spread * np.exp(np.log(TAIL_FACTOR) / NINETY * rng.standard_normal())
         drawn = calibrate(hardware.with_attained(**values), float(tail), np.exp(NOISE * rng.standard_normal(7)))
         predicted = np.array([r["predicted"] for r in predicted_rows(drawn)])
         rows.append(predicted * np.exp(NOISE * rng.standard_normal(len(predicted))))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.scale_projection import apart, effects, figures, large, ours, paper
-from specrl_jax.simulator.calibrate import Fit, errors
+from specrl_jax.simulator.calibrate import Calibration, errors
 from specrl_jax.simulator.grid import write_rows
 from specrl_jax.simulator.hardware import HARDWARE
 
@@ -27,7 +27,7 @@ LARGE_COLUMNS = ("view", "lengths", "table", "row", "use", "measured", "predicte
 STEP_TARGET, PAPER_TARGET, LARGE_TARGET = 0.10, 0.10, 0.15
 
 
-def print_ours(rows: list[Row], fits: list[Fit]) -> None:
+def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
     print("OUR OWN RUNS")
     for fit in fits:
         print("\n".join(fit.lines()))
@@ -168,7 +168,7 @@ def _as_csv(r: Row) -> Row:
     return {"set": name, "cell": cell, "use": r["use"]} | numbers | interval | {"error": error}
 
 
-def constant_rows(fits: Sequence[Fit]) -> list[Row]:
+def constant_rows(fits: Sequence[Calibration]) -> list[Row]:
     names = ("iterations", "rollouts", "steps", "paper")
     return [
         {"fitted_to": name, "points": fit.points, "constant": key, "value": f"{fit.values[key]:.5g}"}

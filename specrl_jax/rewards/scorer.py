@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.rewards.pool import Workers, cores
 from specrl_jax.rewards.worker import BUILT_IN, Outcome, Row
 

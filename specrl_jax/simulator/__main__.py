@@ -92,7 +92,7 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
     from specrl_jax.simulator.cost import Precision, head_config
     from specrl_jax.simulator.hardware import find_engine, find_hardware
     from specrl_jax.simulator.learner import Workload
-    from specrl_jax.simulator.lengths import Lengths
+    from specrl_jax.simulator.lengths import LogNormalLengths
     from specrl_jax.simulator.scenario import Scenario
 
     model, machine, engine = preset(c.policy.preset), find_hardware(f.hardware), find_engine(f.engine)
@@ -111,7 +111,7 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
             group=c.grpo.group_size,
             prompt=c.rollout.max_prompt_tokens / 4,
             longest_prompt=c.rollout.max_prompt_tokens,
-            lengths=Lengths(f.mean_tokens or MEAN_SHARE * limit, limit),
+            lengths=LogNormalLengths(f.mean_tokens or MEAN_SHARE * limit, limit),
             slots=c.rollout.num_slots,
             scored=2 if c.grpo.kl_coef else 1,
             minibatches=c.grpo.minibatches,
@@ -132,14 +132,14 @@ def to_scenario(f: flags.FlagValues, c: ConfigDict) -> Any:
 def to_split(c: ConfigDict, model: Any) -> Any:
     """Of the mesh's two axes that divide a replica; data and fsdp follow from --devices."""
     from specrl_jax.core import InputError
-    from specrl_jax.simulator.communication import Split
+    from specrl_jax.simulator.communication import Parallelism
 
     for axis, what, count in (("tensor", "heads", model.heads), ("expert", "experts", model.experts)):
         size = c.mesh[axis]
         if size < 1 or (count and count % size):
             divisor = f"a positive divisor of the policy's {count} {what}" if count else "at least 1"
             raise InputError(f"mesh.{axis}={size}: {divisor} is needed")
-    return Split(c.mesh.tensor, c.mesh.expert)
+    return Parallelism(c.mesh.tensor, c.mesh.expert)
 
 
 def rollout_dtypes(f: flags.FlagValues, c: ConfigDict) -> tuple[str, str, str]:
@@ -209,13 +209,13 @@ def write_grid(folder: str, scenario: Any, point: Any) -> list[str]:
     """Half to four times the devices by lag, and draft length by acceptance."""
     from specrl_jax.simulator.grid import DRAFTED, LAGS, RATIOS, draft_rows, scale_rows, write_rows
     from specrl_jax.simulator.heatmaps import heatmaps
-    from specrl_jax.simulator.rollout import flat
+    from specrl_jax.simulator.rollout import cumulative_acceptance
 
     unit, devices = scenario.rollout_split.devices, int(point.devices[0])
     os.makedirs(folder, exist_ok=True)
     around = sorted({n for n in (devices // 2, devices, 2 * devices, 4 * devices) if n >= 2 * unit and n % unit == 0})
     k = int(point.k[0]) or DRAFTED[0]
-    tokens = 1 + float(np.sum(flat(point.acceptance, point.measured)[0, :k]))
+    tokens = 1 + float(np.sum(cumulative_acceptance(point.acceptance, point.measured)[0, :k]))
     tables = {
         "scale": (scale_rows(scenario, around or [devices], LAGS, k, tokens), ("devices", "lag")),
         "draft": (draft_rows(scenario, devices, int(point.lag[0]), DRAFTED, RATIOS), ("kept", "k")),

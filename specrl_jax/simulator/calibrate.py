@@ -15,7 +15,7 @@ from specrl_jax.core import InputError
 NINETY = 1.645  # standard errors each side of a 90 % interval
 
 
-class Fit(NamedTuple):
+class Calibration(NamedTuple):
     """What a fit found."""
 
     values: dict[str, float]
@@ -33,7 +33,7 @@ def fit(
     measured: np.ndarray,
     start: Mapping[str, float],
     noise: float = 0.02,
-) -> Fit:
+) -> Calibration:
     """The constants for which `predict` comes closest to `measured` [n] seconds, n >= the number of constants.
 
     Args:
@@ -57,7 +57,7 @@ def fit(
     free = len(measured) - len(names)
     scatter = float(np.sqrt(2 * found.cost / free)) if free else 0.0
     factors = np.exp(NINETY * max(scatter, noise) * _deviations(found.jac))
-    return Fit(
+    return Calibration(
         dict(zip(names, map(float, values(found.x)))), dict(zip(names, map(float, factors))), scatter, len(measured)
     )
 

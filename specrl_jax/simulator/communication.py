@@ -7,7 +7,7 @@ import numpy as np
 from specrl_jax.simulator.hardware import Array, Hardware
 
 
-class Split(NamedTuple):
+class Parallelism(NamedTuple):
     """Devices of one replica by what they divide. Sequences go over `expert` and `pipeline` too (the project's table
     of axes), widths and heads over `tensor`; copies of a replica are counted elsewhere.
     """
@@ -21,7 +21,7 @@ class Split(NamedTuple):
         return self.tensor * self.expert * self.pipeline
 
 
-ONE_DEVICE = Split()
+ONE_DEVICE = Parallelism()
 
 
 def all_reduce(size: Array, devices: Array, hardware: Hardware) -> Array:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_reduce, all_to_all, send
+from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_reduce, all_to_all, send
 from specrl_jax.simulator.hardware import Array, Hardware
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
@@ -92,13 +92,13 @@ def seconds(work: Work, rows: Array, hardware: Hardware, dtype: str, resident: A
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
+class DecoderCost:
     """The policy and its draft head as the rollout runs them: one replica of `split` devices."""
 
     model: Qwen3Config
     head: Eagle3Config | None  # None: drafts are copied and cost nothing on the device
     hardware: Hardware
-    split: Split = ONE_DEVICE
+    split: Parallelism = ONE_DEVICE
     precision: Precision = BFLOAT16
     free_verification: bool = False  # k + 1 positions cost what one does (the assumption of arXiv 2604.26779)
     # Rows of one device, sequences times positions, in the largest captured graph. vLLM captures up to 512.
@@ -127,7 +127,7 @@ class Decoder:
         layer = layer + self._seconds(attention(c, own, Q, context, s, self.precision), rows, cached=False)
         layer = layer + self._seconds(self._mlp(rows, B * Q / s.pipeline), rows)
         layer = layer + self._exchange(rows)
-        last = self._seconds(unembedding(c.embed, c.vocab, rows, s, self.precision), rows)
+        last = self._seconds(lm_head(c.embed, c.vocab, rows, s, self.precision), rows)
         return c.layers * layer + last + self._handed_on(rows)
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
@@ -137,7 +137,7 @@ class Decoder:
         once = self._seconds(pairs(h, own * (k + 1), s, p), own * (k + 1), of=h)
         each = self._seconds(head_products(h, own, s, p), own, of=h)
         each = each + self._seconds(attention(h, own, 1, context, s, p), own, cached=False)
-        each = each + self._seconds(unembedding(h.embed, h.draft_vocab, own, s, p), own, of=h)
+        each = each + self._seconds(lm_head(h.embed, h.draft_vocab, own, s, p), own, of=h)
         each = each + 2 * all_reduce(own * h.embed * BYTES[p.activations], s.tensor, self.hardware)
         each = each + self.hardware.attained.draft_seconds
         return np.where(np.asarray(k) > 0, once, 0.0) + k * each
@@ -189,7 +189,7 @@ class Decoder:
         return seconds(work, rows, self.hardware, self.precision.weights, resident)
 
 
-def rank_rows(B: Array, split: Split) -> Array:
+def rank_rows(B: Array, split: Parallelism) -> Array:
     """Sequences on the fullest device: they are spread over `expert` and `pipeline`, and never cut below one."""
     B = np.asarray(B, float)
     return np.maximum(B / (split.expert * split.pipeline), np.minimum(B, 1.0))
@@ -201,20 +201,22 @@ def product(inner: Array, outer: Array, rows: Array, p: Precision) -> Work:
     return Work(2 * rows * weights, weights * BYTES[p.weights], rows * (inner + outer) * BYTES[p.activations])
 
 
-def attention_products(c: Qwen3Config, rows: Array, split: Split, p: Precision) -> Work:
+def attention_products(c: Qwen3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """q, k, v and o of one layer, with all of a layer's kernels."""
     outer = (2 * c.heads + 2 * np.maximum(c.kv_heads, split.tensor)) * c.head_dim / split.tensor
     return product(c.embed, outer, rows, p)._replace(kernels=LAYER_KERNELS)
 
 
-def attention(c: Qwen3Config | Eagle3Config, B: Array, Q: Array, context: Array, split: Split, p: Precision) -> Work:
+def attention(
+    c: Qwen3Config | Eagle3Config, B: Array, Q: Array, context: Array, split: Parallelism, p: Precision
+) -> Work:
     """Of one layer: every sequence's keys and values are read once for its Q positions."""
     heads, kv_heads = c.heads / split.tensor, np.maximum(c.kv_heads / split.tensor, 1.0)
     read = B * context * 2 * kv_heads * c.head_dim * BYTES[p.cache]
     return Work(4 * B * Q * heads * c.head_dim * context, 0.0, read)
 
 
-def unembedding(embed: int, vocab: int, rows: Array, split: Split, p: Precision) -> Work:
+def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Logits of all rows, written and read again in float32 to draw or verify tokens."""
     work = product(embed, vocab / split.tensor, rows, p)
     return work._replace(data=work.data + 2 * rows * vocab / split.tensor * BYTES["float32"], kernels=TAIL_KERNELS)
@@ -228,13 +230,13 @@ def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     return eagle3_config(model, draft_vocab or model.vocab)
 
 
-def head_products(h: Eagle3Config, rows: Array, split: Split, p: Precision) -> Work:
+def head_products(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """q, o and the feed-forward of one application, and k and v of its own pair."""
     outer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
     return product(h.embed, outer / split.tensor, rows, p)._replace(kernels=LAYER_KERNELS)
 
 
-def pairs(h: Eagle3Config, rows: Array, split: Split, p: Precision) -> Work:
+def pairs(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """`fc` over three features, and k and v of as many pairs."""
     return product(h.embed, (3 * h.embed + 4 * h.kv_heads * h.head_dim) / split.tensor, rows, p)._replace(kernels=4)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specrl_jax.simulator.rollout import LENGTHS
-from specrl_jax.simulator.scenario import Comparison, Points, Scenario, compare, draw, points
+from specrl_jax.simulator.scenario import Comparison, Points, Scenario, compare, points, sample_speedups
 
 Row = dict[str, Any]
 Known = dict[str, float] | None
@@ -20,7 +20,7 @@ RATIOS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts k
 def scale_rows(
     s: Scenario, devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float, known: Known = None
 ) -> list[Row]:
-    """Over devices and lag, at one k; `known` as in Hardware.drawn."""
+    """Over devices and lag, at one k; `known` as in Hardware.sampled."""
     n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
     cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]
     return _rows(s, cells, points(n, k, acceptance, lag=lag), known)
@@ -47,7 +47,7 @@ def _rows(s: Scenario, cells: list[Row], p: Points, known: Known) -> list[Row]:
 def _columns(s: Scenario, p: Points, found: Comparison, known: Known) -> Row:
     """Of one point."""
     plain, fast = found.plain, found.speculative
-    rollout, end_to_end, *_ = draw(s, p, found, DRAWS, known).intervals()
+    rollout, end_to_end, *_ = sample_speedups(s, p, found, DRAWS, known).intervals()
     return {
         "rollout_speedup": round(float(found.rollout[0]), 4),
         "rollout_low": round(rollout[0], 4),

@@ -68,7 +68,7 @@ class Attained:
     # The same for every token drafted, beyond the head's own kernels: one graph is launched, one token drawn.
     draft_seconds: Array = 1e-4
     # The same for every layer of an iteration with more rows than the largest captured graph, whose kernels the host
-    # launches one by one; see Decoder.captured_rows.
+    # launches one by one; see DecoderCost.captured_rows.
     uncaptured_seconds: Array = 0.0
     # Of a drafter without weights: host seconds for each token of a running text that it searches.
     lookup_seconds: Array = 0.0
@@ -147,7 +147,7 @@ class Hardware:
             host_seconds=e.host_seconds, draft_seconds=e.draft_seconds, uncaptured_seconds=e.uncaptured_seconds
         )
 
-    def drawn(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
+    def sampled(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
         """The machine with [count, 1] of every uncertain number: by SPREAD or, where that has it, `known`."""
         rng = np.random.default_rng(seed)
         values = {}

@@ -6,10 +6,10 @@ import numpy as np
 
 from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.communication import ONE_DEVICE, Split, all_gather, pipeline_share
+from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_gather, pipeline_share
 from specrl_jax.simulator.cost import BYTES, forward_flops, head_parameters, parameters
 from specrl_jax.simulator.hardware import Array, Hardware
-from specrl_jax.simulator.lengths import AnyLengths
+from specrl_jax.simulator.lengths import ResponseLengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Workload:
     group: int  # of one prompt, which is prefilled once
     prompt: float  # tokens, mean
     longest_prompt: float  # tokens
-    lengths: AnyLengths
+    lengths: ResponseLengths
     slots: int  # sequences decoded at once, on all devices; 0: as many as the memory holds
     scored: int = 1  # log-prob passes: 2 with a reference policy
     minibatches: int = 1  # optimizer updates
@@ -41,16 +41,16 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner:
+class LearnerCost:
     """The policy, its head and how the learner splits them; the rest of the devices share parameters (fsdp)."""
 
     model: Qwen3Config
     head: Eagle3Config | None
     hardware: Hardware
-    split: Split = ONE_DEVICE
+    split: Parallelism = ONE_DEVICE
     dtype: str = "bfloat16"  # of activations and products; parameters are float32
 
-    def prepare(self, devices: Array, rollout: Split, dtype: str) -> Array:
+    def prepare(self, devices: Array, rollout: Parallelism, dtype: str) -> Array:
         """Weights to the rollout's layout: each of its devices gathers its part of a replica."""
         size = parameters(self.model) * BYTES[dtype] / rollout.devices
         return all_gather(size, devices, self.hardware) + self.hardware.attained.prepare_seconds

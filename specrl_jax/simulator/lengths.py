@@ -13,12 +13,12 @@ from specrl_jax.core import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class LogNormalLengths:
     """Tokens of responses, the limit's share included in the mean."""
 
     mean: float
     limit: float  # the most a response gets
-    # Standard deviation of the log: 0.8 puts the 99th percentile at 6.4 medians. Lengths of reasoning models in RL are
+    # Standard deviation of the log: 0.8 puts the 99th percentile at 6.4 medians. LogNormalLengths of reasoning models in RL are
     # published as long-tailed figures (Seer, arXiv 2511.14617; TLT, 2511.16665), from which 0.6 to 1.1 can be read.
     spread: float = 0.8
 
@@ -49,7 +49,7 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class EmpiricalLengths:
     """Tokens of responses that were counted, scaled to another mean."""
 
     counted: tuple[int, ...]
@@ -62,10 +62,10 @@ class Measured:
 
 
 # Either
-AnyLengths = Lengths | Measured
+ResponseLengths = LogNormalLengths | EmpiricalLengths
 
 
-def sample(lengths: AnyLengths, count: int, of: int, jitter: float = 0.0, seed: int = 0) -> np.ndarray:
+def sample(lengths: ResponseLengths, count: int, of: int, jitter: float = 0.0, seed: int = 0) -> np.ndarray:
     """[count] tokens of one of the replicas that `of` responses are dealt to, in the order they are started.
 
     Evenly spread quantiles in random order; the longest is the longest of all `of`, since the phase ends with it.

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.simulator.cost import BYTES, Decoder, head_parameters, parameters
+from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters
 from specrl_jax.simulator.hardware import Array
-from specrl_jax.simulator.learner import Learner, Workload
+from specrl_jax.simulator.learner import LearnerCost, Workload
 
 USABLE = 0.9  # of the memory; the rest is the runtime's, and fragments
 
@@ -29,7 +29,9 @@ class Memory(NamedTuple):
         return most <= USABLE * memory_bytes
 
 
-def memory(w: Workload, decoder: Decoder, learner: Learner, learner_devices: Array, rollout_devices: Array) -> Memory:
+def memory(
+    w: Workload, decoder: DecoderCost, learner: LearnerCost, learner_devices: Array, rollout_devices: Array
+) -> Memory:
     """Of a policy whose learner shards its state over all its devices, and whose rollout holds a copy a replica.
 
     Where the workload leaves the number of slots open, the cache of one is counted: it is the least.
@@ -49,14 +51,14 @@ def memory(w: Workload, decoder: Decoder, learner: Learner, learner_devices: Arr
     return Memory(*np.broadcast_arrays(*sizes))
 
 
-def most_slots(m: Memory, w: Workload, decoder: Decoder, memory_bytes: float, apart: Array) -> Array:
+def most_slots(m: Memory, w: Workload, decoder: DecoderCost, memory_bytes: float, apart: Array) -> Array:
     """Sequences of one replica that fit beside all else; at least one."""
     free = USABLE * memory_bytes - m.weights - np.where(apart, 0.0, m.state + m.activations)
     ranks = decoder.split.expert * decoder.split.pipeline
     return np.maximum(np.floor(free / sequence_bytes(w, decoder)) * ranks, 1)
 
 
-def sequence_bytes(w: Workload, decoder: Decoder) -> float:
+def sequence_bytes(w: Workload, decoder: DecoderCost) -> float:
     """Of one sequence's keys and values on one device, and of what its head keeps: a hidden state, keys and values."""
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim

@@ -4,16 +4,16 @@ import numpy as np
 
 from specrl_jax.core import PHASES
 from specrl_jax.simulator.memory import memory
-from specrl_jax.simulator.rollout import LENGTHS, flat
+from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import (
     ADAPTIVE,
     Comparison,
     Points,
     Scenario,
     compare,
-    draw,
     points,
     predict,
+    sample_speedups,
 )
 from specrl_jax.simulator.step import amdahl
 
@@ -69,7 +69,7 @@ def _thinning(found: Comparison) -> str:
 
 def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
     """With 90 % intervals: the assumptions drawn from their ranges, devices divided as they are."""
-    rollout, end_to_end, shares, plain, fast = draw(s, p, found, DRAWS).intervals()
+    rollout, end_to_end, shares, plain, fast = sample_speedups(s, p, found, DRAWS).intervals()
     share = float(found.plain.phases.share()[0])
     return [
         f"rollout     {found.rollout[0]:.2f}x {_to(rollout)}",
@@ -83,7 +83,7 @@ def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
 
 def _tokens(p: Points) -> float:
     """That a verification commits."""
-    return 1.0 + float(flat(p.acceptance, p.measured)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
+    return 1.0 + float(cumulative_acceptance(p.acceptance, p.measured)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
 
 
 def _to(interval: tuple[float, float], form: str = ".2f") -> str:
@@ -93,7 +93,7 @@ def _to(interval: tuple[float, float], form: str = ".2f") -> str:
 
 def _draft_lengths(s: Scenario, p: Points, split: bool) -> list[str]:
     """Every draft length, and the best in each stage of the rollout, with the same share kept at each position."""
-    kept = flat(p.acceptance, p.measured)[0]
+    kept = cumulative_acceptance(p.acceptance, p.measured)[0]
     ks = np.array([*LENGTHS, ADAPTIVE])
     others = {"rollout_devices": p.rollout_devices, "lag": p.lag, "measured": p.measured}
     found = compare(s, points(p.devices, ks, p.acceptance, **others), split)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.decoding.controller import best_length, expected_tokens
-from specrl_jax.simulator.cost import Decoder
+from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import Array
-from specrl_jax.simulator.lengths import AnyLengths, sample
+from specrl_jax.simulator.lengths import ResponseLengths, sample
 
 SEGMENTS = 64  # of the clock, in which batch and context are taken as their means
 # Draft lengths that are compared, as in training.
@@ -27,7 +27,7 @@ ADMISSIONS = 24  # numbers of sequences at once that steady generation chooses f
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class EngineSchedule:
     """How an engine keeps its slots busy. The default looks after every token and runs any batch, as vLLM does."""
 
     # Share of the slots that must be free before the host looks in and refills them; 0: any.
@@ -40,10 +40,10 @@ class Schedule:
     cache_length: int = 0
 
 
-AT_ONCE = Schedule()
+AT_ONCE = EngineSchedule()
 
 
-class Profile(NamedTuple):
+class BatchProfile(NamedTuple):
     """Replicas' rollouts on the clock: [N, G], the last [N, 1]."""
 
     tokens: np.ndarray  # length of a segment
@@ -97,7 +97,7 @@ class Steady(NamedTuple):
 # ---- who runs when
 
 
-def profile(lengths: np.ndarray, slots: int, prompt: float, schedule: Schedule, tokens: float) -> Profile:
+def profile(lengths: np.ndarray, slots: int, prompt: float, schedule: EngineSchedule, tokens: float) -> BatchProfile:
     """Of one replica's responses `lengths` [R], dealt in this order to `slots` slots; N = 1.
 
     Args:
@@ -116,10 +116,12 @@ def profile(lengths: np.ndarray, slots: int, prompt: float, schedule: Schedule, 
         context = np.full(SEGMENTS, float(schedule.cache_length))
     batch = _programs(running, edges[1:] <= start.max(), slots, schedule)
     rows = (np.full(SEGMENTS, edges[1] - edges[0]), running, batch, context, [looks])
-    return Profile(*(np.asarray(x, float)[None] for x in rows))
+    return BatchProfile(*(np.asarray(x, float)[None] for x in rows))
 
 
-def _deal(lengths: np.ndarray, slots: int, schedule: Schedule, tokens: float) -> tuple[np.ndarray, np.ndarray, int]:
+def _deal(
+    lengths: np.ndarray, slots: int, schedule: EngineSchedule, tokens: float
+) -> tuple[np.ndarray, np.ndarray, int]:
     """(start [R], end [R], looks) on the clock, the next response always to a free slot."""
     count = len(lengths)
     start, end = np.zeros(count), np.array(lengths, float)
@@ -141,7 +143,7 @@ def _deal(lengths: np.ndarray, slots: int, schedule: Schedule, tokens: float) ->
     return start, end, looks
 
 
-def _programs(running: np.ndarray, waiting: np.ndarray, slots: int, schedule: Schedule) -> np.ndarray:
+def _programs(running: np.ndarray, waiting: np.ndarray, slots: int, schedule: EngineSchedule) -> np.ndarray:
     """[G] rows of the programs: all slots while responses wait, then the smallest size that holds the running ones."""
     if not schedule.sizes:
         return running
@@ -152,27 +154,27 @@ def _programs(running: np.ndarray, waiting: np.ndarray, slots: int, schedule: Sc
 
 @functools.lru_cache(maxsize=4096)
 def replica_profile(
-    lengths: AnyLengths,
+    lengths: ResponseLengths,
     count: int,
     of: int,
     slots: int,
     prompt: float,
-    schedule: Schedule,
+    schedule: EngineSchedule,
     tokens: float,
     jitter: float,
-) -> Profile:
+) -> BatchProfile:
     """Of `count` of a step's `of` responses. Remembered, since configurations share them."""
     return profile(sample(lengths, count, of, jitter), slots, prompt, schedule, tokens)
 
 
-def stack(profiles: list[Profile]) -> Profile:
-    return Profile(*(np.concatenate(field) for field in zip(*profiles)))
+def stack(profiles: list[BatchProfile]) -> BatchProfile:
+    return BatchProfile(*(np.concatenate(field) for field in zip(*profiles)))
 
 
 # ---- what is kept of drafts
 
 
-def ratio(acceptance: Array, k: Array) -> np.ndarray:
+def position_acceptance(acceptance: Array, k: Array) -> np.ndarray:
     """[...] r in 0..1 with 1 + r + ... + r^k = acceptance length: what each draft is kept with, given those before it.
 
     Flat in the position, as the paper's three lengths are nearly (arXiv 2604.26779, Table 4: 0.88, 0.85, 0.84 for
@@ -188,15 +190,15 @@ def ratio(acceptance: Array, k: Array) -> np.ndarray:
     return (low + high) / 2
 
 
-def flat(acceptance: Array, k: Array) -> np.ndarray:
+def cumulative_acceptance(acceptance: Array, k: Array) -> np.ndarray:
     """[..., K] a_1, a_2, ... of the flat ratio with this acceptance length at k, to the longest of LENGTHS."""
-    return ratio(acceptance, k)[..., None] ** np.arange(1, LENGTHS[-1] + 1)
+    return position_acceptance(acceptance, k)[..., None] ** np.arange(1, LENGTHS[-1] + 1)
 
 
 # ---- seconds
 
 
-def run(decoder: Decoder, p: Profile, drafting: Drafting) -> Rollout:
+def run(decoder: DecoderCost, p: BatchProfile, drafting: Drafting) -> Rollout:
     """One batch alone, from its first token to its last."""
     k, tokens, cost = _choose(decoder, p.batch, p.context, drafting)
     iterations = p.tokens / tokens
@@ -209,7 +211,12 @@ def run(decoder: Decoder, p: Profile, drafting: Drafting) -> Rollout:
 
 
 def run_steady(
-    decoder: Decoder, lengths: AnyLengths, prompt: float, each: np.ndarray, most: np.ndarray, drafting: Drafting
+    decoder: DecoderCost,
+    lengths: ResponseLengths,
+    prompt: float,
+    each: np.ndarray,
+    most: np.ndarray,
+    drafting: Drafting,
 ) -> Steady:
     """Batches of `each` [N, 1] responses a replica in a row, with up to `most` [N, 1] of them running."""
     shares = (np.arange(512) + 0.5) / 512
@@ -223,7 +230,7 @@ def run_steady(
 
 
 def _choose(
-    decoder: Decoder, batch: np.ndarray, context: np.ndarray, drafting: Drafting
+    decoder: DecoderCost, batch: np.ndarray, context: np.ndarray, drafting: Drafting
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(k, tokens, seconds) of an iteration, [N, G] each."""
     adaptive = drafting.k[..., 0] < 0

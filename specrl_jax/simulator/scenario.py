@@ -10,25 +10,25 @@ import numpy as np
 
 from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.communication import ONE_DEVICE, Split
-from specrl_jax.simulator.cost import BFLOAT16, Decoder, Precision
+from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
+from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
-from specrl_jax.simulator.learner import Learner, Workload
+from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.memory import memory, most_slots
 from specrl_jax.simulator.rollout import (
     AT_ONCE,
     LENGTHS,
     Drafting,
+    EngineSchedule,
     Rollout,
-    Schedule,
     Steady,
-    flat,
+    cumulative_acceptance,
     replica_profile,
     run,
     run_steady,
     stack,
 )
-from specrl_jax.simulator.step import Phases, Step, asynchronous
+from specrl_jax.simulator.step import PhaseSeconds, StepSeconds, asynchronous
 
 ADAPTIVE = -1  # for k: the best length in every segment
 CHUNK = 2048  # configurations evaluated together; bounds the memory of a large grid
@@ -44,27 +44,27 @@ class Scenario:
     head: Eagle3Config | None  # None: drafts are copied
     hardware: Hardware
     workload: Workload
-    rollout_split: Split = ONE_DEVICE
-    learner_split: Split = ONE_DEVICE
+    rollout_split: Parallelism = ONE_DEVICE
+    learner_split: Parallelism = ONE_DEVICE
     precision: Precision = BFLOAT16
     learner_dtype: str = "bfloat16"
-    schedule: Schedule = AT_ONCE
+    schedule: EngineSchedule = AT_ONCE
     free_verification: bool = False
     captured_rows: float = np.inf
     in_flight: bool = False  # weights change under running responses; see step.asynchronous
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DecoderCost:
         shared = (self.rollout_split, self.precision, self.free_verification, self.captured_rows)
-        return Decoder(self.model, self.head, self.hardware, *shared)
+        return DecoderCost(self.model, self.head, self.hardware, *shared)
 
     def on(self, hardware: Hardware) -> "Scenario":
         """The same on another machine."""
         return dataclasses.replace(self, hardware=hardware)
 
     @property
-    def learner(self) -> Learner:
-        return Learner(self.model, self.head, self.hardware, self.learner_split, self.learner_dtype)
+    def learner(self) -> LearnerCost:
+        return LearnerCost(self.model, self.head, self.hardware, self.learner_split, self.learner_dtype)
 
 
 class Points(NamedTuple):
@@ -89,8 +89,8 @@ class Points(NamedTuple):
 class Prediction(NamedTuple):
     """[N] each."""
 
-    step: Step
-    phases: Phases
+    step: StepSeconds
+    phases: PhaseSeconds
     rollout: Rollout
     steady: Steady  # [N, ADMISSIONS]
     fits: np.ndarray  # bool
@@ -143,7 +143,7 @@ def compare(s: Scenario, p: Points, split: bool = True) -> Comparison:
     return Comparison(slow, fast, same / fast.phases.generate, slow.step.total / fast.step.total, off, on)
 
 
-class Drawn(NamedTuple):
+class SpeedupSamples(NamedTuple):
     """On machines of drawn numbers, [D] each."""
 
     rollout: np.ndarray  # speedup
@@ -157,16 +157,18 @@ class Drawn(NamedTuple):
         return [tuple(map(float, np.quantile(x, (0.05, 0.95)))) for x in self]
 
 
-def draw(s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None) -> Drawn:
-    """Of one point, N = 1, whose devices are divided as in `found`; `known` as in Hardware.drawn."""
-    drawn = s.on(s.hardware.drawn(draws, known=known))
+def sample_speedups(
+    s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None
+) -> SpeedupSamples:
+    """Of one point, N = 1, whose devices are divided as in `found`; `known` as in Hardware.sampled."""
+    drawn = s.on(s.hardware.sampled(draws, known=known))
     fast = Points(*(np.repeat(x, draws) for x in p._replace(rollout_devices=found.rollout_devices)))
     same = fast._replace(k=np.zeros_like(fast.k))
     slow = same._replace(rollout_devices=np.repeat(found.plain_rollout_devices, draws))
     speculative, plain, alike = (predict(drawn, x) for x in (fast, slow, same))
     rollout = alike.phases.generate / speculative.phases.generate
     totals = (plain.step.total, speculative.step.total)
-    return Drawn(rollout, totals[0] / totals[1], plain.phases.share(), *totals)
+    return SpeedupSamples(rollout, totals[0] / totals[1], plain.phases.share(), *totals)
 
 
 def best_split(s: Scenario, p: Points) -> np.ndarray:
@@ -199,7 +201,7 @@ def _joined(parts: list) -> NamedTuple:
 
 def _predict(s: Scenario, p: Points) -> Prediction:
     column = Points(*(np.asarray(x, float)[:, None] for x in p))
-    drafting = Drafting(column.k, flat(column.acceptance, column.measured))
+    drafting = Drafting(column.k, cumulative_acceptance(column.acceptance, column.measured))
     replicas = np.maximum(column.rollout_devices / s.rollout_split.devices, 1.0)
     learners = np.where(p.apart[:, None], column.devices - column.rollout_devices, column.devices)
     sizes = memory(s.workload, s.decoder, s.learner, learners, column.rollout_devices)
@@ -240,11 +242,11 @@ def generation(
     )
 
 
-def _phases(s: Scenario, generate: np.ndarray, learners: np.ndarray) -> Phases:
+def _phases(s: Scenario, generate: np.ndarray, learners: np.ndarray) -> PhaseSeconds:
     a, learner, w = s.hardware.attained, s.learner, s.workload
     prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
     values = (a.data_seconds, prepare, generate, learner.logprob(w, learners), learner.train(w, learners))
-    return Phases(*np.broadcast_arrays(*values))
+    return PhaseSeconds(*np.broadcast_arrays(*values))
 
 
 def _flattened(tree: NamedTuple) -> NamedTuple:

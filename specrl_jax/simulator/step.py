@@ -19,7 +19,7 @@ from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.rollout import Steady
 
 
-class Phases(NamedTuple):
+class PhaseSeconds(NamedTuple):
     """Seconds of one batch's phases alone, by the paper's names."""
 
     data: Array
@@ -41,7 +41,7 @@ class Phases(NamedTuple):
         return self.generate / self.total
 
 
-class Step(NamedTuple):
+class StepSeconds(NamedTuple):
     """Seconds of a step in the long run."""
 
     total: Array
@@ -49,11 +49,13 @@ class Step(NamedTuple):
     exposed: Array  # seconds in which the learner waits for it
 
 
-def synchronous(phases: Phases) -> Step:
-    return Step(phases.total, phases.generate, phases.prepare + phases.generate)
+def synchronous(phases: PhaseSeconds) -> StepSeconds:
+    return StepSeconds(phases.total, phases.generate, phases.prepare + phases.generate)
 
 
-def asynchronous(phases: Phases, steady: Steady, lag: Array, in_flight: bool = False, contention: Array = 0.0) -> Step:
+def asynchronous(
+    phases: PhaseSeconds, steady: Steady, lag: Array, in_flight: bool = False, contention: Array = 0.0
+) -> StepSeconds:
     """Generation and learner on devices of their own; lag 0 is `synchronous` on the two sets.
 
     Args:
@@ -71,9 +73,9 @@ def asynchronous(phases: Phases, steady: Steady, lag: Array, in_flight: bool = F
     busy = np.maximum(producing, phases.learner) + contention * np.minimum(producing, phases.learner)
     totals = busy if in_flight else np.maximum(busy, whole)
     best = np.argmin(totals, axis=-1)[..., None]
-    chosen = Step(*(np.take_along_axis(x, best, -1) for x in (totals, generate, totals - phases.learner)))
+    chosen = StepSeconds(*(np.take_along_axis(x, best, -1) for x in (totals, generate, totals - phases.learner)))
     waits = np.asarray(lag) == 0
-    return Step(*(np.where(waits, x, y) for x, y in zip(synchronous(phases), chosen)))
+    return StepSeconds(*(np.where(waits, x, y) for x, y in zip(synchronous(phases), chosen)))
 
 
 def amdahl(share: Array, speedup: Array) -> Array:

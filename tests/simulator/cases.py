@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 
 from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
-from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import head_config
 from specrl_jax.simulator.hardware import HARDWARE, Attained, Hardware, Link, Peak
 from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Scenario
 
 FREE = Link(np.inf, 0.0)
@@ -37,8 +37,8 @@ def ideal(flops: float = np.inf, bandwidth: float = np.inf, near: Link = FREE) -
 
 def scenario(hardware: Hardware | None = None, spread: float = 0.8, model: str = "qwen3_8b", **changes) -> Scenario:
     """Qwen3-8B on GB200, 256 responses of 2,000 tokens on average."""
-    w = Workload(256, 8, 100.0, 400.0, Lengths(2000.0, 8000.0, spread), 4096, microbatch=16, remat=False)
+    w = Workload(256, 8, 100.0, 400.0, LogNormalLengths(2000.0, 8000.0, spread), 4096, microbatch=16, remat=False)
     policy = PRESETS[model]
-    split = Split(4, 8) if policy.experts else Split(2)
+    split = Parallelism(4, 8) if policy.experts else Parallelism(2)
     s = Scenario(policy, head_config(policy, 32_000), hardware or HARDWARE["gb200"], w, split, split)
     return dataclasses.replace(s, **changes)

@@ -6,7 +6,7 @@ import pytest
 from specrl_jax.core import InputError
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.calibrate import errors, fit
-from specrl_jax.simulator.cost import Decoder
+from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import HARDWARE
 
 BATCHES = np.array([1.0, 2.0, 8.0, 32.0, 128.0, 512.0])
@@ -15,7 +15,7 @@ CONTEXTS = np.array([100.0, 30_000.0, 1000.0, 20_000.0, 100.0, 5000.0])
 
 def seconds(values, contexts=CONTEXTS):
     machine = HARDWARE["h100"].with_attained(overlap=0.0, **values)
-    return Decoder(preset("qwen3_8b"), None, machine).plain(BATCHES, contexts)
+    return DecoderCost(preset("qwen3_8b"), None, machine).plain(BATCHES, contexts)
 
 
 TRUTH = {"matmul": 0.6, "memory": 0.7, "host_seconds": 4e-3}

@@ -11,9 +11,9 @@ from specrl_jax.core import InputError
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
-from specrl_jax.simulator.communication import Split, all_gather, all_reduce, all_to_all, pipeline_share
+from specrl_jax.simulator.communication import Parallelism, all_gather, all_reduce, all_to_all, pipeline_share
 from specrl_jax.simulator.cost import (
-    Decoder,
+    DecoderCost,
     Precision,
     distinct_experts,
     forward_flops,
@@ -72,7 +72,7 @@ def test_one_token_reads_its_own_experts_and_many_read_all():
 def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activations():
     """Bytes of a plain iteration over their bandwidth: weights once, keys and values once a sequence."""
     B, context, c = 3, 50, NANO
-    decoder = Decoder(c, None, ideal(bandwidth=1e9), precision=FLOAT32)
+    decoder = DecoderCost(c, None, ideal(bandwidth=1e9), precision=FLOAT32)
     cache = B * context * c.layers * 2 * c.kv_heads * c.head_dim
     qkvo = c.embed + (2 * c.heads + 2 * c.kv_heads) * c.head_dim
     inputs_outputs = c.layers * (qkvo + 3 * c.embed + c.mlp) + c.embed + c.vocab + 2 * c.vocab
@@ -83,7 +83,7 @@ def test_a_machine_without_arithmetic_limits_reads_weights_caches_and_activation
 def test_qwen3_8b_on_four_gb200_in_numbers():
     """128 sequences with 4,000 keys each, one token and four: arithmetic on the model card and the data sheet."""
     policy, machine = qwen3.preset("qwen3_8b"), HARDWARE["gb200"]
-    decoder = Decoder(policy, None, machine, Split(4))
+    decoder = DecoderCost(policy, None, machine, Parallelism(4))
     weights = 36 * (4096 * (32 + 8 + 8 + 32) * 128 + 3 * 4096 * 12_288) + 4096 * 151_936
     assert products_per_token(policy) == weights == 7_568_097_280
     keys_and_values = 128 * 4000 * 147_456  # bytes a token: 36 layers x 2 x 8 heads x 128 x 2 bytes
@@ -103,7 +103,7 @@ def test_qwen3_8b_on_four_gb200_in_numbers():
 
 def test_a_machine_without_memory_limits_does_the_forwards_operations():
     B, k, context = 3, 4, 50
-    decoder = Decoder(NANO, None, ideal(flops=1e9), precision=FLOAT32)
+    decoder = DecoderCost(NANO, None, ideal(flops=1e9), precision=FLOAT32)
     operations = forward_flops(NANO, B * (k + 1), B * (k + 1) * context)
     assert decoder.speculative(B, k, context) == pytest.approx(operations / 1e9)
 
@@ -112,7 +112,7 @@ def test_drafting_multiplies_the_head_once_a_token():
     """Beside it fc and the keys and values of the pairs between two verifications."""
     policy = qwen3.preset("tiny")
     h = head_config(policy, 32)
-    drafted, plain = Decoder(policy, h, ideal(flops=1e9)), Decoder(policy, None, ideal(flops=1e9))
+    drafted, plain = DecoderCost(policy, h, ideal(flops=1e9)), DecoderCost(policy, None, ideal(flops=1e9))
     B, k, context = 2, 3, 40
     kv = 4 * h.embed * h.kv_heads * h.head_dim
     each = head_parameters(h) - 3 * h.embed**2
@@ -123,8 +123,8 @@ def test_drafting_multiplies_the_head_once_a_token():
 
 def test_overlap_chooses_between_the_longer_and_the_sum():
     machine = ideal(flops=1e9, bandwidth=1e9)
-    times = [float(Decoder(NANO, None, machine.with_attained(overlap=x)).plain(4, 10)) for x in (0.0, 0.25, 1.0)]
-    compute, memory = (float(Decoder(NANO, None, m).plain(4, 10)) for m in (ideal(flops=1e9), ideal(bandwidth=1e9)))
+    times = [float(DecoderCost(NANO, None, machine.with_attained(overlap=x)).plain(4, 10)) for x in (0.0, 0.25, 1.0)]
+    compute, memory = (float(DecoderCost(NANO, None, m).plain(4, 10)) for m in (ideal(flops=1e9), ideal(bandwidth=1e9)))
     assert times[0] == pytest.approx(compute + memory)
     assert max(compute, memory) <= times[2] <= times[1] <= times[0]
     assert times[1] == pytest.approx(0.75 * times[0] + 0.25 * times[2])
@@ -133,7 +133,7 @@ def test_overlap_chooses_between_the_longer_and_the_sum():
 def test_a_mixture_reads_the_experts_of_all_its_devices_rows():
     """Bytes of the feed-forwards alone: a machine that moves nothing else but weights of experts."""
     c, B = MIXTURE, 8
-    small, large = (Decoder(c, None, ideal(bandwidth=1e9), Split(1, 4), FLOAT32) for _ in range(2))
+    small, large = (DecoderCost(c, None, ideal(bandwidth=1e9), Parallelism(1, 4), FLOAT32) for _ in range(2))
     per_expert = 3 * c.embed * c.mlp
     more = distinct_experts(c, 2 * B) - distinct_experts(c, B)
     activations = c.layers * (2 * 2 * B * c.experts_per_token * (c.embed + c.mlp) / 4) * 4
@@ -145,7 +145,7 @@ def test_a_mixture_reads_the_experts_of_all_its_devices_rows():
 
 
 def test_splitting_widths_over_devices_divides_what_they_read():
-    one, two = (Decoder(NANO, None, ideal(bandwidth=1e9), Split(n)) for n in (1, 2))
+    one, two = (DecoderCost(NANO, None, ideal(bandwidth=1e9), Parallelism(n)) for n in (1, 2))
     shared = NANO.layers * (NANO.embed + 3 * NANO.embed) + NANO.embed  # a row's inputs are whole on both
     assert 2 * two.plain(1, 100) - one.plain(1, 100) == pytest.approx(2 * shared / 1e9)
 
@@ -154,41 +154,45 @@ def test_splitting_widths_over_devices_divides_what_they_read():
 def test_a_pipeline_halves_arithmetic_and_not_reading(model):
     """Two stages on two devices, half of the sequences in each: every stage still reads its weights for both halves."""
     compute, memory = ideal(flops=1e9), ideal(bandwidth=1e9)
-    halves = [float(Decoder(model, None, compute, Split(pipeline=n)).plain(8, 20)) for n in (1, 2)]
+    halves = [float(DecoderCost(model, None, compute, Parallelism(pipeline=n)).plain(8, 20)) for n in (1, 2)]
     assert halves[0] == pytest.approx(2 * halves[1])
-    reads = [float(Decoder(model, None, memory, Split(pipeline=2)).plain(B, 20)) for B in (8, 4)]
-    alone = [float(Decoder(model, None, memory).plain(B, 20)) for B in (4, 2)]
+    reads = [float(DecoderCost(model, None, memory, Parallelism(pipeline=2)).plain(B, 20)) for B in (8, 4)]
+    alone = [float(DecoderCost(model, None, memory).plain(B, 20)) for B in (4, 2)]
     assert reads == pytest.approx(alone)
 
 
 def test_a_pipelines_stages_pass_their_rows_on():
     """Two groups of four sequences, each 64 numbers of two bytes a sequence, at 100 bytes/s and a second a message."""
-    decoder = Decoder(NANO, None, ideal(near=Link(100.0, 1.0)), Split(pipeline=2))
+    decoder = DecoderCost(NANO, None, ideal(near=Link(100.0, 1.0)), Parallelism(pipeline=2))
     assert NANO.embed == 64 and decoder.plain(8, 20) == pytest.approx(2 * (4 * 64 * 2 / 100 + 1))
 
 
 def test_sequences_are_never_cut_below_one_device():
-    assert rank_rows(0.5, Split(1, 8)) == 0.5 and rank_rows(4, Split(1, 8)) == 1 and rank_rows(32, Split(2, 8)) == 4
+    assert (
+        rank_rows(0.5, Parallelism(1, 8)) == 0.5
+        and rank_rows(4, Parallelism(1, 8)) == 1
+        and rank_rows(32, Parallelism(2, 8)) == 4
+    )
 
 
 def test_free_verification_adds_the_head_alone():
     policy, B, k, context = qwen3.preset("qwen3_8b"), 16, 5, 2000
-    decoder = Decoder(policy, head_config(policy, 32_000), HARDWARE["gb200"], free_verification=True)
+    decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["gb200"], free_verification=True)
     assert decoder.speculative(B, k, context) == pytest.approx(decoder.plain(B, context) + decoder.draft(B, k, context))
 
 
 def test_rows_beyond_the_largest_captured_graph_are_launched_one_by_one():
     machine = ideal(flops=1e18).with_attained(uncaptured_seconds=1.0)
-    decoder = Decoder(NANO, None, machine, captured_rows=8.0)
+    decoder = DecoderCost(NANO, None, machine, captured_rows=8.0)
     assert decoder.speculative(2, 3, 10) < 1 and decoder.speculative(2, 4, 10) > NANO.layers
 
 
 def test_weights_that_fit_a_cache_are_read_from_it():
     machine = dataclasses.replace(ideal(bandwidth=1e9), cache_bytes=1e9, cache_bandwidth=4e9)
-    small, large = Decoder(NANO, None, machine), Decoder(qwen3.preset("qwen3_0p6b"), None, machine)
+    small, large = DecoderCost(NANO, None, machine), DecoderCost(qwen3.preset("qwen3_0p6b"), None, machine)
     without = dataclasses.replace(machine, cache_bytes=0.0)
-    assert small.plain(1, 0) == pytest.approx(Decoder(NANO, None, without).plain(1, 0) / 4)
-    assert large.plain(1, 0) == Decoder(qwen3.preset("qwen3_0p6b"), None, without).plain(1, 0)
+    assert small.plain(1, 0) == pytest.approx(DecoderCost(NANO, None, without).plain(1, 0) / 4)
+    assert large.plain(1, 0) == DecoderCost(qwen3.preset("qwen3_0p6b"), None, without).plain(1, 0)
 
 
 # ---- links
@@ -226,9 +230,9 @@ def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overla
     policy = qwen3.preset(name)
     machine = HARDWARE["h100"].with_attained(overlap=overlap)
     better = machine.with_attained(**{field: getattr(machine.attained, field) * factor})
-    split = Split(4, 8 if policy.experts else 1)
+    split = Parallelism(4, 8 if policy.experts else 1)
     slow, fast = (
-        Decoder(policy, head_config(policy, 32_000), m, split).speculative(B, k, context) for m in (machine, better)
+        DecoderCost(policy, head_config(policy, 32_000), m, split).speculative(B, k, context) for m in (machine, better)
     )
     assert fast <= slow
 
@@ -236,7 +240,7 @@ def test_more_of_a_resource_is_never_slower(field, factor, B, k, context, overla
 @hypothesis.given(B=st.integers(1, 500), k=st.integers(0, 6), context=st.integers(1, 30_000))
 def test_an_iteration_costs_more_the_more_it_does(B, k, context):
     policy = qwen3.preset("qwen3_30b_a3b")
-    decoder = Decoder(policy, head_config(policy, 32_000), HARDWARE["h200"], Split(1, 4))
+    decoder = DecoderCost(policy, head_config(policy, 32_000), HARDWARE["h200"], Parallelism(1, 4))
     cost = decoder.speculative(B, k, context)
     assert decoder.speculative(B, k + 1, context) > cost
     assert decoder.speculative(B + 1, k, context) > cost

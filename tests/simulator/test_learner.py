@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from specrl_jax.models.qwen3 import preset
-from specrl_jax.simulator.communication import Split
-from specrl_jax.simulator.cost import Decoder, Precision, head_config, head_parameters, parameters
+from specrl_jax.simulator.communication import Parallelism
+from specrl_jax.simulator.cost import DecoderCost, Precision, head_config, head_parameters, parameters
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link, find_engine, find_hardware
-from specrl_jax.simulator.learner import Learner, Workload
-from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.learner import LearnerCost, Workload
+from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.memory import memory, most_slots, sequence_bytes
 from tests.simulator.cases import ideal
 
@@ -25,7 +25,7 @@ def counted_case(row):
     tokens, rows = int(row["tokens"]), int(row["rows"])
     policy = preset({"rlzero_8b": "qwen3_8b", "rlzero_tiny": "tiny"}[row["config"]])
     head = head_config(policy, {"rlzero_8b": 32_000, "rlzero_tiny": 32}[row["config"]])
-    lengths = Lengths(tokens / 2, tokens)
+    lengths = LogNormalLengths(tokens / 2, tokens)
     tiled = row["config"] == "rlzero_8b"
     return policy, head, Workload(rows, 8, 0.0, 0.0, lengths, rows, ttt_steps=int(row["ttt_steps"]), tiled=tiled)
 
@@ -37,7 +37,7 @@ def test_operations_are_those_that_were_counted_in_the_traced_steps(row):
     Of the 8B head, what it does once beside fc is left out too: a fifth with one unrolled step, less with more.
     """
     policy, head, w = counted_case(row)
-    learner = Learner(policy, head, ideal(flops=1.0), dtype="float32")
+    learner = LearnerCost(policy, head, ideal(flops=1.0), dtype="float32")
     draft = learner.draft_learning(w, 1.0)
     assert (0.72 if w.tiled else 0.95) < draft / float(row["draft_operations"]) < 1.1
     assert learner.train(w, 1.0) - draft == pytest.approx(float(row["policy_operations"]), rel=0.15)
@@ -46,22 +46,22 @@ def test_operations_are_those_that_were_counted_in_the_traced_steps(row):
 
 def test_without_recomputation_training_is_three_forwards():
     policy, head, w = counted_case(COUNTED[0])
-    learner = Learner(policy, head, ideal(flops=1.0))
+    learner = LearnerCost(policy, head, ideal(flops=1.0))
     w = dataclasses.replace(w, ttt_steps=0, remat=False, scored=2)
     assert learner.train(w, 1.0) == pytest.approx(3 / 2 * learner.logprob(w, 1.0))
 
 
 def test_rows_have_room_for_the_longest():
-    w = Workload(100, 4, 50.0, 80.0, Lengths(300.0, 1000.0), 100)
+    w = Workload(100, 4, 50.0, 80.0, LogNormalLengths(300.0, 1000.0), 100)
     assert w.learner_tokens() == (100 * 1080, 100 * 1080**2 / 2)
 
 
 def test_gathering_parameters_for_every_microbatch_by_hand():
     """Two devices, fsdp over both, four microbatches: each receives half of all parameters twelve times."""
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(8, 2, 0.0, 0.0, Lengths(10.0, 20.0), 8, microbatch=2, remat=False)
+    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch=2, remat=False)
     half = parameters(policy) / 2
-    learner = Learner(policy, None, machine, dtype="float32")
+    learner = LearnerCost(policy, None, machine, dtype="float32")
     assert learner.logprob(w, 2.0) == pytest.approx(half * 4 * 4 / 1e6)
     assert learner.train(w, 2.0) == pytest.approx(half * 4 * (2 * 4 + 4) / 1e6)
     once = dataclasses.replace(w, gathered=False)
@@ -71,17 +71,17 @@ def test_gathering_parameters_for_every_microbatch_by_hand():
 
 def test_a_microbatch_has_a_row_for_every_device():
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(64, 2, 0.0, 0.0, Lengths(10.0, 20.0), 64, microbatch=1, remat=False)
-    few, many = (float(Learner(policy, None, machine).logprob(w, n)) for n in (2, 16))
+    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch=1, remat=False)
+    few, many = (float(LearnerCost(policy, None, machine).logprob(w, n)) for n in (2, 16))
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 
 
 def test_memory_by_hand():
     """Qwen3-8B on 8 devices, widths in 2: 8.2 B parameters, 147,456 bytes of cache a token, four replicas."""
     policy = preset("qwen3_8b")
-    w = Workload(64, 8, 100.0, 500.0, Lengths(2000.0, 3500.0), 32, microbatch=4)
-    decoder = Decoder(policy, None, HARDWARE["h100"], Split(2), Precision())
-    m = memory(w, decoder, Learner(policy, None, HARDWARE["h100"], Split(2)), np.array(8.0), np.array(8.0))
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 32, microbatch=4)
+    decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
+    m = memory(w, decoder, LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2)), np.array(8.0), np.array(8.0))
     assert m.state == pytest.approx(16 * parameters(policy) / 8)
     assert m.weights == pytest.approx(2 * parameters(policy) / 2)
     assert m.cache == pytest.approx(32 / 4 * 4000 * 147_456 / 2)
@@ -93,9 +93,9 @@ def test_memory_by_hand():
 def test_slots_that_are_left_open_are_as_many_as_fit():
     """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a text; 16.4 of state if they share."""
     policy = preset("qwen3_8b")
-    w = Workload(64, 8, 100.0, 500.0, Lengths(2000.0, 3500.0), 0, microbatch=4)
-    decoder = Decoder(policy, None, HARDWARE["h100"], Split(2), Precision())
-    m = memory(w, decoder, Learner(policy, None, HARDWARE["h100"], Split(2)), np.array(8.0), np.array(8.0))
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 0, microbatch=4)
+    decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
+    m = memory(w, decoder, LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2)), np.array(8.0), np.array(8.0))
     text = 4000 * 147_456 / 2
     assert sequence_bytes(w, decoder) == text
     apart, together = (most_slots(m, w, decoder, 80e9, np.array(x)) for x in (True, False))
@@ -106,10 +106,14 @@ def test_slots_that_are_left_open_are_as_many_as_fit():
 
 def test_a_head_takes_its_part():
     policy = preset("qwen3_8b")
-    head, w = head_config(policy, 32_000), Workload(8, 8, 0.0, 0.0, Lengths(10.0, 20.0), 8)
+    head, w = head_config(policy, 32_000), Workload(8, 8, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8)
     sizes = [
         memory(
-            w, Decoder(policy, h, HARDWARE["h100"]), Learner(policy, h, HARDWARE["h100"]), np.array(1.0), np.array(1.0)
+            w,
+            DecoderCost(policy, h, HARDWARE["h100"]),
+            LearnerCost(policy, h, HARDWARE["h100"]),
+            np.array(1.0),
+            np.array(1.0),
         )
         for h in (None, head)
     ]
@@ -132,7 +136,7 @@ def test_every_machine_is_whole(name):
 
 def test_drawn_machines_are_spread_around_the_middle():
     h = HARDWARE["gb200"]
-    drawn = h.drawn(4000, known={"learner": 1.01})
+    drawn = h.sampled(4000, known={"learner": 1.01})
     host = drawn.attained.host_seconds
     assert host.shape == (4000, 1) and np.median(host) == pytest.approx(h.attained.host_seconds, rel=0.05)
     inside = (host > h.attained.host_seconds / 2) & (host < 2 * h.attained.host_seconds)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specrl_jax.simulator.communication import Split
+from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.lengths import Lengths
+from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.rollout import Steady
 from specrl_jax.simulator.scenario import best_split, compare, points, predict
-from specrl_jax.simulator.step import Phases, amdahl, asynchronous, synchronous
+from specrl_jax.simulator.step import PhaseSeconds, amdahl, asynchronous, synchronous
 from tests.simulator.cases import ideal, scenario
 
 SECONDS = st.floats(0.01, 1000.0)
@@ -20,7 +20,7 @@ LAGS = st.integers(0, 6)
 
 
 def phases(*values):
-    return Phases(*(np.array([[x]]) for x in values))
+    return PhaseSeconds(*(np.array([[x]]) for x in values))
 
 
 def no_tail(seconds):
@@ -32,13 +32,13 @@ def no_tail(seconds):
 
 
 def test_a_synchronous_step_is_the_sum_of_its_phases():
-    step = synchronous(Phases(1.0, 2.0, 30.0, 4.0, 5.0))
+    step = synchronous(PhaseSeconds(1.0, 2.0, 30.0, 4.0, 5.0))
     assert step.total == 42 and step.exposed == 32
 
 
 def test_the_papers_table_1():
     """arXiv 2604.26779: generation is 66.1 % of RL-Zero's plain step; its bound at 3.32 is 1.86."""
-    zero = Phases(0.2, 1.9, 100.0, 17.8, 31.3)
+    zero = PhaseSeconds(0.2, 1.9, 100.0, 17.8, 31.3)
     assert zero.total == pytest.approx(151.2) and zero.share() == pytest.approx(0.661, abs=1e-3)
     assert amdahl(zero.share(), 3.32) == pytest.approx(1.86, abs=0.01)
 
@@ -78,7 +78,7 @@ def test_under_linear_scaling_apart_is_no_faster_than_together(generate, learn, 
 
 @hypothesis.given(st.tuples(*[SECONDS] * 5), st.floats(1.0, 10.0))
 def test_end_to_end_is_amdahls_bound_where_generation_alone_changes(values, speedup):
-    slow = Phases(*values)
+    slow = PhaseSeconds(*values)
     fast = slow._replace(generate=slow.generate / speedup)
     assert slow.total / fast.total == pytest.approx(amdahl(slow.share(), speedup))
 
@@ -136,8 +136,8 @@ def every_split(s, devices, lag):
 
 def test_a_scenario_without_tail_and_loss_gains_nothing_apart():
     """Bound by arithmetic alone, equal lengths, as many responses as any number of replicas divides: linear scaling."""
-    s = scenario(ideal(flops=1e15), spread=0.0, rollout_split=Split(), learner_split=Split())
-    w = dataclasses.replace(s.workload, rollouts=1680, lengths=Lengths(500.0, 500.0, 0.0), microbatch=1)
+    s = scenario(ideal(flops=1e15), spread=0.0, rollout_split=Parallelism(), learner_split=Parallelism())
+    w = dataclasses.replace(s.workload, rollouts=1680, lengths=LogNormalLengths(500.0, 500.0, 0.0), microbatch=1)
     s = dataclasses.replace(s, workload=w)
     together = predict(s, points(8)).step.total[0]
     assert predict(s, points(16)).step.total[0] == pytest.approx(together / 2)
