@@ -1,4 +1,4 @@
-"""Masked sums, token log-probs, errors and the few other things that several rooms share.
+"""Types, masked sums, token log-probs and errors that several packages share.
 
 Letters used in shapes everywhere in this project:
 
@@ -12,8 +12,8 @@ Letters used in shapes everywhere in this project:
 import contextlib
 import json
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,39 @@ from specrl_jax.errors import Stopped as Stopped
 
 # The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
 PHASES = ("data", "prepare", "generate", "logprob", "train")
+
+# ---- types
+
+Tree = TypeVar("Tree")  # any pytree: for functions that return one of the same structure
+Leaf = TypeVar("Leaf")
+# A network's parameters by name, in nested dicts. An entry has the type of an array; those that are trees themselves
+# ("layers") are read with `branch` or `branches` and put in with `nested`.
+Params = Mapping[str, jax.Array]
+
+
+def branch(tree: Mapping[str, Leaf], name: str) -> Mapping[str, Leaf]:
+    """Return the subtree `name` of a tree of arrays, specs or shardings."""
+    return cast("Mapping[str, Leaf]", tree[name])
+
+
+def branches(tree: Mapping[str, Leaf], name: str) -> Sequence[Mapping[str, Leaf]]:
+    """Return the list of subtrees `name`: one per layer, in the inference layout."""
+    return cast("Sequence[Mapping[str, Leaf]]", tree[name])
+
+
+def nested(
+    leaves: Mapping[str, Leaf], **branches: Mapping[str, Leaf] | Sequence[Mapping[str, Leaf]]
+) -> dict[str, Leaf]:
+    """Return a tree of `leaves` with `branches` beside them."""
+    return cast("dict[str, Leaf]", {**leaves, **branches})
+
+
+def stand_in(x: object) -> jax.Array:
+    """Type x as the array whose place it takes in a tree; nothing happens to it.
+
+    For numpy arrays and ShapeDtypeStructs that a jitted function takes, and for a tree's shardings or axes.
+    """
+    return cast(jax.Array, x)
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -41,24 +74,24 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: str, mode: str = "w") -> Iterator[Any]:
-    """A file that takes the place of `path` once it is whole: what is killed meanwhile leaves the one before."""
+def atomic_write(path: str, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a file that replaces `path` when it is closed: a process killed before that leaves the old one."""
     with open(path + ".tmp", mode) as file:
         yield file
     os.replace(path + ".tmp", path)
 
 
 class Mean(NamedTuple):
-    """An average on its way: (sum, count), so that microbatches and shards add up exactly."""
+    """Mean as (sum, count), so that microbatches and shards add up exactly."""
 
     total: jax.Array  # [] float32
-    count: jax.Array  # [] float32
+    count: jax.Array  # type: ignore[assignment]  # [] float32; hides tuple.count
 
-    def __add__(self, other: "Mean") -> "Mean":
+    def __add__(self, other: "Mean") -> "Mean":  # type: ignore[override]
         return Mean(self.total + other.total, self.count + other.count)
 
     def value(self) -> jax.Array:
-        """The average; 0 where nothing was counted."""
+        """Return the mean; 0 where nothing was counted."""
         return self.total / jnp.maximum(self.count, 1.0)
 
 

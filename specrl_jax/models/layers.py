@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,9 @@ class ParamSpec:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+Specs = Mapping[str, ParamSpec]  # the tree of ParamSpec that describes a tree of Params
 
 
 def init_params(key: jax.Array, specs: Any, dtype: jnp.dtype = jnp.float32) -> Any:
