@@ -96,7 +96,7 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
     written = [
         *(table(folder, configs) for folder, configs in sweeps.items()),
         *([sys.executable, "-m", f"experiments.{f}.{module}"] for f in folders for module in COMPUTED.get(f, ())),
-        [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--readme"],
+        [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--docs"],
     ]
     apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
     return [*made(sweeps), shared, [apart], [written]]

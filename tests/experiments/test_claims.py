@@ -114,7 +114,7 @@ def made_up(module, workloads):
     return rows
 
 
-PLOTTED = [name for name, compared in report.COMPARED.items() if compared.module == "plot"]
+PLOTTED = [name for name, folder in report.CLAIM_FOLDERS.items() if folder.module == "plot"]
 FOLDERS = dict.fromkeys(PLOTTED, ("rlzero_tiny_small", "rlthink_tiny"))
 FOLDERS["draft_init"] = ("rlzero_tiny_small",)
 FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag"), ("rlzero_tiny",))
@@ -163,7 +163,7 @@ def test_coupled_runs_that_differ_are_called_so():
 
 def test_the_page_holds_everything_itself():
     text = report.folders_page()
-    assert all(f'id="{folder}"' in text for folder in report.COMPARED)
+    assert all(f'id="{folder}"' in text for folder in report.CLAIM_FOLDERS)
     sources = re.findall(r'src="([^"]*)"', text)
     assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r'<script|<link rel="stylesheet"', text)

@@ -28,7 +28,7 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
     assert reproduce.MADE.keys() | reproduce.ADAPTED.keys() >= needed
     assert ["online_adaptation" in chain[0] for chain in shared] == [True]
     assert ["step_breakdown" in text for text in apart[0]] == [True, True]
-    assert written[0][-1].endswith("--readme")
+    assert written[0][-1].endswith("--docs")
     assert "plot --collect runs/sweeps/rlzero_tiny_small_step_breakdown runs/sweeps/rlthink_tiny_step" in written[0][1]
     (tmp_path / "runs/zero_base").mkdir(parents=True)
     (tmp_path / "runs/zero_base/config.json").write_text("{}")
