@@ -19,11 +19,10 @@ from experiments.engine import bench
 from main import to_settings
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
-from specrl_jax.learner.batch import LearnerBatch, Packing, learner_batch
+from specrl_jax.learner.batch import LearnerBatch, Packing, TrainingBatch, learner_batch
 from specrl_jax.rl.grpo import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Setup, build
-from specrl_jax.training.collect import TrainingBatch
 
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 

@@ -118,7 +118,7 @@ def abstract_minibatch(setup: Setup) -> tuple[Rows, LossInputs]:
         ref_logprobs=floats if o.kl_coef else None,
         advantages=floats,
         behaviour=floats if o.correction != "none" else None,
-        teaches=rows.mask if g.leaves_out else None,
+        loss_mask=rows.mask if g.leaves_out else None,
     )
     return rows, signal
 

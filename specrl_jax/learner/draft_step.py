@@ -1,12 +1,11 @@
-"""One update of the draft from the features of the policy's own forward pass, and what that says of its drafts.
+"""The learner's jitted functions of the draft: one update from the policy's features, and its predicted acceptance.
 
-Nothing of the policy is differentiated, and nothing of the draft enters the policy's update: two jitted functions, and
-what passes between them is behind stop_gradient.
+The policy's features enter behind stop_gradient, and nothing of the draft enters the policy's update: the two are
+separate jitted functions.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
@@ -16,35 +15,39 @@ import optax
 from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftModel
-from specrl_jax.learner.policy_step import Features, accumulate, split
-from specrl_jax.learner.state import TrainState, apply_gradient, state_shardings
+from specrl_jax.learner.microbatches import accumulate, split
+from specrl_jax.learner.optimizer import apply_gradient
+from specrl_jax.learner.policy_step import Features
+from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import Teacher, Tiling, draft_terms
+from specrl_jax.models.qwen3 import Params
 from specrl_jax.rl.draft_losses import step_losses, step_means, step_weights, supervised, survival
 from specrl_jax.sharding import Partitioner
 
-# A draft that never learns is watched on one row in so many: enough for an alarm that waits for half to be missing, and
-# for a controller that counts for itself. Of all rows it would be 8 % of a train phase of rlzero_tiny:small, so 2 %.
-WATCHED = 4
+# A draft that is not trained is evaluated on one row in so many: enough for an alarm that fires when half of the
+# acceptance is missing, and for a controller that counts for itself. All rows would cost 8 % of a train phase of
+# rlzero_tiny:small, these cost 2 %.
+ROWS_PER_PREDICTED = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftLearner:
-    """How the draft learns."""
+class DraftForward:
+    """The draft's unrolled forward pass in training (TTT), and its loss."""
 
     draft: DraftModel
-    model: qwen3.Qwen3Config
+    model: qwen3.Qwen3Config  # the policy's sizes
     dtype: jnp.dtype  # of activations; parameters are float32
     loss: str  # one of draft_losses.LOSSES
     ttt_steps: int  # draft steps unrolled
-    vocab_tile: int  # words of the draft vocabulary unembedded at once; 0 = all
+    vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
 
 
 @flax.struct.dataclass
 class Tables:
-    """The policy's tables that a draft reads, as they were in the forward pass that made the features."""
+    """Copies of the policy's tables that a draft reads, from the forward pass that computed the features."""
 
     embed: jax.Array  # [V, D]
     unembed: jax.Array  # [Vd, D], the rows of the draft vocabulary
@@ -52,28 +55,35 @@ class Tables:
 
 @flax.struct.dataclass
 class DraftDiagnostics:
-    """What the learner's forward says of the draft's steps; each [steps] float32, an average over supervised pairs.
+    """Statistics of the draft against the policy; each [steps] float32, a mean over supervised pairs.
 
-    Cross-entropy to the target is entropy plus mismatch: the first is the target's own and stays, the second is what
-    learning can remove.
+    The cross-entropy to the target is target_entropy + kl: the target's own part, and the part that training can remove.
     """
 
-    entropy: jax.Array  # of the target on the draft vocabulary, nats
-    mismatch: jax.Array  # KL(target || draft), nats
-    acceptance: jax.Array  # share of verifications that keep draft i and all before it
+    target_entropy: jax.Array  # on the draft vocabulary, nats
+    kl: jax.Array  # KL(target || draft), nats
+    acceptance: jax.Array  # share of verifications that accept draft i and all before it
 
 
 @flax.struct.dataclass
 class DraftMetrics:
     loss: jax.Array  # [] float32: weighted sum over draft steps
     grad_norm: jax.Array  # [] float32, before clipping
-    outlook: DraftDiagnostics  # before the update
+    diagnostics: DraftDiagnostics  # before the update
 
 
-def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> Callable[[Any, jax.Array | None], Tables]:
-    """(policy params, vocab_map) -> Tables. Copies, so that they outlive an update that donates the params."""
+# (policy params, vocab_map) -> copies of its tables
+ReadTables = Callable[[Params, jax.Array | None], Tables]
+# The state is donated.
+DraftStep = Callable[[TrainState, Tables, Features, Rows], tuple[TrainState, DraftMetrics]]
+# (draft params, tables, features, rows) -> diagnostics
+PredictStep = Callable[[Params, Tables, Features, Rows], DraftDiagnostics]
 
-    def read(params: Any, vocab_map: jax.Array | None) -> Tables:
+
+def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTables:
+    """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters."""
+
+    def read(params: Params, vocab_map: jax.Array | None) -> Tables:
         unembed = qwen3.unembedding(params, model)
         return Tables(params["embed"], unembed if vocab_map is None else unembed[vocab_map])
 
@@ -83,70 +93,70 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> Callab
 
 
 def make_draft_step(
-    learner: DraftLearner, optimizer: optax.GradientTransformation, partition: Partitioner
-) -> Callable[[TrainState, Tables, Features, Rows], tuple[TrainState, DraftMetrics]]:
-    """One optimizer update of the draft from one minibatch; the state is donated."""
+    forward: DraftForward, optimizer: optax.GradientTransformation, partition: Partitioner
+) -> DraftStep:
+    """Return the jitted optimizer update of the draft from one minibatch; the state is donated."""
 
-    weights = step_weights(learner.loss, learner.ttt_steps)
+    weights = step_weights(forward.loss, forward.ttt_steps)
 
-    def loss_sum(params: Any, tables: Tables, counts: jax.Array, features: Features, rows: Rows) -> Any:
-        terms = _terms(learner, partition, params, tables, features, rows)
-        pairs = supervised(rows.mask, learner.ttt_steps, rows.segments)
-        loss = step_means(step_losses(learner.loss, terms), pairs)
+    def loss_sum(
+        params: Params, tables: Tables, counts: jax.Array, features: Features, rows: Rows
+    ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
+        terms = _terms(forward, partition, params, tables, features, rows)
+        pairs = supervised(rows.mask, forward.ttt_steps, rows.segments)
+        loss = step_means(step_losses(forward.loss, terms), pairs)
         # Divided by the counts of the whole minibatch, so that microbatches add up.
-        return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _outlook(terms, pairs))
+        return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def update(state: TrainState, tables: Tables, features: Features, rows: Rows) -> tuple[TrainState, DraftMetrics]:
-        counts = supervised(rows.mask, learner.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
+        counts = supervised(rows.mask, forward.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
 
-        def gradient_fn(params: Any, features: Features, rows: Rows) -> Any:
+        def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
             return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None
 
         parts = (features, rows)
-        (gradient, (loss, outlook)), _ = accumulate(gradient_fn, state.params, parts, learner.microbatch)
+        (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, forward.microbatch)
         norm = optax.tree.norm(gradient)
-        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, _averages(outlook))
+        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, _values(diagnostics))
         return apply_gradient(state, gradient, optimizer, jnp.isfinite(norm)).replace(step=state.step + 1), metrics
 
-    shardings = state_shardings(learner.draft.specs, optimizer, partition)
+    shardings = state_shardings(forward.draft.specs, optimizer, partition)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, partition.replicated))
 
 
-def make_predict_step(
-    learner: DraftLearner, partition: Partitioner, one_in: int = 1
-) -> Callable[[Any, Tables, Features, Rows], DraftDiagnostics]:
-    """(draft params, tables, features, rows) -> DraftDiagnostics, of a draft that does not learn.
+def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_predicted: int = 1) -> PredictStep:
+    """Return the jitted diagnostics of a draft that is not trained in this step.
 
-    Of as many rows as a microbatch has, over `one_in` or what the devices of `batch` can share evenly: an estimate, for
-    the price of their forward pass.
+    Evaluates one microbatch, or one row of it in `rows_per_predicted` (fewer where the devices of `batch` could not
+    share them evenly): an estimate for the cost of their forward pass.
     """
 
-    def predict(params: Any, tables: Tables, features: Features, rows: Rows) -> DraftDiagnostics:
-        size, ways = learner.microbatch or len(rows.tokens), partition.ways("batch")
-        parts = next((n for n in range(one_in, 0, -1) if size % (n * ways) == 0), 1)
+    def predict(params: Params, tables: Tables, features: Features, rows: Rows) -> DraftDiagnostics:
+        size, ways = forward.microbatch or len(rows.tokens), partition.ways("batch")
+        parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * ways) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
-        terms = _terms(learner, partition, params, tables, features, rows)
-        return _averages(_outlook(terms, supervised(rows.mask, learner.ttt_steps, rows.segments)))
+        terms = _terms(forward, partition, params, tables, features, rows)
+        return _values(_diagnostics(terms, supervised(rows.mask, forward.ttt_steps, rows.segments)))
 
     return jax.jit(predict, out_shardings=partition.replicated)
 
 
 def _terms(
-    learner: DraftLearner, partition: Partitioner, params: Any, tables: Tables, features: Features, rows: Rows
+    forward: DraftForward, partition: Partitioner, params: Params, tables: Tables, features: Features, rows: Rows
 ) -> DraftTerms:
-    outputs, unembed = learner.draft.unrolled(
-        params, tables, features, rows, learner.ttt_steps, learner.dtype, partition
+    outputs, unembed = forward.draft.unrolled(
+        params, tables, features, rows, forward.ttt_steps, forward.dtype, partition
     )
-    teacher = Teacher(features.hidden.astype(learner.dtype), tables.unembed, features.normaliser)
-    return draft_terms(outputs, unembed, teacher, Tiling(learner.vocab_tile, learner.temperature, partition))
+    teacher = Teacher(features.hidden.astype(forward.dtype), tables.unembed, features.normaliser)
+    return draft_terms(outputs, unembed, teacher, Tiling(forward.vocab_tile, forward.temperature, partition))
 
 
-def _outlook(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
-    """Of Means."""
+def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
+    """Return diagnostics whose leaves are Means, so that microbatches add up."""
     terms = jax.lax.stop_gradient(terms)
     values = terms.entropy, terms.cross_entropy - terms.entropy, survival(terms)
     return DraftDiagnostics(*[step_means(x, pairs) for x in values])
 
 
-def _averages(outlook: DraftDiagnostics) -> DraftDiagnostics:
-    return DraftDiagnostics(outlook.entropy.value(), outlook.mismatch.value(), outlook.acceptance.value())
+def _values(sums: DraftDiagnostics) -> DraftDiagnostics:
+    return DraftDiagnostics(sums.target_entropy.value(), sums.kl.value(), sums.acceptance.value())

@@ -68,7 +68,7 @@ class LossInputs:
     ref_logprobs: jax.Array | None  # [B, T] float32, nats
     advantages: jax.Array  # [B, T] float32, the same at every token of an answer; [B, 1] where a row is one answer
     behaviour: jax.Array | None = None  # [B, T] float32, nats, the rollouts' own
-    teaches: jax.Array | None = None  # [B, T] bool, tokens that the objective sees of the response's; None: all
+    loss_mask: jax.Array | None = None  # [B, T] bool, tokens that the objective sees of the response's; None: all
 
 
 @flax.struct.dataclass
@@ -97,13 +97,13 @@ def grpo_loss(
 
     Args:
       logprobs, entropy: [B, T] float32, nats, of the policy that learns.
-      mask: [B, T] bool, response tokens, of which `signal.teaches` may leave answers out.
+      mask: [B, T] bool, response tokens, of which `signal.loss_mask` may leave answers out.
       segments: [B, T] int32 of packed rows; None: a row is one answer.
     """
     o = objective
     responses = mask
-    if signal.teaches is not None:
-        mask = mask & signal.teaches
+    if signal.loss_mask is not None:
+        mask = mask & signal.loss_mask
     old = jax.lax.stop_gradient(logprobs) if signal.old_logprobs is None else signal.old_logprobs
     # Outside the mask the log-probs are of padding: keep their exp from overflowing into the gradient.
     log_ratio = jnp.where(mask, logprobs - old, 0.0)

@@ -35,7 +35,7 @@ def export(setup: Setup, workdir: str) -> list[str]:
     output, dtype = output_folder(s.export, workdir), s.export.dtype
     folders = [os.path.join(output, "policy")]
     learnt = found["policy"]["params"]
-    policy = merged(setup.learner.whole(learnt, setup.initial_params())) if setup.learner.lora else learnt
+    policy = merged(setup.learner.merge(learnt, setup.initial_params())) if setup.learner.lora else learnt
     hf.save_params(folders[0], policy, setup.model, dtype, _tokenizer_folder(setup))
     if state.draft:
         folders.append(os.path.join(output, "draft"))

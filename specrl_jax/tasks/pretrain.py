@@ -16,8 +16,9 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
-from specrl_jax.learner.policy_step import Learner
-from specrl_jax.learner.state import RunState, TrainState, apply_gradient
+from specrl_jax.learner.optimizer import apply_gradient
+from specrl_jax.learner.policy_step import PolicyForward
+from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.sharding import Partitioner
 from specrl_jax.training.build import Setup
 from specrl_jax.training.loop import evaluation_row
@@ -75,11 +76,11 @@ def check_pretrain(settings: Settings) -> None:
     open_output("pretrain", p.output, p.dtype)
 
 
-def make_pretrain_step(learner: Learner, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:
+def make_pretrain_step(learner: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:
     """(state, rows) -> (state, mean cross-entropy); the state is donated."""
 
     def loss(params: Any, rows: Rows) -> tuple[jax.Array, Mean]:
-        mean = masked_mean(-learner.score(params, rows, partition).logprobs, rows.mask)
+        mean = masked_mean(-learner.apply(params, rows, partition).logprobs, rows.mask)
         return mean.value(), mean
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:

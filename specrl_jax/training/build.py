@@ -31,13 +31,14 @@ from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.learner.batch import Packing, packing_unit
 from specrl_jax.learner.draft_step import (
-    WATCHED,
-    DraftLearner,
+    ROWS_PER_PREDICTED,
+    DraftForward,
     make_draft_step,
     make_predict_step,
     make_read_tables,
 )
-from specrl_jax.learner.policy_step import Learner, make_feature_step, make_logprob_step, make_policy_step
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.policy_step import PolicyForward, make_feature_step, make_logprob_step, make_policy_step
 from specrl_jax.learner.state import (
     OptimizerConfig,
     RunState,
@@ -45,7 +46,6 @@ from specrl_jax.learner.state import (
     abstract_state,
     init_random_params,
     init_state,
-    make_optimizer,
 )
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import find_attention
@@ -75,8 +75,8 @@ class Setup:
     tokenizer: Tokenizer
     scorer: Scorer
     rollout: RolloutConfig
-    learner: Learner
-    draft_learner: DraftLearner | None
+    learner: PolicyForward
+    draft_learner: DraftForward | None
     objective: Objective
     optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
@@ -95,7 +95,7 @@ class Setup:
 
     def whole(self, policy: TrainState) -> Any:
         """The tree that the learner's forward runs on."""
-        return self.learner.whole(policy.params, policy.frozen)
+        return self.learner.merge(policy.params, policy.frozen)
 
     @functools.cached_property
     def logprob_step(self) -> Any:
@@ -119,7 +119,7 @@ class Setup:
 
     @functools.cached_property
     def predict_step(self) -> Any:
-        one_in = 1 if self.settings.draft.online else WATCHED
+        one_in = 1 if self.settings.draft.online else ROWS_PER_PREDICTED
         return make_predict_step(self.draft_learner, self.learner_partition, one_in)
 
     @functools.cached_property
@@ -323,7 +323,7 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     dtype = parse_dtype("policy.compute_dtype", policy.compute_dtype)
-    learner = Learner(
+    learner = PolicyForward(
         model=model,
         dtype=dtype,
         remat=policy.remat,
@@ -442,12 +442,12 @@ def _scorer(r: RewardSettings) -> Scorer:
     return Scorer(names, r.weights, r.timeout, r.workers, r.memory)
 
 
-def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Learner) -> DraftLearner | None:
+def _draft_learner(settings: Settings, draft: DraftModel | None, learner: PolicyForward) -> DraftForward | None:
     if draft is None:
         return None
     if settings.draft.loss not in LOSSES:
         raise InputError(f"draft.loss: no loss '{settings.draft.loss}'; there are {', '.join(LOSSES)}")
-    return DraftLearner(
+    return DraftForward(
         draft=draft,
         model=learner.model,
         dtype=learner.dtype,

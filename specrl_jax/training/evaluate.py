@@ -15,7 +15,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.build import Setup
-from specrl_jax.training.collect import of_all
+from specrl_jax.training.dynamic_sampling import of_all
 from specrl_jax.training.metrics import speculation_metrics
 
 # Evaluation draws noise of its own: never that of a training rollout with the same id.

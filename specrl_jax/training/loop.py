@@ -36,12 +36,12 @@ from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.grpo import LossInputs
 from specrl_jax.training.build import Setup
-from specrl_jax.training.collect import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
+from specrl_jax.training.dynamic_sampling import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
 from specrl_jax.training.evaluate import Evaluation, evaluate, score
 from specrl_jax.training.metrics import (
     draft_metrics,
     mismatch_metrics,
-    outlook_metrics,
+    diagnostics_metrics,
     policy_metrics,
     reward_metrics,
     rollout_metrics,
@@ -170,7 +170,7 @@ def run_step(
     learner = updates.logprobs if s.grpo.old_logprobs != "learner" else signal.old_logprobs
     row |= updates.metrics() | vocabulary | mismatch_metrics(batch.behaviour, learner, batch.rows.mask)
     if setup.engine.draft_length:
-        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.outlook)
+        row |= speculation_metrics(rollouts) | speculation.observe(rollouts, updates.diagnostics)
     if state.draft:
         row |= {"draft/version": int(state.draft.step)}
     if warning := scores.warning():
@@ -244,11 +244,11 @@ def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> LossIn
     if o.kl_coef:
         reference = setup.first_reference if state.reference is None else state.reference
         ref_logprobs = processes.to_host(
-            setup.logprob_step(setup.learner.whole(reference, state.policy.frozen), rows)[0]
+            setup.logprob_step(setup.learner.merge(reference, state.policy.frozen), rows)[0]
         )
     behaviour = batch.behaviour if o.correction != "none" else None
-    teaches = batch.teaches if setup.settings.grpo.leaves_out else None
-    return LossInputs(old_logprobs, ref_logprobs, batch.advantages, behaviour, teaches)
+    loss_mask = batch.loss_mask if setup.settings.grpo.leaves_out else None
+    return LossInputs(old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask)
 
 
 class Updates(NamedTuple):
@@ -256,12 +256,12 @@ class Updates(NamedTuple):
 
     policy: list[UpdateMetrics]
     draft: list[DraftMetrics]  # empty where no draft learns
-    outlook: DraftDiagnostics | None  # on the host, of the draft before these updates; None: there is none
+    diagnostics: DraftDiagnostics | None  # on the host, of the draft before these updates; None: there is none
     draft_seconds: float
     logprobs: np.ndarray  # [B, T] float32, nats, each row's by the policy that first learnt from it
 
     def metrics(self) -> dict[str, float]:
-        row = policy_metrics(self.policy) | outlook_metrics(self.outlook)
+        row = policy_metrics(self.policy) | diagnostics_metrics(self.diagnostics)
         return row | draft_metrics(self.draft, self.draft_seconds)
 
 
@@ -295,11 +295,11 @@ def learn(
         if draft_learns:
             draft, draft_updates = _learn_draft(setup, draft, tables, learnt.features, part)
             updates.draft.extend(draft_updates)
-            outlook = draft_updates[0].outlook
+            diagnostics = draft_updates[0].diagnostics
         else:
-            outlook = setup.predict_step(draft.params, tables, learnt.features, part)
+            diagnostics = setup.predict_step(draft.params, tables, learnt.features, part)
         if i == 0:
-            updates = updates._replace(outlook=jax.device_get(outlook))
+            updates = updates._replace(diagnostics=jax.device_get(diagnostics))
         updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
     policy = policy.replace(step=policy.step + 1)
     return state.replace(policy=policy, draft=draft), updates

@@ -99,11 +99,11 @@ def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, floa
     }
 
 
-def outlook_metrics(outlook: DraftDiagnostics | None) -> dict[str, float]:
+def diagnostics_metrics(diagnostics: DraftDiagnostics | None) -> dict[str, float]:
     """Averages over the draft's steps of the two parts of its cross-entropy, nats a token."""
-    if outlook is None:
+    if diagnostics is None:
         return {}
-    return {"draft/target_entropy": float(outlook.entropy.mean()), "draft/kl": float(outlook.mismatch.mean())}
+    return {"draft/target_entropy": float(diagnostics.target_entropy.mean()), "draft/kl": float(diagnostics.kl.mean())}
 
 
 def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:

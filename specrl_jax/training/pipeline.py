@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.training.collect import Batch
+from specrl_jax.training.dynamic_sampling import Batch
 
 
 class RolloutBatch(NamedTuple):

@@ -88,23 +88,23 @@ class Speculation:
         """(state, metrics): the draft over the ids that rollouts use, where it has ids of its own and learns."""
         return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
-    def observe(self, rollouts: Rollouts, outlook: DraftDiagnostics | None) -> dict[str, float]:
+    def observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.
 
         Args:
-          outlook: on the host, the learner's forward of the draft as it was before this step's updates (with a lag the
+          diagnostics: on the host, the learner's forward of the draft as it was before this step's updates (with a lag the
             rollouts had an earlier one); None: it has no weights.
         Returns:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
         with self._lock:
-            return self._observe(rollouts, outlook)
+            return self._observe(rollouts, diagnostics)
 
-    def _observe(self, rollouts: Rollouts, outlook: DraftDiagnostics | None) -> dict[str, float]:
+    def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
-        predicted = None if outlook is None else outlook.acceptance
-        if outlook is not None:
-            self._schedule.observe(float(outlook.mismatch.mean()))
+        predicted = None if diagnostics is None else diagnostics.acceptance
+        if diagnostics is not None:
+            self._schedule.observe(float(diagnostics.kl.mean()))
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]

@@ -24,7 +24,7 @@ from specrl_jax.drafts.base import Eagle3Draft, MTPDraft, PolicyDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.learner.draft_step import Tables
-from specrl_jax.learner.policy_step import Learner, make_logprob_step
+from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -434,7 +434,7 @@ def test_the_checksum_of_the_engines_weights_tells_every_part_apart():
 
 @functools.cache
 def logprob_step(kind, temperature):
-    return make_logprob_step(Learner(MODELS[kind], jnp.dtype("float32"), False, 0, 0, temperature), LEARNS)
+    return make_logprob_step(PolicyForward(MODELS[kind], jnp.dtype("float32"), False, 0, 0, temperature), LEARNS)
 
 
 def mismatch(kind, sampling, out):

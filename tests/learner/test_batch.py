@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
-from specrl_jax.learner.batch import RUNGS, Packing, learner_batch, pack_minibatches, packing_unit
+from specrl_jax.learner.batch import ROW_BUCKETS, Packing, TrainingBatch, learner_batch, pack_minibatches, packing_unit
 from specrl_jax.rl.grpo import LossInputs, Objective
-from specrl_jax.training.collect import TrainingBatch
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
 
 T = 16
@@ -46,7 +45,7 @@ def test_minibatches_keep_their_rollouts_and_their_number_of_rows(minibatches, u
     rows = places.rows // minibatches
     assert places.rows % minibatches == 0 and rows % unit == 0 and places.row.max() < places.rows
     most = -(-20 // (tokens // T))
-    assert rows in {unit * -(-most // (RUNGS * unit)) * i for i in range(1, RUNGS + 1)}
+    assert rows in {unit * -(-most // (ROW_BUCKETS * unit)) * i for i in range(1, ROW_BUCKETS + 1)}
 
 
 def test_the_unit_divides_for_devices_microbatches_and_the_draft():
@@ -61,9 +60,9 @@ def lesson_of(seed=0, rollouts=8):
     for i, (p, r) in enumerate(zip(prompt, response)):
         tokens[i, : p + r], logprobs[i, p : p + r] = rng.integers(2, 97, p + r), -4.85 + rng.normal(0, 0.3, r)
     record = types.SimpleNamespace(tokens=tokens, logprobs=logprobs, prompt_length=prompt, length=prompt + response)
-    teaches = np.ones(rollouts, bool)
-    teaches[3] = False
-    return TrainingBatch(record, rng.normal(size=rollouts).astype(np.float32), teaches)
+    loss_mask = np.ones(rollouts, bool)
+    loss_mask[3] = False
+    return TrainingBatch(record, rng.normal(size=rollouts).astype(np.float32), loss_mask)
 
 
 def test_every_token_is_there_once_with_what_belongs_to_it():
@@ -73,7 +72,7 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
 
     def found(batch):
         at = batch.rows.mask
-        parts = (batch.rows.targets, batch.rows.positions, batch.behaviour, batch.advantages, batch.teaches)
+        parts = (batch.rows.targets, batch.rows.positions, batch.behaviour, batch.advantages, batch.loss_mask)
         return sorted(zip(*(x[at].tolist() for x in parts)))
 
     assert (
@@ -99,7 +98,7 @@ def gradient_of(name, packing=None, microbatch=0):
     rng = np.random.default_rng(7)
     # By token, so that both layouts have the same: a function of the target.
     ref = (-4.85 + rng.normal(0, 0.3, 128)).astype(np.float32)[batch.rows.targets]
-    signal = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.teaches)
+    signal = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
     learner = dataclasses.replace(PLAIN, microbatch=microbatch)
     _, step = step_functions("one", learner, OBJECTIVES[name])
     state, metrics, learnt = step(recording_state("one"), batch.rows, signal)

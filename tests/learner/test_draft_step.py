@@ -19,14 +19,15 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import Eagle3Draft, PolicyDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.learner.draft_step import (
-    DraftLearner,
+    DraftForward,
     Tables,
     make_draft_step,
     make_predict_step,
     make_read_tables,
 )
-from specrl_jax.learner.policy_step import Features, Learner, StepOutputs, make_feature_step, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, init_state, make_optimizer
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs, make_feature_step, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, init_state
 from specrl_jax.models import qwen3
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import LossInputs, Objective
@@ -41,8 +42,8 @@ HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
-LEARN = Learner(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
-DRAFT_LEARN = DraftLearner(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch=0, temperature=0.8)
+LEARN = PolicyForward(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
+DRAFT_LEARN = DraftForward(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch=0, temperature=0.8)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -222,7 +223,7 @@ def test_the_draft_changes_only_on_line(kind):
     assert all(len(update.draft) == 1 for update in on_updates)
     assert all(not update.draft for update in off_updates)
     # Where it does not learn it is asked what it expects, at the same weights of the same rows.
-    assert_trees_close(off_updates[0].outlook, on_updates[0].outlook, rtol=1e-5)
+    assert_trees_close(off_updates[0].diagnostics, on_updates[0].diagnostics, rtol=1e-5)
     assert (on[5].vocab_map is None) == (kind != "eagle3")
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
@@ -232,13 +233,13 @@ def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
     """Of every draft step, from the features of the policy's own update."""
     first, *_, last = runs(kind)["draft"]
     assert last.loss < 0.8 * first.loss
-    before, after = first.outlook, last.outlook
-    # All of it is mismatch: the target's own entropy is that of the same rows.
-    assert (after.mismatch < before.mismatch).all() and (after.mismatch > 0).all()
-    np.testing.assert_allclose(after.entropy, before.entropy, rtol=1e-5)
+    before, after = first.diagnostics, last.diagnostics
+    # All of it is KL: the target's own entropy is that of the same rows.
+    assert (after.kl < before.kl).all() and (after.kl > 0).all()
+    np.testing.assert_allclose(after.target_entropy, before.target_entropy, rtol=1e-5)
     assert (after.acceptance > before.acceptance).all() and after.acceptance[0] > 1.5 * before.acceptance[0]
-    for outlook in (before, after):
-        assert 1 >= outlook.acceptance[0] > outlook.acceptance[1] > outlook.acceptance[2] > 0
+    for diagnostics in (before, after):
+        assert 1 >= diagnostics.acceptance[0] > diagnostics.acceptance[1] > diagnostics.acceptance[2] > 0
 
 
 @pytest.mark.parametrize(("sizes", "online", "one_in"), [(ONE, True, 1), (ONE, False, 4), (EIGHT, False, 2)])
@@ -262,7 +263,7 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
 def test_cross_entropy_is_entropy_plus_mismatch(kind):
     """Whose weighted sum is the loss that is reported beside them."""
     for metrics in runs(kind)["draft"]:
-        parts = metrics.outlook.entropy + metrics.outlook.mismatch
+        parts = metrics.diagnostics.target_entropy + metrics.diagnostics.kl
         np.testing.assert_allclose(metrics.loss, parts @ 0.8 ** np.arange(len(parts)), rtol=1e-6)
 
 
@@ -288,7 +289,7 @@ def two_minibatches(draft_learns):
 
     def draft_step(draft, tables, features, rows):
         seen.append((tables, features, rows.tokens.tolist()))
-        return draft.replace(step=draft.step + 1), types.SimpleNamespace(outlook=np.array([len(seen)]))
+        return draft.replace(step=draft.step + 1), types.SimpleNamespace(diagnostics=np.array([len(seen)]))
 
     def predict_step(params, tables, features, rows):
         seen.append((params, tables, features, rows.tokens.tolist()))
@@ -321,7 +322,7 @@ def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 16)
     assert updates.policy == ["policy"] * 2 and len(updates.draft) == 2
     # Of the draft that drafted: the second update is of another one.
-    assert updates.outlook.tolist() == [1]
+    assert updates.diagnostics.tolist() == [1]
 
 
 def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
@@ -330,7 +331,7 @@ def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
     first = [[1, 5], [3, 5]]
     assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)
-    assert (updates.policy, updates.draft, updates.outlook.tolist()) == (["policy"] * 2, [], [0.25])
+    assert (updates.policy, updates.draft, updates.diagnostics.tolist()) == (["policy"] * 2, [], [0.25])
 
 
 # ---- the features that pass between them
@@ -362,7 +363,7 @@ def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     updated = learnt.features
     passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
     assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
-    score = jax.jit(lambda params, row: LEARN.score(params, row, partition))
+    score = jax.jit(lambda params, row: LEARN.apply(params, row, partition))
     for b in range(B):
         alone = score(policy_params, jax.tree.map(lambda x, b=b: x[b : b + 1], rows))
         for features in (updated, passed):
@@ -448,7 +449,9 @@ def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     gradient, metrics = recorded_update(*WHOLE, loss)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
-    entropy, mismatch, acceptance = (getattr(metrics.outlook, name) for name in ("entropy", "mismatch", "acceptance"))
+    entropy, mismatch, acceptance = (
+        getattr(metrics.diagnostics, name) for name in ("entropy", "mismatch", "acceptance")
+    )
     assert entropy.shape == mismatch.shape == acceptance.shape == (3,)
     expected = (entropy + mismatch) @ [1.0, 0.8, 0.64] if loss == "ce" else 1 - acceptance.mean()
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)

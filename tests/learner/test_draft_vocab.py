@@ -17,7 +17,8 @@ from specrl_jax.learner.draft_vocab import (
     most_frequent,
     move_vocabulary,
 )
-from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, make_optimizer
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import make_mesh

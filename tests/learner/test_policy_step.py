@@ -11,15 +11,9 @@ import pytest
 
 from specrl_jax.core import InputError
 from specrl_jax.data.rows import make_rows
-from specrl_jax.learner.policy_step import Learner, make_logprob_step, make_policy_step
-from specrl_jax.learner.state import (
-    OptimizerConfig,
-    TrainState,
-    init_random_params,
-    init_state,
-    make_optimizer,
-    state_shardings,
-)
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, TrainState, init_random_params, init_state, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.rl.grpo import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -27,7 +21,7 @@ from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
 B, T = 8, 16
-PLAIN = Learner(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch=0, temperature=1.0)
+PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
 WITHOUT_KL = Objective(0.2, 0.28, 0.0)
 MESHES = {
@@ -122,7 +116,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     state, metrics, _ = policy_step(state, rows, LossInputs(old, None, signal.advantages))
 
     def reinforce(params):
-        logprobs = PLAIN.score(params, rows, partition_of("one")).logprobs
+        logprobs = PLAIN.apply(params, rows, partition_of("one")).logprobs
         return -jnp.sum(jnp.where(rows.mask, logprobs * signal.advantages, 0.0)) / rows.mask.sum()
 
     # The ratio is 1 to rounding (two programs), and the rest is the same sum: a few units of 2**-24.

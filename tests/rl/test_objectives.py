@@ -152,8 +152,8 @@ def test_without_old_logprobs_the_ratio_is_one():
 def test_entropy_is_of_all_answers_also_where_none_teaches():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0)
-    for teaches in (np.zeros_like(x["mask"]), x["mask"]):
-        signal = LossInputs(x["old"], None, x["advantages"], teaches=teaches)
+    for loss_mask in (np.zeros_like(x["mask"]), x["mask"]):
+        signal = LossInputs(x["old"], None, x["advantages"], loss_mask=loss_mask)
         terms = grpo_loss(x["logprobs"], x["entropy"], signal, x["mask"], x["segments"], o)
         assert float(terms.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
 

@@ -17,7 +17,7 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.io import hf
-from specrl_jax.learner.policy_step import Learner, make_logprob_step
+from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
@@ -87,7 +87,7 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
         assert len(tokens) == len(logprobs) and (len(tokens) == 12 or ended)
     encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
     rows = make_rows(encoded, out.tokens, 20, 0)
-    learner = Learner(NANO, jnp.dtype("float32"), False, 0, 0, COMMON["temperature"])
+    learner = PolicyForward(NANO, jnp.dtype("float32"), False, 0, 0, COMMON["temperature"])
     policy = hf.load_params(str(folders / "policy"), NANO, partitioner(one_device(), LEARNER), jnp.float32)
     expected, _ = make_logprob_step(learner, partitioner(one_device(), LEARNER))(policy, rows)
     np.testing.assert_allclose(np.concatenate(out.logprobs), np.asarray(expected)[rows.mask], rtol=0, atol=1e-4)

@@ -16,8 +16,9 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import Eagle3Draft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.policy_step import Learner, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, abstract_state, make_optimizer
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import LossInputs, Objective
@@ -47,7 +48,7 @@ def collectives(compiled, kind):
 
 def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
-    learner = Learner(MODEL, BF16, True, CONFIG.policy.vocab_tile, 8, 1.0)
+    learner = PolicyForward(MODEL, BF16, True, CONFIG.policy.vocab_tile, 8, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition)
     B, T = 16, 4096

@@ -15,9 +15,10 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import Eagle3Draft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.draft_step import DraftLearner, Tables, make_draft_step
-from specrl_jax.learner.policy_step import Features, Learner, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, abstract_state, make_optimizer
+from specrl_jax.learner.draft_step import DraftForward, Tables, make_draft_step
+from specrl_jax.learner.optimizer import make_optimizer
+from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
+from specrl_jax.learner.state import OptimizerConfig, abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import LossInputs, Objective
@@ -39,7 +40,9 @@ def mesh():
 def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
-    learner = Learner(MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch, 1.0)
+    learner = PolicyForward(
+        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch, 1.0
+    )
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
     B = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
@@ -86,7 +89,7 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     dtype, grpo = jnp.dtype(CONFIG.policy.compute_dtype), CONFIG.grpo
-    learner = DraftLearner(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch, 1.0)
+    learner = DraftForward(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)

@@ -10,7 +10,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.evaluate import Evaluation
-from tests.training.test_collect import rollouts_of
+from tests.training.test_dynamic_sampling import rollouts_of
 
 SETS = {"one": [Problem("1", "1", "")], "two": [Problem("2", "2", ""), Problem("3", "3", "")]}
 

@@ -9,7 +9,7 @@ import pytest
 
 import main as command_line
 from configs import rlzero_tiny
-from specrl_jax.learner.policy_step import Learner, make_policy_step
+from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -26,7 +26,7 @@ NANO = qwen3.preset("nano_moe")
 def recorded_gradient(partition, microbatch):
     """Of one policy step, and its metrics."""
     params = jax.device_put(random_params(NANO), partition.tree(qwen3.param_specs(NANO)))
-    learner = Learner(NANO, jnp.dtype("float32"), True, 0, microbatch, 1.0)
+    learner = PolicyForward(NANO, jnp.dtype("float32"), True, 0, microbatch, 1.0)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     state = TrainState(jnp.zeros((), jnp.int32), params, jax.tree.map(jnp.zeros_like, params))
     state, metrics, _ = step(state, *batch())

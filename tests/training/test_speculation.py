@@ -17,7 +17,7 @@ from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
 LENGTHS, SIZES = (0, 1, 3), (16, 4)
 PREDICTED = np.array([0.8, 0.5, 0.25])
-OUTLOOK = DraftDiagnostics(np.array([0.9, 0.8, 0.7]), np.array([0.2, 0.3, 0.4]), PREDICTED)
+DIAGNOSTICS = DraftDiagnostics(np.array([0.9, 0.8, 0.7]), np.array([0.2, 0.3, 0.4]), PREDICTED)
 HEALTHY, GONE = (800, 500, 250), (0, 0, 0)  # drafts kept of a thousand, by position
 
 
@@ -78,7 +78,7 @@ def k_of(speculation):
 def tripped(speculation):
     """The same, after its acceptance collapsed."""
     with pytest.warns(UserWarning, match="acceptance collapsed"):
-        assert speculation.observe(rollouts_of(GONE), OUTLOOK)["spec/alarm"] == 1.0
+        assert speculation.observe(rollouts_of(GONE), DIAGNOSTICS)["spec/alarm"] == 1.0
     return speculation
 
 
@@ -87,26 +87,26 @@ def tripped(speculation):
 
 def test_the_predicted_length_is_that_of_the_lengths_drafted():
     """600 of 1000 verifications drafted three tokens, the others one: 1 + 0.8 + 0.6 (0.5 + 0.25)."""
-    row = Speculation(setup_of()).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), OUTLOOK)
+    row = Speculation(setup_of()).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), DIAGNOSTICS)
     assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
 
 
 def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
-    speculation, short = Speculation(setup_of()), DraftDiagnostics(*(x[:1] for x in vars(OUTLOOK).values()))
+    speculation, short = Speculation(setup_of()), DraftDiagnostics(*(x[:1] for x in vars(DIAGNOSTICS).values()))
     row = speculation.observe(rollouts_of((800, 0, 0)), short)
     assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
 
 
-@pytest.mark.parametrize("outlook", [None, OUTLOOK], ids=["none", "known"])
-def test_greedy_rollouts_have_no_prediction(outlook):
+@pytest.mark.parametrize("diagnostics", [None, DIAGNOSTICS], ids=["none", "known"])
+def test_greedy_rollouts_have_no_prediction(diagnostics):
     speculation = Speculation(setup_of(temperature=0.0))
-    assert speculation.observe(rollouts_of(GONE), outlook) == {"spec/alarm": 0.0}
+    assert speculation.observe(rollouts_of(GONE), diagnostics) == {"spec/alarm": 0.0}
 
 
 def test_a_step_that_drafted_nothing_is_no_evidence():
     speculation = Speculation(setup_of())
     before = speculation.alarm.state()
-    assert speculation.observe(rollouts_of(GONE, GONE), OUTLOOK) == {"spec/alarm": 0.0}
+    assert speculation.observe(rollouts_of(GONE, GONE), DIAGNOSTICS) == {"spec/alarm": 0.0}
     assert speculation.alarm.state() == before
 
 
@@ -123,7 +123,7 @@ def test_a_healthy_draft_goes_on():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
-            assert speculation.observe(rollouts_of(), OUTLOOK)["spec/alarm"] == 0.0
+            assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
             assert k_of(speculation) == 3
 
 
@@ -136,10 +136,10 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
         drafted = (1000,) * 3 if chosen[-1] else GONE
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # said once
-            assert speculation.observe(rollouts_of(GONE, drafted), OUTLOOK)["spec/alarm"] == 1.0
+            assert speculation.observe(rollouts_of(GONE, drafted), DIAGNOSTICS)["spec/alarm"] == 1.0
     assert chosen.count(3) == 2 and chosen.count(0) == 2 * PROBE_STEPS - 2
     assert np.diff(np.flatnonzero(chosen)).tolist() == [PROBE_STEPS]
-    assert speculation.observe(rollouts_of(), OUTLOOK)["spec/alarm"] == 0.0
+    assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
     assert k_of(speculation) == 3
 
 
@@ -159,12 +159,12 @@ def test_a_tripped_alarm_holds_the_controller_back():
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
-    speculation.observe(rollouts_of(), OUTLOOK)
+    speculation.observe(rollouts_of(), DIAGNOSTICS)
     speculation.lengths.observe(16, 3, 10.0, 10, 160, np.array([128, 80, 40]), 0.0)
     assert k_of(speculation) == 3
     tripped(speculation)
     assert k_of(speculation) == 0
-    speculation.observe(rollouts_of(), OUTLOOK)
+    speculation.observe(rollouts_of(), DIAGNOSTICS)
     assert k_of(speculation) == 3
 
 
@@ -190,13 +190,13 @@ def test_other_engines_draft_while_the_run_does(path):
 def test_the_controller_gets_the_prediction_of_every_sampled_step():
     speculation = Speculation(setup_of(adaptive=True))
     assert speculation.controller.acceptance() == [1.0] * 3
-    speculation.observe(rollouts_of(), OUTLOOK)
+    speculation.observe(rollouts_of(), DIAGNOSTICS)
     # Nothing was observed yet, so the prior is all there is.
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     speculation.observe(rollouts_of(), None)
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     greedy = Speculation(setup_of(adaptive=True, temperature=0.0))
-    greedy.observe(rollouts_of(), OUTLOOK)
+    greedy.observe(rollouts_of(), DIAGNOSTICS)
     assert greedy.controller.acceptance() == [1.0] * 3
 
 
@@ -210,7 +210,7 @@ def test_a_drafter_of_length_zero_has_nothing_to_choose():
 
 def mismatched(mismatch):
     """An DraftDiagnostics whose steps have this mismatch in the mean."""
-    return dataclasses.replace(OUTLOOK, mismatch=mismatch * np.array([0.5, 1.0, 1.5]))
+    return dataclasses.replace(DIAGNOSTICS, kl=mismatch * np.array([0.5, 1.0, 1.5]))
 
 
 def test_a_draft_learns_where_its_schedule_says_so_and_the_run_lets_it():
@@ -259,8 +259,8 @@ def test_everything_saved_comes_back():
     setup = setup_of(adaptive=True, groups=2)
     speculation = Speculation(setup)
     speculation.lengths.calibrate(16, 3, 0.5)
-    speculation.observe(rollouts_of(), OUTLOOK)
-    speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), OUTLOOK)
+    speculation.observe(rollouts_of(), DIAGNOSTICS)
+    speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), DIAGNOSTICS)
     loaded = reloaded(setup, speculation)
     assert loaded.controller.state() == speculation.controller.state()
     assert loaded.alarm == speculation.alarm and loaded.alarm.pending != (0.0, 0.0, 0)
@@ -276,7 +276,7 @@ def test_the_turn_of_a_probe_is_kept():
     for _ in range(PROBE_STEPS):
         assert k_of(loaded) == k_of(speculation)
         for one in (speculation, loaded):
-            one.observe(rollouts_of(GONE, GONE), OUTLOOK)
+            one.observe(rollouts_of(GONE, GONE), DIAGNOSTICS)
 
 
 def test_a_fresh_workdir_starts_anew():
@@ -330,7 +330,7 @@ def test_a_resumed_run_goes_on_counting_what_its_draft_vocabulary_misses():
 def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
     setup = setup_of(groups=1, history=2)
     speculation = Speculation(setup)
-    speculation.observe(rollouts_of(texts=TEXTS), OUTLOOK)
+    speculation.observe(rollouts_of(texts=TEXTS), DIAGNOSTICS)
     for one in (speculation, reloaded(setup, speculation)):
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
         assert [text.tolist() for text in one.history.get([7])] == [[7, 8]]

@@ -10,6 +10,7 @@ from specrl_jax.config.settings import GRPOSettings
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.distributed import gathered
+from specrl_jax.learner.batch import TrainingBatch
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.overlong import overlong_penalty
@@ -22,14 +23,6 @@ class Batch(NamedTuple):
     problems: list[Problem]
     scores: Scores
     rewards: np.ndarray  # [R] float32, what advantages are made of: the scores' total, less what length costs
-
-
-class TrainingBatch(NamedTuple):
-    """What is learnt from a batch."""
-
-    rollouts: Rollouts  # of P groups
-    advantages: np.ndarray  # [R] float32
-    teaches: np.ndarray  # [R] bool; the others count nowhere
 
 
 # (problems, id of the first rollout) -> their rollouts and scores
@@ -88,10 +81,10 @@ def lesson(batches: list[Batch], g: GRPOSettings) -> TrainingBatch:
     groups = np.sort(order[: g.prompts_per_step])
     rows = (groups[:, None] * g.group_size + np.arange(g.group_size)).reshape(-1)
     advantages = ADVANTAGES[g.advantage](rewards[rows].reshape(-1, g.group_size)).reshape(-1)
-    teaches = np.repeat(differs[groups], g.group_size) if g.sampling_rounds > 1 else np.ones(len(rows), bool)
+    loss_mask = np.repeat(differs[groups], g.group_size) if g.sampling_rounds > 1 else np.ones(len(rows), bool)
     if g.mask_truncated:
-        teaches &= rollouts.ended[rows]
-    return TrainingBatch(rollouts.take(rows), advantages, teaches)
+        loss_mask &= rollouts.ended[rows]
+    return TrainingBatch(rollouts.take(rows), advantages, loss_mask)
 
 
 def merged_scores(parts: Sequence[Scores]) -> Scores:

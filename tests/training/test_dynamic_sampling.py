@@ -8,7 +8,7 @@ import pytest
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.overlong import overlong_penalty
-from specrl_jax.training.collect import Batch, collect, lesson, merged_scores
+from specrl_jax.training.dynamic_sampling import Batch, collect, lesson, merged_scores
 
 P, G, LONGEST = 3, 2, 10
 
@@ -65,7 +65,7 @@ def test_one_round_takes_what_comes():
     batches, asked = rounds_of(EQUAL, step=4)
     assert asked == [(["first"] * P, 4 * P * G)]
     kept = lesson(batches, settings())
-    assert kept.teaches.all() and kept.rollouts.rollout_id.tolist() == list(range(24, 30))
+    assert kept.loss_mask.all() and kept.rollouts.rollout_id.tolist() == list(range(24, 30))
     np.testing.assert_array_equal(kept.advantages, 0)
 
 
@@ -77,7 +77,7 @@ def test_rounds_go_on_until_every_group_teaches():
     kept = lesson(batches, g)
     # The middle group of the first round, and the first two of the second, in the order of their ids.
     assert kept.rollouts.rollout_id.tolist() == [20, 21, 24, 25, 26, 27]
-    assert kept.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5] and kept.teaches.all()
+    assert kept.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5] and kept.loss_mask.all()
     assert kept.rollouts.prompt_index.tolist() == [1, 1, 3, 3, 4, 4]
 
 
@@ -87,7 +87,7 @@ def test_rounds_that_do_not_suffice_fill_up_with_groups_that_count_nowhere():
     assert len(asked) == 2
     kept = lesson(batches, g)
     assert kept.rollouts.rollout_id.tolist() == [0, 1, 2, 3, 8, 9]
-    assert kept.teaches.tolist() == [False] * 4 + [True] * 2
+    assert kept.loss_mask.tolist() == [False] * 4 + [True] * 2
     assert kept.advantages.tolist() == [0, 0, 0, 0, 0.5, -0.5]
 
 
@@ -100,7 +100,7 @@ def test_answers_cut_by_the_limit_do_not_teach_but_count_in_their_group():
     ended = [True, False, True, True, False, True]
     batch = Batch(rollouts_of(0, ended=ended), [], scores_of(MIXED), np.asarray(MIXED, np.float32).reshape(-1))
     kept = lesson([batch], g)
-    assert kept.teaches.tolist() == ended and kept.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0.5, -0.5]
+    assert kept.loss_mask.tolist() == ended and kept.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0.5, -0.5]
 
 
 def test_length_costs_reward():

@@ -1,0 +1,70 @@
+"""Optimizers of the policy and of a draft: AdamW, or Muon on matrices, behind a clip of the global gradient norm."""
+
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+
+from specrl_jax.core import InputError
+from specrl_jax.learner.state import OptimizerConfig, TrainState
+
+
+def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.GradientTransformation:
+    """Muon on the matrices of the layers, AdamW on tables, norms and routers, both at the same rate and with Nesterov's
+    momentum: updates of a matrix are scaled to AdamW's size (Moonlight, arXiv 2502.16982, section 2.2).
+    """
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=weight_decay,
+        adam_b2=b2,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map_with_path(_matrix_axes, params),
+        consistent_rms=0.2,
+    )
+
+
+def _matrix_axes(path: Any, weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes are a matrix's inputs and outputs; what is left are layers, experts and, in a draft head, the parts of
+    what it reads (embedding and hidden state; three features), each a matrix of its own. None: AdamW's.
+    """
+    heads = dict.fromkeys(("q", "k", "v"), ((-3,), (-2, -1))) | {"o": ((-3, -2), (-1,))}
+    matrices = heads | dict.fromkeys(("gate", "up", "down", "fc", "eh_proj"), ((-2,), (-1,)))
+    if path[-1].key not in matrices:
+        return None
+    inputs, outputs = (tuple(weight.ndim + axis for axis in axes) for axes in matrices[path[-1].key])
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+OPTIMIZERS = {"adamw": optax.adamw, "muon": _muon}
+# Section of the config -> the key that names its optimizer.
+NAMED = {"optimizer": "optimizer.name", "draft": "draft.optimizer"}
+
+
+def make_optimizer(config: OptimizerConfig, section: str = "optimizer") -> optax.GradientTransformation:
+    """`section`: of the config, for messages. Raises InputError."""
+    if config.name not in OPTIMIZERS:
+        raise InputError(f"{NAMED[section]}: no optimizer '{config.name}'; there are {', '.join(OPTIMIZERS)}")
+    peak = config.learning_rate
+    if config.decay_steps:
+        if config.decay_steps <= config.warmup:
+            raise InputError(
+                f"{section}.decay_steps={config.decay_steps} must be above {section}.warmup={config.warmup}"
+            )
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.decay_steps, end_value=peak / 10)
+    else:
+        schedule = optax.linear_schedule(peak / (config.warmup + 1), peak, config.warmup)
+    optimizer = OPTIMIZERS[config.name](schedule, b2=config.b2, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+
+
+def apply_gradient(
+    state: TrainState, gradient: Any, optimizer: optax.GradientTransformation, healthy: jax.Array
+) -> TrainState:
+    """The state after one optimizer update, or as it was where not `healthy` ([] bool); `step` is the caller's."""
+
+    def apply(state: TrainState) -> TrainState:
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    return jax.lax.cond(healthy, apply, lambda state: state, state)
