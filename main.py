@@ -15,7 +15,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.cli import fail, one_line
+from specrl_jax.config import from_config_dict
+from specrl_jax.errors import fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
-        settings = to_settings(config)
+        settings = from_config_dict(config)
         if config.task == "dry_run":
             run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
             return 0
@@ -75,36 +76,6 @@ def parse(argv: list[str]) -> tuple[ConfigDict, str]:
     # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
     name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
     return config, _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
-
-
-def to_settings(config: ConfigDict) -> Any:
-    """ConfigDict stops here: below main there are frozen dataclasses only."""
-    from specrl_jax.config import settings
-    from specrl_jax.learner.state import OptimizerConfig
-
-    return settings.Settings(
-        task=config.task,
-        seed=config.seed,
-        steps=config.steps,
-        policy=settings.PolicySettings(**config.policy),
-        draft=settings.DraftSettings(**config.draft),
-        rollout=settings.RolloutSettings(**config.rollout),
-        grpo=settings.GRPOSettings(**config.grpo),
-        pipeline=settings.PipelineSettings(**config.pipeline),
-        optimizer=OptimizerConfig(**config.optimizer),
-        reward=settings.RewardSettings(**config.reward),
-        data=settings.DataSettings(**config.data),
-        eval=settings.EvalSettings(**config.eval),
-        checkpoint=settings.CheckpointSettings(**config.checkpoint),
-        generate=settings.GenerateSettings(tuple(config.generate.prompts), config.generate.samples),
-        pretrain=settings.PretrainSettings(**config.pretrain),
-        benchmark=settings.BenchmarkSettings(
-            config.benchmark.rounds, config.benchmark.warmup, tuple(config.benchmark.lengths)
-        ),
-        export=settings.ExportSettings(**config.export),
-        dry_run=settings.DryRunSettings(**config.dry_run),
-        logging=settings.LoggingSettings(**config.logging),
-    )
 
 
 def check_processes(task: str) -> None:
@@ -218,14 +189,13 @@ def run_generate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 
 def run_export(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
-    from specrl_jax.config.settings import open_output
-    from specrl_jax.io.workdir import check_workdir
+    from specrl_jax.io.workdir import check_workdir, open_output
     from specrl_jax.tasks.export import export, output_folder
     from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
     check_workdir(workdir, config)
-    open_output("export", output_folder(settings.export, workdir), settings.export.dtype)
+    open_output("export.output", output_folder(settings.export, workdir))
     export(setup, workdir)
 
 

@@ -13,13 +13,13 @@ Drafts of other kinds for the last two:
         --config.draft.preset=nano --workdir runs/zero_model_run
 """
 
-from configs import common
+from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "small", "zero", "think", "smoke"):
         raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are small, zero, think, smoke")
-    c = common.base()
+    c = base()
     c.task = "draft_pretrain"
     c.steps = 2400
     # Small batches and many updates: by seconds of training, four times the rows learn half as fast.
@@ -33,7 +33,7 @@ def get_config(arg: str = ""):
     c.draft.vocab_size = 32
     c.draft.learning_rate = 2e-3
     c.draft.warmup = 100
-    c.draft.decay_steps = c.get_ref("steps")
+    c.draft.decay_steps = c.get_oneway_ref("steps")
     c.draft.ttt_steps = 4
     c.eval.problems = 512
     c.pretrain.output = "runs/tiny_head"

@@ -9,13 +9,13 @@ As it stands: the tiny base and its EAGLE-3 head answer 64 arithmetic problems, 
 acceptance length above 3 where three tokens are drafted. Results: generations.jsonl and generation.json in the workdir.
 """
 
-from configs import common
+from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/generate.py: no variant '{arg}'; there is smoke")
-    c = common.base()
+    c = base()
     c.task = "generate"
     c.policy.preset = ""
     c.policy.path = "experiments/tiny_base/checkpoint"
@@ -24,7 +24,7 @@ def get_config(arg: str = ""):
     c.rollout.max_prompt_tokens = 10
     c.rollout.max_response_tokens = 46
     c.rollout.num_slots = 16
-    c.grpo.group_size = c.generate.get_ref("samples")
+    c.grpo.group_size = c.generate.get_oneway_ref("samples")
     c.eval.problems = 64
     if arg == "smoke":
         c.policy.preset = "nano_deep"

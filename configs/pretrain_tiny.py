@@ -10,13 +10,13 @@ solutions, a policy that is good at its task; `zero`, as many mistakes as the ti
 numbers. The last two are the bases of the workloads rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
 """
 
-from configs import common
+from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "small", "zero", "think", "smoke"):
         raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are small, zero, think, smoke")
-    c = common.base()
+    c = base()
     c.task = "pretrain"
     c.steps = 1200
     c.rollout.max_prompt_tokens = 10
@@ -25,7 +25,7 @@ def get_config(arg: str = ""):
     c.optimizer.warmup = 100
     c.optimizer.b2 = 0.98
     c.optimizer.weight_decay = 0.01
-    c.optimizer.decay_steps = c.get_ref("steps")
+    c.optimizer.decay_steps = c.get_oneway_ref("steps")
     c.eval.problems = 512
     if arg in ("small", "zero", "think"):
         c.policy.preset = "small"

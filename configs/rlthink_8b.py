@@ -19,13 +19,13 @@ This project has not run this config on such hardware.
 `:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import common
+from configs import recipes
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlthink_8b.py: no variant '{arg}'; there is smoke")
-    c = common.dapo_math()
+    c = recipes.dapo_math()
     c.steps = 400
     c.policy.preset = "qwen3_8b"
     c.policy.path = "checkpoints/Qwen3-8B"
@@ -37,4 +37,4 @@ def get_config(arg: str = ""):
     c.grpo.microbatch = 8
     c.mesh.fsdp = 8
     c.mesh.tensor = 4
-    return common.shrink(c, "nano_deep") if arg else c
+    return recipes.shrink(c, "nano_deep") if arg else c

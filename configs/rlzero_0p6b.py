@@ -21,13 +21,13 @@ Hours, by this project's simulator: 22 s a step without drafts (19 to 28), 200 s
 `:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import common
+from configs import recipes
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_0p6b.py: no variant '{arg}'; there is smoke")
-    c = common.gsm8k()
+    c = recipes.gsm8k()
     c.steps = 200
     c.policy.preset = "qwen3_0p6b"
     c.policy.path = "checkpoints/Qwen3-0.6B-Base"
@@ -37,4 +37,4 @@ def get_config(arg: str = ""):
     c.grpo.group_size = 8
     c.grpo.minibatches = 2
     c.grpo.microbatch = 16
-    return common.shrink(c, "nano_deep") if arg else c
+    return recipes.shrink(c, "nano_deep") if arg else c

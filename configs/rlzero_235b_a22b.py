@@ -28,13 +28,13 @@ Hours, by this project's simulator: 156 s a step without drafts (139 to 194), 40
 `:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import common
+from configs import recipes
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_235b_a22b.py: no variant '{arg}'; there is smoke")
-    c = common.dapo_math()
+    c = recipes.dapo_math()
     c.steps = 400
     c.policy.preset = "qwen3_235b_a22b"
     c.policy.path = "checkpoints/Qwen3-235B-A22B"
@@ -47,4 +47,4 @@ def get_config(arg: str = ""):
     c.mesh.fsdp = 16
     c.mesh.expert = 8
     c.mesh.tensor = 4
-    return common.shrink(c, "nano_moe_deep") if arg else c
+    return recipes.shrink(c, "nano_moe_deep") if arg else c

@@ -23,13 +23,13 @@ Hours, by this project's simulator: 91 s a step without drafts (76 to 121), 400 
 `:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import common
+from configs import recipes
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_30b_a3b.py: no variant '{arg}'; there is smoke")
-    c = common.dapo_math()
+    c = recipes.dapo_math()
     c.steps = 400
     c.policy.preset = "qwen3_30b_a3b"
     c.policy.path = "checkpoints/Qwen3-30B-A3B-Base"
@@ -41,4 +41,4 @@ def get_config(arg: str = ""):
     c.grpo.microbatch = 32  # rows: one per batch shard
     c.mesh.fsdp = 8
     c.mesh.expert = 4
-    return common.shrink(c, "nano_moe_deep") if arg else c
+    return recipes.shrink(c, "nano_moe_deep") if arg else c

@@ -38,13 +38,13 @@ devices.
 `:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
 """
 
-from configs import common
+from configs import recipes
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "smoke"):
         raise ValueError(f"configs/rlzero_8b.py: no variant '{arg}'; there is smoke")
-    c = common.dapo_math()
+    c = recipes.dapo_math()
     c.steps = 400
     c.policy.preset = "qwen3_8b"
     c.policy.path = "checkpoints/Qwen3-8B-Base"
@@ -56,4 +56,4 @@ def get_config(arg: str = ""):
     c.grpo.microbatch = 8  # rows: one per fsdp shard
     c.mesh.fsdp = 8
     c.mesh.tensor = 4
-    return common.shrink(c, "nano_deep") if arg else c
+    return recipes.shrink(c, "nano_deep") if arg else c

@@ -8,13 +8,13 @@ same street with a random seven-layer policy and a random head, in seconds. `:sm
 head, made as rlthink_tiny.py says (`:zero` for `:think`), one sequence at a time: for what speculation saves.
 """
 
-from configs import common
+from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
     if arg not in ("", "small", "smoke"):
         raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, smoke")
-    c = common.base()
+    c = base()
     c.steps = 60
     c.policy.path = "experiments/tiny_base/checkpoint"
     c.rollout.max_prompt_tokens = 10

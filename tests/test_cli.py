@@ -14,6 +14,7 @@ from absl.testing import flagsaver
 from ml_collections import ConfigDict
 
 import main as command_line
+from specrl_jax.config import Config, base, from_config_dict
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.io import hf
@@ -23,7 +24,7 @@ from specrl_jax.training import build as setup
 from specrl_jax.training import evaluate, loop
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
 
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "common"))
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "recipes"))
 
 
 @pytest.fixture
@@ -548,15 +549,15 @@ def test_every_config_becomes_settings(name, variant):
     module = importlib.import_module(f"configs.{name}")
     config = module.get_config(variant)
     assert isinstance(config, ConfigDict)
-    settings = command_line.to_settings(config)
-    assert isinstance(settings, setup.Settings)
+    settings = from_config_dict(config)
+    assert isinstance(settings, Config)
     assert command_line.find_task(config.task)
     # Where there is none, the sizes are those of policy.path.
     assert not settings.policy.preset or qwen3.preset(settings.policy.preset)
     assert settings.policy.preset or settings.policy.path
     if settings.optimizer.decay_steps:
         config.steps = 17
-        assert command_line.to_settings(config).optimizer.decay_steps == 17
+        assert from_config_dict(config).optimizer.decay_steps == 17
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -567,12 +568,9 @@ def test_an_unknown_variant_is_refused(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_adds_no_key_to_the_base(name):
-    """Every key is in configs/common.py, with its unit."""
-    common = importlib.import_module("configs.common")
-
     def keys(config, prefix=""):
         for key, value in config.items():
             yield from keys(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else [prefix + key]
 
     config = importlib.import_module(f"configs.{name}").get_config()
-    assert sorted(keys(config)) == sorted(keys(common.base()))
+    assert sorted(keys(config)) == sorted(keys(base()))

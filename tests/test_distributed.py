@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from main import to_settings
 from specrl_jax import distributed as processes
+from specrl_jax.config import from_config_dict
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
@@ -99,7 +99,7 @@ def restored(folder, sizes):
     with open(folder / "config.json") as file:
         config = ConfigDict(json.load(file)["config"])
     sizes = {"data": 1, "expert": 1, "tensor": 1} | sizes
-    setup = build(to_settings(config), make_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))]))
+    setup = build(from_config_dict(config), make_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))]))
     checkpoints = setup.open_checkpoints(str(folder))
     state, host = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
     checkpoints.close()

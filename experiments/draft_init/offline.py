@@ -20,7 +20,7 @@ import numpy as np
 
 from configs import draft_tiny
 from experiments.engine import bench
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.io.progress import Display
 from specrl_jax.learner.state import RunState
@@ -51,7 +51,7 @@ def make_setup(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int,
     c.seed, c.pretrain.rollouts = seed, rollouts
     if prompts == "countdown":
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 20, 36
-    return build(to_settings(c), bench.one_device())
+    return build(from_config_dict(c), bench.one_device())
 
 
 def train(setups: list[Setup], folder: str) -> tuple[RunState, float]:

@@ -17,7 +17,7 @@ from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
-from specrl_jax.training.rollouts import RolloutConfig, Target, sharded_verify
+from specrl_jax.training.rollouts import InferenceConfig, Target, sharded_verify
 from specrl_jax.training.speedup import timed
 
 # A row of a CSV file
@@ -132,7 +132,7 @@ def engine_parts(
     model: Qwen3Config,
     draft: DraftModel | None,
     drafter: Drafter,
-    config: RolloutConfig,
+    config: InferenceConfig,
     stops: Stops,
     partition: Partitioner,
 ) -> Model:

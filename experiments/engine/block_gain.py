@@ -34,7 +34,7 @@ from specrl_jax.decoding.step import Slots, speculative_step
 from specrl_jax.drafts.base import find_draft_model
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare
 
 RULES = ("rejection", "block")
 FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection", "expected_block")
@@ -86,7 +86,7 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, A
     partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
     draft = find_draft_model("eagle3", model, head)
     limits = Limits(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
-    config = RolloutConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
+    config = InferenceConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
     drafter = draft.drafter(k, config.sampling, config.dtype, partition)
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
     learner = partitioner(mesh, LEARNER)

@@ -19,7 +19,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.sharding import make_mesh
@@ -61,7 +61,7 @@ def make_setup(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> 
     c.draft.update(draft | {"length": LONGEST, "adaptive": True})
     c.rollout.num_slots = slots
     c.grpo.group_size, c.grpo.prompts_per_step, c.eval.problems = GROUP, prompts, prompts
-    return build(to_settings(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
+    return build(from_config_dict(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
 
 
 def measure(setup: Setup, learning: int, rounds: int) -> Iterator[bench.Row]:

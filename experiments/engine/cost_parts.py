@@ -22,7 +22,7 @@ from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, Target, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, Target, make_prepare, make_rollout_engine
 
 PROMPT, RESPONSE, WARM = 32, 128, 2  # tokens, tokens, iterations
 # Runs once: seconds per iteration
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     target: Target  # by itself: nothing is kept for the head
     draft: Eagle3Draft
     weights: Any
-    config: RolloutConfig
+    config: InferenceConfig
     partition: Partitioner
 
     def empty_cache(self) -> Caches:
@@ -48,7 +48,7 @@ def build(
     partition = partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
     limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
+    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
     drafter = draft.drafter(max(lengths), config.sampling, config.dtype, partition)
     stops = bench.Stops((model.vocab,))  # no id of the vocabulary: every row runs on
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)

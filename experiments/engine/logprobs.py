@@ -13,7 +13,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.learner.batch import rollout_rows
 from specrl_jax.training.build import Setup, build
 from specrl_jax.training.metrics import mismatch_metrics
@@ -42,7 +42,7 @@ def make_setup(dtypes: Dtypes, k: int, prompts: int) -> Setup:
     c.policy.dtype, c.policy.compute_dtype = dtypes.weights, dtypes.learner
     c.rollout.compute_dtype = c.rollout.cache_dtype = dtypes.decoding
     c.draft.length, c.eval.problems = k, prompts
-    return build(to_settings(c), bench.one_device())
+    return build(from_config_dict(c), bench.one_device())
 
 
 def measure(setup: Setup) -> bench.Row:

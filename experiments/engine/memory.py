@@ -22,7 +22,7 @@ from specrl_jax.drafts.base import Eagle3Draft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, partitioner
-from specrl_jax.training.rollouts import RolloutConfig
+from specrl_jax.training.rollouts import InferenceConfig
 
 FIELDS = ("preset", "dtype", "slots", "tokens", "buffer", "how", "bytes", "arithmetic")
 # preset: (slots, prompt tokens, response tokens, dtype, whether buffers are made)
@@ -76,7 +76,7 @@ def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> di
 def measure(preset: str, limits: Limits, dtype: str, allocate: bool) -> list[bench.Row]:
     model, partition = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
+    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
     drafter = draft.drafter(7, config.sampling, config.dtype, partition)
     parts = bench.engine_parts(model, draft, drafter, config, bench.Stops((model.vocab,)), partition)
     make = functools.partial(empty_slots, parts, limits)

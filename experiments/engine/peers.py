@@ -36,7 +36,7 @@ from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 
 HERE = pathlib.Path(__file__).parent
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
@@ -80,7 +80,7 @@ def ours(
     """
     mesh = make_mesh(MESH, jax.devices()[:1])
     model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
-    config = RolloutConfig(
+    config = InferenceConfig(
         sampling=Sampling(),
         # A chunk as long as an answer: the host looks once, as tunix's does.
         limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),

@@ -20,8 +20,7 @@ import types
 import jax
 import numpy as np
 
-from configs import common
-from main import to_settings
+from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tasks import Problem
 from specrl_jax.io.progress import Display
 from specrl_jax.io.workdir import versions
@@ -53,12 +52,12 @@ class IdTokenizer:
 
 
 def make_setup() -> Setup:
-    config = common.base()
+    config = base()
     config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")
     config.rollout.update(
         max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
     )
-    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
     return dataclasses.replace(
         setup,
         model=MODEL,

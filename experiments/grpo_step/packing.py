@@ -16,7 +16,7 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.learner.batch import LearnerBatch, Packing, TrainingBatch, learner_batch
@@ -57,7 +57,7 @@ def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
 def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
     config.draft.kind, config.draft.path = "none", ""
-    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
     state = setup.initial_state()
     found = batches(setup, setup.prepare(state)[0], tokens)
     policy, rows = state.policy, []

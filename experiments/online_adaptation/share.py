@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from configs import rlzero_8b, rlzero_tiny
 from experiments.engine import bench
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.draft_step import Tables
 from specrl_jax.learner.policy_step import Features
@@ -106,7 +106,7 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for name in a.configs:
             for steps in a.steps:
-                setup = build(to_settings(without_files(name, steps)), bench.one_device())
+                setup = build(from_config_dict(without_files(name, steps)), bench.one_device())
                 row = {"config": name, "ttt_steps": steps} | measure(setup)
                 write(row)
                 print(f"{name}, {steps} unrolled: {row['share']:.3f} of the operations of a train phase")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
@@ -31,7 +31,7 @@ def restored(workdir: str) -> tuple[Setup, RunState, Host]:
     """(setup, state, the host's part) of the run's last checkpoint."""
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])
-    setup = build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
     checkpoints = setup.open_checkpoints(workdir)
     found = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
     checkpoints.close()

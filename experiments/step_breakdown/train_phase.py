@@ -16,7 +16,7 @@ from configs import rlzero_tiny
 from experiments.claims import interval
 from experiments.engine import bench
 from experiments.grpo_step.packing import make_lesson
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.batch import learner_batch
 from specrl_jax.rl.grpo import LossInputs
@@ -32,7 +32,7 @@ def make_setup(kind: str) -> Setup:
     config.draft.kind, config.draft.online = kind, False
     if kind == "none":
         config.draft.path = ""
-    return build(to_settings(config), make_mesh(config.mesh.to_dict()))
+    return build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
 
 
 def first_step(setup: Setup) -> tuple[Rows, LossInputs]:

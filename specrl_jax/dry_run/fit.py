@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.config.settings import Settings
+from specrl_jax.config import Config
 from specrl_jax.dry_run.measure import Measured, Memory
 from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
 from specrl_jax.dry_run.targets import Target
@@ -29,7 +29,7 @@ def parts(memory: Memory) -> dict[str, int]:
     return found | ({} if memory.temporaries is None else {"temporaries": memory.temporaries})
 
 
-def find_fit(measured: list[Measured], target: Target, settings: Settings, ways: int) -> Fit:
+def find_fit(measured: list[Measured], target: Target, settings: Config, ways: int) -> Fit:
     """`ways`: parts that rows are split into."""
     for m in measured:
         if m.memory is None:
@@ -46,7 +46,7 @@ def find_fit(measured: list[Measured], target: Target, settings: Settings, ways:
     return Fit(worst.name, fits, memory.total, target.memory, arithmetic, suggestion)
 
 
-def suggest(memory: Memory, target: Target, settings: Settings, ways: int) -> str:
+def suggest(memory: Memory, target: Target, settings: Config, ways: int) -> str:
     """For the largest part of what is too much."""
     sizes = parts(memory)
     largest = max(sizes, key=sizes.get)
@@ -59,7 +59,7 @@ def suggest(memory: Memory, target: Target, settings: Settings, ways: int) -> st
     return _fewer_temporaries(settings, ways)
 
 
-def _fewer_slots(memory: Memory, target: Target, settings: Settings, ways: int) -> str:
+def _fewer_slots(memory: Memory, target: Target, settings: Config, ways: int) -> str:
     """The most slots that leave room for the rest, if that stays as it is."""
     slots, cache = settings.rollout.num_slots, memory.by_kind()[CACHE]
     room = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
@@ -70,7 +70,7 @@ def _fewer_slots(memory: Memory, target: Target, settings: Settings, ways: int) 
     return f"rollout.num_slots={most} instead of {slots}{narrower}"
 
 
-def _fewer_temporaries(settings: Settings, ways: int) -> str:
+def _fewer_temporaries(settings: Config, ways: int) -> str:
     rows = settings.grpo.microbatch
     if not settings.policy.remat:
         return "policy.remat=true"

@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from specrl_jax.config.settings import Settings, check_values
+from specrl_jax.config import Config, check_values
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import find_fit
@@ -17,7 +17,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Setup, build
 
 
-def dry_run(settings: Settings, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
+def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
     """Prints the report and leaves it in the workdir.
 
     Args:
@@ -70,7 +70,7 @@ def with_layers(setup: Setup, layers: int) -> Setup:
     return build(setup.settings, setup.learner_partition.mesh, model)
 
 
-def count_devices(settings: Settings, sizes: dict[str, int]) -> int:
+def count_devices(settings: Config, sizes: dict[str, int]) -> int:
     """dry_run.devices, or as many as the mesh says. Raises InputError for settings that no dry run could have."""
     check_values(settings)
     find_target(settings.dry_run.target)
@@ -84,7 +84,7 @@ def count_devices(settings: Settings, sizes: dict[str, int]) -> int:
     return product
 
 
-def without_files(settings: Settings) -> Settings:
+def without_files(settings: Config) -> Config:
     """The same training run with nothing to read but a draft's own sizes: its shapes do not depend on the rest.
 
     A policy without a preset has its sizes in the checkpoint alone, and keeps it.

@@ -63,6 +63,14 @@ def check_workdir(path: str, config: dict[str, Any]) -> None:
         raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
 
+def open_output(key: str, folder: str) -> None:
+    """Create `folder`, which the config's `key` names. Raise InputError where it cannot be written."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{key}={folder}: {error.strerror}") from None
+
+
 def versions() -> dict[str, str]:
     return {"specrl_jax": specrl_jax.__version__, "jax": jax.__version__}
 

@@ -6,8 +6,9 @@ import jax
 import optax
 import optax.contrib
 
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.core import InputError
-from specrl_jax.learner.state import OptimizerConfig, TrainState
+from specrl_jax.learner.state import TrainState
 
 
 def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.GradientTransformation:

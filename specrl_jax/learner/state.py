@@ -1,6 +1,5 @@
 """The learner's state, its optimizer, and how both are laid out over the mesh."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,24 +10,6 @@ import optax
 
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import Partitioner
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """`learning_rate` after `warmup` steps; then constant, or a cosine to a tenth of it over `decay_steps`.
-
-    A warm-up before a constant rate starts above zero, since a short run must not waste its first step; before a cosine
-    it starts from zero.
-    """
-
-    name: str
-    learning_rate: float
-    warmup: int  # optimizer steps
-    clip: float  # global gradient norm
-    weight_decay: float
-    b2: float
-    decay_steps: int  # optimizer steps, warm-up included; 0 = constant
-    max_skipped: int = 0  # updates in a row whose gradient was not finite before a run gives up; 0 = it never does
 
 
 @flax.struct.dataclass

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.cli import fail, one_line
+from specrl_jax.errors import fail, one_line
 
 # Mean response over the limit, as fitted to the paper's RL-Zero by experiments/scale_projection.
 MEAN_SHARE = 0.47

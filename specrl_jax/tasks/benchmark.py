@@ -10,7 +10,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from specrl_jax.config.settings import Settings
+from specrl_jax.config import Config
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
@@ -26,7 +26,7 @@ PLAIN, ADAPTIVE = "plain", "adaptive"
 Sides = dict[str, tuple[Engine, Lengths | None]]
 
 
-def check_benchmark(settings: Settings) -> None:
+def check_benchmark(settings: Config) -> None:
     """Raises InputError for what cannot be compared."""
     draft, lengths = settings.draft, settings.benchmark.lengths
     if draft.kind == "none" or draft.length == 0:

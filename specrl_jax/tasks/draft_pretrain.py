@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.config.settings import open_output
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.features import FeatureStore
 from specrl_jax.drafts.base import WITHOUT_WEIGHTS
 from specrl_jax.io.progress import Display
+from specrl_jax.io.workdir import open_output
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, collect, open_store
@@ -139,4 +139,4 @@ def check_draft_pretrain(setup: Setup) -> None:
         raise InputError("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
     if settings.draft.length < 1:
         raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
-    open_output("pretrain", settings.pretrain.output, settings.pretrain.dtype)
+    open_output("pretrain.output", settings.pretrain.output)

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from specrl_jax.config.settings import ExportSettings
+from specrl_jax.config import ExportConfig
 from specrl_jax.core import InputError
 from specrl_jax.io import hf
 from specrl_jax.models.lora import merged
@@ -47,7 +47,7 @@ def export(setup: Setup, workdir: str) -> list[str]:
     return folders
 
 
-def output_folder(e: ExportSettings, workdir: str) -> str:
+def output_folder(e: ExportConfig, workdir: str) -> str:
     return e.output or os.path.join(workdir, "export")
 
 

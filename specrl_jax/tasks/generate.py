@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specrl_jax.config.settings import parse_dtype
+from specrl_jax.config.model import DTYPES
 from specrl_jax.data.tokenizers import Messages, Tokenizer, load_tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
@@ -26,12 +27,13 @@ from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import find_draft_model, make_drafter
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.build import Setup
 from specrl_jax.training.metrics import speculation_metrics
 from specrl_jax.training.plan import batch_limits, draft_lengths
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,10 @@ def load_generator(
         copies=draft_kind == "suffix" or (draft_kind != "none" and cascade > 0),
     )
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
-    config = RolloutConfig(sampling, limits, 0, **{name: parse_dtype(name, value) for name, value in dtypes.items()})
+    for name, value in dtypes.items():
+        if value not in DTYPES:
+            raise InputError(f"{name}={value}: it is one of {', '.join(DTYPES)}")
+    config = InferenceConfig(sampling, limits, 0, **{name: jnp.dtype(value) for name, value in dtypes.items()})
     drafter = make_drafter(
         draft_kind,
         draft,

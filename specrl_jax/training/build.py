@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from specrl_jax.config.settings import (
-    DraftSettings,
-    PipelineSettings,
-    RewardSettings,
-    Settings,
+from specrl_jax.config import (
+    Config,
+    DraftConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RewardConfig,
     check_values,
-    parse_dtype,
 )
 from specrl_jax.core import InputError
 from specrl_jax.data.tasks import Problem
@@ -39,14 +39,7 @@ from specrl_jax.learner.draft_step import (
 )
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_feature_step, make_logprob_step, make_policy_step
-from specrl_jax.learner.state import (
-    OptimizerConfig,
-    RunState,
-    TrainState,
-    abstract_state,
-    init_random_params,
-    init_state,
-)
+from specrl_jax.learner.state import RunState, TrainState, abstract_state, init_random_params, init_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.layers import abstract_params
@@ -60,21 +53,21 @@ from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.plan import check_rows, draft_lengths, find_limits, policy_sizes
 from specrl_jax.training.problems import Problems
-from specrl_jax.training.rollouts import RolloutConfig, check_cache_length, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, check_cache_length, make_prepare, make_rollout_engine
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Built from Settings and a mesh. Building compiles nothing and, but for tokenizer and data, reads nothing."""
+    """Built from Config and a mesh. Building compiles nothing and, but for tokenizer and data, reads nothing."""
 
-    settings: Settings
+    settings: Config
     model: qwen3.Qwen3Config
     draft: DraftModel | None  # None: nothing of a draft with weights anywhere
     learner_partition: Partitioner
     rollout_partition: Partitioner
     tokenizer: Tokenizer
     scorer: Scorer
-    rollout: RolloutConfig
+    rollout: InferenceConfig
     learner: PolicyForward
     draft_learner: DraftForward | None
     objective: Objective
@@ -143,7 +136,7 @@ class Setup:
     def greedy_engine(self) -> Engine:
         return self._fixed_engine(self.eval_rollout(temperature=0.0, top_k=0, top_p=1.0))
 
-    def eval_rollout(self, **sampling: Any) -> RolloutConfig:
+    def eval_rollout(self, **sampling: Any) -> InferenceConfig:
         """That of training but for the longest answer, and for `sampling`."""
         limits, longest = self.rollout.limits, self.settings.eval.max_response_tokens
         return dataclasses.replace(
@@ -184,12 +177,12 @@ class Setup:
         parts = (self.draft, d.length, sampling, self.rollout.compute_dtype, self.rollout_partition)
         return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
 
-    def _fixed_engine(self, config: RolloutConfig) -> Engine:
+    def _fixed_engine(self, config: InferenceConfig) -> Engine:
         """The longest drafts or none, compiled when used: evaluation is short, and its programs few."""
         drafter = self.drafter(config.sampling)
         return self._engine(config, drafter, draft_lengths(drafter.length, adaptive=False))
 
-    def _engine(self, config: RolloutConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
+    def _engine(self, config: InferenceConfig, drafter: Drafter, lengths: tuple[int, ...] | None) -> Engine:
         return make_rollout_engine(
             self.model, self.draft, drafter, config, self.tokenizer, self.rollout_partition, lengths
         )
@@ -304,7 +297,7 @@ class Setup:
         return [problem for problems in self.problems.validation.values() for problem in problems]
 
 
-def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Setup:
+def build(settings: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Setup:
     """Checks the settings against each other and builds. Raises InputError before any long work.
 
     `model`: the policy's sizes; None: those that the settings name.
@@ -322,7 +315,7 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     limits = find_limits(_own_share(settings), meshes[1].ways("batch"))
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
-    dtype = parse_dtype("policy.compute_dtype", policy.compute_dtype)
+    dtype = jnp.dtype(policy.compute_dtype)
     learner = PolicyForward(
         model=model,
         dtype=dtype,
@@ -343,13 +336,13 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
         rollout_partition=meshes[1],
         tokenizer=tokenizer,
         scorer=_scorer(settings.reward),
-        rollout=RolloutConfig(
+        rollout=InferenceConfig(
             sampling=sampling,
             limits=limits,
             seed=rollout.seed,
-            dtype=parse_dtype("policy.dtype", policy.dtype),
-            cache_dtype=parse_dtype("rollout.cache_dtype", rollout.cache_dtype),
-            compute_dtype=parse_dtype("rollout.compute_dtype", rollout.compute_dtype),
+            dtype=jnp.dtype(policy.dtype),
+            cache_dtype=jnp.dtype(rollout.cache_dtype),
+            compute_dtype=jnp.dtype(rollout.compute_dtype),
         ),
         learner=learner,
         draft_learner=_draft_learner(settings, draft, learner),
@@ -363,7 +356,7 @@ def build(settings: Settings, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     return setup
 
 
-def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
+def _rollout_mesh(p: PipelineConfig, mesh: Mesh) -> Mesh:
     """The learner's own, or one of the devices beside it. Raises InputError."""
     if p.mode not in ("sync", "async"):
         raise InputError(f"pipeline.mode: there is no '{p.mode}'; there are sync, async")
@@ -385,7 +378,7 @@ def _rollout_mesh(p: PipelineSettings, mesh: Mesh) -> Mesh:
     return make_mesh(sizes, jax.local_devices()[-p.rollout_devices :])
 
 
-def _own_share(settings: Settings) -> Settings:
+def _own_share(settings: Config) -> Config:
     """With the slots and prompts of one process. Raises InputError where they do not divide."""
     n, rollout, grpo = jax.process_count(), settings.rollout, settings.grpo
     for key, value in (("rollout.num_slots", rollout.num_slots), ("grpo.prompts_per_step", grpo.prompts_per_step)):
@@ -397,7 +390,7 @@ def _own_share(settings: Settings) -> Settings:
     )
 
 
-def _objective(settings: Settings) -> Objective:
+def _objective(settings: Config) -> Objective:
     g = settings.grpo
     if g.advantage not in ADVANTAGES:
         raise InputError(f"grpo.advantage: there is no '{g.advantage}'; there are {', '.join(ADVANTAGES)}")
@@ -426,7 +419,7 @@ def _objective(settings: Settings) -> Objective:
     return Objective(**{name: getattr(g, name) for name in names}, longest=longest)
 
 
-def _lora(settings: Settings) -> LoRA | None:
+def _lora(settings: Config) -> LoRA | None:
     p = settings.policy
     if not p.lora_rank:
         return None
@@ -437,12 +430,12 @@ def _lora(settings: Settings) -> LoRA | None:
     return LoRA(p.lora_rank, p.lora_alpha, tuple(p.lora_targets))
 
 
-def _scorer(r: RewardSettings) -> Scorer:
+def _scorer(r: RewardConfig) -> Scorer:
     names = tuple(name.strip() for name in r.name.split(",") if name.strip())
     return Scorer(names, r.weights, r.timeout, r.workers, r.memory)
 
 
-def _draft_learner(settings: Settings, draft: DraftModel | None, learner: PolicyForward) -> DraftForward | None:
+def _draft_learner(settings: Config, draft: DraftModel | None, learner: PolicyForward) -> DraftForward | None:
     if draft is None:
         return None
     if settings.draft.loss not in LOSSES:
@@ -459,7 +452,7 @@ def _draft_learner(settings: Settings, draft: DraftModel | None, learner: Policy
     )
 
 
-def _draft_optimizer(draft: DraftSettings) -> optax.GradientTransformation:
+def _draft_optimizer(draft: DraftConfig) -> optax.GradientTransformation:
     config = OptimizerConfig(
         draft.optimizer,
         draft.learning_rate,

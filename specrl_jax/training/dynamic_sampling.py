@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.config.settings import GRPOSettings
+from specrl_jax.config import GRPOConfig
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.distributed import gathered
@@ -33,7 +33,7 @@ def collect(
     generate: Generate,
     problems: list[Problem],
     more: Callable[[], list[Problem]],
-    g: GRPOSettings,
+    g: GRPOConfig,
     longest: int,
     step: int,
 ) -> list[Batch]:
@@ -57,7 +57,7 @@ def collect(
         problems = more()
 
 
-def _rewards(rollouts: Rollouts, scores: Scores, g: GRPOSettings, longest: int) -> np.ndarray:
+def _rewards(rollouts: Rollouts, scores: Scores, g: GRPOConfig, longest: int) -> np.ndarray:
     if not g.overlong_buffer:
         return scores.total
     return scores.total + g.overlong_penalty * overlong_penalty(rollouts.response_length, longest, g.overlong_buffer)
@@ -69,7 +69,7 @@ def unequal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return np.any(groups != groups[:, :1], axis=1)
 
 
-def lesson(batches: list[Batch], g: GRPOSettings) -> TrainingBatch:
+def lesson(batches: list[Batch], g: GRPOConfig) -> TrainingBatch:
     """P groups of the batches: those with unequal rewards first where several rounds were allowed, in their order.
 
     What fills up the batch then, and answers cut by the limit under `grpo.mask_truncated`, do not teach.

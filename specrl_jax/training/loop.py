@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from specrl_jax import distributed as processes
-from specrl_jax.config.settings import Settings
+from specrl_jax.config import Config
 from specrl_jax.core import PHASES, InputError, RunFailed, Stopped
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.sources import ProblemStream
@@ -39,9 +39,9 @@ from specrl_jax.training.build import Setup
 from specrl_jax.training.dynamic_sampling import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
 from specrl_jax.training.evaluate import Evaluation, evaluate, score
 from specrl_jax.training.metrics import (
+    diagnostics_metrics,
     draft_metrics,
     mismatch_metrics,
-    diagnostics_metrics,
     policy_metrics,
     reward_metrics,
     rollout_metrics,
@@ -328,14 +328,14 @@ def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
     programs.compile_all(weights, lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s"))
 
 
-def open_metrics(settings: Settings, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
+def open_metrics(settings: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
     """What the first process writes; the others write nothing."""
     if not processes.is_first():
         return NoMetrics()
     return MetricsWriter(workdir, last_step, open_wandb(settings, workdir))
 
 
-def open_wandb(settings: Settings, workdir: str) -> WandbRun | None:
+def open_wandb(settings: Config, workdir: str) -> WandbRun | None:
     """The run at Weights & Biases, where the config asks for one."""
     log = settings.logging
     if not log.wandb_project:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.config.settings import PolicySettings, Settings
+from specrl_jax.config import Config, PolicyConfig
 from specrl_jax.core import InputError
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.drafts.base import DraftModel
@@ -18,7 +18,7 @@ LENGTHS = (0, 1, 2, 3, 5, 7)
 SHRINK = (4, 16)
 
 
-def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
+def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
 
     An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
@@ -35,7 +35,7 @@ def policy_sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
     return dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original))
 
 
-def _sizes(policy: PolicySettings) -> qwen3.Qwen3Config:
+def _sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     if policy.path and not policy.preset:
         found = hf.load_config(policy.path)
         hf.check_params(policy.path, found)
@@ -98,7 +98,7 @@ def batch_limits(
     )
 
 
-def find_limits(settings: Settings, ways: int) -> Limits:
+def find_limits(settings: Config, ways: int) -> Limits:
     """Shapes of a config's engine; `ways`: parts that rows are split into."""
     rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
     return batch_limits(
@@ -120,7 +120,7 @@ def _shown_ways(partition: Partitioner) -> str:
 
 
 def check_rows(
-    settings: Settings,
+    settings: Config,
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     limits: Limits,

@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 
-from specrl_jax.config.settings import DataSettings, EvalSettings
+from specrl_jax.config import DataConfig, EvalConfig
 from specrl_jax.core import InputError
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
@@ -17,8 +17,8 @@ from specrl_jax.data.tokenizers import Tokenizer
 class Problems:
     """Read when they are first asked for. Reading raises InputError for a file or row that cannot be used."""
 
-    data: DataSettings
-    eval: EvalSettings
+    data: DataConfig
+    eval: EvalConfig
     tokenizer: Tokenizer
     max_prompt_tokens: int
     seed: int

@@ -25,7 +25,7 @@ from specrl_jax.sharding import Partitioner
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class InferenceConfig:
     """`rollout` of the config, with the two dtypes of decoding."""
 
     sampling: Sampling
@@ -39,7 +39,7 @@ class RolloutConfig:
 def make_prepare(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
-    config: RolloutConfig,
+    config: InferenceConfig,
     partition: Partitioner,
     learner: Partitioner | None = None,
 ) -> Callable[[Any, Any, jax.Array | None], Weights]:
@@ -89,7 +89,7 @@ def make_rollout_engine(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     drafter: Drafter,
-    config: RolloutConfig,
+    config: InferenceConfig,
     tokenizer: Tokenizer,
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
@@ -125,7 +125,7 @@ class Target:
 
     model: qwen3.Qwen3Config
     draft: DraftModel | None
-    config: RolloutConfig
+    config: InferenceConfig
     partition: Partitioner
 
     def init_cache(self, rows: int, length: int) -> Any:

@@ -28,7 +28,7 @@ from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import compiled, random_params, row_positions
 
 TOKENIZER = CharTokenizer()
@@ -102,7 +102,7 @@ def params_of(kind):
 
 
 def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
-    return RolloutConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
+    return InferenceConfig(sampling, limits, 0, jnp.dtype(dtype), jnp.dtype(dtype), jnp.dtype(dtype))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import os
 import jax
 import pytest
 
-import main as command_line
+from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import measure
 from specrl_jax.dry_run.phases import find_phases
@@ -47,7 +47,7 @@ def call(monkeypatch, capfd, tmp_path_factory):
 @pytest.fixture(scope="module")
 def setup():
     config = importlib.import_module(f"configs.{CONFIG}").get_config("smoke")
-    return build(run.without_files(command_line.to_settings(config)), make_mesh(MESH))
+    return build(run.without_files(from_config_dict(config)), make_mesh(MESH))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import main as command_line
 from configs import rlzero_8b
+from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import find_fit
@@ -17,7 +17,7 @@ from specrl_jax.dry_run.phases import Phase
 from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
 from specrl_jax.sharding import make_mesh
 
-SETTINGS = command_line.to_settings(rlzero_8b.get_config())
+SETTINGS = from_config_dict(rlzero_8b.get_config())
 TARGET = dataclasses.replace(TARGETS["h100"], memory=100 * 10**9, share=0.75)
 GB = 10**9
 

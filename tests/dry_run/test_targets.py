@@ -5,7 +5,7 @@ import importlib
 import jax
 import pytest
 
-import main as command_line
+from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import measure
 from specrl_jax.dry_run.phases import device_bytes, find_phases
@@ -23,7 +23,7 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     config = importlib.import_module("configs.rlzero_8b").get_config("smoke")
     mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}, target.devices(8))
-    setup = build(run.without_files(command_line.to_settings(config)), mesh)
+    setup = build(run.without_files(from_config_dict(config)), mesh)
     phases = {phase.name: phase for phase in find_phases(setup)}
     for phase in ("logprob", "generate: speculative chunk, k=1"):
         found = measure(phases[phase], exact=True)
@@ -47,7 +47,7 @@ def test_preparing_rollout_weights_takes_a_third_of_the_largest_of_them(sizes, m
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     config = importlib.import_module("configs.rlzero_0p6b").get_config()
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | sizes, target.devices(8))
-    setup = build(run.without_files(command_line.to_settings(config)), mesh)
+    setup = build(run.without_files(from_config_dict(config)), mesh)
     prepare = next(phase for phase in find_phases(setup) if phase.name == "prepare")
     state = setup.abstract_state()
     weights = setup.prepare_step.eval_shape(state.policy.params, state.draft.params, state.vocab_map)

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.engine import bench
 from experiments.online_adaptation.share import count_operations, measure, without_files
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.training.build import build
 
 A, B = jnp.zeros((2, 3)), jnp.zeros((3, 5))
@@ -51,7 +51,7 @@ def test_the_tiny_share_by_hand():
     """Of the head's matrices over every pair of every unrolled step, forward and backward, and the tables."""
     config = without_files("rlzero_tiny", 3)
     config.draft.kind, config.draft.path = "eagle3", ""
-    setup = build(to_settings(config), bench.one_device())
+    setup = build(from_config_dict(config), bench.one_device())
     row = measure(setup)
     m, head, D = setup.model, setup.draft.config, setup.model.embed
     pairs = row["rows"] * row["tokens"]

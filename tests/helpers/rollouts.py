@@ -12,7 +12,7 @@ from specrl_jax.drafts.base import find_draft_model, make_drafter
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import random_params
 
 MODEL = qwen3.preset("nano_deep")
@@ -49,7 +49,7 @@ def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_dee
     if kind == "suffix" or cascade_min:
         limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)
     drafter = make_drafter(kind, draft, k, sampling, jnp.float32, partition(), 1, 8, cascade_min)
-    config = RolloutConfig(sampling, limits, 0, jnp.float32, jnp.float32)
+    config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32)
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if kind == "eagle3" else None

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-import main as command_line
 from configs import rlzero_tiny
+from specrl_jax.config import OptimizerConfig, from_config_dict
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
@@ -27,14 +27,14 @@ from specrl_jax.learner.draft_step import (
 )
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs, make_feature_step, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState, init_state
+from specrl_jax.learner.state import RunState, TrainState, init_state
 from specrl_jax.models import qwen3
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.grpo import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
 from specrl_jax.training.build import build
-from specrl_jax.training.rollouts import RolloutConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
 VD = 24
@@ -128,7 +128,7 @@ def setup_of(kind, online, loss="ce", sizes=ONE):
     config.optimizer.clip = 1e3
     config.policy.remat = False
     config.grpo.prompts_per_step = 2
-    return build(command_line.to_settings(config), mesh_of(sizes))
+    return build(from_config_dict(config), mesh_of(sizes))
 
 
 @functools.cache
@@ -536,7 +536,7 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     policy = cycling_policy()
     rollout_partition = partitioner(partition.mesh, ROLLOUT)
     limits = Limits(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
-    config = RolloutConfig(Sampling(0.0), limits, 0, F32, F32)
+    config = InferenceConfig(Sampling(0.0), limits, 0, F32, F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
     prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
     drafter = HEAD.drafter(K, config.sampling, F32, rollout_partition)

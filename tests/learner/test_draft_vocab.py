@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from main import to_settings
+from specrl_jax.config import OptimizerConfig, from_config_dict
 from specrl_jax.learner.draft_vocab import (
     FADE,
     VocabularyWatch,
@@ -18,7 +18,7 @@ from specrl_jax.learner.draft_vocab import (
     move_vocabulary,
 )
 from specrl_jax.learner.optimizer import make_optimizer
-from specrl_jax.learner.state import OptimizerConfig, RunState, TrainState
+from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import make_mesh
@@ -142,7 +142,9 @@ def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_w
     """Over the first ids, since no text has been seen; its other matrices are its own draws."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.vocab_size = 16
-    setup = build(to_settings(config), make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
+    setup = build(
+        from_config_dict(config), make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    )
     state = setup.initial_state()
     policy, head = state.policy.params, state.draft.params
     np.testing.assert_array_equal(state.vocab_map, np.arange(16))

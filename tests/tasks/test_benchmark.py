@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
@@ -29,7 +29,7 @@ def config(**changes):
 
 def setup_of(**changes):
     c = config(**changes)
-    return build(to_settings(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
+    return build(from_config_dict(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
 
 
 @pytest.fixture(scope="module")
@@ -107,4 +107,4 @@ def test_a_signal_ends_it(tmp_path):
 )
 def test_what_cannot_be_compared_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
-        check_benchmark(to_settings(config(**changes)))
+        check_benchmark(from_config_dict(config(**changes)))

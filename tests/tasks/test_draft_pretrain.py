@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import main as command_line
 from configs import draft_tiny, rlzero_tiny
+from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.rows import rows_of
 from specrl_jax.io import hf
@@ -25,7 +25,7 @@ from tests.helpers.policies import random_params
 
 def make_setup(config):
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(command_line.to_settings(config), mesh)
+    return build(from_config_dict(config), mesh)
 
 
 def smoke_config(output):
@@ -234,7 +234,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_rollout(tmp_path):
     config.pretrain.batch_size = 7
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
     with pytest.raises(InputError, match=r"pretrain\.batch_size=7 must divide by the 2 shards"):
-        draft_pretrain.check_draft_pretrain(build(command_line.to_settings(config), mesh))
+        draft_pretrain.check_draft_pretrain(build(from_config_dict(config), mesh))
 
 
 def test_the_features_are_those_of_the_policys_own_pass(made):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import rlzero_8b
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Limits, Program
@@ -18,12 +19,12 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, abstract_state
+from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset("qwen3_30b_a3b")
@@ -74,7 +75,7 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     partition = partitioner(mesh(), ROLLOUT)
     B, k = 64, 3
     limits = Limits(B, 1024, 1024, 16)
-    config = RolloutConfig(Sampling(), limits, 0, BF16, BF16, BF16)
+    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
     drafter = DRAFT.drafter(k, config.sampling, config.dtype, partition)
     engine = make_rollout_engine(MODEL, DRAFT, drafter, config, CharTokenizer(), partition)
     run, arguments = engine.programs._describe(Program("run", B, k), abstract_weights(partition))

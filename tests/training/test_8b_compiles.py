@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import rlzero_8b
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Limits, Program
@@ -18,12 +19,12 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.draft_step import DraftForward, Tables, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
-from specrl_jax.learner.state import OptimizerConfig, abstract_state
+from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.rl.grpo import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import RolloutConfig, make_rollout_engine
+from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
@@ -63,7 +64,7 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
     limits = Limits(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
-    config = RolloutConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
+    config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
     draft = DRAFT if k else None
     drafter = draft.drafter(k, config.sampling, config.dtype, partition) if draft else NO_DRAFTER
     engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-import main as command_line
 from configs import pretrain_tiny, rlzero_tiny
+from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
@@ -51,7 +51,7 @@ def make_setup(config, **changes):
         else:
             config[section] = value
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(command_line.to_settings(config), mesh)
+    return build(from_config_dict(config), mesh)
 
 
 COMPILED = (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import main as command_line
 from configs import rlzero_tiny
+from specrl_jax.config import from_config_dict
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
@@ -50,7 +50,7 @@ def test_it_learns_and_is_drafted_for(tmp_path):
     config.steps, config.policy.preset, config.draft.compare_rounds = 2, "nano_moe_deep", 0
     config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 4, "tensor": 1})
-    setup = dataclasses.replace(build(command_line.to_settings(config), mesh), scorer=FunctionScorer(lower_case))
+    setup = dataclasses.replace(build(from_config_dict(config), mesh), scorer=FunctionScorer(lower_case))
     rows = [row for row in loop.train(setup, str(tmp_path), NEVER) if "policy/loss" in row]
     assert len(rows) == 2
     for row in rows:

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from configs import rlzero_tiny
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.core import InputError, RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.optimizer import apply_gradient, make_optimizer
-from specrl_jax.learner.state import OptimizerConfig, init_state, state_shardings
+from specrl_jax.learner.state import init_state, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.tasks.export import export
 from specrl_jax.training import loop

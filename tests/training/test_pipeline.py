@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-import main as command_line
 from configs import rlzero_tiny
+from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
@@ -108,7 +108,7 @@ def make_run(**pipeline):
     config.mesh.update({"fsdp": 2, "data": 3})
     config.policy.vocab_tile = 0
     mesh = make_mesh(config.mesh.to_dict(), learner_devices(2))
-    setup = build(command_line.to_settings(config), mesh)
+    setup = build(from_config_dict(config), mesh)
     return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
 
 
@@ -202,4 +202,4 @@ def test_older_rollouts_want_a_correction():
     config.pipeline.update({"mode": "async", "lag": 1, "rollout_devices": 2})
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
     with pytest.raises(InputError, match=r"pipeline\.lag=1: .*token_truncate"):
-        build(command_line.to_settings(config), mesh)
+        build(from_config_dict(config), mesh)

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-import main as command_line
 from configs import rlzero_tiny
-from specrl_jax.config.settings import PolicySettings
+from specrl_jax.config import PolicyConfig, from_config_dict
 from specrl_jax.core import InputError
 from specrl_jax.models.layers import Yarn
 from specrl_jax.training.plan import batch_limits, draft_lengths, find_limits, policy_sizes
@@ -94,13 +93,13 @@ def test_shapes_of_a_config(changes, groups, members, width):
     """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
-    limits = find_limits(command_line.to_settings(config), ways=1)
+    limits = find_limits(from_config_dict(config), ways=1)
     assert (limits.groups, limits.members, limits.width) == (groups, members, width)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
 
 
 def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
-    settings = command_line.to_settings(rlzero_tiny.get_config("smoke"))
+    settings = from_config_dict(rlzero_tiny.get_config("smoke"))
     settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, parity=True))
     assert find_limits(settings, ways=1).width == settings.draft.length + 1 == 4
 
@@ -110,7 +109,7 @@ def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
 
 def policy_settings(**changes):
     config = rlzero_tiny.get_config("smoke").policy
-    return PolicySettings(**{**config, "preset": "nano", **changes})
+    return PolicyConfig(**{**config, "preset": "nano", **changes})
 
 
 def test_yarn_stretches_the_positions():

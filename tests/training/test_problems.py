@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specrl_jax.config.settings import DataSettings, EvalSettings
+from specrl_jax.config import DataConfig, EvalConfig
 from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.training.problems import Problems
@@ -30,7 +30,7 @@ EVAL |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_response_tokens": 0}
 
 
 def problems(data=None, evaluation=None):
-    settings = DataSettings(**DATA | (data or {})), EvalSettings(**EVAL | (evaluation or {}))
+    settings = DataConfig(**DATA | (data or {})), EvalConfig(**EVAL | (evaluation or {}))
     return Problems(*settings, CharTokenizer(), 20, seed=0)
 
 

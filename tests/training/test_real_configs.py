@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import main as command_line
+from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
@@ -46,9 +46,7 @@ def setup(request):
     config.policy.path = config.data.path = config.data.schema = config.eval.path = config.eval.schema = ""
     config.data.tokenizer, config.data.chat = "char", False
     fsdp, expert, tensor = MESHES[request.param]
-    return build(
-        command_line.to_settings(config), make_mesh({"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor})
-    )
+    return build(from_config_dict(config), make_mesh({"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor}))
 
 
 def shape(*sizes, dtype=jnp.int32):

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from configs import rlzero_tiny
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.rewards.verifiable import exact
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
@@ -23,7 +23,7 @@ def setup():
     config.policy.path = str(ROOT / config.policy.path)
     config.eval.problems = 256
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(to_settings(config), mesh)
+    return build(from_config_dict(config), mesh)
 
 
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):

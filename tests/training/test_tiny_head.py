@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from configs import draft_tiny, rlzero_tiny
-from main import to_settings
+from specrl_jax.config import from_config_dict
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
 from specrl_jax.training.metrics import speculation_metrics
@@ -23,7 +23,7 @@ def setup():
     config.policy.path, config.draft.path = (str(folder) for folder in CARRIED)
     config.eval.problems = 128
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(to_settings(config), mesh)
+    return build(from_config_dict(config), mesh)
 
 
 def test_the_head_drafts_for_the_base(setup):

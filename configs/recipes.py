@@ -1,0 +1,87 @@
+"""Values that several configs share, on top of the defaults of `specrl_jax.config`."""
+
+from ml_collections import ConfigDict
+
+from specrl_jax.config import base
+
+# What DAPO-Math-17k's prompts have around their problems, for sets that hold the problem alone.
+DAPO_TEMPLATE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "\\boxed{$Answer} where $Answer is the answer to the problem.\n\n{prompt}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+def qwen3_rl() -> ConfigDict:
+    """What runs on published Qwen3 checkpoints share: bfloat16, a fresh EAGLE-3 head that learns, math rewards."""
+    c = base()
+    c.policy.dtype = "bfloat16"
+    c.policy.compute_dtype = "bfloat16"
+    c.policy.vocab_tile = 9_496  # words, a 16th of the vocabulary
+    c.rollout.cache_dtype = "bfloat16"
+    c.rollout.compute_dtype = "bfloat16"
+    c.rollout.chunk = 64
+    c.draft.kind = "eagle3"  # draft.path='': a random head, which the controller leaves off until it pays
+    c.draft.vocab_size = 32_000
+    c.draft.length = 3
+    c.optimizer.learning_rate = 1e-6
+    c.optimizer.warmup = 20
+    c.reward.name = "math"
+    c.data.tokenizer = ""
+    c.data.chat = True
+    c.data.skip_long = True
+    return c
+
+
+def dapo_math() -> ConfigDict:
+    """The paper's data: DAPO-Math-17k to train on, AIME-2024 to validate on, 32 answers to each of its 30 problems."""
+    c = qwen3_rl()
+    c.data.path = "data/dapo-math-17k.jsonl"
+    c.data.schema = "dapo"
+    c.rollout.max_prompt_tokens = 2048
+    c.eval.path = "data/aime-2024.jsonl"
+    c.eval.schema = "math"
+    c.eval.template = DAPO_TEMPLATE
+    c.eval.samples = 32
+    c.eval.every = 20
+    return c
+
+
+def gsm8k() -> ConfigDict:
+    """School mathematics, for small models: GSM8K's 7,473 training problems, validated on its test set."""
+    c = qwen3_rl()
+    c.data.path = "data/gsm8k/train.jsonl"
+    c.data.schema = "gsm8k"
+    c.data.template = "{prompt}\nReason step by step, and put the final answer within \\boxed{}."
+    c.rollout.max_prompt_tokens = 512
+    c.eval.path = "data/gsm8k/test.jsonl"
+    c.eval.problems = 1319
+    c.eval.every = 20
+    return c
+
+
+def shrink(c: ConfigDict, preset: str) -> ConfigDict:
+    """The `smoke` variant of a large config: a random nano policy and a built-in task, on any machine."""
+    c.steps = 2
+    c.policy.preset = preset
+    c.policy.path = ""
+    c.policy.vocab_tile = 64
+    c.draft.vocab_size = 32
+    c.draft.length = 1  # few programs
+    c.draft.compare_rounds = 1
+    c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
+    c.data.tokenizer = "char"
+    c.data.chat = False
+    c.rollout.max_prompt_tokens = 16
+    c.rollout.max_response_tokens = 12
+    c.rollout.num_slots = 16
+    c.rollout.chunk = 16
+    c.grpo.prompts_per_step = 4
+    c.grpo.group_size = 4
+    c.grpo.minibatches = 2
+    c.grpo.microbatch = 0
+    c.eval.problems = 4
+    c.eval.samples = 2
+    c.mesh.fsdp = -1
+    c.mesh.tensor = c.mesh.expert = 1
+    return c

@@ -1,0 +1,57 @@
+"""Keys of rewards, training data and evaluation."""
+
+import dataclasses
+
+from specrl_jax.config.schema import key
+
+BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    name: str = key(
+        "exact",
+        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format or your own "
+        "module:function; several are separated by commas, and the first decides what is correct",
+    )
+    weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)
+    timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0)
+    workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0)
+    memory: float = key(4.0, "memory of each reward process", "GiB", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    task: str = key("arithmetic", "built-in task, used where data.path is ''", choices=BUILT_IN_TASKS)
+    path: str = key("", "JSONL or Parquet files of prompts, separated by commas; a repeated prompt counts once")
+    weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0)
+    schema: str = key(
+        "", "gsm8k, dapo, verl or math: one for all files or one each, with commas; '' = the three keys below"
+    )
+    prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
+    answer_key: str = key("answer", "a row's answer: text or number")
+    answer_after: str = key("", "the answer is what follows the last occurrence of this text; '' = all of it")
+    template: str = key("{prompt}", "text around a prompt that is text")
+    chat: bool = key(False, "send a prompt that is text as a user's message through the chat template")
+    system: str = key("", "system message for a chat that has none")
+    thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
+    skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
+    skip_long: bool = key(
+        False, "leave prompts longer than rollout.max_prompt_tokens out and count them; False = the first is an error"
+    )
+    tokenizer: str = key("char", "char, or a folder with tokenizer.json; '' = policy.path")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int = key(10, "steps between evaluations; 0 = before and after training only", "steps", low=0)
+    path: str = key("", "files as in data.path, each a set of its own; '' = validation split of the built-in task")
+    schema: str = key("", "as data.schema; '' = data.schema")
+    template: str = key("", "as data.template; '' = data.template")
+    task: str = key("", "built-in task; '' = data.task", choices=("", *BUILT_IN_TASKS))
+    problems: int = key(256, "most problems of each set", "problems", low=1)
+    samples: int = key(1, "responses per problem", "responses", low=1)
+    temperature: float = key(1.0, "as rollout.temperature", low=0)
+    top_k: int = key(0, "as rollout.top_k", "tokens", low=0)
+    top_p: float = key(1.0, "as rollout.top_p", above=0, high=1)
+    max_response_tokens: int = key(0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0)

@@ -1,0 +1,132 @@
+"""Keys of rollouts, the GRPO objective, the pipeline and the optimizer."""
+
+import dataclasses
+
+from specrl_jax.config.model import DTYPES
+from specrl_jax.config.schema import key
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0)
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0)
+    top_p: float = key(
+        1.0, "sample from the likeliest tokens with this probability together; 1.0 = off", above=0, high=1
+    )
+    rule: str = key(
+        "rejection",
+        "verification rule; under coupled the tokens do not depend on the draft at all",
+        choices=("rejection", "block", "coupled"),
+    )
+    parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
+    max_prompt_tokens: int = key(16, "longest prompt", "tokens", low=1)
+    max_response_tokens: int = key(48, "longest response", "tokens", low=1)
+    num_slots: int = key(128, "sequences decoded at once", "sequences", low=1)
+    chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1)
+    cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
+    compute_dtype: str = key(
+        "float32", "activations of decoding between matmuls, whose operands have policy.dtype", choices=DTYPES
+    )
+    seed: int = key(0, "seed of all noise in decoding", low=0, below=2**32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOConfig:
+    prompts_per_step: int = key(16, "prompts per step", "prompts", low=1)
+    group_size: int = key(8, "responses per prompt", "responses", low=1)
+    advantage: str = key(
+        "grpo",
+        "group-normalised, not divided by the deviation (dr_grpo), or leave-one-out (rloo)",
+        choices=("grpo", "dr_grpo", "rloo"),
+    )
+    loss: str = key(
+        "clip",
+        "PPO's clipped ratio, one ratio per response (gspo), or clipped importance weights (cispo)",
+        choices=("clip", "gspo", "cispo"),
+    )
+    aggregation: str = key(
+        "token",
+        "mean over tokens, mean of response means, or sum divided by a constant (responses x longest response)",
+        choices=("token", "sequence", "constant"),
+    )
+    clip_low: float = key(
+        0.2, "lower clipping bound: ratios below 1 - clip_low; cispo: 1 = no lower bound", low=0, high=1
+    )
+    clip_high: float = key(0.28, "upper clipping bound: ratios above 1 + clip_high", low=0)
+    kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0)
+    kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k1", "k2", "k3"))
+    reference_every: int = key(
+        0, "steps after which the policy becomes the new reference; 0 = always the first", "steps", low=0
+    )
+    entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0)
+    old_logprobs: str = key(
+        "learner",
+        "old log-probs of the ratio: an extra pass of the learner, the rollouts' own, or the current policy's "
+        "(one update per step)",
+        choices=("learner", "rollout", "current"),
+    )
+    correction: str = key(
+        "none",
+        "importance sampling for rollouts drawn with other numerics or older weights",
+        choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    correction_cap: float = key(2.0, "cap of the importance weights", above=1)
+    epochs: int = key(1, "passes over the rollouts of a step", low=1)
+    minibatches: int = key(1, "optimizer updates per pass", "updates", low=1)
+    microbatch: int = key(0, "rows per forward and backward pass; 0 = the whole minibatch", "rows", low=0)
+    pack_tokens: int = key(
+        0, "length of a learner row that several rollouts are packed into; 0 = one rollout per row", "tokens", low=0
+    )
+    sampling_rounds: int = key(
+        1,
+        "dynamic sampling (DAPO): most rounds of generation until each group has unequal rewards; 1 = off",
+        "rounds",
+        low=1,
+    )
+    mask_truncated: bool = key(False, "exclude responses cut at the limit from the loss")
+    overlong_buffer: int = key(
+        0, "tokens before the limit in which a response loses reward for its length (DAPO); 0 = off", "tokens", low=0
+    )
+    overlong_penalty: float = key(1.0, "reward lost at the limit", low=0)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a step may exclude responses from the loss."""
+        return self.mask_truncated or self.sampling_rounds > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    mode: str = key(
+        "sync",
+        "generate, then learn; or generate later steps while learning (async)",
+        choices=("sync", "async"),
+    )
+    lag: int = key(1, "async: largest age of the policy that drew a rollout", "policy versions", low=0)
+    rollout_devices: int = key(
+        0, "devices of each process, its last ones, that only generate; 0 = all do both (sync)", "devices", low=0
+    )
+    tensor: int = key(1, "shards of heads and widths on pipeline.rollout_devices", "devices", low=1)
+    expert: int = key(1, "shards of the experts on pipeline.rollout_devices", "devices", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`learning_rate` after `warmup` updates; then constant, or a cosine to a tenth of it over `decay_steps`.
+
+    A warm-up before a constant rate starts above zero, since a short run must not waste its first step; before a cosine
+    it starts from zero.
+    """
+
+    name: str = key("adamw", "adamw, or muon for matrices and adamw for the rest", choices=("adamw", "muon"))
+    learning_rate: float = key(1e-6, "learning rate after the warm-up", low=0)
+    warmup: int = key(0, "length of the warm-up", "updates", low=0)
+    clip: float = key(1.0, "largest global gradient norm", above=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", low=0)
+    b2: float = key(0.999, "decay of the second moment", low=0, below=1)
+    decay_steps: int = key(
+        0, "updates until a cosine reaches a tenth, warm-up included; 0 = constant", "updates", low=0
+    )
+    max_skipped: int = key(
+        10, "updates in a row without a finite gradient after which the run ends; 0 = it never does", "updates", low=0
+    )

@@ -1,0 +1,99 @@
+"""Keys of the policy, the draft and the device mesh."""
+
+import dataclasses
+
+from specrl_jax.config.schema import key
+
+DTYPES = ("float32", "bfloat16")
+PRESETS = ("", "nano", "nano_deep", "nano_moe", "nano_moe_deep", "tiny", "small", "qwen3_0p6b", "qwen3_1p7b")
+PRESETS += ("qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    preset: str = key("tiny", "model sizes by name; '' = those of policy.path", choices=PRESETS)
+    path: str = key("", "local Hugging Face folder; '' = random weights")
+    dtype: str = key("float32", "storage of the rollout weights", choices=DTYPES)
+    compute_dtype: str = key("float32", "activations of the learner, whose parameters are float32", choices=DTYPES)
+    attention: str = key(
+        "auto",
+        "attention of the learner; auto = cudnn on a GPU and splash on a TPU where they run, else xla",
+        choices=("auto", "xla", "cudnn", "splash"),
+    )
+    remat: bool = key(True, "recompute layers in the backward pass (less memory; on a CPU also faster)")
+    vocab_tile: int = key(
+        0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", "vocabulary entries", low=0
+    )
+    yarn_factor: float = key(0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0)
+    yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1)
+    lora_rank: int = key(0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0)
+    lora_alpha: float = key(32.0, "LoRA scale: W + alpha / rank * A B", above=0)
+    lora_targets: tuple[str, ...] = key(
+        ("q", "k", "v", "o", "gate", "up", "down"),
+        "matrices of each layer that get adapters",
+        choices=("q", "k", "v", "o", "gate", "up", "down"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    kind: str = key(
+        "none",
+        "what drafts: a head (eagle3, mtp), a smaller policy (model), copies of earlier text (ngram, suffix); "
+        "none = plain decoding, whatever else is set here",
+        choices=("none", "ngram", "suffix", "eagle3", "mtp", "model"),
+    )
+    path: str = key("", "local folder of a draft checkpoint; '' = random weights, with the policy's lm_head")
+    preset: str = key("", "draft.kind=model without draft.path: model sizes by name", choices=PRESETS)
+    dialect: str = key(
+        "",
+        "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; '' = the first",
+        choices=("", "sglang", "vllm", "speculators", "deepseek", "mimo"),
+    )
+    length: int = key(
+        3, "k, tokens drafted per verification; 0 keeps the draft ready and drafts nothing", "tokens", low=0
+    )
+    adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
+    match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1)
+    match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
+    cascade: int = key(0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0)
+    history: int = key(8, "suffix, cascade: rollouts of earlier epochs kept per prompt", "rollouts", low=0)
+    online: bool = key(True, "train a draft with weights in the train phase")
+    epochs: int = key(1, "passes over the features of a policy update", low=1)
+    minibatches: int = key(1, "draft updates per pass", "updates", low=1)
+    update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1)
+    update_growth: float = key(0.0, "rest until the KL grew by this share; 0 = never rest", low=0)
+    min_coverage: float = key(
+        0.9, "share of rollout tokens in a reduced draft vocabulary below which its ids are chosen again", low=0, high=1
+    )
+    optimizer: str = key("adamw", "optimizer of the draft, as optimizer.name", choices=("adamw", "muon"))
+    learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0)
+    warmup: int = key(0, "length of the warm-up", "updates", low=0)
+    decay_steps: int = key(
+        0, "updates until a cosine reaches a tenth, warm-up included; 0 = constant", "updates", low=0
+    )
+    clip: float = key(0.5, "largest global gradient norm", above=0)
+    loss: str = key(
+        "ce",
+        "soft cross-entropy, KL (the same gradient), total variation or end-to-end total variation",
+        choices=("ce", "kl", "tv", "e2e_tv"),
+    )
+    ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1)
+    vocab_size: int = key(
+        0,
+        "size of a new eagle3 head's vocabulary, the most frequent ids of its texts; 0 = the policy's",
+        "vocabulary entries",
+        low=0,
+    )
+    compare_rounds: int = key(5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; -1 = the rest of the devices."""
+
+    data: int = key(1, "copies of the weights", "devices", low=-1)
+    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=-1)
+    expert: int = key(1, "shards of the experts", "devices", low=-1)
+    tensor: int = key(1, "shards of heads and widths", "devices", low=-1)
+    sequence: int = key(1, "shards of the learner's rows along their tokens, for long rows", "devices", low=-1)
