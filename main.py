@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     import jax
 
     from specrl_jax.core import InputError, RunFailed, Stopped
-    from specrl_jax.distributed import join
+    from specrl_jax.distributed import initialize
     from specrl_jax.drafts.base import find_draft_model
     from specrl_jax.sharding import learner_devices, make_mesh
     from specrl_jax.training.plan import policy_sizes
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
             run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
             return 0
         run = find_task(config.task)
-        join(_DISTRIBUTED.value)
+        initialize(_DISTRIBUTED.value)
         check_processes(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
         d = settings.draft
@@ -106,7 +106,7 @@ def find_task(name: str) -> Callable[..., None]:
 
 
 def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
-    from specrl_jax.distributed import is_first
+    from specrl_jax.distributed import is_first_process
     from specrl_jax.io.plots import plot_run
     from specrl_jax.io.report import print_report
     from specrl_jax.io.workdir import open_workdir
@@ -115,11 +115,11 @@ def run_train(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) ->
 
     setup = build(settings, mesh)
     setup.check_problems()
-    if is_first():
+    if is_first_process():
         open_workdir(workdir, config)
     with setup.scorer:
         rows = train(setup, workdir, stop_on_signal())
-    if is_first():
+    if is_first_process():
         print_report(rows, plot_run(rows, workdir))
 
 

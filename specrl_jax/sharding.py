@@ -1,28 +1,29 @@
-"""The one table from logical axes to mesh axes, and everything that reads it.
+"""Shardings: the table from logical axes to mesh axes, the mesh, and `Partitioner`, which reads both.
 
-Nothing else in the project spells a mesh axis. Arrays declare *logical* axes ("embed", "heads", ...); the table has
-two values, `LEARNER` and `ROLLOUT`, because training shards weights to fit optimizer state while decoding shards them
-to stream weights once per token. The mesh has Auto axes on purpose: XLA propagates shardings between the constraints,
-and a gather from a vocabulary-sharded embedding is legal (it is not under Explicit axes in jax 0.10).
+Only this file names mesh axes. Arrays declare *logical* axes ("embed", "heads", ...). The table has two versions,
+`LEARNER` and `ROLLOUT`: training splits weights so that the optimizer state fits, decoding so that each token reads them
+once. The mesh has Auto axes on purpose: XLA propagates shardings between the constraints, and a gather from a
+vocabulary-sharded embedding is legal (it is not under Explicit axes in jax 0.10).
 """
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Protocol
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
 
 # Logical axis -> mesh axes. An axis that is absent is a bug in the caller and raises KeyError.
 LEARNER = {
     "batch": ("data", "fsdp", "expert"),
-    # Long rows: each device has some of their tokens, and the keys and values of all (gathered, layer by layer).
+    # Long rows: each device holds a part of their tokens, and gathers the keys and values of all, layer by layer.
     "sequence": ("sequence",),
-    # Rows whose whole vocabulary one device reads, to sample from it: one all-to-all instead of gathering the logits.
+    # Rows of logits with the whole vocabulary on one device, for sampling: one all-to-all instead of an all-gather.
     "sampled_rows": ("data", "fsdp", "expert", "tensor", "sequence"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
@@ -33,21 +34,30 @@ LEARNER = {
     "experts": ("expert",),
     "layers": (),
 }
-# Decoding reads every weight once per iteration, so weights are split only where the product stays local (tensor) and
-# are whole along `embed`: an all-gather per layer per token would cost more than the memory it saves. Its rows are a
-# token or a few long: the devices of a sequence take rows too.
+# Decoding reads every weight once per iteration, so weights are split only where the matmul stays local (tensor) and
+# are whole along `embed`: an all-gather per layer and token would cost more than the memory it saves. Its rows are one
+# or a few tokens long, so the devices of the sequence axis take rows too.
 ROLLOUT = LEARNER | {"embed": (), "sequence": (), "batch": ("data", "fsdp", "expert", "sequence")}
+
+
+class Spec(Protocol):
+    """A leaf that describes an array."""
+
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-    """A mesh with one value of the table: turns logical axes into shardings. Hashable, so it can be static in jit."""
+    """Turn logical axes into shardings, by a mesh and one version of the table. Hashable, so it can be static in jit."""
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
 
     def spec(self, axes: tuple[str | None, ...]) -> PartitionSpec:
-        """PartitionSpec of an array with these logical axes (None = replicated).
+        """Return the PartitionSpec of an array with these logical axes (None: replicated).
 
         Raises InputError where two dimensions of one array would use the same mesh axis.
         """
@@ -60,29 +70,32 @@ class Partitioner:
         return PartitionSpec(*[entry if entry else None for entry in entries])
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:
-        """NamedSharding for these logical axes; with `shape`, also checks that every split divides evenly."""
+        """Return the NamedSharding for these logical axes.
+
+        Raises InputError where `shape` is given and does not divide evenly.
+        """
         for axis, size in zip(axes, shape or ()):
-            if axis and size % self.ways(axis):
+            if axis and size % self.num_shards(axis):
                 names = " x ".join(f"mesh.{name}={self.mesh.shape[name]}" for name in dict(self.rules)[axis])
                 raise InputError(
-                    f"{names}: cannot split the {axis} axis of size {size} into {self.ways(axis)} equal parts"
+                    f"{names}: cannot split the {axis} axis of size {size} into {self.num_shards(axis)} equal parts"
                 )
         return NamedSharding(self.mesh, self.spec(axes))
 
     def axes(self, axis: str) -> tuple[str, ...]:
-        """The mesh axes that a logical axis is split over: what a collective inside `shard_map` goes over."""
+        """Return the mesh axes that a logical axis is split over, for collectives inside `shard_map`."""
         return dict(self.rules)[axis]
 
-    def ways(self, axis: str) -> int:
-        """Into how many parts a logical axis is split."""
+    def num_shards(self, axis: str) -> int:
+        """Return the number of shards of a logical axis."""
         return math.prod(self.mesh.shape[name] for name in self.axes(axis))
 
-    def tree(self, specs: Any) -> Any:
-        """Shardings of a tree whose leaves have `.axes` and `.shape` (ParamSpec)."""
+    def shardings(self, specs: Mapping[str, Spec]) -> Mapping[str, NamedSharding]:
+        """Return the shardings of a tree of specs (`models.layers.ParamSpec`)."""
         return jax.tree.map(lambda leaf: self.sharding(leaf.axes, leaf.shape), specs)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Pins an activation inside jit to its sharding."""
+        """Pin an activation inside jit to the sharding of its logical axes."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
 
     @property
@@ -90,12 +103,16 @@ class Partitioner:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-def partitioner(mesh: Mesh, rules: dict[str, tuple[str, ...]]) -> Partitioner:
+def partitioner(mesh: Mesh, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
+    """Return the Partitioner of a mesh and LEARNER or ROLLOUT."""
     return Partitioner(mesh, tuple(sorted(rules.items())))
 
 
 def learner_devices(rollout_devices: int) -> list[jax.Device]:
-    """All devices but the last so many of each process, which only generate. Raises InputError where that leaves none."""
+    """Return all devices but the last `rollout_devices` of each process, which only generate.
+
+    Raises InputError where that leaves a process without one.
+    """
     if not rollout_devices:
         return jax.devices()
     kept = []
@@ -110,7 +127,7 @@ def learner_devices(rollout_devices: int) -> list[jax.Device]:
 
 
 def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
-    """Mesh over `devices` (all of them by default). One size may be -1: the rest; an axis without one has 1.
+    """Return a mesh over `devices` (default: all). One size may be -1: the rest; an axis without a size has 1.
 
     Raises InputError where the sizes do not multiply to the number of devices.
     """

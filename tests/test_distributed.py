@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from specrl_jax import distributed as processes
+from specrl_jax import distributed
 from specrl_jax.config import from_config_dict
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
@@ -169,13 +169,17 @@ def test_what_several_cannot_do_is_said_in_one_line(override, message, tmp_path)
 
 def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
-    with pytest.raises(processes.InputError, match=r"several processes \(JAX_COORDINATOR_ADDRESS"):
-        processes.join(False)
+    with pytest.raises(distributed.InputError, match=r"several processes \(JAX_COORDINATOR_ADDRESS"):
+        distributed.initialize(False)
 
 
 def test_a_single_process_has_everything():
-    assert processes.share(7) == slice(0, 7) and processes.gathered("x") == ["x"] and processes.is_first()
-    assert processes.any_of(True) and not processes.any_of(False)
+    assert (
+        distributed.process_slice(7) == slice(0, 7)
+        and distributed.all_gather_objects("x") == ["x"]
+        and distributed.is_first_process()
+    )
+    assert distributed.any_process(True) and not distributed.any_process(False)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -184,5 +188,5 @@ def test_shares_are_parts_of_the_whole(count, monkeypatch):
     found = []
     for i in range(count):
         monkeypatch.setattr(jax, "process_index", lambda i=i: i)
-        found += list(range(10))[processes.share(10)]
+        found += list(range(10))[distributed.process_slice(10)]
     assert found == list(range(10))

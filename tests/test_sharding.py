@@ -68,22 +68,22 @@ def test_uneven_split_names_the_axis_and_the_sizes():
 def test_uneven_split_of_a_parameter_names_the_axis():
     # nano has 2 key/value heads: tensor=4 cannot split them.
     with pytest.raises(InputError, match=r"mesh\.tensor=4: cannot split the kv_heads axis of size 2 into 4"):
-        learner(data=2, tensor=4).tree(qwen3.param_specs(qwen3.preset("nano")))
+        learner(data=2, tensor=4).shardings(qwen3.param_specs(qwen3.preset("nano")))
 
 
 @pytest.mark.parametrize("name", qwen3.PRESETS)
 def test_every_preset_splits_over_a_small_mesh(name):
     config = qwen3.preset(name)
     mesh = make_mesh(ONE | {"data": 2, "fsdp": 2, "tensor": 2})
-    shardings = partitioner(mesh, LEARNER).tree(qwen3.param_specs(config))
+    shardings = partitioner(mesh, LEARNER).shardings(qwen3.param_specs(config))
     assert shardings["embed"].spec == PartitionSpec(("tensor",), ("fsdp",))
-    rollout = partitioner(mesh, ROLLOUT).tree(qwen3.rollout_specs(config))
+    rollout = partitioner(mesh, ROLLOUT).shardings(qwen3.inference_specs(config))
     assert len(rollout["layers"]) == config.layers
 
 
 def test_ways_counts_the_parts():
     partition = learner(data=2, fsdp=2, tensor=2)
-    assert {axis: partition.ways(axis) for axis in ("batch", "embed", "heads", "sequence", "experts")} == {
+    assert {axis: partition.num_shards(axis) for axis in ("batch", "embed", "heads", "sequence", "experts")} == {
         "batch": 4,
         "embed": 2,
         "heads": 2,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from experiments.engine import bench
-from specrl_jax.rl.grpo import LossInputs, Objective, grpo_loss
+from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 
 HERE = pathlib.Path(__file__).parent
 B, T = 32, 64

@@ -20,7 +20,7 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.learner.batch import LearnerBatch, Packing, TrainingBatch, learner_batch
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Setup, build
 

@@ -21,7 +21,7 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.draft_step import Tables
 from specrl_jax.learner.policy_step import Features
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Setup, build
 
 DRAFT_VOCAB = 32_000  # of the 8B head, as published ones have

@@ -19,7 +19,7 @@ from experiments.grpo_step.packing import make_lesson
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.batch import learner_batch
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Setup, build
 from specrl_jax.training.loop import learn

@@ -26,13 +26,13 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import product
+from specrl_jax.models.layers import matmul
 from specrl_jax.sharding import Partitioner
 
 
 class Tables(Protocol):
     embed: jax.Array
-    unembed: jax.Array
+    lm_head: jax.Array
 
 
 class DraftModel(Protocol):
@@ -41,15 +41,15 @@ class DraftModel(Protocol):
     Attributes:
       vocab: Vd, words that it can draft.
       aux_layers: of the target, whose inputs it reads.
-      specs, rollout_specs: trees of ParamSpec of its two forms.
+      specs, inference_specs: trees of ParamSpec of its two forms.
     """
 
     vocab: int
     aux_layers: tuple[int, ...]
     specs: Any
-    rollout_specs: Any
+    inference_specs: Any
 
-    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
         """Learner form to rollout form."""
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Any:
@@ -71,13 +71,13 @@ class DraftModel(Protocol):
         `out` has `aux` and `hidden` of the target at every token.
         """
 
-    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+    def begin(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
         """Random parameters with what the target can lend them.
 
         Args:
           params: learner form, of which new arrays replace some.
           target: the policy's parameters in learner form.
-          unembedding: [Vd, D], the rows of the draft's ids in the policy's unembedding.
+          lm_head: [Vd, D], the rows of the draft's ids in the policy's unembedding.
         """
 
     def load(self, folder: str, partition: Partitioner) -> Any:
@@ -112,11 +112,11 @@ class Eagle3Draft:
         return eagle3.param_specs(self.config)
 
     @property
-    def rollout_specs(self) -> Any:
-        return eagle3.rollout_specs(self.config)
+    def inference_specs(self) -> Any:
+        return eagle3.inference_specs(self.config)
 
-    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
-        return eagle3.rollout_params(params, dtype)
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return eagle3.inference_params(params, dtype)
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
         return eagle3.init_cache(self.config, rows, length, dtype)
@@ -148,9 +148,9 @@ class Eagle3Draft:
         outputs = eagle3.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
         return outputs, params["unembed"]
 
-    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+    def begin(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
         """Unembedding and the norm before it, as speculators does: the target reads what it writes."""
-        return params | {"unembed": unembedding, "final_norm": target["final_norm"]}
+        return params | {"unembed": lm_head, "final_norm": target["final_norm"]}
 
     def load(self, folder: str, partition: Partitioner) -> Any:
         return eagle3_formats.load_params(folder, self.config, partition, jnp.float32)
@@ -185,11 +185,11 @@ class MTPDraft:
         return mtp.param_specs(self.config)
 
     @property
-    def rollout_specs(self) -> Any:
-        return mtp.rollout_specs(self.config)
+    def inference_specs(self) -> Any:
+        return mtp.inference_specs(self.config)
 
-    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
-        return mtp.rollout_params(params, dtype)
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return mtp.inference_params(params, dtype)
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
         return mtp.init_cache(self.config, rows, length, dtype)
@@ -210,16 +210,16 @@ class MTPDraft:
         return mtp.extend(params, self.config, hidden, embedded, pairs, cache)
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
-        return product("BTD,DV->BTV", a, weights.policy["to_logits"])
+        return matmul("BTD,DV->BTV", a, weights.policy["to_logits"])
 
     def unrolled(
         self, params: Any, tables: Tables, out: Any, rows: Rows, steps: int, dtype: jnp.dtype, partition: Partitioner
     ) -> tuple[jax.Array, jax.Array]:
         embedded, hidden = tables.embed[rows.tokens].astype(dtype), out.hidden[:, :, None].astype(dtype)
         outputs = mtp.unrolled(params, self.config, hidden, embedded, steps, rows.positions, rows.segments)
-        return outputs, tables.unembed
+        return outputs, tables.lm_head
 
-    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+    def begin(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
         """The norm before the unembedding, which is the target's own."""
         return params | {"final_norm": target["final_norm"]}
 
@@ -252,11 +252,11 @@ class PolicyDraft:
         return qwen3.param_specs(self.config)
 
     @property
-    def rollout_specs(self) -> Any:
-        return qwen3.rollout_specs(self.config)
+    def inference_specs(self) -> Any:
+        return qwen3.inference_specs(self.config)
 
-    def rollout_params(self, params: Any, dtype: jnp.dtype) -> Any:
-        return qwen3.rollout_params(params, self.config, dtype)
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return qwen3.inference_params(params, self.config, dtype)
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> kv.KVCache:
         c = self.config
@@ -277,12 +277,12 @@ class PolicyDraft:
         """Ground-truth tokens are what it would have been fed: step i is the same pass, shifted."""
         text = rows.tokens, rows.positions
         out = qwen3.forward(
-            params, self.config, *text, partition, segment_ids=rows.segments, dtype=dtype, unembed=False
+            params, self.config, *text, partition, segment_ids=rows.segments, dtype=dtype, return_logits=False
         )
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
-        return outputs, qwen3.unembedding(params, self.config)
+        return outputs, qwen3.lm_head_weight(params, self.config)
 
-    def begin(self, params: Any, target: Any, unembedding: jax.Array) -> Any:
+    def begin(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
         """Nothing: its widths are its own."""
         return params
 

@@ -89,7 +89,9 @@ def policy_drafter(
     def forward(
         params: Weights, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        out = qwen3.forward(params.draft, config, tokens, positions, partition, cache=cache, dtype=dtype, unembed=False)
+        out = qwen3.forward(
+            params.draft, config, tokens, positions, partition, cache=cache, dtype=dtype, return_logits=False
+        )
         return out.hidden, out.cache
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
@@ -102,7 +104,7 @@ def policy_drafter(
             nonlocal hidden, cache
             if token is not None:
                 hidden, cache = forward(params, token[:, None], slots.length[:, None] - 1 + i, cache)
-            return qwen3.to_logits(params.draft, config, hidden[:, -1:], partition)[:, 0]
+            return qwen3.lm_head_logits(params.draft, config, hidden[:, -1:], partition)[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k, None, sampling, partition)
         return drafted, slots.cache._replace(draft=cache)

@@ -29,8 +29,8 @@ def parts(memory: Memory) -> dict[str, int]:
     return found | ({} if memory.temporaries is None else {"temporaries": memory.temporaries})
 
 
-def find_fit(measured: list[Measured], target: Target, settings: Config, ways: int) -> Fit:
-    """`ways`: parts that rows are split into."""
+def find_fit(measured: list[Measured], target: Target, settings: Config, num_shards: int) -> Fit:
+    """`num_shards`: parts that rows are split into."""
     for m in measured:
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
@@ -40,42 +40,42 @@ def find_fit(measured: list[Measured], target: Target, settings: Config, ways: i
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
     fits = share <= LARGEST_SHARE
-    suggestion = suggest(memory, target, settings, ways) if not fits else ""
+    suggestion = suggest(memory, target, settings, num_shards) if not fits else ""
     if fits and share > target.share:
         suggestion = f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGEST_SHARE}: jax takes {target.share:.0%} as it comes"
     return Fit(worst.name, fits, memory.total, target.memory, arithmetic, suggestion)
 
 
-def suggest(memory: Memory, target: Target, settings: Config, ways: int) -> str:
+def suggest(memory: Memory, target: Target, settings: Config, num_shards: int) -> str:
     """For the largest part of what is too much."""
     sizes = parts(memory)
     largest = max(sizes, key=sizes.get)
     if largest == CACHE:
-        return _fewer_slots(memory, target, settings, ways)
+        return _fewer_slots(memory, target, settings, num_shards)
     if largest in (PARAMETERS, OPTIMIZER):
         return "more devices for each weight: a larger mesh.fsdp or mesh.tensor (mesh.expert for experts)"
     if largest in (BATCH, "results"):
         return f"fewer rows in an update: grpo.minibatches above {settings.grpo.minibatches}"
-    return _fewer_temporaries(settings, ways)
+    return _fewer_temporaries(settings, num_shards)
 
 
-def _fewer_slots(memory: Memory, target: Target, settings: Config, ways: int) -> str:
+def _fewer_slots(memory: Memory, target: Target, settings: Config, num_shards: int) -> str:
     """The most slots that leave room for the rest, if that stays as it is."""
     slots, cache = settings.rollout.num_slots, memory.by_kind()[CACHE]
     room = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
-    most = max(0, slots * room // cache) // ways * ways
+    most = max(0, slots * room // cache) // num_shards * num_shards
     narrower = ", or rollout.cache_dtype=bfloat16" if settings.rollout.cache_dtype == "float32" else ""
     if not most:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
     return f"rollout.num_slots={most} instead of {slots}{narrower}"
 
 
-def _fewer_temporaries(settings: Config, ways: int) -> str:
+def _fewer_temporaries(settings: Config, num_shards: int) -> str:
     rows = settings.grpo.microbatch
     if not settings.policy.remat:
         return "policy.remat=true"
-    if not rows or rows > ways:
-        return f"grpo.microbatch={ways}: one row for each of the {ways} parts of a batch"
+    if not rows or rows > num_shards:
+        return f"grpo.microbatch={num_shards}: one row for each of the {num_shards} parts of a batch"
     if not settings.policy.vocab_tile:
         return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never whole"
     return f"shorter rows (rollout.max_response_tokens={settings.rollout.max_response_tokens}) or a larger mesh.tensor"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.learner.state import RunState, TrainState
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Setup
 
 # What memory is for.

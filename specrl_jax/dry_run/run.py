@@ -41,8 +41,8 @@ def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], wor
         raise InputError(f"--workdir {workdir}: {error.strerror}") from None
     exact = compiler is target and target.memory > 0
     measured = measure_all(setup, exact)
-    ways = setup.rollout_partition.ways("batch")
-    fit = find_fit(measured, target, settings, ways) if target.memory else None
+    num_shards = setup.rollout_partition.num_shards("batch")
+    fit = find_fit(measured, target, settings, num_shards) if target.memory else None
     report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
     report.print()
     say(f"written: {report.write(workdir, config)}")

@@ -64,7 +64,7 @@ class TensorFolder:
         """The tree of `specs`, laid out by `partition`; dtype None keeps each tensor's own."""
         self.check(specs)
         leaves, treedef = jax.tree.flatten(specs)
-        shardings = treedef.flatten_up_to(partition.tree(specs))
+        shardings = treedef.flatten_up_to(partition.shardings(specs))
         loaded: list[Any] = [None] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             read = self._leaf_reader(leaves[i], dtype)

@@ -73,6 +73,6 @@ def pack_minibatches(length: np.ndarray, longest: int, packing: Packing) -> Plac
     return Places(row, start, segment, rows * n, packing.tokens)
 
 
-def packing_unit(ways: int, microbatch: int, draft_minibatches: int) -> int:
+def packing_unit(num_shards: int, microbatch: int, draft_minibatches: int) -> int:
     """Return what the rows of a minibatch divide by: shards, microbatches, and those of each draft update."""
-    return math.lcm(ways, microbatch or 1) * draft_minibatches
+    return math.lcm(num_shards, microbatch or 1) * draft_minibatches

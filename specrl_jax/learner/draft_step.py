@@ -20,9 +20,9 @@ from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
-from specrl_jax.models.lm_head import Teacher, Tiling, draft_terms
+from specrl_jax.models.lm_head import TargetDistribution, Tiling, draft_terms
 from specrl_jax.models.qwen3 import Params
-from specrl_jax.rl.draft_losses import step_losses, step_means, step_weights, supervised, survival
+from specrl_jax.rl.draft_losses import cumulative_acceptance, draft_loss_mask, step_losses, step_means, step_weights
 from specrl_jax.sharding import Partitioner
 
 # A draft that is not trained is evaluated on one row in so many: enough for an alarm that fires when half of the
@@ -50,7 +50,7 @@ class Tables:
     """Copies of the policy's tables that a draft reads, from the forward pass that computed the features."""
 
     embed: jax.Array  # [V, D]
-    unembed: jax.Array  # [Vd, D], the rows of the draft vocabulary
+    lm_head: jax.Array  # [Vd, D], the rows of the draft vocabulary
 
 
 @flax.struct.dataclass
@@ -84,8 +84,8 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTa
     """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters."""
 
     def read(params: Params, vocab_map: jax.Array | None) -> Tables:
-        unembed = qwen3.unembedding(params, model)
-        return Tables(params["embed"], unembed if vocab_map is None else unembed[vocab_map])
+        lm_head = qwen3.lm_head_weight(params, model)
+        return Tables(params["embed"], lm_head if vocab_map is None else lm_head[vocab_map])
 
     table = partition.sharding(("vocab", "embed"))
     # The draft vocabulary need not divide over `vocab`.
@@ -103,13 +103,13 @@ def make_draft_step(
         params: Params, tables: Tables, counts: jax.Array, features: Features, rows: Rows
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
         terms = _terms(forward, partition, params, tables, features, rows)
-        pairs = supervised(rows.mask, forward.ttt_steps, rows.segments)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
         loss = step_means(step_losses(forward.loss, terms), pairs)
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def update(state: TrainState, tables: Tables, features: Features, rows: Rows) -> tuple[TrainState, DraftMetrics]:
-        counts = supervised(rows.mask, forward.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
+        counts = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
 
         def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
             return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None
@@ -132,11 +132,11 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
     """
 
     def predict(params: Params, tables: Tables, features: Features, rows: Rows) -> DraftDiagnostics:
-        size, ways = forward.microbatch or len(rows.tokens), partition.ways("batch")
-        parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * ways) == 0), 1)
+        size, num_shards = forward.microbatch or len(rows.tokens), partition.num_shards("batch")
+        parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
         terms = _terms(forward, partition, params, tables, features, rows)
-        return _values(_diagnostics(terms, supervised(rows.mask, forward.ttt_steps, rows.segments)))
+        return _values(_diagnostics(terms, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)))
 
     return jax.jit(predict, out_shardings=partition.replicated)
 
@@ -144,17 +144,17 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
 def _terms(
     forward: DraftForward, partition: Partitioner, params: Params, tables: Tables, features: Features, rows: Rows
 ) -> DraftTerms:
-    outputs, unembed = forward.draft.unrolled(
+    outputs, lm_head = forward.draft.unrolled(
         params, tables, features, rows, forward.ttt_steps, forward.dtype, partition
     )
-    teacher = Teacher(features.hidden.astype(forward.dtype), tables.unembed, features.normaliser)
-    return draft_terms(outputs, unembed, teacher, Tiling(forward.vocab_tile, forward.temperature, partition))
+    target = TargetDistribution(features.hidden.astype(forward.dtype), tables.lm_head, features.normaliser)
+    return draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
 
 
 def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
     """Return diagnostics whose leaves are Means, so that microbatches add up."""
     terms = jax.lax.stop_gradient(terms)
-    values = terms.entropy, terms.cross_entropy - terms.entropy, survival(terms)
+    values = terms.entropy, terms.cross_entropy - terms.entropy, cumulative_acceptance(terms)
     return DraftDiagnostics(*[step_means(x, pairs) for x in values])
 
 

@@ -57,12 +57,12 @@ class VocabularyWatch:
 
 def change_vocabulary(state: RunState, ids: np.ndarray, model: qwen3.Qwen3Config) -> RunState:
     """The state with its head over `ids` [Vd]."""
-    unembedding = qwen3.unembedding(state.policy.base, model)
-    draft = move_vocabulary(state.draft, np.asarray(state.vocab_map), ids, unembedding)
+    lm_head = qwen3.lm_head_weight(state.policy.base, model)
+    draft = move_vocabulary(state.draft, np.asarray(state.vocab_map), ids, lm_head)
     return state.replace(draft=draft, vocab_map=jax.device_put(ids, state.vocab_map.sharding))
 
 
-def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, unembedding: jax.Array) -> TrainState:
+def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, lm_head: jax.Array) -> TrainState:
     """The head over the ids `new` [Vd] instead of `old` [Vd].
 
     Rows of ids in both move along with the optimizer's moments of them. Others begin as the policy's, `unembedding`
@@ -80,4 +80,4 @@ def move_vocabulary(state: TrainState, old: np.ndarray, new: np.ndarray, unembed
     opt_state = jax.tree.map_with_path(
         lambda path, x: moved(x, 0.0) if path[-1:] == _UNEMBED and x.shape == table.shape else x, state.opt_state
     )
-    return state.replace(params=state.params | {"unembed": moved(table, unembedding[new])}, opt_state=opt_state)
+    return state.replace(params=state.params | {"unembed": moved(table, lm_head[new])}, opt_state=opt_state)

@@ -17,7 +17,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_xla
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
 from specrl_jax.models.qwen3 import Params
-from specrl_jax.rl.grpo import LossInputs, Objective, Terms, grpo_loss
+from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
 
 
@@ -83,7 +83,7 @@ class Features:
 
 @flax.struct.dataclass
 class UpdateMetrics:
-    terms: Terms
+    terms: LossMetrics
     grad_norm: jax.Array  # [] float32, before clipping
     skipped: jax.Array  # [] bool: loss or gradient was not finite, so nothing changed
     routing: jax.Array | None  # [L, E] float32, copies of response tokens that each expert got; None: no experts
@@ -114,7 +114,7 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
         return merge(jax.lax.map(score, split(rows, forward.microbatch)))
 
     batch = partition.sharding(("batch", "sequence"))
-    params = partition.tree(forward.specs)
+    params = partition.shardings(forward.specs)
     return jax.jit(logprobs, in_shardings=(params, batch), out_shardings=batch)
 
 
@@ -144,7 +144,7 @@ def make_policy_step(
 
     def loss_sum(
         trained: Params, frozen: Params | None, rows: Rows, inputs: LossInputs
-    ) -> tuple[jax.Array, tuple[tuple[Terms, jax.Array | None], StepOutputs]]:
+    ) -> tuple[jax.Array, tuple[tuple[LossMetrics, jax.Array | None], StepOutputs]]:
         out = forward.apply(forward.merge(trained, frozen), rows, partition)
         terms = grpo_loss(out.logprobs, out.entropy, inputs, rows.mask, rows.segments, objective)
         logprobs = jax.lax.stop_gradient(out.logprobs)

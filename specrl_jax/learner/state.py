@@ -42,7 +42,7 @@ def state_shardings(
 
     A moment is known by its place: the path to it ends in its parameter's, and it has the parameter's shape.
     """
-    params = partition.tree(specs)
+    params = partition.shardings(specs)
     by_path = {tuple(path): (spec.shape, partition.sharding(spec.axes, spec.shape)) for path, spec in _paths(specs)}
 
     def sharding(path: Any, leaf: Any) -> Any:
@@ -53,7 +53,7 @@ def state_shardings(
         return partition.replicated
 
     opt_state = jax.tree.map_with_path(sharding, _state_shapes(specs, optimizer).opt_state)
-    return TrainState(partition.replicated, params, opt_state, partition.tree(frozen) if frozen else None)
+    return TrainState(partition.replicated, params, opt_state, partition.shardings(frozen) if frozen else None)
 
 
 def _paths(tree: Any) -> list[tuple[Any, Any]]:
@@ -73,7 +73,7 @@ def _state_shapes(specs: Any, optimizer: optax.GradientTransformation) -> TrainS
 
 def init_random_params(key: jax.Array, specs: Any, partition: Partitioner) -> Any:
     """Random float32 parameters of `specs`, each born on its own shard."""
-    return jax.jit(functools.partial(init_params, specs=specs), out_shardings=partition.tree(specs))(key)
+    return jax.jit(functools.partial(init_params, specs=specs), out_shardings=partition.shardings(specs))(key)
 
 
 def init_state(params: Any, specs: Any, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:

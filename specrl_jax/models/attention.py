@@ -98,7 +98,7 @@ def _obstacle(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner
     device = partition.mesh.devices.flat[0]
     if KERNELS.get(device.platform) != name:
         return f"not on a {device.platform}"
-    if partition.ways("sequence") > 1:
+    if partition.num_shards("sequence") > 1:
         return "not where rows are split along their tokens (mesh.sequence)"
     if name == "splash":
         return f"heads of {head_dim}, multiples of {LANES} are needed" if head_dim % LANES else ""
@@ -129,7 +129,7 @@ def _on_each_device(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         B, T = q.shape[:2]
-        more = (0, -B % partition.ways("batch")), (0, -T % (multiple or _tile(T)))
+        more = (0, -B % partition.num_shards("batch")), (0, -T % (multiple or _tile(T)))
 
         def padded(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else jnp.pad(x, more + ((0, 0),) * (x.ndim - 2))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import at_least_float32
-from specrl_jax.models.layers import einsum, narrower, product
+from specrl_jax.models.layers import einsum, matmul, narrower
 
 Sums = Callable[[jax.Array, jax.Array, jax.Array, Any, int], jax.Array]
 
@@ -134,7 +134,7 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
 def _outputs(rows: jax.Array, share: jax.Array, w: Any) -> jax.Array:
     """[J, M, D] float32: share [J, M] of what each tile's expert makes of rows [J, M, D]."""
     gate, up = (einsum("JMD,JDF->JMF", rows, w[name]) for name in ("gate", "up"))
-    return product("JMF,JFD->JMD", jax.nn.silu(gate) * up, w["down"]) * share[..., None]
+    return matmul("JMF,JFD->JMD", jax.nn.silu(gate) * up, w["down"]) * share[..., None]
 
 
 def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _narrowed(w: Any, x: jax.Array) -> Any:
-    """The weights in the dtype of their products with x (`layers.product`), before tiles copy them."""
+    """The weights in the dtype of their products with x (`layers.matmul`), before tiles copy them."""
     return jax.tree.map(lambda m: m.astype(narrower(x.dtype, m.dtype)), w)
 
 
@@ -161,15 +161,15 @@ def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, tot
     # A kernel leaves the rows of no group as they were: whatever is there must reach neither a sum nor a gradient.
     mine = (jnp.arange(len(order)) < sizes.sum())[:, None]
     rows = jnp.where(mine, x[order // k], 0)
-    gate, up = (grouped_product(rows, w[name], sizes).astype(x.dtype) for name in ("gate", "up"))
-    y = grouped_product(jax.nn.silu(gate) * up, w["down"], sizes)
+    gate, up = (grouped_matmul(rows, w[name], sizes).astype(x.dtype) for name in ("gate", "up"))
+    y = grouped_matmul(jax.nn.silu(gate) * up, w["down"], sizes)
     y = jnp.where(mine, y, 0.0) * share.reshape(-1)[order][:, None]
     return jnp.zeros(x.shape, jnp.float32).at[order // k].add(y)
 
 
 @jax.custom_vjp
-def grouped_product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`layers.product` of rows x [C, D], sorted by group, each with its group's w [E, D, F]: [C, F] float32.
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`layers.matmul` of rows x [C, D], sorted by group, each with its group's w [E, D, F]: [C, F] float32.
 
     sizes [E] int32: rows of each group. Rows of no group, at the end, come out as anything.
     """
@@ -177,14 +177,14 @@ def grouped_product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
 
 
-def _grouped_product_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return grouped_product(x, w, sizes), (x, w, sizes)
+def _grouped_matmul_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return grouped_matmul(x, w, sizes), (x, w, sizes)
 
 
-def _grouped_product_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _grouped_matmul_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
     gradient = gradient.astype(x.dtype)
-    to_x = grouped_product(gradient, jnp.swapaxes(w, 1, 2).astype(x.dtype), sizes)
+    to_x = grouped_matmul(gradient, jnp.swapaxes(w, 1, 2).astype(x.dtype), sizes)
     by_group = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
@@ -192,7 +192,7 @@ def _grouped_product_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Arra
     return to_x.astype(x.dtype), to_w.astype(w.dtype), None
 
 
-grouped_product.defvjp(_grouped_product_forward, _grouped_product_backward)
+grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 # By `jax.Device.platform`; what is not here takes `by_tiles`. A CPU takes one at a time: copies of several experts'
 # matrices cost it more than the products (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).

@@ -63,12 +63,12 @@ def count_params(specs: Any) -> int:
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`product` in the dtype of `x`: accumulated in float32 and rounded once at the end."""
-    return product(equation, x, w).astype(x.dtype)
+    """`matmul` in the dtype of `x`: accumulated in float32 and rounded once at the end."""
+    return matmul(equation, x, w).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Product of activations and a weight: operands in the narrower of the two dtypes, result at least float32.
 
     bfloat16 results straight from the dot run at 1.5 GB/s of weights on a CPU; asking for float32 keeps it on the fast
@@ -91,11 +91,11 @@ def _of_sums(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _product_forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return product(equation, x, w), (x, w)
+def _matmul_forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return matmul(equation, x, w), (x, w)
 
 
-def _product_backward(
+def _matmul_backward(
     equation: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
@@ -108,7 +108,7 @@ def _product_backward(
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def project_heads(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import DraftTerms, at_least_float32, shift_left
-from specrl_jax.models.layers import product
+from specrl_jax.models.layers import matmul
 from specrl_jax.sharding import Partitioner
 
 
@@ -31,25 +31,25 @@ class Tiling:
 
     def parts(self, table: jax.Array) -> jax.Array:
         """[V, D] -> [W, V / W, D]; W = 1 where the vocabulary does not divide."""
-        ways = self.partition.ways("vocab")
-        ways = 1 if table.shape[0] % ways else ways
-        return table.reshape(ways, -1, table.shape[1])
+        num_shards = self.partition.num_shards("vocab")
+        num_shards = 1 if table.shape[0] % num_shards else num_shards
+        return table.reshape(num_shards, -1, table.shape[1])
 
     def logits(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         """[B, T, W, M], at least float32, from hidden [B, T, D] and rows [W, M, D]."""
-        logits = at_least_float32(product("BTD,WMD->BTWM", hidden, rows)) / (self.temperature or 1.0)
+        logits = at_least_float32(matmul("BTD,WMD->BTWM", hidden, rows)) / (self.temperature or 1.0)
         return self.partition.constrain(logits, "batch", "sequence", "vocab" if rows.shape[0] > 1 else None, None)
 
     def fold(self, body: Callable[..., Any], carry: Any, *tables: jax.Array) -> Any:
         """carry <- body(carry, Tile, rows [W, M, D] of each of `tables`), tile by tile."""
-        ways, size, _ = tables[0].shape
-        M = min(max(self.words // ways, 1), size) if self.words else size
+        num_shards, size, _ = tables[0].shape
+        M = min(max(self.words // num_shards, 1), size) if self.words else size
 
         def step(i: Any, carry: Any) -> Any:
             # The last tile ends with the vocabulary and overlaps the one before it.
             start = jnp.minimum(i * M, size - M)
             places = start + jnp.arange(M)
-            tile = Tile(start, jnp.arange(ways)[:, None] * size + places[None], places >= i * M)
+            tile = Tile(start, jnp.arange(num_shards)[:, None] * size + places[None], places >= i * M)
             return body(carry, tile, *[jax.lax.dynamic_slice_in_dim(table, start, M, axis=1) for table in tables])
 
         return step(0, carry) if size == M else jax.lax.fori_loop(0, -(-size // M), step, carry)
@@ -80,7 +80,7 @@ class TokenScores(NamedTuple):
 def token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling) -> TokenScores:
     """Scores of `targets` [B, T] int32 from hidden [B, T, D] and the unembedding table [V, D].
 
-    Products have their operands in the narrower of the two dtypes and float32 results (`layers.product`). One pass
+    Products have their operands in the narrower of the two dtypes and float32 results (`layers.matmul`). One pass
     forward, 2 B T V D operations; backward 6 B T V D.
     """
     return _token_scores(hidden, table, targets, tiling)
@@ -167,7 +167,7 @@ token_scores.defvjp(_token_scores_forward, _token_scores_backward)
 # ---- what a draft learns from
 
 
-class Teacher(NamedTuple):
+class TargetDistribution(NamedTuple):
     """The target as a draft's losses need it: no gradient goes there."""
 
     hidden: jax.Array  # [B, T, D], what its unembedding reads
@@ -176,7 +176,7 @@ class Teacher(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def draft_terms(outputs: jax.Array, table: jax.Array, teacher: Teacher, tiling: Tiling) -> DraftTerms:
+def draft_terms(outputs: jax.Array, table: jax.Array, teacher: TargetDistribution, tiling: Tiling) -> DraftTerms:
     """Terms of the draft whose step i reads outputs[i] [B, T, D'] through its unembedding table [Vd, D'].
 
     Entry (i, t) predicts token t + 2 + i, so its teacher is the target after position t + 1 + i. Rows within 1 + i of
@@ -186,7 +186,9 @@ def draft_terms(outputs: jax.Array, table: jax.Array, teacher: Teacher, tiling: 
     return _draft_terms(outputs, table, teacher, tiling)[0]
 
 
-def _draft_terms(outputs: jax.Array, table: jax.Array, teacher: Teacher, tiling: Tiling) -> tuple[DraftTerms, Any]:
+def _draft_terms(
+    outputs: jax.Array, table: jax.Array, teacher: TargetDistribution, tiling: Tiling
+) -> tuple[DraftTerms, Any]:
     """The terms, and what the backward pass needs beside the inputs."""
     steps = outputs.shape[0]
     parts = tiling.parts(table), tiling.parts(teacher.table)
@@ -238,7 +240,7 @@ def _normalisers(hidden: tuple[jax.Array, ...], parts: Any, tiling: Tiling) -> t
     return found[:-1], found[-1]
 
 
-def _draft_terms_forward(outputs: jax.Array, table: jax.Array, teacher: Teacher, tiling: Tiling) -> Any:
+def _draft_terms_forward(outputs: jax.Array, table: jax.Array, teacher: TargetDistribution, tiling: Tiling) -> Any:
     terms, kept = _draft_terms(outputs, table, teacher, tiling)
     return terms, (outputs, table, teacher, kept)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Mean, at_least_float32
 from specrl_jax.models.grouped import SUMS, by_tiles
-from specrl_jax.models.layers import narrower, product
+from specrl_jax.models.layers import matmul, narrower
 from specrl_jax.sharding import Partitioner
 
 # The experts' matrices and their logical axes; `router` is the fourth of a layer.
@@ -56,7 +56,7 @@ def mixture(
     """
     # Each device takes the same number of rows; where they do not divide, some of zeros are added.
     B = len(x)
-    x = jnp.pad(x, ((0, -B % partition.ways("batch")), (0, 0), (0, 0)))
+    x = jnp.pad(x, ((0, -B % partition.num_shards("batch")), (0, 0), (0, 0)))
     routes = route(x, w["router"], experts_per_token, renormalise, partition)
     out = experts(x, routes.share, routes.chosen, {name: w[name] for name in MATRICES}, partition)
     return out[:B], count_copies(routes.chosen[:B], w["router"].shape[1], counted)
@@ -70,7 +70,7 @@ def route(x: jax.Array, router: jax.Array, k: int, renormalise: bool, partition:
     """
 
     def here(x: jax.Array, router: jax.Array) -> Routes:
-        p = jax.nn.softmax(product("BTD,DE->BTE", x, router), axis=-1)
+        p = jax.nn.softmax(matmul("BTD,DE->BTE", x, router), axis=-1)
         share, chosen = jax.lax.top_k(p, k)
         return Routes(share / share.sum(axis=-1, keepdims=True) if renormalise else share, chosen)
 
@@ -227,7 +227,7 @@ class Exchange:
     def sums(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any) -> jax.Array:
         """[b, T, D] float32 of the experts on this device, by the way that its platform takes (`grouped`)."""
         here = len(w["gate"])
-        total = here * self.partition.ways("experts")
+        total = here * self.partition.num_shards("experts")
         names = self.axes("experts")
         mine = chosen - (here * jax.lax.axis_index(names) if names else 0)
         mine = jnp.where((mine >= 0) & (mine < here), mine, here)

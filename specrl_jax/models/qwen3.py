@@ -3,7 +3,7 @@
 Two forms of the same weights:
   learner  stacked [L, ...] and scanned: compile time does not grow with depth, and the optimizer sees few leaves;
   rollout  one dict per layer, q/k/v fused, in the rollout dtype: no slice of a stack between the products of a decode
-           step. `rollout_params` is the map.
+           step. `inference_params` is the map.
 `forward` runs either form; which one it got is visible in the tree.
 """
 
@@ -22,7 +22,7 @@ from specrl_jax.models.layers import (
     ParamSpec,
     Yarn,
     einsum,
-    product,
+    matmul,
     project_heads,
     rms_norm,
     rotary_angles,
@@ -164,8 +164,8 @@ def _mlp_specs(c: Qwen3Config, layer: str) -> Params:
     return specs
 
 
-def rollout_specs(config: Qwen3Config) -> Params:
-    """Logical axes and shapes of `rollout_params`' result, as ParamSpec without Hugging Face names."""
+def inference_specs(config: Qwen3Config) -> Params:
+    """Logical axes and shapes of `inference_params`' result, as ParamSpec without Hugging Face names."""
     c = config
 
     def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
@@ -187,7 +187,7 @@ def rollout_specs(config: Qwen3Config) -> Params:
     }
 
 
-def rollout_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
+def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
     """Learner form to rollout form: unstacked, q/k/v fused, cast to `dtype`. Pure; jit it with shardings.
 
     The unembedding is turned, [D, V]: a product of few rows reads it up to twice as fast on a CPU (768 x 32,000, 8
@@ -240,7 +240,7 @@ def forward(
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
     vocab_tile: int = 0,
-    unembed: bool = True,
+    return_logits: bool = True,
 ) -> Output:
     """One pass of the policy over tokens [B, T] at positions [B, T].
 
@@ -256,7 +256,7 @@ def forward(
       dtype: of the activations; weights are cast to it.
       remat: recompute each layer in the backward pass instead of keeping its activations.
       vocab_tile: with targets, unembed this many words at a time, so [B, T, V] never exists; 0: all at once.
-      unembed: False skips the unembedding (prefill needs the cache only).
+      return_logits: False skips the unembedding (prefill needs the cache only).
     """
     angles = rotary_angles(positions, config.head_dim, config.rope_theta, config.yarn)
     mlp = feed_forward(config, partition, counted)
@@ -271,22 +271,22 @@ def forward(
     logits = logprobs = entropy = normaliser = None
     if targets is not None:
         tiling = Tiling(vocab_tile, temperature, partition)
-        logprobs, entropy, normaliser = token_scores(x, unembedding(params, config), targets, tiling)
-    elif unembed:
-        logits = to_logits(params, config, x, partition)
+        logprobs, entropy, normaliser = token_scores(x, lm_head_weight(params, config), targets, tiling)
+    elif return_logits:
+        logits = lm_head_logits(params, config, x, partition)
     return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)
 
 
-def to_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
+def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
     """[B, T, V] float32 from what the unembedding reads, by either form of the weights."""
     if "to_logits" in params:
-        logits = product("BTD,DV->BTV", hidden, params["to_logits"])
+        logits = matmul("BTD,DV->BTV", hidden, params["to_logits"])
     else:
-        logits = product("BTD,VD->BTV", hidden, unembedding(params, config))
+        logits = matmul("BTD,VD->BTV", hidden, lm_head_weight(params, config))
     return partition.constrain(logits, "batch", "sequence", "vocab")
 
 
-def unembedding(params: Params, config: Qwen3Config) -> jax.Array:
+def lm_head_weight(params: Params, config: Qwen3Config) -> jax.Array:
     """[V, D] of the learner's form."""
     return params["embed" if config.tied else "unembed"]
 

@@ -129,9 +129,9 @@ def check_draft_pretrain(setup: Setup) -> None:
     """Raises InputError for what would fail late in a run; makes `pretrain.output`."""
     settings = setup.settings
     rows, microbatch = settings.pretrain.batch_size, settings.grpo.microbatch
-    if rows % setup.learner_partition.ways("batch"):
+    if rows % setup.learner_partition.num_shards("batch"):
         raise InputError(
-            f"pretrain.batch_size={rows} must divide by the {setup.learner_partition.ways('batch')} shards of rows"
+            f"pretrain.batch_size={rows} must divide by the {setup.learner_partition.num_shards('batch')} shards of rows"
         )
     if microbatch and rows % microbatch:
         raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")

@@ -149,7 +149,7 @@ def load_generator(
         num_slots,
         max_prompt_tokens,
         max_response_tokens,
-        ways=rollout_partition.ways("batch"),
+        num_shards=rollout_partition.num_shards("batch"),
         group_size=group_size,
         copies=draft_kind == "suffix" or (draft_kind != "none" and cascade > 0),
     )

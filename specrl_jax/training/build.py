@@ -24,7 +24,7 @@ from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.distributed import WHOLE, own_mesh, placed
+from specrl_jax.distributed import LOCAL_AXES, global_arrays, local_mesh
 from specrl_jax.drafts.base import DraftModel, find_draft_model, make_drafter
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
@@ -47,7 +47,7 @@ from specrl_jax.models.lora import LoRA, init_adapters
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.draft_losses import LOSSES
-from specrl_jax.rl.grpo import Objective
+from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.performance import Performance
@@ -151,8 +151,8 @@ class Setup:
         g, draft = self.settings.grpo, self.settings.draft
         if not g.pack_tokens:
             return None
-        ways = self.learner_partition.ways("batch")
-        unit = packing_unit(ways, g.microbatch, draft.minibatches if self.draft else 1)
+        num_shards = self.learner_partition.num_shards("batch")
+        unit = packing_unit(num_shards, g.microbatch, draft.minibatches if self.draft else 1)
         return Packing(g.pack_tokens, g.minibatches, unit)
 
     @functools.cached_property
@@ -189,7 +189,7 @@ class Setup:
 
     def on_learner(self, rows: Any) -> Any:
         """Host arrays [B, T] as the learner's steps take them."""
-        return placed(rows, self.learner_partition.sharding(("batch", "sequence")))
+        return global_arrays(rows, self.learner_partition.sharding(("batch", "sequence")))
 
     def open_checkpoints(self, workdir: str) -> Checkpoints:
         c = self.settings.checkpoint
@@ -207,7 +207,9 @@ class Setup:
         if not self.learner.lora:
             return self.initial_params()
         key, specs = jax.random.fold_in(jax.random.key(self.settings.seed), 2), self.learner.trained_specs
-        drawn = jax.jit(functools.partial(init_adapters, specs=specs), out_shardings=self.learner_partition.tree(specs))
+        drawn = jax.jit(
+            functools.partial(init_adapters, specs=specs), out_shardings=self.learner_partition.shardings(specs)
+        )
         return drawn(key)
 
     @functools.cached_property
@@ -222,8 +224,10 @@ class Setup:
         key = jax.random.fold_in(jax.random.key(self.settings.seed), 1)
         drawn = init_random_params(key, self.draft.specs, self.learner_partition)
         # Jitted, so that nothing of the policy's is shared: an update donates the draft's parameters.
-        begin = jax.jit(self.draft.begin, donate_argnums=0, out_shardings=self.learner_partition.tree(self.draft.specs))
-        return begin(drawn, policy, self.read_tables(policy, self.initial_vocab_map()).unembed)
+        begin = jax.jit(
+            self.draft.begin, donate_argnums=0, out_shardings=self.learner_partition.shardings(self.draft.specs)
+        )
+        return begin(drawn, policy, self.read_tables(policy, self.initial_vocab_map()).lm_head)
 
     def initial_vocab_map(self) -> jax.Array | None:
         """[Vd] int32: from draft.path, or the policy's first ids; None where draft and policy share their ids."""
@@ -270,7 +274,7 @@ class Setup:
         if not self.learner.lora:
             return None
         specs = qwen3.param_specs(self.model)
-        return abstract_params(specs, jnp.float32, self.learner_partition.tree(specs))
+        return abstract_params(specs, jnp.float32, self.learner_partition.shardings(specs))
 
     @functools.cached_property
     def problems(self) -> Problems:
@@ -312,7 +316,7 @@ def build(settings: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) 
     if rows % grpo.minibatches:
         raise InputError(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
     meshes = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(settings.pipeline, mesh), ROLLOUT)
-    limits = find_limits(_own_share(settings), meshes[1].ways("batch"))
+    limits = find_limits(_own_share(settings), meshes[1].num_shards("batch"))
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     dtype = jnp.dtype(policy.compute_dtype)
@@ -366,8 +370,8 @@ def _rollout_mesh(p: PipelineConfig, mesh: Mesh) -> Mesh:
         for key, value in (("tensor", p.tensor), ("expert", p.expert)):
             if value != 1:
                 raise InputError(f"pipeline.{key}={value} splits pipeline.rollout_devices, of which there are none")
-        return own_mesh(mesh, WHOLE)
-    own_mesh(mesh, WHOLE)  # what the weights pass through
+        return local_mesh(mesh, LOCAL_AXES)
+    local_mesh(mesh, LOCAL_AXES)  # what the weights pass through
     split = p.tensor * p.expert
     if p.rollout_devices % split:
         raise InputError(

@@ -9,11 +9,10 @@ import numpy as np
 from specrl_jax.config import GRPOConfig
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
-from specrl_jax.distributed import gathered
+from specrl_jax.distributed import all_gather_objects
 from specrl_jax.learner.batch import TrainingBatch
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.advantages import ADVANTAGES
-from specrl_jax.rl.overlong import overlong_penalty
+from specrl_jax.rl.advantages import ADVANTAGES, overlong_penalty
 
 
 class Batch(NamedTuple):
@@ -107,13 +106,13 @@ def merged_scores(parts: Sequence[Scores]) -> Scores:
 
 def of_all(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
     """Those of every process, in their order; of the chunks this one's, whose seconds they are."""
-    parts = gathered((rollouts, scores))
+    parts = all_gather_objects((rollouts, scores))
     together = concatenated([part for part, _ in parts])
     return dataclasses.replace(together, chunks=rollouts.chunks), merged_scores([part for _, part in parts])
 
 
 def batch_of_all(own: Batch) -> Batch:
     """The batch of all processes from this one's share of its rollouts. All must call it, and together."""
-    rewards = np.concatenate(gathered(own.rewards))
+    rewards = np.concatenate(all_gather_objects(own.rewards))
     rollouts, scores = of_all(own.rollouts, own.scores)
     return Batch(rollouts, own.problems, scores, rewards)

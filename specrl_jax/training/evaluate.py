@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specrl_jax import distributed as processes
+from specrl_jax import distributed
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
@@ -87,7 +87,7 @@ def evaluate(
 
     `lengths` chooses draft lengths; None: always the engine's own.
     """
-    own = processes.share(len(problems))
+    own = distributed.process_slice(len(problems))
     prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
     noise, first_id = seed + EVAL_SEED_OFFSET, own.start * samples
     rollouts = engine.generate(params, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax import distributed as processes
+from specrl_jax import distributed
 from specrl_jax.config import Config
 from specrl_jax.core import PHASES, InputError, RunFailed, Stopped
 from specrl_jax.data.rows import Rows
@@ -34,7 +34,7 @@ from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics, Tables
 from specrl_jax.learner.policy_step import Features, UpdateMetrics
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Setup
 from specrl_jax.training.dynamic_sampling import Batch, batch_of_all, collect, lesson, merged_scores, of_all, unequal
 from specrl_jax.training.evaluate import Evaluation, evaluate, score
@@ -74,7 +74,7 @@ def train(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, A
     writer = open_metrics(s, workdir, first if first is not None else -1)
     step = first or 0
     host, devices = Host({}, {}), threading.Lock()
-    with Display(s.steps, step, processes.is_first()) as display, contextlib.ExitStack() as ending:
+    with Display(s.steps, step, distributed.is_first_process()) as display, contextlib.ExitStack() as ending:
         try:
             announce_programs(setup, state, display)
             if first is None:
@@ -199,7 +199,7 @@ def make_pipeline(
 
     def produce(step: int, weights: Weights, stamp: WeightsVersion) -> RolloutBatch:
         def generate(problems: list[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-            own = processes.share(len(problems))
+            own = distributed.process_slice(len(problems))
             prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
             rollouts = setup.engine.generate(
                 weights,
@@ -238,12 +238,12 @@ def learner_signal(setup: Setup, state: RunState, batch: LearnerBatch) -> LossIn
     params, rows = setup.whole(state.policy), setup.on_learner(batch.rows)
     old_logprobs = ref_logprobs = None
     if o.old_logprobs == "learner":
-        old_logprobs = processes.to_host(setup.logprob_step(params, rows)[0])
+        old_logprobs = distributed.to_host(setup.logprob_step(params, rows)[0])
     elif o.old_logprobs == "rollout":
         old_logprobs = batch.behaviour
     if o.kl_coef:
         reference = setup.first_reference if state.reference is None else state.reference
-        ref_logprobs = processes.to_host(
+        ref_logprobs = distributed.to_host(
             setup.logprob_step(setup.learner.merge(reference, state.policy.frozen), rows)[0]
         )
     behaviour = batch.behaviour if o.correction != "none" else None
@@ -287,7 +287,7 @@ def learn(
         policy, metrics, learnt = setup.policy_step(policy, part, part_signal)
         updates.policy.append(metrics)
         if first_epoch:
-            updates.logprobs[share] = processes.to_host(learnt.logprobs)
+            updates.logprobs[share] = distributed.to_host(learnt.logprobs)
         if not wanted:
             continue
         jax.block_until_ready(learnt)
@@ -330,7 +330,7 @@ def announce_programs(setup: Setup, state: RunState, display: Display) -> None:
 
 def open_metrics(settings: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
     """What the first process writes; the others write nothing."""
-    if not processes.is_first():
+    if not distributed.is_first_process():
         return NoMetrics()
     return MetricsWriter(workdir, last_step, open_wandb(settings, workdir))
 
@@ -373,7 +373,7 @@ def evaluation_row(
             display.say(f"evaluation at step {step}: {warning}")
         if step in (0, s.steps):
             row["eval/accuracy_greedy"] = run(setup.greedy_engine, 1).accuracy
-    if not processes.is_first():
+    if not distributed.is_first_process():
         return row
     os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)
     path = os.path.join(workdir, "evaluations", f"step_{step}.jsonl")
@@ -403,7 +403,7 @@ def comparison_row(
             s.rollout.seed,
             s.draft.compare_rounds,
             speculation.lengths,
-            lambda: processes.any_of(stop.is_set()),
+            lambda: distributed.any_process(stop.is_set()),
         )
     if not len(ratios):
         return {}
@@ -429,7 +429,7 @@ def _without_frozen(state: RunState) -> RunState:
 
 
 def _leave_if(stop: threading.Event) -> None:
-    if processes.any_of(stop.is_set()):
+    if distributed.any_process(stop.is_set()):
         raise Stopped
 
 

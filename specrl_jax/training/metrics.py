@@ -16,7 +16,7 @@ from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
 from specrl_jax.learner.policy_step import UpdateMetrics
 from specrl_jax.models.moe import balance
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.divergences import divergence
+from specrl_jax.rl.objectives import kl_estimate
 
 
 def reward_metrics(scores: Scores, equal_groups: float) -> dict[str, float]:
@@ -114,7 +114,7 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     """
     difference = abs(behaviour - learner)
     row = {
-        "rollout_vs_learner/kl": float(masked_mean(divergence(behaviour, learner, mask), mask).value()),
+        "rollout_vs_learner/kl": float(masked_mean(kl_estimate(behaviour, learner, mask), mask).value()),
         "rollout_vs_learner/logprob_abs_mean": float(masked_mean(difference, mask).value()),
         "rollout_vs_learner/logprob_abs_max": float(masked_max(difference, mask)),
     }

@@ -63,7 +63,7 @@ def batch_limits(
     num_slots: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
-    ways: int,
+    num_shards: int,
     chunk: int = 16,
     group_size: int = 1,
     prompts: int = 0,
@@ -74,13 +74,13 @@ def batch_limits(
     """Shapes of an engine.
 
     Args:
-      ways: parts that rows are split into.
+      num_shards: parts that rows are split into.
       group_size: rollouts that a prompt usually gets; sets how many prompts are prefilled at once.
       prompts: whose rollouts may be copied from at the same time, at least; 0: as many as can be under way.
       copies: whether drafts are copied from other rollouts.
       width: of every forward (rollout.parity); 0: as wide as the draft.
     """
-    sizes = sorted({num_slots // n for n in SHRINK if num_slots % (n * ways) == 0}, reverse=True)
+    sizes = sorted({num_slots // n for n in SHRINK if num_slots % (n * num_shards) == 0}, reverse=True)
     under_way = -(-num_slots // group_size)
     return Limits(
         num_slots=num_slots,
@@ -90,7 +90,7 @@ def batch_limits(
         # One shape of a forward is one batch size.
         sizes=() if width else tuple(sizes),
         # A refill usually starts few prompts; of many, several in one forward keep a device busy.
-        prefill_rows=ways * max(1, under_way // (4 * ways)),
+        prefill_rows=num_shards * max(1, under_way // (4 * num_shards)),
         new_prompts=under_way,
         width=width,
         groups=max(prompts, under_way + 1) if copies else 0,
@@ -98,14 +98,14 @@ def batch_limits(
     )
 
 
-def find_limits(settings: Config, ways: int) -> Limits:
-    """Shapes of a config's engine; `ways`: parts that rows are split into."""
+def find_limits(settings: Config, num_shards: int) -> Limits:
+    """Shapes of a config's engine; `num_shards`: parts that rows are split into."""
     rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
     return batch_limits(
         rollout.num_slots,
         rollout.max_prompt_tokens,
         rollout.max_response_tokens,
-        ways,
+        num_shards,
         rollout.chunk,
         grpo.group_size,
         grpo.prompts_per_step,
@@ -129,11 +129,11 @@ def check_rows(
 ) -> None:
     """Raises InputError where shapes do not go with the meshes, the model or each other."""
     grpo = settings.grpo
-    learner.tree(qwen3.param_specs(model))
-    rollout.tree(qwen3.rollout_specs(model))
+    learner.shardings(qwen3.param_specs(model))
+    rollout.shardings(qwen3.inference_specs(model))
     if draft:
-        learner.tree(draft.specs)
-        rollout.tree(draft.rollout_specs)
+        learner.shardings(draft.specs)
+        rollout.shardings(draft.inference_specs)
     d = settings.draft
     # What is exported has been chosen: the checkpoint holds it.
     chooses = settings.task in ("draft_pretrain", "export")
@@ -143,15 +143,17 @@ def check_rows(
             f"draft.vocab_size={draft.vocab}: which ids those are is found out by task=draft_pretrain, and by training "
             "with draft.online and draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)"
         )
-    ways = learner.ways("batch")
+    num_shards = learner.num_shards("batch")
     shown, shown_rollout = (_shown_ways(partition) for partition in (learner, rollout))
     rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
     tokens = grpo.pack_tokens or limits.cache_length
-    if tokens % learner.ways("sequence"):
-        raise InputError(f"mesh.sequence={learner.ways('sequence')} must divide the {tokens} tokens of a learner's row")
-    if limits.num_slots % rollout.ways("batch"):
+    if tokens % learner.num_shards("sequence"):
+        raise InputError(
+            f"mesh.sequence={learner.num_shards('sequence')} must divide the {tokens} tokens of a learner's row"
+        )
+    if limits.num_slots % rollout.num_shards("batch"):
         raise InputError(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
-    if rows % ways:
+    if rows % num_shards:
         raise InputError(f"grpo: a minibatch of {rows} rows must divide by {shown}")
     if 0 < grpo.pack_tokens < limits.cache_length:
         raise InputError(
@@ -161,7 +163,7 @@ def check_rows(
         raise InputError(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
     if grpo.pack_tokens:  # rows as many as it takes, a multiple of all these
         return check_cache_length(limits, model)
-    if draft and (rows % d.minibatches or rows // d.minibatches % ways):
+    if draft and (rows % d.minibatches or rows // d.minibatches % num_shards):
         raise InputError(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
     if draft and grpo.microbatch and rows // d.minibatches % grpo.microbatch:
         raise InputError(

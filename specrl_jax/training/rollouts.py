@@ -16,7 +16,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Slots
-from specrl_jax.distributed import WHOLE, own_copy, own_mesh
+from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.models import cache as kv
@@ -54,8 +54,8 @@ def make_prepare(
 
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
-            policy=partition.tree(qwen3.rollout_specs(model)),
-            draft=partition.tree(draft.rollout_specs) if draft else None,
+            policy=partition.shardings(qwen3.inference_specs(model)),
+            draft=partition.shardings(draft.inference_specs) if draft else None,
             vocab_map=partition.replicated if draft else None,
             checksum=partition.replicated,
         )
@@ -66,8 +66,8 @@ def make_prepare(
                 # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = policy | {"embed": jax.lax.optimization_barrier(embed)}
-            policy = qwen3.rollout_params(policy, model, config.dtype)
-            params = draft.rollout_params(params, config.dtype) if draft else None
+            policy = qwen3.inference_params(policy, model, config.dtype)
+            params = draft.inference_params(params, config.dtype) if draft else None
             return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out)
@@ -78,8 +78,8 @@ def make_prepare(
         # One program of all processes, after which each has a whole copy among its own devices; what those of them that
         # only generate get is moved within the process.
         everywhere = program(shardings(dataclasses.replace(partition, mesh=learner.mesh)))
-        own = shardings(dataclasses.replace(partition, mesh=own_mesh(learner.mesh, WHOLE)))
-        return lambda *parts: jax.device_put(own_copy(everywhere(*parts), own), shardings(partition))
+        own = shardings(dataclasses.replace(partition, mesh=local_mesh(learner.mesh, LOCAL_AXES)))
+        return lambda *parts: jax.device_put(local_copy(everywhere(*parts), own), shardings(partition))
     # Made where the parameters are, split as finely as they are, then moved.
     made = program(shardings(learner))
     return lambda *parts: jax.device_put(made(*parts), shardings(partition))
@@ -136,10 +136,10 @@ class Target:
         return Caches(target, self.draft.init_cache(rows, length, c.cache_dtype))
 
     def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any) -> Any:
-        return self.decode(params, tokens, positions, cache, unembed=False)[1]
+        return self.decode(params, tokens, positions, cache, return_logits=False)[1]
 
     def decode(
-        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any, unembed: bool = True
+        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any, return_logits: bool = True
     ) -> tuple[jax.Array | None, Any]:
         """(logits, cache); the draft keeps of the forward what it needs."""
         out = qwen3.forward(
@@ -151,7 +151,7 @@ class Target:
             cache=cache.target if self.draft else cache,
             aux_layers=self.draft.aux_layers if self.draft else (),
             dtype=self.config.compute_dtype,
-            unembed=unembed,
+            return_logits=return_logits,
         )
         if not self.draft:
             return out.logits, out.cache
@@ -221,7 +221,7 @@ def sharded_verify(
     Where the batch has become too small to be split that finely, it stays split as it is, and logits are gathered. The
     results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.
     """
-    rows = "batch" if len(draft_tokens) % partition.ways("sampled_rows") else "sampled_rows"
+    rows = "batch" if len(draft_tokens) % partition.num_shards("sampled_rows") else "sampled_rows"
     target_logits = partition.constrain(target_logits, rows, None, None)
     arguments = noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits, sampling
     verified = verify(*arguments, mesh=partition.mesh, rows=partition.spec((rows,))[0])

@@ -56,7 +56,7 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     tokens = rng.integers(0, TARGET.vocab, (2, S)).astype(np.int32)
     features = rng.normal(size=(2, S, 3, TARGET.embed)).astype(np.float32)
     length = np.array([7, 11], np.int32)
-    weights = Weights({"embed": table}, draft.rollout_params(params, jnp.float32), jnp.array(IDS), None)
+    weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), None)
     drafter = draft.drafter(K, Sampling(0.0), jnp.dtype("float32"), one_device())
     hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
     cache = draft.init_cache(2, S, jnp.float32)._replace(hidden=hidden)

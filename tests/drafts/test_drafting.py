@@ -256,11 +256,11 @@ def entries_from_scratch(kind, tokens):
     policy, draft = params_of(kind)
     if kind == "model":
         empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
-        forward = compiled(DRAFTS[kind].config, ONE, unembed=False)
+        forward = compiled(DRAFTS[kind].config, ONE, return_logits=False)
         return entries(kind, forward(weights_of(kind).draft, tokens, row_positions(tokens), cache=empty).cache)
     at = row_positions(tokens)
     following = jnp.pad(jnp.asarray(tokens)[:, 1:], ((0, 0), (0, 1)))
-    out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, unembed=False)(
+    out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, return_logits=False)(
         policy, jnp.asarray(tokens), at
     )
     hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
@@ -368,7 +368,7 @@ def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():
     # The last committed token is pending: the target has not been there.
     tokens = np.asarray(slots.tokens)
     been = np.arange(tokens.shape[1])[None] < np.asarray(slots.length)[:, None] - 1
-    run = compiled(MODELS["eagle3"], LEARNS, aux_layers=HEAD.aux_layers, unembed=False)
+    run = compiled(MODELS["eagle3"], LEARNS, aux_layers=HEAD.aux_layers, return_logits=False)
     true = run(params_of("eagle3")[0], jnp.asarray(tokens), row_positions(tokens)).aux
     true = np.asarray(eagle3.first_hidden(weights_of("eagle3").draft, HEAD, true))
     np.testing.assert_allclose(np.asarray(slots.cache.draft.hidden)[been], true[been], rtol=1e-4, atol=ATOL)

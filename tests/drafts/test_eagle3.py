@@ -179,14 +179,14 @@ def test_the_scores_of_a_long_row_are_never_there_at_once(monkeypatch):
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, inputs):
     features, embedded = inputs
-    fused = eagle3.rollout_params(params, jnp.float32)
+    fused = eagle3.inference_params(params, jnp.float32)
     expected = unrolled(params, features, embedded, 2)
     np.testing.assert_allclose(unrolled(fused, features, embedded, 2), expected, atol=ATOL)
     # The unembedding, and the norm before it, which serving applies itself.
     a = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, CONFIG.embed)), jnp.float32)
     by_either = (eagle3.draft_logits(form, CONFIG, a) for form in (fused, params))
     np.testing.assert_allclose(*by_either, atol=ATOL)
-    specs = eagle3.rollout_specs(CONFIG)
+    specs = eagle3.inference_specs(CONFIG)
     assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, specs)
 
 

@@ -65,7 +65,7 @@ def peer_logits(module):
 def our_logits(params, head, form):
     params = jax.tree.map(jnp.asarray, params)
     if form == "rollout":
-        params = eagle3.rollout_params(params, jnp.float32)
+        params = eagle3.inference_params(params, jnp.float32)
     embedded = POLICY["embed"][TOKENS][None]
     outputs = eagle3.unrolled(params, head, FEATURES[None], embedded, STEPS, row_positions(TOKENS[None]))
     table = params["to_logits"].T if form == "rollout" else params["unembed"]

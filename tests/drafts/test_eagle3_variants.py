@@ -63,7 +63,7 @@ def extend(params, head, *state):
 def test_training_drafts_what_the_formula_says(name, form, inputs):
     params = random_params(head_of(name))
     if form == "rollout":
-        params = eagle3.rollout_params(params, jnp.float32)
+        params = eagle3.inference_params(params, jnp.float32)
     logits = unrolled_logits(params, head_of(name), *inputs)
     for row in range(B):
         for start in (0, 1, 4):
@@ -74,7 +74,7 @@ def test_training_drafts_what_the_formula_says(name, form, inputs):
 def test_serving_drafts_what_the_formula_says(name, inputs):
     """Over a cache, in rollout form: pairs before the last one are written, the last one and drafts are extended."""
     head, start = head_of(name), 4
-    params = eagle3.rollout_params(random_params(head), jnp.float32)
+    params = eagle3.inference_params(random_params(head), jnp.float32)
     features, embedded = inputs
     hidden = first_hidden(params, head, features)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
@@ -103,8 +103,8 @@ def test_a_variant_that_is_overlooked_shows(name, inputs):
 @variants
 def test_the_forms_have_the_declared_shapes(name):
     head, params = head_of(name), random_params(head_of(name))
-    rollout = eagle3.rollout_params(params, jnp.bfloat16)
-    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, eagle3.rollout_specs(head))
+    rollout = eagle3.inference_params(params, jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, eagle3.inference_specs(head))
     assert {leaf.dtype for leaf in jax.tree.leaves(rollout)} == {jnp.dtype(jnp.bfloat16)}
 
 

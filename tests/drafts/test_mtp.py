@@ -10,7 +10,7 @@ import pytest
 from specrl_jax.core import InputError
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import count_params, product
+from specrl_jax.models.layers import count_params, matmul
 from tests.helpers.policies import SMALL, numpy_forward, row_positions
 
 CONFIG = mtp.mtp_config(SMALL)
@@ -33,7 +33,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def fused(params):
-    return mtp.rollout_params(params, jnp.float32)
+    return mtp.inference_params(params, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def unrolled(params, inputs, steps=STEPS):
 
 
 def logits_of(a, unembed):
-    return product("...D,VD->...V", a, unembed)
+    return matmul("...D,VD->...V", a, unembed)
 
 
 _unrolled = jax.jit(mtp.unrolled, static_argnums=(1, 4))
@@ -147,9 +147,9 @@ def empty_cache(length=T):
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, fused, inputs):
     np.testing.assert_allclose(unrolled(fused, inputs), unrolled(params, inputs), atol=ATOL)
-    specs = mtp.rollout_specs(CONFIG)
+    specs = mtp.inference_specs(CONFIG)
     assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, specs)
-    halved = mtp.rollout_params(params, jnp.bfloat16)
+    halved = mtp.inference_params(params, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(halved)} == {jnp.dtype("bfloat16")}
 
 
@@ -221,6 +221,6 @@ def test_the_cache_keeps_one_hidden_state_in_its_dtype():
 
 
 def test_bfloat16_activations_still_give_float32_logits(params, inputs):
-    halved = mtp.rollout_params(params, jnp.bfloat16)
+    halved = mtp.inference_params(params, jnp.bfloat16)
     logits = unrolled(halved, tuple(x.astype(jnp.bfloat16) for x in inputs), 2)
     assert (logits.shape, logits.dtype) == ((2, B, T, CONFIG.vocab), jnp.float32)

@@ -30,7 +30,7 @@ def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0
 
 def fit(*phases, settings=SETTINGS):
     measured = [Measured(str(i), 0.0, m, Count(), ()) for i, m in enumerate(phases)]
-    return find_fit(measured, TARGET, settings, ways=8)
+    return find_fit(measured, TARGET, settings, num_shards=8)
 
 
 def test_the_largest_phase_decides_and_its_sum_is_shown():

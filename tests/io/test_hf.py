@@ -309,7 +309,7 @@ def test_loading_onto_a_mesh_gives_the_same_values_in_their_places(sizes, tmp_pa
     fsdp, tensor = sizes
     params = save(tmp_path)
     mesh = make_mesh({"data": 8 // (fsdp * tensor), "fsdp": fsdp, "expert": 1, "tensor": tensor})
-    shardings = partitioner(mesh, LEARNER).tree(qwen3.param_specs(SMALL))
+    shardings = partitioner(mesh, LEARNER).shardings(qwen3.param_specs(SMALL))
     loaded = hf.load_params(str(tmp_path), SMALL, partitioner(mesh, LEARNER))
     assert_same_trees(loaded, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == shardings
@@ -329,7 +329,7 @@ def test_each_device_gets_its_own_experts(tmp_path):
 def test_sharded_parameters_are_saved_whole(tmp_path):
     mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
     params = save(tmp_path / "plain")
-    placed = jax.device_put(params, partitioner(mesh, LEARNER).tree(qwen3.param_specs(SMALL)))
+    placed = jax.device_put(params, partitioner(mesh, LEARNER).shardings(qwen3.param_specs(SMALL)))
     hf.save_params(str(tmp_path / "sharded"), placed, SMALL, "float32")
     plain, sharded = (tmp_path / part / tensor_folder.SINGLE for part in ("plain", "sharded"))
     assert plain.read_bytes() == sharded.read_bytes()
@@ -677,7 +677,7 @@ def our_logits(params, config, partition):
     """Logits of the learner's form, and of the rollout's fed in blocks."""
     tokens = jnp.asarray(TOKENS, jnp.int32)
     learner = compiled(config, partition)(params, tokens, row_positions(tokens)).logits
-    rollout = qwen3.rollout_params(params, config, jnp.float32)
+    rollout = qwen3.inference_params(params, config, jnp.float32)
     cache = kv.init_cache(config.layers, 2, 20, config.kv_heads, config.head_dim, jnp.float32)
     blocks = []
     for part in (slice(0, 8), slice(8, 16), slice(16, 17)):

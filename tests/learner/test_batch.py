@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
 from specrl_jax.learner.batch import ROW_BUCKETS, Packing, TrainingBatch, learner_batch, pack_minibatches, packing_unit
-from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
 
 T = 16

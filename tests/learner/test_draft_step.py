@@ -30,7 +30,7 @@ from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs,
 from specrl_jax.learner.state import RunState, TrainState, init_state
 from specrl_jax.models import qwen3
 from specrl_jax.rl.draft_losses import LOSSES
-from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import loop
 from specrl_jax.training.build import build
@@ -104,7 +104,7 @@ def host_made_state(setup):
     """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
     partition = setup.learner_partition
     policy_specs, head_specs = qwen3.param_specs(setup.model), setup.draft.specs
-    policy, head = (jax.device_put(draw(specs, 1), partition.tree(specs)) for specs in (policy_specs, head_specs))
+    policy, head = (jax.device_put(draw(specs, 1), partition.shardings(specs)) for specs in (policy_specs, head_specs))
     # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
     policy |= {"embed": 20 * policy["embed"]}
     return RunState(
@@ -352,7 +352,7 @@ def policy_step(partition):
 
 def policy_state(params, partition):
     """Fresh: a step donates it."""
-    params = jax.device_put(params, partition.tree(qwen3.param_specs(POLICY)))
+    params = jax.device_put(params, partition.shardings(qwen3.param_specs(POLICY)))
     return init_state(params, qwen3.param_specs(POLICY), MOVES, partition)
 
 
@@ -402,7 +402,7 @@ def test_tables_are_those_before_the_update(policy_params, partition):
     state, _, _ = policy_step(partition)(state, rows, signal)
     assert donated.is_deleted()
     np.testing.assert_array_equal(tables.embed, policy_params["embed"])
-    np.testing.assert_array_equal(tables.unembed, policy_params["unembed"][IDS])
+    np.testing.assert_array_equal(tables.lm_head, policy_params["unembed"][IDS])
     assert np.abs(state.params["embed"] - policy_params["embed"]).max() > 0.05
 
 
@@ -410,7 +410,7 @@ def test_a_tied_policy_is_read_through_its_embedding(partition):
     tied = dataclasses.replace(POLICY, tied=True)
     params = draw(qwen3.param_specs(tied), 2)
     tables = make_read_tables(tied, partition)(params, IDS)
-    np.testing.assert_array_equal(tables.unembed, params["embed"][IDS])
+    np.testing.assert_array_equal(tables.lm_head, params["embed"][IDS])
 
 
 # ---- the head's update
@@ -430,13 +430,13 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
     features, rows = jax.device_put((features, rows), partition.sharding(("batch", "sequence")))
     policy = draw(qwen3.param_specs(POLICY), 1)
     tables = make_read_tables(POLICY, partition)(
-        jax.device_put(policy, partition.tree(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
+        jax.device_put(policy, partition.shardings(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
     )
-    state = init_state(jax.device_put(draw(specs, 4), partition.tree(specs)), specs, recorder(), partition)
+    state = init_state(jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition)
     learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch, loss=loss, vocab_tile=vocab_tile)
     state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
     assert int(state.step) == 1
-    for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.tree(specs)), strict=True):
+    for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.shardings(specs)), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     return jax.device_get((state.opt_state, metrics))
 

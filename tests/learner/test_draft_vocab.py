@@ -81,15 +81,15 @@ def state_of(ids, updates=1, optimizer="adamw"):
 
 
 def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_policys():
-    before, unembedding = state_of([1, 4, 6]), POLICY.params["embed"]
-    after = move_vocabulary(before, np.array([1, 4, 6]), np.array([0, 1, 6]), unembedding)
+    before, lm_head = state_of([1, 4, 6]), POLICY.params["embed"]
+    after = move_vocabulary(before, np.array([1, 4, 6]), np.array([0, 1, 6]), lm_head)
     for old, new in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state), strict=True):
         if old.shape != (3, 3) or np.array_equal(old, new):
             np.testing.assert_array_equal(new, old)
             continue
         np.testing.assert_array_equal(new, jnp.stack([jnp.zeros(3), old[0], old[2]]))
     old = before.params["unembed"]
-    np.testing.assert_array_equal(after.params["unembed"], jnp.stack([unembedding[0], old[0], old[2]]))
+    np.testing.assert_array_equal(after.params["unembed"], jnp.stack([lm_head[0], old[0], old[2]]))
     tables = [x for tree in (before, after) for x in jax.tree.leaves(tree) if x.shape == (3, 3)]
     # unembed and fc, as weights and as two moments each; of the six, three have moved.
     assert len(tables) == 12
@@ -148,7 +148,7 @@ def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_w
     state = setup.initial_state()
     policy, head = state.policy.params, state.draft.params
     np.testing.assert_array_equal(state.vocab_map, np.arange(16))
-    np.testing.assert_array_equal(head["unembed"], qwen3.unembedding(policy, setup.model)[:16])
+    np.testing.assert_array_equal(head["unembed"], qwen3.lm_head_weight(policy, setup.model)[:16])
     np.testing.assert_array_equal(head["final_norm"], policy["final_norm"])
     assert np.std(head["fc"]) == pytest.approx((3 * setup.model.embed) ** -0.5, rel=0.1)
     # As an update of the draft would: it donates its state.

@@ -16,7 +16,7 @@ from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, make_policy_step
 from specrl_jax.learner.state import TrainState, init_random_params, init_state, state_shardings
 from specrl_jax.models import qwen3
-from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 
 NANO = qwen3.preset("nano")
@@ -79,7 +79,7 @@ def step_functions(mesh, learner, objective):
 
 def recording_state(mesh):
     """A state of the recorder; fresh, because a step donates it."""
-    shardings = partition_of(mesh).tree(SPECS)
+    shardings = partition_of(mesh).shardings(SPECS)
     params = jax.device_put(initial_params(), shardings)
     return TrainState(jnp.zeros((), jnp.int32), params, jax.device_put(jax.tree.map(np.zeros_like, params), shardings))
 
@@ -187,7 +187,7 @@ def test_packed_rows_score_as_one_row_a_sequence(mesh):
 
 
 def params_on(mesh):
-    return jax.device_put(initial_params(), partition_of(mesh).tree(SPECS))
+    return jax.device_put(initial_params(), partition_of(mesh).shardings(SPECS))
 
 
 def test_random_parameters_do_not_depend_on_the_mesh():
@@ -256,7 +256,7 @@ def test_moments_lie_where_their_parameters_lie(mesh):
     partition = partition_of(mesh)
     optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
     shardings = state_shardings(SPECS, optimizer, partition)
-    assert jax.tree.leaves(shardings.params) == jax.tree.leaves(partition.tree(SPECS))
+    assert jax.tree.leaves(shardings.params) == jax.tree.leaves(partition.shardings(SPECS))
     for name in ("mu", "nu"):
         moments = optax.tree.get(shardings.opt_state, name)
         assert jax.tree.leaves(moments) == jax.tree.leaves(shardings.params)
@@ -267,7 +267,7 @@ def test_moments_lie_where_their_parameters_lie(mesh):
 def test_a_fresh_state_is_born_on_its_shards():
     partition = partition_of("fsdp 8")
     optimizer = make_optimizer(OptimizerConfig("adamw", 1e-3, 0, 1.0, 0.0, 0.999, 0))
-    params = jax.device_put(initial_params(), partition.tree(SPECS))
+    params = jax.device_put(initial_params(), partition.shardings(SPECS))
     state = init_state(params, SPECS, optimizer, partition)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     assert jax.tree.leaves(placed) == jax.tree.leaves(state_shardings(SPECS, optimizer, partition))

@@ -94,7 +94,7 @@ def on(platform, capability="9.0", sequence=1):
     """A partition of one such device."""
     device = types.SimpleNamespace(platform=platform, compute_capability=capability)
     mesh = types.SimpleNamespace(devices=np.array([device]))
-    return types.SimpleNamespace(mesh=mesh, ways=lambda axis: sequence)
+    return types.SimpleNamespace(mesh=mesh, num_shards=lambda axis: sequence)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_sums_and_gradients_are_those_of_a_loop_over_experts(way, fall):
 
 @every_way
 def test_bfloat16_activations_keep_float32_gradients_of_float32_matrices(way):
-    """As `layers.product`: a gradient that would be rounded to bfloat16 has at most 8 bits."""
+    """As `layers.matmul`: a gradient that would be rounded to bfloat16 has at most 8 bits."""
     x, share, chosen, w = draw("all-here")
     direction = np.random.default_rng(1).normal(size=(N, D))
     x16 = narrow(x, jnp.bfloat16)

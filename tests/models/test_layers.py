@@ -50,10 +50,10 @@ def test_norm_scales_start_at_one():
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16])
 def test_abstract_params_describe_what_init_makes(dtype, partition):
     specs = toy_specs()
-    shapes = layers.abstract_params(specs, dtype, partition.tree(specs))
+    shapes = layers.abstract_params(specs, dtype, partition.shardings(specs))
     made = layers.init_params(jax.random.key(0), specs, dtype)
     assert jax.tree.map(lambda s: (s.shape, s.dtype), shapes) == jax.tree.map(lambda p: (p.shape, p.dtype), made)
-    assert jax.tree.map(lambda s: s.sharding, shapes) == partition.tree(specs)
+    assert jax.tree.map(lambda s: s.sharding, shapes) == partition.shardings(specs)
 
 
 def test_count_is_the_number_of_initialised_values():
@@ -179,15 +179,15 @@ def test_rotation_turns_entry_j_against_entry_j_plus_half():
 def test_rotated_products_depend_on_the_distance_only():
     q, k = jnp.asarray(draw(1, 1, 1, 10)), jnp.asarray(draw(1, 1, 1, 10, seed=1))
 
-    def product(query_position, key_position):
+    def score(query_position, key_position):
         def at(x, position):
             return layers.rotate(x, layers.rotary_angles(jnp.full((1, 1), position, jnp.int32), 10, 1e4))
 
         return float((at(q, query_position) * at(k, key_position)).sum())
 
     # Angles up to 60 in float32: a few ulp of 60, on values of order 3.
-    assert abs(product(9, 4) - product(60, 55)) < 1e-4
-    assert abs(product(9, 4) - product(9, 5)) > 1e-2
+    assert abs(score(9, 4) - score(60, 55)) < 1e-4
+    assert abs(score(9, 4) - score(9, 5)) > 1e-2
 
 
 def test_bfloat16_rotation_rounds_once():
@@ -207,7 +207,7 @@ def test_the_products_own_derivative_is_the_usual_one(equation, dtype):
     x, w, ct = (rng.normal(size=[sizes[letter] for letter in names]) for names in (*inputs.split(","), out))
     x, ct = jnp.asarray(x, dtype), jnp.asarray(ct, dtype).astype(jnp.float32)
     w = jnp.asarray(w, jnp.float32)
-    got, back = jax.vjp(lambda x, w: layers.product(equation, x, w), x, w)
+    got, back = jax.vjp(lambda x, w: layers.matmul(equation, x, w), x, w)
     dx, dw = back(ct)
     left, right = inputs.split(",")
     # The operands as the product sees them, in the dtype of x; float64 from there on.

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import DraftTerms, logprobs_and_entropy, shift_left
-from specrl_jax.models import lm_head as unembedding
-from specrl_jax.models.lm_head import Teacher, Tiling, TokenScores, draft_terms, token_scores
+from specrl_jax.models import lm_head
+from specrl_jax.models.lm_head import TargetDistribution, Tiling, TokenScores, draft_terms, token_scores
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.exact import softmax
 
@@ -43,8 +43,8 @@ def assert_gradients_close(got, want, share=GRADIENT):
 
 @pytest.fixture
 def float64(monkeypatch):
-    """The code under test in float64: `product` rounds to float32 whatever it gets."""
-    monkeypatch.setattr(unembedding, "product", jnp.einsum)
+    """The code under test in float64: `matmul` rounds to float32 whatever it gets."""
+    monkeypatch.setattr(lm_head, "matmul", jnp.einsum)
     with jax.enable_x64(True):
         yield
 
@@ -222,7 +222,9 @@ def compiled_terms(words):
     vocab, steps = 32_000, 3
     outputs = jax.ShapeDtypeStruct((steps, *TOKENS, WIDTH), jnp.float32)
     table = jax.ShapeDtypeStruct((vocab, WIDTH), jnp.float32)
-    teacher = Teacher(jax.ShapeDtypeStruct((*TOKENS, WIDTH), jnp.float32), table, jax.ShapeDtypeStruct(TOKENS, "f4"))
+    teacher = TargetDistribution(
+        jax.ShapeDtypeStruct((*TOKENS, WIDTH), jnp.float32), table, jax.ShapeDtypeStruct(TOKENS, "f4")
+    )
 
     def loss(outputs, table, teacher):
         terms = draft_terms(outputs, table, teacher, tiling(words))
@@ -249,7 +251,7 @@ TAUGHT = np.stack([np.arange(T) < T - 1 - i for i in range(STEPS)])[:, None]
 
 
 def pairs_of(drafted, temperature=1.0, seed=0, favourite=None):
-    """(outputs [S, B, T, D'], table [Vd, D'], Teacher, cotangents of ce and overlap), float32.
+    """(outputs [S, B, T, D'], table [Vd, D'], TargetDistribution, cotangents of ce and overlap), float32.
 
     The target says every word of 31, the draft some of them; `favourite` is a word of which it says most.
     """
@@ -264,7 +266,7 @@ def pairs_of(drafted, temperature=1.0, seed=0, favourite=None):
     logits = np.einsum("BTD,VD->BTV", hidden, words, dtype=np.float64) / (temperature or 1.0)
     normaliser = (logits.max(-1) + np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))).astype(np.float32)
     cotangents = np.where(TAUGHT, rng.normal(size=(2, STEPS, B, T)), 0.0).astype(np.float32)
-    return outputs, table, Teacher(hidden, words[drafted], normaliser), cotangents
+    return outputs, table, TargetDistribution(hidden, words[drafted], normaliser), cotangents
 
 
 def terms_by_hand(student, teacher, temperature):

@@ -52,8 +52,8 @@ def test_fresh_adapters_change_nothing():
 
 def test_rollouts_run_on_the_sum():
     params, adapters = random_params(SMALL), random_adapters(SMALL)
-    of_parts = qwen3.rollout_params(attach(params, adapters, ALL), SMALL, jnp.float32)
-    of_sum = qwen3.rollout_params(merged(attach(params, adapters, ALL)), SMALL, jnp.float32)
+    of_parts = qwen3.inference_params(attach(params, adapters, ALL), SMALL, jnp.float32)
+    of_sum = qwen3.inference_params(merged(attach(params, adapters, ALL)), SMALL, jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, of_parts, of_sum)
 
 
@@ -63,8 +63,8 @@ def update(mesh, microbatch=0):
     partition = partitioner(make_mesh(mesh_sizes(mesh), jax.devices()[: 8 if mesh else 1]), LEARNER)
     learner = dataclasses.replace(PLAIN, lora=ALL, remat=True, microbatch=microbatch)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
-    adapters = jax.device_put(random_adapters(PLAIN.model), partition.tree(learner.trained_specs))
-    frozen = jax.device_put(initial_params(), partition.tree(qwen3.param_specs(PLAIN.model)))
+    adapters = jax.device_put(random_adapters(PLAIN.model), partition.shardings(learner.trained_specs))
+    frozen = jax.device_put(initial_params(), partition.shardings(qwen3.param_specs(PLAIN.model)))
     nothing = jax.tree.map(jnp.zeros_like, adapters)
     state, _, _ = step(TrainState(jnp.zeros((), jnp.int32), adapters, nothing, frozen), *batch())
     return jax.device_get((state.opt_state, state.frozen))

@@ -103,7 +103,7 @@ def test_one_expert_is_the_dense_mlp(partition):
     params = dense | {"layers": dense["layers"] | experts | router}
     for ours, theirs in (
         (params, dense),
-        [qwen3.rollout_params(p, c, jnp.float32) for p, c in ((params, config), (dense, SMALL))],
+        [qwen3.inference_params(p, c, jnp.float32) for p, c in ((params, config), (dense, SMALL))],
     ):
         cache = None if ours is params else kv.init_cache(3, B, T, 2, 10, jnp.float32)
         mixture, plain = (run(p, c, tokens, partition, cache=cache) for p, c in ((ours, config), (theirs, SMALL)))
@@ -163,8 +163,8 @@ def test_recomputing_layers_changes_nothing(partition):
 
 def test_rollout_params_have_the_declared_shapes_and_values():
     params = random_params(MOE)
-    rollout = qwen3.rollout_params(params, MOE, jnp.float32)
-    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.rollout_specs(MOE))
+    rollout = qwen3.inference_params(params, MOE, jnp.float32)
+    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.inference_specs(MOE))
     for i, layer in enumerate(rollout["layers"]):
         for name in ("router", "gate", "up", "down"):
             np.testing.assert_array_equal(layer[name], params["layers"][name][i])
@@ -174,7 +174,7 @@ def test_rollout_params_have_the_declared_shapes_and_values():
 def test_cached_decode_is_the_full_forward(blocks, partition):
     params, tokens = random_params(MOE), draw_tokens(0)
     full = run(params, MOE, tokens, partition)
-    logits, routing = decode(qwen3.rollout_params(params, MOE, jnp.float32), MOE, tokens, blocks, partition)
+    logits, routing = decode(qwen3.inference_params(params, MOE, jnp.float32), MOE, tokens, blocks, partition)
     np.testing.assert_allclose(logits, full.logits, **ROUNDING)
     np.testing.assert_array_equal(routing, full.routing)
 
@@ -185,7 +185,7 @@ def test_rows_are_independent(partition):
     others = draw_tokens(4).at[2].set(tokens[2])
     before, after = (run(params, MOE, t, partition).logits[2] for t in (tokens, others))
     np.testing.assert_array_equal(after, before)
-    rollout = qwen3.rollout_params(params, MOE, jnp.float32)
+    rollout = qwen3.inference_params(params, MOE, jnp.float32)
     before, after = (decode(rollout, MOE, t, (4, 4), partition)[0][2] for t in (tokens, others))
     np.testing.assert_array_equal(after, before)
 
@@ -288,7 +288,7 @@ def test_sums_by_ragged_dot_over_a_mesh(one_device, monkeypatch):
 def test_a_policy_on_a_mesh_is_the_policy_on_one_device(partition):
     params, tokens = random_params(DIVISIBLE), draw_tokens(0, (8, T))
     over = spread({"expert": 2, "fsdp": 2, "tensor": 2})
-    placed = jax.device_put(params, over.tree(qwen3.param_specs(DIVISIBLE)))
+    placed = jax.device_put(params, over.shardings(qwen3.param_specs(DIVISIBLE)))
     (one, grad_one), (many, grad_many) = (
         graded_score(DIVISIBLE, p, remat=True)(w, tokens) for p, w in ((partition, params), (over, placed))
     )
@@ -298,8 +298,8 @@ def test_a_policy_on_a_mesh_is_the_policy_on_one_device(partition):
 
 def test_decoding_on_a_mesh_is_decoding_on_one_device(partition):
     params, tokens = random_params(DIVISIBLE), draw_tokens(0, (8, T))
-    over, rollout = spread({"expert": 4, "tensor": 2}, ROLLOUT), qwen3.rollout_params(params, DIVISIBLE, jnp.float32)
-    placed = jax.device_put(rollout, over.tree(qwen3.rollout_specs(DIVISIBLE)))
+    over, rollout = spread({"expert": 4, "tensor": 2}, ROLLOUT), qwen3.inference_params(params, DIVISIBLE, jnp.float32)
+    placed = jax.device_put(rollout, over.shardings(qwen3.inference_specs(DIVISIBLE)))
     many, one = (decode(w, DIVISIBLE, tokens, (4, 4, 4), p) for w, p in ((placed, over), (rollout, partition)))
     np.testing.assert_allclose(many[0], one[0], **ROUNDING)
     np.testing.assert_array_equal(many[1], one[1])
@@ -307,6 +307,6 @@ def test_decoding_on_a_mesh_is_decoding_on_one_device(partition):
 
 def test_each_device_has_its_own_experts_and_no_others():
     over = spread({"expert": 4, "tensor": 2})
-    placed = jax.device_put(random_params(DIVISIBLE), over.tree(qwen3.param_specs(DIVISIBLE)))
+    placed = jax.device_put(random_params(DIVISIBLE), over.shardings(qwen3.param_specs(DIVISIBLE)))
     assert {shard.data.shape for shard in placed["layers"]["gate"].addressable_shards} == {(3, 2, 24, 14)}
     assert {shard.data.shape for shard in placed["layers"]["down"].addressable_shards} == {(3, 2, 14, 24)}

@@ -52,7 +52,7 @@ def params(config):
 
 @pytest.fixture(scope="module")
 def rollout(params, config):
-    return qwen3.rollout_params(params, config, jnp.float32)
+    return qwen3.inference_params(params, config, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,14 @@ def test_features_are_absent_unless_asked_for(params, config, tokens, partition)
 def test_features_carry_no_gradient(remat, params, config, tokens, partition):
     def size_of_features(params):
         out = qwen3.forward(
-            params, config, tokens, row_positions(tokens), partition, aux_layers=(0, 1, 2), remat=remat, unembed=False
+            params,
+            config,
+            tokens,
+            row_positions(tokens),
+            partition,
+            aux_layers=(0, 1, 2),
+            remat=remat,
+            return_logits=False,
         )
         return (out.aux**2).sum()
 
@@ -311,14 +318,14 @@ def test_rollout_params_hold_no_more_and_no_less(params, rollout, config):
     """A table that is both embedding and unembedding is there twice, once turned."""
     twice = params["embed"].size if config.tied else 0
     assert sum(w.size for w in jax.tree.leaves(rollout)) == twice + sum(w.size for w in jax.tree.leaves(params))
-    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.rollout_specs(config))
+    assert jax.tree.map(jnp.shape, rollout) == jax.tree.map(lambda spec: spec.shape, qwen3.inference_specs(config))
 
 
 @both_tables
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rollout_params_have_the_declared_shapes_and_dtype(dtype, params, config):
-    made = jax.eval_shape(lambda p: qwen3.rollout_params(p, config, dtype), params)
-    specs = qwen3.rollout_specs(config)
+    made = jax.eval_shape(lambda p: qwen3.inference_params(p, config, dtype), params)
+    specs = qwen3.inference_specs(config)
     assert jax.tree.map(lambda w: w.shape, made) == jax.tree.map(lambda s: s.shape, specs)
     assert {w.dtype for w in jax.tree.leaves(made)} == {jnp.dtype(dtype)}
     assert all(len(s.axes) == len(s.shape) for s in jax.tree.leaves(specs))
@@ -357,7 +364,7 @@ def test_cached_decode_uses_the_right_table(params, rollout, config, tokens, par
 def test_prefill_without_unembedding_fills_the_same_cache(rollout, config, tokens, partition):
     at = row_positions(tokens)
     plain = compiled(config, partition)(rollout, tokens, at, cache=empty_cache(config))
-    bare = compiled(config, partition, unembed=False)(rollout, tokens, at, cache=empty_cache(config))
+    bare = compiled(config, partition, return_logits=False)(rollout, tokens, at, cache=empty_cache(config))
     assert bare.logits is None
     for a, b in zip(jax.tree.leaves(bare.cache), jax.tree.leaves(plain.cache), strict=True):
         np.testing.assert_allclose(a, b, **ROUNDING)
@@ -517,7 +524,7 @@ def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
 
 @pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.bfloat16])
 def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
-    rollout = qwen3.rollout_params(params, config, jnp.bfloat16)
+    rollout = qwen3.inference_params(params, config, jnp.bfloat16)
     cache = empty_cache(config, dtype=cache_dtype)
     logits, cache = decode(rollout, config, tokens, (4, 4, 4), partition, cache, dtype=jnp.bfloat16)
     exact = learner_logits(params, config, tokens, partition)
@@ -552,7 +559,7 @@ def test_stretched_positions_match_the_float64_formula(tokens, partition):
 
 def test_cached_decode_is_the_full_forward_at_stretched_positions(tokens, partition):
     params = random_params(SMALL)
-    rollout = qwen3.rollout_params(params, STRETCHED, jnp.float32)
+    rollout = qwen3.inference_params(params, STRETCHED, jnp.float32)
     logits, _ = decode(rollout, STRETCHED, tokens, (5, 1, 4, 1, 1), partition)
     np.testing.assert_allclose(logits, learner_logits(params, STRETCHED, tokens, partition), **ROUNDING)
 
@@ -574,7 +581,7 @@ def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
     mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})
     spread = partitioner(mesh, LEARNER)
     params, tokens = random_params(SMALL), draw_tokens(0, (8, T))
-    placed = jax.device_put(params, spread.tree(qwen3.param_specs(SMALL)))
+    placed = jax.device_put(params, spread.shardings(qwen3.param_specs(SMALL)))
     logits = compiled(SMALL, spread)(placed, tokens, row_positions(tokens)).logits
     assert logits.sharding.is_equivalent_to(spread.sharding(("batch", "sequence", "vocab")), 3)
     np.testing.assert_allclose(logits, learner_logits(params, SMALL, tokens, partition), **ROUNDING)

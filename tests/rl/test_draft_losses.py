@@ -17,15 +17,15 @@ from specrl_jax.core import Mean
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.models import qwen3
-from specrl_jax.models.lm_head import Teacher, Tiling, draft_terms
+from specrl_jax.models.lm_head import TargetDistribution, Tiling, draft_terms
 from specrl_jax.rl.draft_losses import (
     DECAY,
     LOSSES,
+    cumulative_acceptance,
+    draft_loss_mask,
     step_losses,
     step_means,
     step_weights,
-    supervised,
-    survival,
 )
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.blocks import QUICKLY
@@ -78,7 +78,7 @@ tokens = st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, m
 @hypothesis.example([[False, True, True, False, True, True, False]])
 def test_a_pair_learns_where_decoding_could_draft_a_response_token_from_it(rows):
     response = np.array(rows)
-    found = supervised(jnp.asarray(mask_of(response)), STEPS)
+    found = draft_loss_mask(jnp.asarray(mask_of(response)), STEPS)
     assert found.dtype == bool
     for i in range(STEPS):
         np.testing.assert_array_equal(found[i], [[learns(row, i, t) for t in range(7)] for row in response])
@@ -90,7 +90,7 @@ def test_the_first_draft_of_pair_t_learns_where_token_t_plus_2_is_a_response_tok
     tokens   P P P r r r . .      the first response token is token 3: pair 1 is the first that learns, pair 3 the last
     """
     response = np.array([[0, 0, 0, 1, 1, 1, 0, 0]], bool)
-    first, second, third, fourth = (row[0].nonzero()[0] for row in supervised(jnp.asarray(mask_of(response)), 4))
+    first, second, third, fourth = (row[0].nonzero()[0] for row in draft_loss_mask(jnp.asarray(mask_of(response)), 4))
     np.testing.assert_array_equal(first, [1, 2, 3])
     np.testing.assert_array_equal(second, [1, 2])
     np.testing.assert_array_equal(third, [1])
@@ -112,7 +112,7 @@ def test_a_packed_sequence_learns_what_it_learns_alone(pack):
     responses = [np.array([False] * prompt + [True] * response, bool) for prompt, response in pack]
     segments = np.repeat(range(1, len(pack) + 1), [len(response) for response in responses])
     row, segments = (np.pad(x, (0, 30 - len(x)))[None] for x in (np.concatenate(responses), segments.astype(np.int32)))
-    found = np.asarray(supervised(jnp.asarray(mask_of(row)), STEPS, jnp.asarray(segments)))
+    found = np.asarray(draft_loss_mask(jnp.asarray(mask_of(row)), STEPS, jnp.asarray(segments)))
     at = 0
     for response in responses:
         for i in range(STEPS):
@@ -129,7 +129,7 @@ def terms_of(student, target, temperature, drafted=DRAFTED, words=2):
     """DraftTerms of logits: the tables are identities."""
     eye = jnp.eye(V, dtype=jnp.asarray(target).dtype)
     normaliser = jax.nn.logsumexp(jnp.asarray(target) / (temperature or 1.0), axis=-1)
-    teacher = Teacher(jnp.asarray(target), eye[np.array(drafted)], normaliser)
+    teacher = TargetDistribution(jnp.asarray(target), eye[np.array(drafted)], normaliser)
     table = jnp.eye(len(drafted), dtype=jnp.asarray(student).dtype)
     return draft_terms(jnp.asarray(student), table, teacher, tiling(temperature, words))
 
@@ -137,8 +137,8 @@ def terms_of(student, target, temperature, drafted=DRAFTED, words=2):
 def _means_of(name, student, target, mask, temperature, whole=False):
     """Mean [steps] of a loss, or of `survival`."""
     terms = terms_of(student, target, temperature, list(range(V)) if whole else DRAFTED)
-    values = survival(terms) if name == "survival" else step_losses(name, terms)
-    return step_means(values, supervised(mask, len(student)))
+    values = cumulative_acceptance(terms) if name == "survival" else step_losses(name, terms)
+    return step_means(values, draft_loss_mask(mask, len(student)))
 
 
 means_of = jax.jit(_means_of, static_argnums=(0, 4), static_argnames="whole", compiler_options=QUICKLY)
@@ -353,7 +353,7 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
         values = step_losses("e2e_tv", terms_of(student, target, 1.0))
         return jnp.sum(step_weights("e2e_tv", STEPS) * values[:, 0, 0])
 
-    assert supervised(mask, STEPS)[:, 0, 0].all()
+    assert draft_loss_mask(mask, STEPS)[:, 0, 0].all()
     logits = student[:, 0, 0].astype(np.float64)
     value, gradient = jax.value_and_grad(of_pair_0)(student)
     assert 0.05 < value < 0.95
@@ -444,7 +444,7 @@ def losses_of_rows(kind):
         head = {name: w for name, w in params.items() if name != "unembed" or kind == "eagle3"}
         text = rows["features"], rows["embedded"], STEPS, rows["positions"], rows["segments"]
         outputs = module.unrolled(head, config, *text)
-        teacher = Teacher(rows["hidden"], table, rows["normaliser"])
+        teacher = TargetDistribution(rows["hidden"], table, rows["normaliser"])
         terms = draft_terms(outputs, params["unembed"], teacher, tiling(1.0, 4))
         return {name: step_losses(name, terms) for name in LOSSES}
 
@@ -466,7 +466,7 @@ def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     @functools.partial(jax.value_and_grad, has_aux=True)
     def summed(params, rows):
         losses = losses_of_rows(kind).__wrapped__(params, rows)
-        pairs = supervised(rows["mask"], STEPS, rows["segments"])
+        pairs = draft_loss_mask(rows["mask"], STEPS, rows["segments"])
         means = {name: step_means(loss, pairs) for name, loss in losses.items()}
         # Each by another factor, so that none hides another.
         return sum((1 + i) * means[name].total.sum() for i, name in enumerate(LOSSES)), means
@@ -489,7 +489,7 @@ def test_nothing_of_another_sequence_in_the_row_matters(kind):
     """Each of the three by itself, junk in the other two: bit for bit the same losses of its pairs."""
     params, texts = head_and_sequences(kind)
     rows = rows_of(texts, packed)
-    clean, pairs = losses_of_rows(kind)(params, rows), supervised(rows["mask"], STEPS, rows["segments"])
+    clean, pairs = losses_of_rows(kind)(params, rows), draft_loss_mask(rows["mask"], STEPS, rows["segments"])
     for segment in (1, 2, 3):
         own = rows["segments"] == segment
         junk = dict(rows)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import InputError
-from specrl_jax.rl.correction import CORRECTIONS
-from specrl_jax.rl.grpo import LossInputs, Objective, grpo_loss
-from specrl_jax.rl.sequences import AGGREGATIONS
+from specrl_jax.rl.aggregation import AGGREGATIONS
+from specrl_jax.rl.importance_sampling import CORRECTIONS
+from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 
 LONGEST = 9
 LOSSES, ESTIMATORS = ("clip", "gspo", "cispo"), ("k1", "k2", "k3")

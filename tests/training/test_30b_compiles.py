@@ -22,7 +22,7 @@ from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
-from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
@@ -83,7 +83,7 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     # bfloat16: a fourth of the experts, everything else whole; caches by rows. The head has 4 KiB of keys and values a
     # token, and the features, 12 KiB.
     tokens = B * limits.cache_length / 8
-    expected = 2 * (EXPERTS / 4 + REST + count_params(DRAFT.rollout_specs)) + tokens * (
+    expected = 2 * (EXPERTS / 4 + REST + count_params(DRAFT.inference_specs)) + tokens * (
         2 * 48 * 4 * 128 * 2 + 2048 + 12_288
     )
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
@@ -96,7 +96,7 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
 
 def abstract_weights(partition):
     def tree(specs):
-        return abstract_params(specs, BF16, partition.tree(specs))
+        return abstract_params(specs, BF16, partition.shardings(specs))
 
     ids = jax.ShapeDtypeStruct((DRAFT.vocab,), jnp.int32, sharding=partition.replicated)
-    return Weights(tree(qwen3.rollout_specs(MODEL)), tree(DRAFT.rollout_specs), ids, None)
+    return Weights(tree(qwen3.inference_specs(MODEL)), tree(DRAFT.inference_specs), ids, None)

@@ -22,7 +22,7 @@ from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_
 from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
-from specrl_jax.rl.grpo import LossInputs, Objective
+from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
@@ -112,12 +112,12 @@ def test_draft_step_compiles_sharded(mesh):
 
 def abstract_weights(draft, dtype, partition):
     def tree(specs):
-        return abstract_params(specs, dtype, partition.tree(specs))
+        return abstract_params(specs, dtype, partition.shardings(specs))
 
     if draft is None:
-        return Weights(tree(qwen3.rollout_specs(MODEL)), None, None, None)
+        return Weights(tree(qwen3.inference_specs(MODEL)), None, None, None)
     ids = jax.ShapeDtypeStruct((DRAFT_VOCAB,), jnp.int32, sharding=partition.replicated)
-    return Weights(tree(qwen3.rollout_specs(MODEL)), tree(draft.rollout_specs), ids, None)
+    return Weights(tree(qwen3.inference_specs(MODEL)), tree(draft.inference_specs), ids, None)
 
 
 def _elements(shape):

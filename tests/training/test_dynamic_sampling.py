@@ -7,7 +7,7 @@ import pytest
 
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.rewards.scorer import Scores
-from specrl_jax.rl.overlong import overlong_penalty
+from specrl_jax.rl.advantages import overlong_penalty
 from specrl_jax.training.dynamic_sampling import Batch, collect, lesson, merged_scores
 
 P, G, LONGEST = 3, 2, 10

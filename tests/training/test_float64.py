@@ -16,7 +16,7 @@ from specrl_jax.learner.policy_step import make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from tests.learner.test_batch import OBJECTIVES, T, lesson_of
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 

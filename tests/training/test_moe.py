@@ -25,7 +25,7 @@ NANO = qwen3.preset("nano_moe")
 
 def recorded_gradient(partition, microbatch):
     """Of one policy step, and its metrics."""
-    params = jax.device_put(random_params(NANO), partition.tree(qwen3.param_specs(NANO)))
+    params = jax.device_put(random_params(NANO), partition.shardings(qwen3.param_specs(NANO)))
     learner = PolicyForward(NANO, jnp.dtype("float32"), True, 0, microbatch, 1.0)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     state = TrainState(jnp.zeros((), jnp.int32), params, jax.tree.map(jnp.zeros_like, params))

@@ -102,7 +102,7 @@ def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
     written = hf.load_params(folder, setup.model, setup.learner_partition, jnp.float32)
     state, _ = saved(everything, whole[0], STEPS)
     weights, _ = setup.prepare(state.replace(policy=state.policy.replace(frozen=setup.initial_params())))
-    again = qwen3.rollout_params(written, setup.model, jnp.float32)
+    again = qwen3.inference_params(written, setup.model, jnp.float32)
     # Summed by two programs.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, weights.policy)
     assert np.abs(written["layers"]["q"] - setup.initial_params()["layers"]["q"]).max() > 1e-4

@@ -35,7 +35,7 @@ def test_operations_are_those_that_the_compiler_counts():
     partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
     specs = qwen3.param_specs(c)
     # Layers one by one: the compiler counts the body of a scan once.
-    params = abstract_params(qwen3.rollout_specs(c), jnp.float32, partition.tree(qwen3.rollout_specs(c)))
+    params = abstract_params(qwen3.inference_specs(c), jnp.float32, partition.shardings(qwen3.inference_specs(c)))
     cache = jax.eval_shape(lambda: qwen3.kv.init_cache(c.layers, B, T, c.kv_heads, c.head_dim, jnp.float32))
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     compiled = (

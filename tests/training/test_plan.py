@@ -29,7 +29,7 @@ def test_draft_lengths_hold_zero_and_the_longest(longest, adaptive, expected):
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "ways", "sizes"),
+    ("num_slots", "num_shards", "sizes"),
     [
         (128, 1, (32, 8)),
         (128, 8, (32, 8)),
@@ -41,10 +41,10 @@ def test_draft_lengths_hold_zero_and_the_longest(longest, adaptive, expected):
         (3, 1, ()),
     ],
 )
-def test_smaller_batches_split_over_the_mesh_as_well(num_slots, ways, sizes):
-    limits = batch_limits(num_slots, 5, 7, ways)
+def test_smaller_batches_split_over_the_mesh_as_well(num_slots, num_shards, sizes):
+    limits = batch_limits(num_slots, 5, 7, num_shards)
     assert limits.sizes == sizes
-    assert all(size % ways == 0 and 0 < size < num_slots for size in sizes)
+    assert all(size % num_shards == 0 and 0 < size < num_slots for size in sizes)
     assert list(sizes) == sorted(sizes, reverse=True)
     assert (limits.num_slots, limits.max_prompt_tokens, limits.max_response_tokens) == (num_slots, 5, 7)
     assert limits.cache_length == 12
@@ -57,13 +57,13 @@ def test_parity_keeps_one_batch_size():
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "group", "ways", "prompts"),
+    ("num_slots", "group", "num_shards", "prompts"),
     [(32, 8, 1, 4), (33, 8, 1, 5), (4, 8, 1, 1), (16, 1, 1, 16), (64, 1, 8, 64), (16, 8, 8, 8), (48, 4, 8, 16)],
 )
-def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, ways, prompts):
+def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, num_shards, prompts):
     """In forwards whose rows split over the mesh, of which the last may be padded."""
-    limits = batch_limits(num_slots, 5, 7, ways, group_size=group)
-    assert limits.prompts == prompts and limits.prefill_rows % ways == 0 and prompts % limits.prefill_rows == 0
+    limits = batch_limits(num_slots, 5, 7, num_shards, group_size=group)
+    assert limits.prompts == prompts and limits.prefill_rows % num_shards == 0 and prompts % limits.prefill_rows == 0
 
 
 def test_nothing_is_kept_to_copy_from_unless_drafts_copy():
@@ -93,7 +93,7 @@ def test_shapes_of_a_config(changes, groups, members, width):
     """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
-    limits = find_limits(from_config_dict(config), ways=1)
+    limits = find_limits(from_config_dict(config), num_shards=1)
     assert (limits.groups, limits.members, limits.width) == (groups, members, width)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
 
@@ -101,7 +101,7 @@ def test_shapes_of_a_config(changes, groups, members, width):
 def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
     settings = from_config_dict(rlzero_tiny.get_config("smoke"))
     settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, parity=True))
-    assert find_limits(settings, ways=1).width == settings.draft.length + 1 == 4
+    assert find_limits(settings, num_shards=1).width == settings.draft.length + 1 == 4
 
 
 # ---- longer sequences than the policy was made for

@@ -14,7 +14,7 @@ from specrl_jax.learner.draft_step import Tables
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
-from specrl_jax.rl.grpo import LossInputs
+from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import build
 
@@ -81,11 +81,11 @@ def test_the_generation_loop_is_built(setup):
     partition, dtype = setup.rollout_partition, setup.rollout.dtype
 
     def tree(specs):
-        return abstract_params(specs, dtype, partition.tree(specs))
+        return abstract_params(specs, dtype, partition.shardings(specs))
 
     weights = Weights(
-        tree(qwen3.rollout_specs(setup.model)),
-        tree(setup.draft.rollout_specs),
+        tree(qwen3.inference_specs(setup.model)),
+        tree(setup.draft.inference_specs),
         jax.ShapeDtypeStruct((setup.draft.vocab,), jnp.int32, sharding=partition.replicated),
         None,
     )

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from specrl_jax.core import InputError
 from specrl_jax.drafts import recurrent
 from specrl_jax.drafts.recurrent import Angles, Attend, DraftCache, HeadConfig
-from specrl_jax.models.layers import ParamSpec, einsum, product, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.models.layers import ParamSpec, einsum, matmul, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
 
 Params = dict[str, Any]
@@ -127,8 +127,8 @@ _FEATURES = ("low", "middle", "high")
 _CHANGED = ("fc", "q", "k", "v", "unembed")
 
 
-def rollout_specs(config: Eagle3Config) -> Params:
-    """Logical axes and shapes of `rollout_params`' result."""
+def inference_specs(config: Eagle3Config) -> Params:
+    """Logical axes and shapes of `inference_params`' result."""
     c = config
     specs = param_specs(c)
 
@@ -143,7 +143,7 @@ def rollout_specs(config: Eagle3Config) -> Params:
     }
 
 
-def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
+def inference_params(params: Params, dtype: jnp.dtype) -> Params:
     """Learner form to rollout form, cast. k and v are fused; q stays apart: most pairs need no query.
 
     Inputs of several parts are one axis, since of a product over two XLA copies the weight each time. The unembedding
@@ -207,8 +207,8 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
     """[B, T, Vd] float32 of a layer's output."""
     read = _unembedded(params, config, a)
     if "to_logits" in params:
-        return product("BTD,DV->BTV", read, params["to_logits"])
-    return product("BTD,VD->BTV", read, params["unembed"])
+        return matmul("BTD,DV->BTV", read, params["to_logits"])
+    return matmul("BTD,VD->BTV", read, params["unembed"])
 
 
 def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:

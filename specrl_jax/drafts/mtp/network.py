@@ -74,13 +74,13 @@ def param_specs(config: MTPConfig) -> Params:
     }
 
 
-def rollout_specs(config: MTPConfig) -> Params:
-    """Logical axes and shapes of `rollout_params`' result."""
-    return param_specs(config) | {"layers": qwen3.rollout_specs(config.block)["layers"]}
+def inference_specs(config: MTPConfig) -> Params:
+    """Logical axes and shapes of `inference_params`' result."""
+    return param_specs(config) | {"layers": qwen3.inference_specs(config.block)["layers"]}
 
 
-def rollout_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form, as `qwen3.rollout_params`: the block's q/k/v fused, cast."""
+def inference_params(params: Params, dtype: jnp.dtype) -> Params:
+    """Learner form to rollout form, as `qwen3.inference_params`: the block's q/k/v fused, cast."""
     return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": qwen3.unstacked(params["layers"])})
 
 

@@ -1,0 +1,203 @@
+"""Policy losses of the GRPO family, from log-probs, advantages and masks; no model and no draft.
+
+Of each response token,
+
+    loss = w * surrogate(log pi - log pi_old, A) + kl_coef * KL(pi || ref) - entropy_coef * entropy
+
+with the importance weight w of rl/importance_sampling.py, aggregated over the batch as in rl/aggregation.py. Left out:
+dual clipping.
+
+The KL is estimated token by token from samples of pi (Schulman 2020, "Approximating KL divergence"), with
+d = log ref - log pi: k2 = d^2 / 2, k3 = exp(d) - 1 - d. Both are non-negative and k3 is unbiased. As a loss, only k2
+has the gradient of KL(pi || ref) in expectation; that of k3 is the gradient of KL(ref || pi) near ref = pi.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import Mean, masked_mean
+from specrl_jax.errors import InputError
+from specrl_jax.rl.aggregation import AGGREGATIONS, aggregate, sequence_sum
+from specrl_jax.rl.importance_sampling import CORRECTIONS, importance_weights
+
+OLD_LOGPROBS = ("learner", "rollout", "current")
+# d = log q - log p of tokens drawn from p, nats -> estimate of KL(p || q), nats.
+KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: jnp.expm1(d) - d,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """Options of the loss. Raises InputError for values without a meaning."""
+
+    clip_low: float  # the ratio is clipped to 1 - clip_low .. 1 + clip_high
+    clip_high: float
+    kl_coef: float  # 0: no reference is needed
+    loss: str = "clip"  # of SURROGATES
+    aggregation: str = "token"  # of AGGREGATIONS
+    kl: str = "k3"  # of KL_ESTIMATORS
+    entropy_coef: float = 0.0  # of the entropy bonus
+    old_logprobs: str = "learner"  # of OLD_LOGPROBS: which log-probs are the ratio's denominator
+    correction: str = "none"  # of CORRECTIONS
+    correction_cap: float = 2.0
+    longest: int = 1  # tokens of the longest answer, for aggregation "constant"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0 or self.kl_coef < 0 or self.entropy_coef < 0:
+            raise InputError(
+                "grpo: 0 <= clip_low <= 1, clip_high >= 0, kl_coef >= 0 and entropy_coef >= 0 are needed, not "
+                f"{self.clip_low}, {self.clip_high}, {self.kl_coef}, {self.entropy_coef}"
+            )
+        choices = {
+            "loss": tuple(SURROGATES),
+            "aggregation": AGGREGATIONS,
+            "kl": tuple(KL_ESTIMATORS),
+            "old_logprobs": OLD_LOGPROBS,
+            "correction": CORRECTIONS,
+        }
+        for key, names in choices.items():
+            if getattr(self, key) not in names:
+                raise InputError(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise InputError(
+                f"grpo.correction={self.correction} compares the rollouts' log-probs with the learner's: "
+                "grpo.old_logprobs must be learner or current"
+            )
+        if self.correction != "none" and self.correction_cap <= 1:
+            raise InputError(f"grpo.correction_cap={self.correction_cap}: above 1 is needed")
+
+
+@flax.struct.dataclass
+class LossInputs:
+    """Inputs of the loss beside the rows and the policy's log-probs; None where the objective does not use them."""
+
+    old_logprobs: jax.Array | None  # [B, T] float32, nats; None: the policy's own before this update
+    ref_logprobs: jax.Array | None  # [B, T] float32, nats, of the KL reference
+    advantages: jax.Array  # [B, T] float32, equal at every token of an answer; [B, 1] where a row is one answer
+    behaviour: jax.Array | None = None  # [B, T] float32, nats, log-probs of the rollouts' policy
+    loss_mask: jax.Array | None = None  # [B, T] bool, the response tokens that the loss counts; None: all
+
+
+@flax.struct.dataclass
+class LossMetrics:
+    """The aggregated loss, and diagnostics as (sum, count) over response tokens."""
+
+    loss: Mean
+    kl: Mean  # KL(policy || reference), nats; zero without a reference
+    clip_fraction: Mean  # tokens whose clipped branch is the smaller one (CISPO: whose weight is clipped)
+    entropy: Mean  # nats, over all response tokens, also those that loss_mask leaves out
+    correction: Mean  # importance weight; 1 without correction
+
+    def __add__(self, other: "LossMetrics") -> "LossMetrics":
+        return jax.tree.map(jnp.add, self, other)
+
+
+def kl_estimate(logprobs: jax.Array, other: jax.Array, mask: jax.Array, estimator: str = "k3") -> jax.Array:
+    """Estimate KL(p || q) token by token, [B, T] nats, zero outside the mask.
+
+    Args:
+      logprobs, other: [B, T], log p and log q of tokens drawn from p.
+      mask: [B, T] bool.
+      estimator: of KL_ESTIMATORS.
+    """
+    return KL_ESTIMATORS[estimator](jnp.where(mask, other - logprobs, 0.0))
+
+
+def grpo_loss(
+    logprobs: jax.Array,
+    entropy: jax.Array,
+    inputs: LossInputs,
+    mask: jax.Array,
+    segments: jax.Array | None,
+    objective: Objective,
+) -> LossMetrics:
+    """Compute the loss of a batch and its diagnostics; differentiate `loss`.
+
+    DeepSeekMath (arXiv 2402.03300), eq. 3 and 4, with the variants that `objective` names.
+
+    Args:
+      logprobs, entropy: [B, T] float32, nats, of the policy that learns.
+      mask: [B, T] bool, response tokens; `inputs.loss_mask` may leave some of them out.
+      segments: [B, T] int32, the sequence of each token in packed rows; None: a row is one answer.
+    """
+    o = objective
+    responses = mask
+    if inputs.loss_mask is not None:
+        mask = mask & inputs.loss_mask
+    old = jax.lax.stop_gradient(logprobs) if inputs.old_logprobs is None else inputs.old_logprobs
+    # Outside the mask the log-probs are of padding: keep their exp from overflowing into the gradient.
+    log_ratio = jnp.where(mask, logprobs - old, 0.0)
+    loss, is_clipped = SURROGATES[o.loss](log_ratio, logprobs, inputs.advantages, mask, segments, o)
+    weight, kl = jnp.ones_like(loss), jnp.zeros_like(loss)
+    if o.correction != "none":
+        assert inputs.behaviour is not None, "a correction compares with the rollouts' log-probs"
+        weight = importance_weights(old, inputs.behaviour, mask, segments, o.correction, o.correction_cap)
+        loss = weight * loss
+    if o.kl_coef:
+        assert inputs.ref_logprobs is not None, "the KL term needs the reference's log-probs"
+        kl = kl_estimate(logprobs, inputs.ref_logprobs, mask, o.kl)
+        loss = loss + o.kl_coef * kl
+    if o.entropy_coef:
+        loss = loss - o.entropy_coef * entropy
+    return LossMetrics(
+        loss=aggregate(loss, mask, segments, o.aggregation, o.longest),
+        kl=masked_mean(kl, mask),
+        clip_fraction=masked_mean(is_clipped, mask),
+        entropy=masked_mean(entropy, responses),
+        correction=masked_mean(weight, mask),
+    )
+
+
+def _clip(
+    log_ratio: jax.Array,
+    logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array | None,
+    o: Objective,
+) -> tuple[jax.Array, jax.Array]:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's surrogate (DeepSeekMath, arXiv 2402.03300, eq. 3), with
+    the two bounds of DAPO (arXiv 2503.14476, eq. 8)."""
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
+    return -jnp.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+
+
+def _gspo(
+    log_ratio: jax.Array,
+    logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array | None,
+    o: Objective,
+) -> tuple[jax.Array, jax.Array]:
+    """PPO's surrogate with one ratio an answer, exp(mean over tokens of log r) (GSPO, arXiv 2507.18071, eq. 5, 7)."""
+    length = jnp.maximum(sequence_sum(mask.astype(log_ratio.dtype), mask, segments), 1)
+    return _clip(sequence_sum(log_ratio, mask, segments) / length, logprobs, advantages, mask, segments, o)
+
+
+def _cispo(
+    log_ratio: jax.Array,
+    logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    segments: jax.Array | None,
+    o: Objective,
+) -> tuple[jax.Array, jax.Array]:
+    """-stop_gradient(clip(r)) A log pi: clipped tokens keep a gradient (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
+    return -clipped * advantages * logprobs, clipped != ratio
+
+
+# (log ratio, log-probs, advantages, mask, segments, objective) -> ([B, T] loss, [B, T] bool, clipped)
+Surrogate = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, Objective], tuple[jax.Array, jax.Array]
+]
+SURROGATES: dict[str, Surrogate] = {"clip": _clip, "gspo": _gspo, "cispo": _cispo}
