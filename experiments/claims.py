@@ -1,14 +1,15 @@
-"""What the folders that reproduce a claim share: their runs, rows, intervals over seeds, README tables and figures.
+"""Collect rows, compute intervals over seeds, judge claims and write tables and figures for the claim folders.
 
-A folder has sweep.py (what main.py is run with), plot.py, results.csv (a row per run and step, failed runs too), a
-figure, and a README whose table plot.py writes between two marks. The workloads are configs, one launch each:
+A claim folder has sweep.py (the overrides of each run), plot.py, results.csv (one row per run and step, failed runs
+included), a figure, and a README whose table plot.py writes between two marks. Each workload is one config and one
+launch:
 
     python -m experiments.launch --config configs/rlzero_tiny.py:small --sweep experiments/FOLDER/sweep.py
     python -m experiments.launch --config configs/rlthink_tiny.py --sweep experiments/FOLDER/sweep.py
     python -m experiments.FOLDER.plot --collect runs/sweeps/rlzero_tiny_small_FOLDER runs/sweeps/rlthink_tiny_FOLDER
 
-and those of 0.6 to 8 billion parameters go the same way on accelerators. Without `--collect` table and figure are made
-again from results.csv.
+Configs of 0.6 to 8 billion parameters run the same way on accelerators. Without `--collect`, plot.py redraws table and
+figure from results.csv.
 """
 
 import argparse
@@ -33,14 +34,17 @@ from specrl_jax.io.metrics import read_metrics
 Row = dict[str, Any]
 SEEDS = range(3)
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-# Lines and bars that differ in grey too.
+# Lines and bars that stay distinct without colour.
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "x--")
 GREYS = ("0.15", "0.4", "0.65", "0.85", "1.0")
 HATCHES = ("", "//", "..", "xx", "\\\\")
 
 
 class Interval(NamedTuple):
-    """Mean over seeds and half the width of its 95 % interval (Student); nan from a single one, both from none."""
+    """Mean over seeds and half the width of its 95 % interval (Student).
+
+    `half` is nan for a single seed; both are nan without seeds.
+    """
 
     mean: float
     half: float
@@ -52,6 +56,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
+    """Compute the mean and the half width of its 95 % interval (Student)."""
     values = np.asarray(values, float)
     n = len(values)
     if n < 2:
@@ -60,26 +65,29 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 class Claim(NamedTuple):
-    """A line of the table that compares this project with the paper."""
+    """One line of the table that compares this project with the paper."""
 
     text: str
-    paper: str  # value and place
+    paper: str  # value and its table in the paper
     ours: str
     verdict: str  # reproduced, contradicted, excluded, undecided, one seed, not in the paper, not run
 
 
-# What the verdicts mean, for whoever reads a table of them.
+# Explains the verdicts beside a table of them.
 VERDICTS = (
-    "Mean over seeds with a 95 % interval. A ratio is reproduced where all of its interval lies on the paper's side of "
-    "1 (a share: of 0), contradicted on the other, excluded where that lies in it and the paper's value does not, "
-    "undecided where both do. Where the paper shows no difference: the largest one that the interval leaves. "
-    "Simulated: 90 % of the draws; reproduced within 15 % of what the paper simulated, 10 % of what it measured."
+    "Mean over seeds with a 95 % interval. A ratio is reproduced if its whole interval lies on the paper's side of 1 "
+    "(a share: of 0), contradicted if the interval lies on the other side, excluded if 1 lies in the interval and the "
+    "paper's value does not, undecided if both do. Where the paper shows no difference: the largest one that the "
+    "interval allows. Simulated: 90 % of the draws; reproduced within 15 % of a value that the paper simulated, 10 % "
+    "of one that it measured."
 )
 
 
-def faster(text: str, paper: float | None, place: str, ours: Interval, even: float = 1) -> Claim:
-    """A ratio of speeds, or a share (`even` 0). Reproduced: the whole interval lies on the paper's side of `even`;
-    contradicted: on the other; excluded: `even` lies in it, the paper's value does not; undecided: both do.
+def judge_ratio(text: str, paper: float | None, place: str, ours: Interval, even: float = 1) -> Claim:
+    """Judge a ratio of speeds (`even` 1) or a share (`even` 0) against the paper's value.
+
+    reproduced: the whole interval lies on the paper's side of `even`; contradicted: on the other side;
+    excluded: `even` lies in the interval, the paper's value does not; undecided: both lie in it.
     """
     if np.isnan(ours.mean):
         return Claim(text, "" if paper is None else f"{paper} ({place})", "", "not run")
@@ -94,8 +102,8 @@ def faster(text: str, paper: float | None, place: str, ours: Interval, even: flo
     return Claim(text, f"{paper} ({place})", f"{ours}", verdict)
 
 
-def alike(text: str, paper: str, gap: float, half: float) -> Claim:
-    """A difference (+- half of its 95 % interval) that ought to be none: what the interval still leaves of one."""
+def judge_difference(text: str, paper: str, gap: float, half: float) -> Claim:
+    """Judge a difference `gap` +- `half` (95 %) that should be zero: state the largest one that the interval allows."""
     if np.isnan(half):
         verdict = "one seed"
     elif abs(gap) <= half:
@@ -106,13 +114,13 @@ def alike(text: str, paper: str, gap: float, half: float) -> Claim:
 
 
 def seeded(runs: Iterable[Row], seeds: Iterable[int] = SEEDS) -> list[Row]:
-    """Every run with every seed; seed by seed, so that an interrupted sweep has whole seeds."""
+    """Return every run with every seed, ordered by seed, so that an interrupted sweep has complete seeds."""
     runs = list(runs)
     return [run | {"seed": seed, "rollout.seed": seed} for seed in seeds for run in runs]
 
 
 def workload_name(workload: str) -> str:
-    """The paper's name of what a workload stands for."""
+    """Return the paper's name of a workload."""
     return "Zero" if workload.startswith("rlzero") else "Think"
 
 
@@ -120,10 +128,12 @@ def workload_name(workload: str) -> str:
 
 
 def collect(workdirs: Sequence[str], folder: str, sweep: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """A row per run and step of the launcher's workdirs; a run that did not finish has its state and no metrics.
+    """Read one row per run and step from the launcher's workdirs.
+
+    A run that did not finish gets one row with its state and no metrics.
 
     Args:
-      keys: metrics that are kept, where a row has them.
+      keys: metrics to keep; '' where a row lacks one.
     """
     rows = []
     for workdir in workdirs:
@@ -149,44 +159,45 @@ def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def finished_rows(path: pathlib.Path) -> list[Row]:
-    """Of results.csv, with the sweep's values as they were there."""
+    """Read the rows of finished runs from results.csv, with booleans restored."""
     truth = {"True": True, "False": False}
     rows = [{name: truth.get(value, value) for name, value in row.items()} for row in read_rows(str(path))]
     return [row for row in rows if row.get("state", "finished") == "finished"]
 
 
 def by_seed(rows: Sequence[Row], key: str, **where: Any) -> np.ndarray:
-    """[seeds] median of a metric over the rows of each seed that have it, in the order of the seeds."""
+    """Return [seeds]: the median of metric `key` over the rows of each seed that have it."""
     found = [row for row in matching(rows, **where) if isinstance(row.get(key), int | float)]
     return np.array([np.median([row[key] for row in matching(found, seed=s)]) for (s,) in distinct(found, "seed")])
 
 
 def benchmark_keys(sides: Iterable[str]) -> list[str]:
-    """Metrics of task=benchmark, of these sides beside plain decoding."""
+    """Return the names of task=benchmark's metrics for these sides and for plain decoding."""
     return ["benchmark/plain"] + [
         f"benchmark/{side}{what}" for side in sides for what in ("", "_over_plain", "_acceptance_length")
     ]
 
 
-# ---- what is made of them
+# ---- tables and figures
 
 
-def markdown(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
-def put_table(readme: pathlib.Path, text: str) -> None:
-    """`text` in the place of what is between the marks. Raises ValueError where there are none."""
-    old = readme.read_text()
+def put_table(page: pathlib.Path, text: str) -> None:
+    """Replace what stands between the two marks of a page. Raises ValueError unless it has each mark once."""
+    old = page.read_text()
     if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise ValueError(f"{readme}: expected {BEGIN} and {END} once each")
+        raise ValueError(f"{page}: expected {BEGIN} and {END} once each")
     before, after = old.split(BEGIN)[0], old.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{text.strip()}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{text.strip()}\n{END}{after}")
 
 
 def bars(axis: plt.Axes, place: int, found: Sequence[Interval], label: str) -> None:
-    """The bars of one of three series (`place` 0, 1, 2), with their intervals; group i stands at i."""
+    """Draw the bars of one of three series (`place` 0, 1, 2) with their intervals; group i stands at x = i."""
     half, places = np.nan_to_num([f.half for f in found]), np.arange(len(found)) + 0.27 * (place - 1)
     style = {"color": GREYS[1 + place], "hatch": HATCHES[place], "edgecolor": "k", "capsize": 3}
     axis.bar(places, [f.mean for f in found], 0.27, yerr=half, label=label, **style)
@@ -195,12 +206,13 @@ def bars(axis: plt.Axes, place: int, found: Sequence[Interval], label: str) -> N
 def line(
     axis: plt.Axes, x: Sequence[float] | np.ndarray, found: Sequence[Interval], style: str, grey: str, label: str
 ) -> None:
-    """A series with its intervals; a single seed has none."""
+    """Draw a series with its intervals; a single seed has none."""
     half = np.nan_to_num([f.half for f in found])
     axis.errorbar(x, [f.mean for f in found], half, fmt=style, color=grey, capsize=3, label=label)
 
 
 def save(figure: plt.Figure, path: pathlib.Path) -> None:
+    """Add grids, write the figure and close it."""
     for axis in figure.axes:
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
@@ -216,10 +228,10 @@ def main(
     table: Callable[[list[Row]], str],
     draw: Callable[[list[Row], pathlib.Path], None],
 ) -> None:
-    """The command line of a folder's plot.py."""
+    """Run the command line of a folder's plot.py."""
     here = pathlib.Path(plot_file).parent
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--collect", nargs="+", metavar="WORKDIR", help="of the launcher: writes results.csv anew")
+    parser.add_argument("--collect", nargs="+", metavar="WORKDIR", help="the launcher's workdirs; rewrites results.csv")
     workdirs = parser.parse_args().collect or []
     for workdir in workdirs:
         if not os.path.isdir(workdir):

@@ -1,4 +1,4 @@
-"""A sweep: main.py once per set of overrides, here or as jobs of a Slurm cluster, and one results.csv.
+"""Run a sweep: main.py once for each set of overrides, on this machine or as Slurm jobs, and write one results.csv.
 
     python -m experiments.launch --config configs/NAME.py[:variant] --sweep experiments/NAME/sweep.py
         [--workdir runs/sweeps/NAME] [--jobs 1] [--dry_run] [-- --config.key=value ...]
@@ -6,22 +6,22 @@
         [--nodes 1] [--gpus 8] [--hours 24] [--partition NAME] [--account NAME] [--dry_run] [-- ...]
 
 The sweep file defines `get_sweep()`: a list of dicts of config overrides, one per run, such as
-`[{"seed": s, "rollout.seed": s} for s in range(3)]`. What follows `--` goes to every run. Paths are relative to the
-repository's root. A mistake ends in one line and exit status 1 before anything starts.
+`[{"seed": s, "rollout.seed": s} for s in range(3)]`. Flags after `--` go to every run. Paths are relative to the root
+of the repository. A mistake ends the launch with one line and exit status 1 before any run starts.
 
-Each run has a folder in the workdir, named after its overrides: main.py's own workdir, with output.log (of all starts)
-and finished.json beside. The same launch again skips what finished with an equal command and resumes the rest; whether
-the config file has changed since is not looked at. results.csv has a row per finished run.
+Each run has a folder in the workdir, named after its overrides. It is main.py's workdir and also holds output.log (of
+all starts) and finished.json. The same launch again skips runs that finished with an equal command and resumes the
+others; it does not notice changes of the config file. results.csv has one row per finished run.
 
---dry_run prints what would be started, a line each, and starts and writes nothing.
+--dry_run prints one command line per run and starts and writes nothing.
 
-With --executor slurm every run is a job (submitit), and the launcher leaves once they are submitted. The workdir must
-be on a file system that the nodes share; submitit's own files are in its folder slurm/. A job that is pre-empted, or
-whose time is over, saves, leaves and is queued again; it resumes from there. The same launch again submits what neither
-finished nor is still in the queue, and writes results.csv from what has finished.
+With --executor slurm every run is a job (submitit), and the launcher exits once all are submitted. The workdir must be
+on a file system that the nodes share; submitit's files are in its folder slurm/. A job that is pre-empted or reaches
+its time limit saves, exits, is queued again and resumes. The same launch again submits the runs that are neither
+finished nor queued and writes results.csv from the finished ones.
 
-A run that fails does not hold up the others; the exit status is then 1. Ctrl-C, SIGTERM and SIGHUP end the runs in good
-order (SIGTERM), then the launcher, with 128 + the signal's number; a second one kills.
+A run that fails does not stop the others; the exit status is then 1. Ctrl-C, SIGTERM and SIGHUP send SIGTERM to the
+runs and then end the launcher with 128 + the signal's number; a second signal kills the runs.
 """
 
 import argparse
@@ -55,18 +55,18 @@ from experiments.sweeps import default_workdir, load_sweep, plan
 from specrl_jax.core import InputError
 
 PROGRAM = (sys.executable, "main.py")
-# Flag, type, meaning.
+# Flag, type, help.
 SLURM_FLAGS = (
-    ("nodes", int, "nodes, with one process each, which are one run together; 1 by default"),
-    ("gpus", int, "GPUs of a node; 8 by default"),
-    ("hours", float, "its time limit; 24 by default"),
-    ("partition", str, "the cluster's default by default"),
-    ("account", str, "the user's default by default"),
+    ("nodes", int, "nodes of a run, with one process each; default: 1"),
+    ("gpus", int, "GPUs per node; default: 8"),
+    ("hours", float, "time limit; default: 24"),
+    ("partition", str, "default: the cluster's"),
+    ("account", str, "default: the user's"),
 )
 
 
 def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
-    """The exit status. `program` is what gets the flags of a run."""
+    """Run the sweep and return the exit status. `program` is the command that gets the flags of a run."""
     try:
         arguments, extra = parse(argv)
         runs = plan(arguments.config, load_sweep(arguments.sweep), arguments.workdir, extra)
@@ -104,20 +104,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own arguments, paths made absolute, and the flags after `--`.
+    """Return the launcher's arguments with absolute paths, and the flags after `--`.
 
-    Raises InputError for what is missing, unknown or not there.
+    Raises InputError for a missing or unknown argument and for a file that does not exist.
     """
     split = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(prog="experiments.launch", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="configs/NAME.py[:variant]")
     parser.add_argument("--sweep", required=True, type=pathlib.Path, help="Python file with get_sweep()")
-    parser.add_argument("--workdir", type=pathlib.Path, help="runs/sweeps/CONFIG_SWEEP by default")
-    parser.add_argument("--jobs", type=int, help="runs at the same time on this machine; 1 by default")
+    parser.add_argument("--workdir", type=pathlib.Path, help="default: runs/sweeps/CONFIG_SWEEP")
+    parser.add_argument("--jobs", type=int, help="runs at the same time on this machine; default: 1")
     parser.add_argument("--executor", choices=("local", "slurm"), default="local")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     for flag, kind, text in SLURM_FLAGS:
-        parser.add_argument(f"--{flag}", type=kind, help=f"of a Slurm job: {text}")
+        parser.add_argument(f"--{flag}", type=kind, help=f"Slurm only: {text}")
     a = parser.parse_args(argv[:split])
     check_executor(a)
     a.sweep = REPOSITORY / a.sweep
@@ -129,11 +129,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_executor(a: argparse.Namespace) -> None:
-    """Fills in defaults. Raises InputError for numbers that cannot be, and for a flag of the other executor."""
+    """Fill in defaults. Raises InputError for a number out of range and for a flag of the other executor."""
     others = ["jobs"] if a.executor == "slurm" else [flag for flag, _, _ in SLURM_FLAGS]
     for flag in others:
         if getattr(a, flag) is not None:
-            raise InputError(f"--{flag} does not go with --executor {a.executor}")
+            raise InputError(f"--{flag} cannot be combined with --executor {a.executor}")
     defaults = {"nodes": 1, "gpus": 8, "hours": 24.0} if a.executor == "slurm" else {"jobs": 1}
     for flag, default in defaults.items():
         if getattr(a, flag) is None:
@@ -155,7 +155,7 @@ def make_folder(path: pathlib.Path) -> None:
 
 
 def print_commands(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str]) -> None:
-    """One line for each run that would be started."""
+    """Print one command line for each run that would be started."""
     prefix = ""
     if arguments.executor == "slurm":
         from experiments import slurm
@@ -167,8 +167,8 @@ def print_commands(arguments: argparse.Namespace, runs: list[Run], program: Sequ
 
 
 def submit(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str]) -> int:
-    """Submits what is neither finished nor in the queue; the exit status."""
-    # Here, since a sweep on this machine needs nothing of it.
+    """Submit the runs that are neither finished nor queued; return the exit status."""
+    # Imported here, since a sweep on this machine does not need submitit.
     from experiments import slurm
 
     cluster = slurm.open_cluster(arguments)
@@ -181,11 +181,11 @@ def submit(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str
     return 0
 
 
-# ---- what came out
+# ---- results
 
 
 def write_results(path: pathlib.Path, runs: list[Run]) -> None:
-    """results.csv: a row per finished run in the sweep's order. Columns: run, the overrides, seconds, the metrics."""
+    """Write one row per finished run in the sweep's order: run, overrides, seconds, last values of the metrics."""
     keys = dict.fromkeys(key for run in runs for key in run.overrides)
     finished = [run for run in runs if run.state == "finished"]
     metrics = [last_values(run.folder) for run in finished]
@@ -199,7 +199,7 @@ def write_results(path: pathlib.Path, runs: list[Run]) -> None:
 
 @contextlib.contextmanager
 def display(runs: list[Run]) -> Iterator[Callable[[Run], None]]:
-    """A live table on a terminal. Yields what is told each change of a state: a line each where output is a file."""
+    """Show a live table on a terminal. Yields a function to call at each change of state, which prints to a file."""
     console = rich.console.Console()
     if console.is_terminal:
         with rich.live.Live(console=console, get_renderable=lambda: make_table(runs), refresh_per_second=1):
@@ -213,7 +213,7 @@ def print_state(run: Run) -> None:
 
 
 def make_table(runs: list[Run]) -> rich.table.Table:
-    """What runs comes first: rich cuts a table that is longer than the screen."""
+    """Return the table with the running runs first, since rich cuts a table longer than the screen."""
     table = rich.table.Table("run", "state")
     for name in ("step", "seconds", "reward", "accuracy"):
         table.add_column(name, justify="right")

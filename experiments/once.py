@@ -1,4 +1,4 @@
-"""One run, as the config says."""
+"""Sweep of one run without overrides."""
 
 from typing import Any
 

@@ -1,10 +1,11 @@
-"""The whole reproduction, one command: bases and heads, every sweep, every table and figure, the page.
+"""Run the whole reproduction: base policies and heads, every sweep, every table and figure, the page.
 
     python -m experiments.reproduce [--only FOLDER ...] [--jobs 2] [--dry_run]
 
-What is finished is not run again, so the same command resumes. What need not have the machine for itself runs --jobs at
-a time, each on its share of the CPUs. A command that fails is named at the end, and does not hold up the others; the
-exit status is then 1. Ctrl-C, SIGTERM and SIGHUP end what runs in good order, a second one at once. Hours: README.md.
+Finished runs are skipped, so the same command resumes. Commands that do not need the machine to themselves run --jobs
+at a time, each on its share of the CPUs. A command that fails is named at the end and does not stop the others; the
+exit status is then 1. Ctrl-C, SIGTERM and SIGHUP let the running commands save and leave; a second signal kills them.
+Hours: README.md.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from experiments.runs import POLL, REPOSITORY, Signals
 from experiments.sweeps import default_workdir
 
 Command = list[str]
-Chain = list[Command]  # one after the other
+Chain = list[Command]  # run one after the other
 
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
-# Folder -> workloads of its sweep; the longest first, so that no job is left alone with it at the end.
+# Folder -> workloads of its sweep. The longest first, so that it does not run alone at the end.
 SWEEPS = {
     "online_adaptation": (TINY,),
     "draft_init": (ZERO,),
@@ -36,19 +37,19 @@ SWEEPS = {
     "draft_length": (ZERO, THINK),
     "async_lag": (TINY,),
 }
-# These have all cores to themselves: the paper's two timed tables, and a run that shares devices out. The others
-# compare within one process, or nothing that a clock says.
+# These get all cores: the paper's two timed tables, and a sweep that divides devices. The others compare within one
+# process, or compare no times.
 ALONE = ("step_breakdown", "draft_length", "async_lag")
-# Folders whose table and figure come from `report --workdir` of their one workload.
+# Folders with one workload, whose table and figure `report --workdir` makes.
 REPORTED = ("online_adaptation",)
-# Folder -> modules, for what is computed from the rows of others.
+# Folder -> modules that compute its results from the rows of other folders.
 COMPUTED = {"scale_projection": ("validate", "grid")}
 FOLDERS = (*SWEEPS, *COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
 COUNTDOWN += ["rollout.max_response_tokens=36"]
-# What is made first: folder -> command.
+# Base policies and heads to make first: folder -> config and overrides.
 MADE: dict[str, list[str]] = {
     "runs/zero_base": ["configs/pretrain_tiny.py:zero"],
     "runs/zero_eagle3": ["configs/draft_tiny.py:zero"],
@@ -62,15 +63,15 @@ MADE: dict[str, list[str]] = {
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
-# Head of thirty RL steps -> the one they began with, and the rate: one has a new task to learn, the other would forget
-# its own at that. What the steps made is exported there, policy and draft.
+# Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
+# learn; at its rate the in-domain head would forget its own. Policy and draft are exported to this folder.
 ADAPTED = {
     "runs/zero_generic_online": ("runs/zero_generic", 2e-3),
     "runs/zero_eagle3_online": ("runs/zero_eagle3", 1e-4),
 }
 LEARNS = ["steps=30", "draft.compare_rounds=0", "eval.every=0", "draft.minibatches=8"]
 LEARNS += ["draft.warmup=16", "draft.decay_steps=240"]
-# Of a workload, and of a folder beside.
+# Folders that a workload needs, and folders that a sweep needs beside them.
 NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3"), TINY: ()}
 MORE = {
     "draft_init": ("runs/zero_generic", *ADAPTED),
@@ -80,15 +81,15 @@ MORE = {
 
 
 def run(config: str, overrides: list[str], path: str) -> Command:
-    """main.py for what is made in `path`, with its workdir beside."""
+    """Return the command of main.py that writes to `path`, with its workdir beside."""
     flags = [f"--config.{override}" for override in overrides]
     return [sys.executable, "main.py", "--config", config, *flags, "--workdir", f"{path}_run"]
 
 
 def stages(folders: Sequence[str]) -> list[list[Chain]]:
-    """Bases, heads, the sweeps that may share the machine, those that may not, what is written from them.
+    """Return five stages: bases, heads, sweeps that may share the machine, sweeps that may not, tables and figures.
 
-    The chains of a stage may run side by side, the stages not. What is there already is not made again.
+    The chains of one stage may run in parallel; stages run in order. Folders that exist are not made again.
     """
     sweeps = {folder: SWEEPS[folder] for folder in SWEEPS if folder in folders}
     alone = {folder: configs for folder, configs in sweeps.items() if folder in ALONE}
@@ -99,13 +100,13 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
         [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--docs"],
     ]
     apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
-    return [*made(sweeps), shared, [apart], [written]]
+    return [*prerequisites(sweeps), shared, [apart], [written]]
 
 
-def made(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list[Chain]]:
-    """What the sweeps begin with: (what needs nothing that is made, heads of bases that are).
+def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list[Chain]]:
+    """Return the chains that make what the sweeps start from: (independent folders, heads of bases made before).
 
-    A head that learnt in RL is behind the one it began with, and one behind the other are heads with the same features.
+    A head trained in RL follows its initial head in the chain; heads that share stored features follow each other.
     """
     wanted = dict.fromkeys(path for configs in sweeps.values() for config in configs for path in NEEDS[config])
     wanted |= dict.fromkeys(path for folder in sweeps for path in MORE.get(folder, ()))
@@ -142,20 +143,20 @@ def table(folder: str, configs: Sequence[str]) -> Command:
 
 
 def environment(command: Command) -> dict[str, str]:
-    """async_lag shares eight devices out, which a CPU has to pretend."""
+    """Return the environment of a command; async_lag gets eight fake CPU devices."""
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     return os.environ | (devices if "experiments/async_lag/sweep.py" in command else {})
 
 
 class Runner:
-    """Runs chains; `failed` has the commands that did."""
+    """Runs chains of commands and collects the failed commands in `failed`."""
 
     def __init__(self, signals: Signals):
         self.failed: Chain = []
         self._signals, self._began = signals, time.monotonic()
 
     def stage(self, chains: list[Chain], jobs: int) -> None:
-        """All chains, at most `jobs` at once, each on a share of this process' CPUs."""
+        """Run all chains, at most `jobs` at once, each on a share of this process's CPUs."""
         jobs = min(jobs, len(chains))
         if not jobs:
             return
@@ -173,12 +174,12 @@ class Runner:
     def _command(self, command: Command) -> None:
         text, start = shlex.join(command), time.monotonic()
         print(f"$ {text}", flush=True)
-        # In a session of its own: a terminal's Ctrl-C reaches it through us alone.
+        # In its own session: a terminal's Ctrl-C then reaches it only through this process.
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(command), start_new_session=True)
         passed_on = 0
         while process.poll() is None:
             if self._signals.count > passed_on:
-                # The launcher kills its runs at the second itself; main.py would go on to the end of its step.
+                # At a second signal the launcher kills its own runs; main.py would continue to the end of its step.
                 kills = passed_on and "main.py" in command
                 process.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
                 passed_on = self._signals.count
@@ -190,14 +191,14 @@ class Runner:
 
 
 def cpu_shares(jobs: int) -> list[set[int]]:
-    """This process' CPUs in `jobs` parts; empty ones where the system (macOS) or their number does not allow that."""
+    """Divide this process's CPUs into `jobs` sets; empty sets if the system (macOS) or their number forbids it."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     size = len(cpus) // jobs
     return [set(cpus[i * size : (i + 1) * size]) for i in range(jobs)]
 
 
 def take_share(shares: "queue.SimpleQueue[set[int]]") -> None:
-    """For the calling thread and what it starts."""
+    """Bind the calling thread and the processes that it starts to the next share."""
     if share := shares.get():
         os.sched_setaffinity(0, share)
 
@@ -205,7 +206,7 @@ def take_share(shares: "queue.SimpleQueue[set[int]]") -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=FOLDERS, help="folders; default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="commands at a time, of those that may share the machine")
+    parser.add_argument("--jobs", type=int, default=2, help="commands at the same time; default: 2")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
     if a.jobs < 1:

@@ -1,4 +1,4 @@
-"""Runs of a sweep on this machine: each a folder, a process and what came out of it, so many of them at once."""
+"""Run the entries of a sweep on this machine: one folder and one process each, at most N at the same time."""
 
 import contextlib
 import dataclasses
@@ -17,28 +17,28 @@ from specrl_jax.core import InputError, read_json
 from specrl_jax.io.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-POLL = 0.1  # seconds between two looks at the processes
+POLL = 0.1  # seconds between two polls of the processes
 
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One entry of the sweep on its way. The last fields belong to its latest start."""
+    """One entry of a sweep and its state; the fields from `state` on describe its latest start."""
 
     name: str
     folder: pathlib.Path
     overrides: dict[str, Any]
-    flags: list[str]  # all but the workdir: equal flags, equal results
-    state: str = "waiting"  # then running, or queued; then finished, failed or stopped
+    flags: list[str]  # of main.py, without the workdir: equal flags give equal results
+    state: str = "waiting"  # waiting; running or queued; finished, failed or stopped
     values: dict[str, Any] = dataclasses.field(default_factory=dict)  # last metrics, for the table
     process: subprocess.Popen | None = None
     began: float = 0.0  # seconds, monotonic clock
-    seconds: float = 0.0  # a run that was resumed counts from there
-    job: str = ""  # its id, of a run in a cluster's queue
-    log_begin: int = 0  # bytes in output.log before its output
+    seconds: float = 0.0  # of the latest start alone
+    job: str = ""  # id in a cluster's queue
+    log_begin: int = 0  # bytes of output.log written by earlier starts
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of dying of them; the loop in run_all looks."""
+    """Records SIGINT, SIGTERM and SIGHUP instead of ending the process; the loop in run_all reads them."""
 
     def __enter__(self) -> "Signals":
         self.first = self.count = 0
@@ -60,7 +60,7 @@ class Signals:
 def run_all(
     program: Sequence[str], runs: list[Run], jobs: int, signals: Signals, report: Callable[[Run], None]
 ) -> None:
-    """Starts what is waiting, at most `jobs` at once; `report` gets each run that starts or ends, or need not start."""
+    """Start the waiting runs, at most `jobs` at once; call `report` for each run that starts, ends or is finished."""
     for run in runs:
         if run.state == "finished":
             report(run)
@@ -83,7 +83,7 @@ def run_all(
                 end(run, stopping=passed_on > 0)
                 report(run)
             time.sleep(POLL)
-    finally:  # an error here must not leave runs behind that nobody watches
+    finally:  # an error in this process must not leave runs without supervision
         started = [run.process for run in running if run.process]
         for process in started:
             process.terminate()
@@ -97,7 +97,7 @@ def command_of(program: Sequence[str], run: Run) -> list[str]:
 
 def start(program: Sequence[str], run: Run, log_name: str = "output.log") -> None:
     run.folder.mkdir(exist_ok=True)
-    # From here on the folder is no longer what an earlier command left.
+    # The folder no longer holds the result of an earlier command.
     (run.folder / "finished.json").unlink(missing_ok=True)
     command = command_of(program, run)
     with open(run.folder / log_name, "ab") as log:
@@ -107,12 +107,12 @@ def start(program: Sequence[str], run: Run, log_name: str = "output.log") -> Non
         run.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            # Else what a failing run has printed comes after its error, which would not be the last line.
+            # Buffered output of a failing run would follow its error, which must be the last line.
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A terminal sends its Ctrl-C to all processes of the session; the runs get our SIGTERM alone.
+            # A terminal sends Ctrl-C to all processes of its session; the runs must get only our SIGTERM.
             start_new_session=True,
         )
     run.began = time.monotonic()
@@ -128,7 +128,7 @@ def end(run: Run, stopping: bool) -> None:
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         with atomic_write(run.folder / "finished.json") as file:
             json.dump({"command": run.flags, "seconds": run.seconds, "date": date}, file, indent=2)
-    # main.py leaves with 143; before it has its handler, or while it evaluates, the signal itself ends it.
+    # main.py exits with 143; before its handler is set, or while it evaluates, the signal itself ends it.
     elif stopping and status in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
         run.state = "stopped"
     else:
@@ -136,7 +136,7 @@ def end(run: Run, stopping: bool) -> None:
 
 
 def read_finished(run: Run) -> None:
-    """Marks a run that an earlier launch finished with the same command. Raises InputError for a damaged file."""
+    """Mark a run as finished if an earlier launch finished the same command. Raises InputError for a damaged file."""
     path = run.folder / "finished.json"
     record = read_json(str(path)) if path.exists() else {}
     if record.get("command") == run.flags:
@@ -144,16 +144,17 @@ def read_finished(run: Run) -> None:
 
 
 def last_line(run: Run) -> str:
-    """Of what its latest start has printed."""
+    """Return the last line that the latest start of a run printed, and the log's path."""
     log = run.folder / "output.log"
     lines = log.read_bytes()[run.log_begin :].decode(errors="replace").split("\n")
     return f"{next((line for line in reversed(lines) if line.strip()), 'no output')} ({log})"
 
 
 def last_values(folder: pathlib.Path) -> dict[str, Any]:
-    """The last value that is not null of every metric of a run; of task=evaluate the scalars of evaluation.json.
+    """Return the last value that is not null of every metric of a run.
 
-    Raises InputError for a damaged file.
+    Reads the scalars of evaluation.json where a run has no metrics (task=evaluate). Raises InputError for a damaged
+    file.
     """
     rows = read_metrics(str(folder))
     if not rows and (folder / "evaluation.json").exists():
@@ -165,7 +166,7 @@ def last_values(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def peek(folder: pathlib.Path) -> dict[str, Any]:
-    """last_values for the table, which must not end the runs: a damaged file is told by main.py and write_results."""
+    """Return last_values, or {} for a damaged file: the live table must not end the runs; write_results reports it."""
     try:
         return last_values(folder)
     except InputError:
@@ -174,7 +175,7 @@ def peek(folder: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def atomic_write(path: pathlib.Path) -> Iterator[TextIO]:
-    """A file that takes the place of `path` when it is whole."""
+    """Open a temporary file that replaces `path` when the context ends without an error."""
     with open(f"{path}.tmp", "w", newline="") as file:
         yield file
     os.replace(f"{path}.tmp", path)

@@ -1,7 +1,7 @@
-"""Runs as jobs of a Slurm cluster, through submitit: submitting them, and what happens inside one.
+"""Submit runs as jobs of a Slurm cluster through submitit, and supervise main.py inside a job.
 
-A job is one process per node, each of which starts main.py and watches it. Before Slurm takes the nodes away it sends
-SIGUSR2 (and at the end SIGTERM): main.py gets a SIGTERM, saves and leaves, and the job is queued again.
+A job has one process per node, which starts main.py and waits for it. Before Slurm ends the job it sends SIGUSR2 (and
+finally SIGTERM): the process sends SIGTERM to main.py, which saves and exits, and the job is queued again.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from submitit.helpers import Checkpointable, DelayedSubmission
 from experiments import runs
 from specrl_jax.core import InputError, read_json
 
-# Seconds before the end at which a job is told: the longest phase of a step, and a checkpoint.
+# Seconds before the end at which a job gets the signal: enough for the longest phase of a step and a checkpoint.
 GRACE = 300
-# A long run is queued again as often as its time is over.
+# How often a job that reaches its time limit is queued again.
 MOST_TIMEOUTS = 1000
 SAVED = (128 + signal.SIGTERM, -signal.SIGTERM)
-# What sacct says of a job that runs or will.
+# States of sacct for a job that is running or will run.
 IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD")
 
 
 @dataclasses.dataclass
 class Job(Checkpointable):
-    """What runs on each node. Pickled by submitit, so it holds plain values."""
+    """The function that runs on each node. submitit pickles it, so it holds plain values."""
 
     program: tuple[str, ...]
     name: str
@@ -42,7 +42,7 @@ class Job(Checkpointable):
     child: Any = dataclasses.field(default=None, init=False)  # main.py, while it runs
 
     def __call__(self) -> str:
-        """The run's last state. Raises RuntimeError with its last line where that is not `finished`."""
+        """Run main.py; return the state of the run. Raises RuntimeError with its last line unless it finished."""
         rank = submitit.JobEnvironment().global_rank
         run = runs.Run(self.name, pathlib.Path(self.folder), {}, list(self.flags))
         before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)}
@@ -64,17 +64,17 @@ class Job(Checkpointable):
         return run.state
 
     def checkpoint(self) -> DelayedSubmission | None:
-        """Waits until main.py has saved; the job to be queued again, None where it failed instead."""
+        """Wait until main.py has saved; return the job to queue again, or None if it failed."""
         return DelayedSubmission(dataclasses.replace(self)) if self._wait() in (*SAVED, 0) else None
 
     def _pass_on(self, handler: Any, *args: Any) -> None:
-        """Tells main.py, then does what submitit does at this signal."""
+        """Send SIGTERM to main.py, then call submitit's handler of this signal."""
         self.child.send_signal(signal.SIGTERM)
         if callable(handler):
             handler(*args)
 
     def _wait(self) -> int:
-        """The exit status. Inside a signal handler Popen.wait could wait for a lock that the interrupted code holds."""
+        """Return the exit status. Popen.wait could deadlock here, in a signal handler, on a lock that it holds."""
         try:
             ended = os.waitid(os.P_PID, self.child.pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # reaped already
@@ -83,17 +83,17 @@ class Job(Checkpointable):
 
 
 def open_cluster(arguments: argparse.Namespace) -> submitit.SlurmExecutor:
-    """Raises InputError where this machine submits to no cluster."""
+    """Return submitit's executor. Raises InputError if this machine cannot submit jobs."""
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            raise InputError(f"--executor slurm: there is no {program} here; launch from a node of the cluster")
+            raise InputError(f"--executor slurm: {program} is not installed; launch from a node of the cluster")
     cluster = submitit.SlurmExecutor(folder=arguments.workdir / "slurm", max_num_timeout=MOST_TIMEOUTS)
     cluster.update_parameters(**parameters(arguments))
     return cluster
 
 
 def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of sbatch, by submitit's names."""
+    """Return the parameters of sbatch under submitit's names."""
     chosen = {name: getattr(arguments, name) for name in ("partition", "account") if getattr(arguments, name)}
     return chosen | {
         "job_name": f"specrl_{arguments.workdir.name}",
@@ -107,7 +107,7 @@ def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sbatch_line(arguments: argparse.Namespace) -> list[str]:
-    """The same as one would type it."""
+    """Return the equivalent sbatch command line."""
     flags = parameters(arguments)
     signal_delay, more = flags.pop("signal_delay_s"), flags.pop("additional_parameters")
     flags |= {"signal": f"USR2@{signal_delay}"} | more
@@ -117,7 +117,7 @@ def sbatch_line(arguments: argparse.Namespace) -> list[str]:
 
 
 def submit(cluster: submitit.SlurmExecutor, run: runs.Run, program: Sequence[str]) -> None:
-    """Puts a run into the queue, unless it is there."""
+    """Submit a run unless it is queued already."""
     record = run.folder / "job.json"
     if record.exists() and in_queue(cluster, run, job := read_json(str(record))["id"]):
         run.state, run.job = "queued", job
@@ -133,6 +133,6 @@ def in_queue(cluster: submitit.SlurmExecutor, run: runs.Run, job_id: str) -> boo
     job = submitit.SlurmJob(folder=cluster.folder, job_id=job_id, tasks=[0])
     state = job.watcher.get_state(job_id, mode="force")
     if state == "UNKNOWN":
-        # Whoever left no result may still be waiting; two jobs in one workdir would ruin each other.
+        # A job without a result may still be waiting; two jobs in one workdir would overwrite each other.
         return not job.paths.result_pickle.exists()
     return state in IN_QUEUE

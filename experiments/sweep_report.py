@@ -1,4 +1,4 @@
-"""The command line of a sweep's report: rows of all its runs to results.csv, then the figure and the tables."""
+"""Command line of a sweep's report: write the rows of all runs to results.csv, then the figure and the tables."""
 
 import argparse
 import csv
@@ -10,7 +10,7 @@ from typing import Any
 from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
-# Metrics rows of every run, with what tells the runs apart
+# Metrics rows of every run with the overrides that identify the run
 Table = list[dict[str, Any]]
 
 
@@ -22,16 +22,16 @@ def run_report(
     collect: Callable[[str], Table],
     shows: Sequence[Callable[[Table], None]],
 ) -> None:
-    """Reads `--workdir`, the launcher's; writes results.csv in `folder` and calls `shows` with the rows.
+    """Read the launcher's `--workdir`, write results.csv in `folder` and call each of `shows` with the rows.
 
-    A run of the sweep that is not there ends it in one line.
+    A missing run ends the command with one line.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--workdir", required=True, help="of the launcher")
+    parser.add_argument("--workdir", required=True, help="the launcher's workdir")
     workdir = parser.parse_args().workdir
     for run in sweep:
         if not read_metrics(os.path.join(workdir, make_name(run))):
-            parser.error(f"--workdir {workdir}: the run {make_name(run)} is not there; launch the sweep first")
+            parser.error(f"--workdir {workdir}: the run {make_name(run)} is missing; launch the sweep first")
     rows = collect(workdir)
     with open(folder / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What a sweep is: a file with a list of overrides, and a run with a folder of its own for each."""
+"""Load a sweep file (a list of overrides) and name the folder of each run."""
 
 import hashlib
 import json
@@ -11,31 +11,34 @@ from typing import Any
 from experiments.runs import Run
 from specrl_jax.core import InputError
 
-NAME_LENGTH = 100  # characters at most; file systems end at 255 bytes
+NAME_LENGTH = 100  # most characters of a name; file systems allow 255 bytes
 
 
 def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
-    """configs/a.py:smoke and experiments/b/sweep.py -> runs/sweeps/a_smoke_b; experiments/b/wide.py -> a_smoke_wide."""
+    """Return the workdir of a sweep.
+
+    configs/a.py:smoke with experiments/b/sweep.py -> runs/sweeps/a_smoke_b, with experiments/b/wide.py -> a_smoke_wide.
+    """
     name = os.path.basename(config).replace(".py", "", 1).replace(":", "_")
     return pathlib.Path("runs/sweeps", f"{name}_{sweep.parent.name if sweep.stem == 'sweep' else sweep.stem}")
 
 
 def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:
-    """What get_sweep() of the file at `path` returns. Raises InputError unless it is a list of different dicts."""
+    """Call get_sweep() of the file at `path`. Raises InputError unless it returns a list of different dicts."""
     try:
         get_sweep = runpy.run_path(str(path)).get("get_sweep")
         sweep = get_sweep() if get_sweep else None
-    except Exception as error:  # whatever the user's file does wrong
+    except Exception as error:  # the user's file may raise anything
         raise InputError(f"--sweep {path}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     if get_sweep is None:
-        raise InputError(f"--sweep {path}: no get_sweep() in it")
+        raise InputError(f"--sweep {path}: does not define get_sweep()")
     if not isinstance(sweep, list) or not sweep:
-        raise InputError(f"--sweep {path}: get_sweep() gave {sweep!r}; expected a list with an entry per run")
+        raise InputError(f"--sweep {path}: get_sweep() returned {sweep!r}; expected a list with one entry per run")
     seen: dict[tuple[str, ...], int] = {}
     for index, entry in enumerate(sweep):
         if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
             raise InputError(f"--sweep {path}: entry {index} is {entry!r}; expected a dict of config.key: value")
-        # As text, the way main.py gets them: 1 and "1" are the same run.
+        # Compared as text, as main.py gets them: 1 and "1" are the same run.
         first = seen.setdefault(tuple(sorted(config_flags(entry))), index)
         if first != index:
             raise InputError(f"--sweep {path}: entries {first} and {index} are equal: {entry}")
@@ -43,7 +46,7 @@ def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def plan(config: str, sweep: list[dict[str, Any]], workdir: pathlib.Path, extra: list[str]) -> list[Run]:
-    """The runs in the sweep's order. Raises InputError where `extra` sets what the launcher sets."""
+    """Return the runs in the sweep's order. Raises InputError if `extra` sets a flag that the launcher sets."""
     ours = {"config", "workdir"} | {f"config.{key}" for entry in sweep for key in entry}
     for flag in extra:
         if (name := flag.lstrip("-").partition("=")[0]) in ours:
@@ -60,13 +63,13 @@ def config_flags(overrides: dict[str, Any]) -> list[str]:
 
 
 def make_name(overrides: dict[str, Any]) -> str:
-    """A folder name such as `seed=0,draft.kind=none`, the same for ever and another for other overrides.
+    """Return a stable, unique folder name such as `seed=0,draft.kind=none`; `base` without overrides.
 
-    Where characters had to be replaced or cut, a hash of the overrides keeps names apart. What is cut is the front: a
-    sweep's runs differ in what it sets last. No overrides: `base`.
+    If characters were replaced or cut, a hash of the overrides keeps names unique. Long names lose their front: the
+    runs of a sweep differ in the overrides that it sets last.
     """
     pairs = [[key, str(value)] for key, value in overrides.items()]
-    # Commas and equals signs too: {"a": "1,b=2"} is not {"a": 1, "b": 2}.
+    # Commas and equals signs are replaced too: {"a": "1,b=2"} is not {"a": 1, "b": 2}.
     safe = [[re.sub(r"[^A-Za-z0-9_.+-]", "_", text) for text in pair] for pair in pairs]
     name = ",".join("=".join(pair) for pair in safe) or "base"
     if safe == pairs and len(name) <= NAME_LENGTH:

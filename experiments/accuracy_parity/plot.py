@@ -1,4 +1,4 @@
-"""Validation accuracy over RL steps with speculation and without (the paper's figures, which have one run each).
+"""Validation accuracy over RL steps with and without speculation (the paper's figures show one run each).
 
 python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/accuracy_parity/sweep.py
 python -m experiments.accuracy_parity.plot --collect runs/sweeps/rlzero_tiny_accuracy_parity
@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.accuracy_parity.sweep import RUNS, get_sweep
-from experiments.claims import STYLES, Claim, Row, alike, interval, line, main, markdown, save
+from experiments.claims import STYLES, Claim, Row, interval, judge_difference, line, main, markdown, save
 from experiments.engine.bench import distinct, matching
 
 ACCURACY = "eval/accuracy"
@@ -25,21 +25,21 @@ KEYS = [
 
 
 def curve(rows: list[Row], run: Row, key: str = ACCURACY) -> tuple[list[int], np.ndarray]:
-    """(steps, [seeds, steps] values) where they were measured, of the runs with these overrides."""
+    """Return (steps, [seeds, steps] values) of the runs with these overrides, at the steps that measured the metric."""
     found = [row for row in matching(rows, **run) if isinstance(row[key], int | float)]
     steps = sorted({row["step"] for row in found})
     return steps, np.array([[r[key] for r in matching(found, seed=s)] for (s,) in distinct(found, "seed")])
 
 
 def difference(rows: list[Row], run: Row, other: Row) -> tuple[float, float]:
-    """(mean, half of the 95 % interval, Welch) of the area under the accuracy curve, `run` - `other`, over seeds."""
+    """Return (mean, half of the 95 % interval) of mean accuracy over the run, `run` - `other`, by Welch over seeds."""
     a, b = (curve(rows, x)[1].mean(axis=1) for x in (run, other))
     found = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
     return float(a.mean() - b.mean()), float(found.high - found.low) / 2
 
 
 def identical(rows: list[Row]) -> bool:
-    """Whether coupled runs have the same numbers at every step with speculation and without."""
+    """Return whether coupled runs have equal metrics at every step with and without speculation."""
     pairs = [[curve(rows, RUNS[name], key)[1] for name in ("plain, coupled", "coupled")] for key in KEYS[:4]]
     return all(np.array_equal(a, b) for a, b in pairs)
 
@@ -49,7 +49,7 @@ def table(rows: list[Row]) -> str:
     for name in RUNS:
         _, values = curve(rows, RUNS[name])
         gap = "" if "plain" in name else "{:+.3f} +- {:.3f}".format(*difference(rows, RUNS[name], RUNS["plain"]))
-        if name == "coupled":  # beside runs of its own noise: pairs, which an interval of two samples says nothing of
+        if name == "coupled":  # compared pairwise with plain runs of equal noise, not by an interval
             gap = verdict
         lines.append([name, f"{interval(values[:, -1])}", f"{interval(values.mean(axis=1))}", gap])
     header = ["", "accuracy at the end", "mean over the run", "minus plain (95 %, Welch)"]
@@ -62,7 +62,7 @@ def claims(rows: list[Row]) -> list[Claim]:
     made = []
     for name in ("rejection", "block"):
         text = f"validation accuracy over the run with speculation minus plain, {name}"
-        made.append(alike(text, "curves overlap (no seeds)", *difference(rows, RUNS[name], RUNS["plain"])))
+        made.append(judge_difference(text, "curves overlap (no seeds)", *difference(rows, RUNS[name], RUNS["plain"])))
     same = "identical" if identical(rows) else "different"
     return [*made, Claim("a run under coupled, with speculation and without", "", same, "not in the paper")]
 

@@ -1,6 +1,6 @@
-"""Thirty steps of rlzero_tiny, plain and with speculation under each rule, three seeds: does it change what is learnt?
+"""Sweep of thirty steps of rlzero_tiny with and without speculation, for each rule, three seeds.
 
-`coupled` runs in parity mode, where the two must be equal to the last bit.
+`coupled` runs in parity mode, where runs with and without speculation must be equal to the last bit.
 """
 
 from typing import Any

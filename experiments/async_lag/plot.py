@@ -1,4 +1,4 @@
-"""Rollouts one and two policy versions ahead of the learner, beside synchronous runs on the same two sets of devices.
+"""Runs with rollouts one and two policy versions behind the learner, and synchronous runs, on the same devices.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.launch \
     --config configs/rlzero_tiny.py --sweep experiments/async_lag/sweep.py
@@ -19,9 +19,9 @@ from experiments.claims import (
     Claim,
     Interval,
     Row,
-    alike,
     by_seed,
     interval,
+    judge_difference,
     line,
     main,
     markdown,
@@ -39,18 +39,18 @@ KEYS = [
     "reward/mean",
     ACCURACY,
 ]
-# Columns of the table; what is not the learner's own work.
+# Columns of the table: times outside the learner's own work.
 SHOWN = {"generate": "generation", "exposed_generation": "exposed", "idle_rollout": "rollout devices idle"}
-SETTLED = 5  # the first steps compile, and fill the queue
+SETTLED = 5  # first steps to leave out: they compile and fill the queue
 
 
 def seconds(rows: list[Row], name: str, phase: str) -> np.ndarray:
-    """[seeds] median seconds of a phase over the settled steps of each seed."""
+    """Return [seeds]: median seconds of a phase over the settled steps of each seed."""
     return by_seed([row for row in rows if row["step"] > SETTLED], f"time/{phase}", **PIPELINES[name])
 
 
 def step_ratio(rows: list[Row], name: str) -> Interval:
-    """Seconds of a step over those of a synchronous one, seed by seed."""
+    """Return the seconds of a step relative to a synchronous one, paired by seed."""
     return interval(seconds(rows, name, "total") / seconds(rows, "sync", "total"))
 
 
@@ -69,7 +69,7 @@ def claims(rows: list[Row]) -> list[Claim]:
     made = []
     for name in ("lag 1", "lag 2"):
         text = f"Zero, asynchronous, {name}: validation accuracy over the run minus synchronous"
-        made.append(alike(text, "", *difference(rows, PIPELINES[name], PIPELINES["sync"])))
+        made.append(judge_difference(text, "", *difference(rows, PIPELINES[name], PIPELINES["sync"])))
     return made
 
 

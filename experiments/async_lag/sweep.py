@@ -1,6 +1,6 @@
-"""rlzero_tiny on six learner and two rollout devices: synchronous, and one and two policy versions ahead, three seeds.
+"""Sweep of rlzero_tiny on six learner and two rollout devices: synchronous, lag 1 and lag 2, three seeds.
 
-All three correct for what drew the rollouts; without lag that changes nothing.
+All runs use importance sampling (grpo.correction); without lag it changes nothing.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "lag 2": {"pipeline.mode": "async", "pipeline.lag": 2},
 }
 SPLIT = {"pipeline.rollout_devices": 2, "mesh.data": 3, "mesh.fsdp": 2, "grpo.correction": "token_truncate"}
-# Rows of a step and of the draft's updates divide over six devices.
+# The rows of a step and of the draft's updates must divide by six devices.
 SPLIT |= {"grpo.prompts_per_step": 18, "rollout.num_slots": 128, "draft.compare_rounds": 0}
 SPLIT |= {"steps": 30}
 

@@ -1,11 +1,10 @@
-"""Heads made offline for the tiny base, by loss, unrolled steps and prompts: how much of their drafts is kept.
+"""Measure acceptance of heads trained offline for the tiny base, by loss, unrolled steps and prompts.
 
     python -m experiments.draft_init.offline --output experiments/draft_init/offline.csv
 
-Every head starts afresh from its seed and has the same number of updates over the same features (stored once
-per kind of prompts, under --features). Acceptance is measured by the engine on validation prompts of the arithmetic
-task, sampled drafts at temperature 1, at every k. `generic` heads learn from the base's answers to prompts of another
-task, countdown.
+Every head starts from its seed and gets the same number of updates over the same features (stored once per kind of
+prompts, under --features). The engine measures acceptance on validation prompts of the arithmetic task at every k, with
+sampled drafts at temperature 1. `generic` heads learn from the base's answers to prompts of another task, countdown.
 """
 
 import argparse
@@ -32,10 +31,10 @@ K = (3, 5, 7)
 RATES = [f"kept_{i}" for i in range(1, max(K) + 1)]  # share of verifications that keep draft i and all before it
 CELL = ("prompts", "loss", "ttt_steps")
 FIELDS = (*CELL, "seed", "updates", "train_seconds", "k", "acceptance_length", *RATES)
-# A loss of this name: one half of the updates with the one, then one half with the other. Where the first drafts are
-# refused, those after them have next to no gradient of e2e_tv.
+# Half of the updates with the first loss, then half with the second: while first drafts are rejected, the later ones
+# get almost no gradient from e2e_tv.
 THEN = ", then "
-# (prompts, loss, unrolled steps): the losses at one depth, one of them at every depth, and the generic head.
+# (prompts, loss, unrolled steps): all losses with three steps, one loss with all steps, and the generic head.
 HEADS = [
     *[("arithmetic", loss, 4) for loss in ("ce", "e2e_tv", f"ce{THEN}e2e_tv")],
     *[("arithmetic", "ce", steps) for steps in (1, 3, 7)],
@@ -55,7 +54,7 @@ def make_setup(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int,
 
 
 def train(setups: list[Setup], folder: str) -> tuple[RunState, float]:
-    """(the state with its head trained, an equal share of the updates by each setup's loss; seconds of the updates)."""
+    """Train a head with each setup's loss for an equal share of the updates; return (state, seconds of the updates)."""
     setup = setups[0]
     state = setup.initial_state()
     weights, _ = setup.prepare(state)
@@ -72,7 +71,7 @@ def train(setups: list[Setup], folder: str) -> tuple[RunState, float]:
 
 
 def measure(setup: Setup, state: RunState, problems: int) -> Iterator[bench.Row]:
-    """One row per k, over equal prompts and noise."""
+    """Return one row per k, over equal prompts and noise."""
     weights, _ = setup.prepare(state)
     prompts = bench.validation_prompts(problems, setup.tokenizer.encode)
     for k in K:

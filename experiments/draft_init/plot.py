@@ -1,4 +1,4 @@
-"""What the making of a head is worth at every draft length (Tables 3 and 5 of arXiv 2604.26779, which have k = 3).
+"""Generation by the training of the head and by draft length (Tables 3 and 5 of arXiv 2604.26779, which have k = 3).
 
 Commands: experiments/claims.py.
 """
@@ -15,8 +15,8 @@ from experiments.claims import (
     Row,
     benchmark_keys,
     by_seed,
-    faster,
     interval,
+    judge_ratio,
     line,
     main,
     markdown,
@@ -26,7 +26,7 @@ from experiments.draft_init.sweep import HEADS, LENGTHS, get_sweep, paths
 
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
 KEYS = benchmark_keys(SIDES)
-# RL-Zero at k = 3: (acceptance length, generation over plain).
+# RL-Zero at k = 3: (acceptance length, generation speedup).
 PAPER = {
     "generic, offline": (2.88, 1.51),
     "generic, online": (3.04, 1.63),
@@ -36,7 +36,7 @@ PAPER = {
 
 
 def values(rows: list[Row], head: str, side: str, what: str) -> np.ndarray:
-    """[seeds] of one head; an offline head is known by its folder alone."""
+    """Return [seeds] of one head. The folder identifies an offline head, since its runs set no policy path."""
     return by_seed(rows, f"benchmark/{side}_{what}", **paths(head))
 
 
@@ -55,7 +55,7 @@ def table(rows: list[Row]) -> str:
 
 
 def ratio(rows: list[Row], head: str, other: str) -> Interval:
-    """Generation at k = 3, seed by seed."""
+    """Return the ratio of two heads' generation speed at k = 3, paired by seed."""
     return interval(values(rows, head, "k_3", "over_plain") / values(rows, other, "k_3", "over_plain"))
 
 
@@ -68,7 +68,7 @@ def claims(rows: list[Row]) -> list[Claim]:
     ):
         paper = round(PAPER[head][1] / PAPER[other][1], 2)
         text = f"Zero: generation at k = 3, head {head}, over that with {other}"
-        made.append(faster(text, paper, place, ratio(rows, head, other)))
+        made.append(judge_ratio(text, paper, place, ratio(rows, head, other)))
     return made
 
 
@@ -80,7 +80,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
             line(axis, LENGTHS, found, STYLES[i], str(0.2 * i), head)
     for i, axis in enumerate(axes):
         for j, head in enumerate(HEADS):
-            # Beside k = 3, which is the paper's, so that ours are not covered.
+            # The paper's k = 3, drawn a little to the right so that it does not cover ours.
             axis.plot(3.35, PAPER[head][i], STYLES[j][0], color=str(0.2 * j), mfc="none", ms=8)
         axis.set(xlabel="draft length k, tokens", xticks=LENGTHS, title="hollow: the paper, Qwen3-8B, k = 3")
         axis.title.set_fontsize(9)

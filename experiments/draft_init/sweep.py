@@ -1,8 +1,7 @@
-"""Generation with heads of four origins at k = 1, 3, 5, 7 and under the controller; three seeds (Tables 3 and 5 of
-arXiv 2604.26779 have k = 3 alone).
+"""Sweep of generation over four heads at k = 1, 3, 5, 7 and with the controller, on rlzero_tiny:small, three seeds.
 
-Of the workload rlzero_tiny:small. An online head is what thirty RL steps made of the offline one, with the policy that
-they made; `experiments/reproduce.py` makes all of them.
+An online head is the offline one after thirty RL steps, used with the policy of these steps; `experiments/reproduce.py`
+makes all of them. Tables 3 and 5 of arXiv 2604.26779 have k = 3 alone.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from experiments.claims import seeded
 
 LENGTHS = (1, 3, 5, 7)
-# Name in the table -> folder of the head; of a folder of two (policy, draft) where RL steps made both.
+# Name in the table -> folder of the head, or of `policy` and `draft` after RL steps.
 HEADS = {
     "generic, offline": "runs/zero_generic",
     "generic, online": "runs/zero_generic_online",
@@ -20,6 +19,7 @@ HEADS = {
 
 
 def paths(name: str) -> dict[str, str]:
+    """Return the overrides that select a head, and its policy after RL steps."""
     folder = HEADS[name]
     if name.endswith("online"):
         return {"policy.path": f"{folder}/policy", "draft.path": f"{folder}/draft"}

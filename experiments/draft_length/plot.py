@@ -1,4 +1,4 @@
-"""What a longer draft brings and costs (Table 4 of arXiv 2604.26779, which has k = 3, 5 and 7).
+"""Acceptance and cost by draft length (Table 4 of arXiv 2604.26779, which has k = 3, 5 and 7).
 
 Commands: experiments/claims.py.
 """
@@ -15,8 +15,8 @@ from experiments.claims import (
     Row,
     benchmark_keys,
     by_seed,
-    faster,
     interval,
+    judge_ratio,
     line,
     main,
     markdown,
@@ -26,10 +26,10 @@ from experiments.claims import (
 from experiments.draft_length.sweep import LENGTHS, get_sweep
 from experiments.engine.bench import distinct
 
-CONTROLLER = LENGTHS[-1] + 1.3  # its place beside the fixed lengths
+CONTROLLER = LENGTHS[-1] + 1.3  # its x position in the figure
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
 KEYS = benchmark_keys(SIDES)
-# (acceptance length, generation over plain) by k
+# (acceptance length, generation speedup) by k
 PAPER = {
     "Zero": {3: (3.32, 1.77), 5: (4.35, 1.44), 7: (5.06, 1.21)},
     "Think": {3: (2.77, 1.53), 5: (3.23, 0.84), 7: (3.48, 0.71)},
@@ -41,7 +41,7 @@ def found(rows: list[Row], workload: str, side: str, what: str) -> Interval:
 
 
 def adaptive_over_best(rows: list[Row], workload: str) -> Interval:
-    """Over the fixed k of the best mean, seed by seed."""
+    """Return the controller's speed relative to the fixed k of the best mean, paired by seed."""
     speed = {side: by_seed(rows, f"benchmark/{side}_over_plain", workload=workload) for side in SIDES}
     best = max((side for side in SIDES if side != "adaptive"), key=lambda side: speed[side].mean())
     return interval(speed["adaptive"] / speed[best])
@@ -51,7 +51,11 @@ def table(rows: list[Row]) -> str:
     workloads = [w for (w,) in distinct(rows, "workload")]
     header = ["k"]
     for w in workloads:
-        header += [f"{w}: tokens per verification (paper)", "over plain (paper)", "cost of one, in plain steps (paper)"]
+        header += [
+            f"{w}: tokens per verification (paper)",
+            "over plain (paper)",
+            "cost of a verification, in plain steps (paper)",
+        ]
     lines = []
     for side in SIDES:
         cells = [side.removeprefix("k_")]
@@ -78,9 +82,11 @@ def claims(rows: list[Row]) -> list[Claim]:
                 / by_seed(rows, "benchmark/k_3_over_plain", workload=w)
             )
             text = f"{workload_name(w)}: generation at k = {k} over that at k = 3"
-            made.append(faster(text, round(paper[k][1] / paper[3][1], 2), "Table 4", ours))
+            made.append(judge_ratio(text, round(paper[k][1] / paper[3][1], 2), "Table 4", ours))
         made.append(
-            faster(f"{workload_name(w)}: the controller over the best fixed k", None, "", adaptive_over_best(rows, w))
+            judge_ratio(
+                f"{workload_name(w)}: the controller over the best fixed k", None, "", adaptive_over_best(rows, w)
+            )
         )
     return made
 

@@ -1,4 +1,4 @@
-"""Generation at every draft length from 1 to 8 and under the controller (Table 4 of arXiv 2604.26779); three seeds."""
+"""Sweep of generation over draft lengths 1 to 8 and the controller (Table 4 of arXiv 2604.26779), three seeds."""
 
 from typing import Any
 

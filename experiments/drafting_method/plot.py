@@ -1,4 +1,4 @@
-"""What drafts best (Table 2 of arXiv 2604.26779, which has n-gram lookup and EAGLE-3, k = 3).
+"""Generation speed by kind of draft (Table 2 of arXiv 2604.26779, which has n-gram lookup and EAGLE-3, k = 3).
 
 Commands: experiments/claims.py.
 """
@@ -14,8 +14,8 @@ from experiments.claims import (
     bars,
     benchmark_keys,
     by_seed,
-    faster,
     interval,
+    judge_ratio,
     main,
     markdown,
     save,
@@ -26,7 +26,7 @@ from experiments.engine.bench import distinct
 
 SIDES = {"k_3": "k = 3", "adaptive": "adaptive"}
 KEYS = benchmark_keys(SIDES)
-# (acceptance length, generation over plain)
+# (acceptance length, generation speedup)
 PAPER = {
     ("Zero", "n-gram"): (2.47, 0.7),
     ("Zero", "EAGLE-3"): (3.32, 1.8),
@@ -36,6 +36,7 @@ PAPER = {
 
 
 def of(rows: list[Row], workload: str, method: str, key: str) -> np.ndarray:
+    """Return [seeds] of a metric for one workload and method."""
     # A column that only some runs set is empty in the others.
     where = {"draft.cascade": ""} | METHODS[method]
     return by_seed(
@@ -66,15 +67,15 @@ def claims(rows: list[Row]) -> list[Claim]:
         for method in METHODS:
             tokens, paper = PAPER.get((name, method), (None, None))
             ours = interval(of(rows, w, method, "k_3_over_plain"))
-            claim = faster(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours)
+            claim = judge_ratio(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours)
             if claim.verdict == "reproduced":
                 cost = interval(of(rows, w, method, "k_3_acceptance_length")).mean / ours.mean
-                # The paper's tokens at the cost of a verification here.
+                # Would the paper's acceptance length at our cost of a verification give another verdict?
                 if (tokens / cost > 1) != (paper > 1):
-                    claim = claim._replace(verdict="reproduced, for another reason (there)")
+                    claim = claim._replace(verdict="reproduced, for another reason (see folder)")
             made.append(claim)
         ours = interval(of(rows, w, "n-gram", "adaptive_over_plain"))
-        made.append(faster(f"{name}: n-gram under the controller, generation over plain", None, "", ours))
+        made.append(judge_ratio(f"{name}: n-gram under the controller, generation over plain", None, "", ours))
     return made
 
 

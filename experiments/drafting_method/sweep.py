@@ -1,6 +1,4 @@
-"""Generation by what drafts, three tokens each or as many as the controller likes (Table 2 of arXiv 2604.26779); three
-seeds.
-"""
+"""Sweep of generation over kinds of draft, with k = 3 and with the controller (Table 2 of arXiv 2604.26779)."""
 
 from typing import Any
 

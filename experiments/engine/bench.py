@@ -1,4 +1,4 @@
-"""What the measurements of this folder share: rounds in turn, quartiles, CSV, timed rollouts, parts of an engine."""
+"""Shared parts of the measurements: random order within rounds, quartiles, CSV files, timed rollouts, engine parts."""
 
 import contextlib
 import csv
@@ -28,7 +28,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 10, 46
 
 
 class Stops(NamedTuple):
-    """The two members of a Tokenizer that an engine reads."""
+    """The two members of a Tokenizer that the engine reads."""
 
     eos_ids: tuple[int, ...]
     pad_id: int = 0
@@ -44,12 +44,12 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Of at least one value, by linear interpolation."""
+    """Compute the quartiles of at least one value by linear interpolation."""
     return Quartiles(*(float(x) for x in np.quantile(values, (0.25, 0.5, 0.75))))
 
 
 def in_turn(names: Sequence[Any], rounds: int, seed: int = 0) -> Iterator[tuple[int, Any]]:
-    """(round, name): every name once a round, in another random order each round, so that drift favours none."""
+    """Yield (round, name): every name once per round, in a new random order each round, so that drift favours none."""
     rng = np.random.default_rng(seed)
     for i in range(rounds):
         for j in rng.permutation(len(names)):
@@ -57,7 +57,7 @@ def in_turn(names: Sequence[Any], rounds: int, seed: int = 0) -> Iterator[tuple[
 
 
 def by_round(rows: Sequence[Row], value: str, **where: Any) -> np.ndarray:
-    """[rounds] `value` of the rows that have all of `where`, in the order of their rounds.
+    """Return [rounds]: `value` of the rows that match `where`, in the order of their rounds.
 
     Raises ValueError unless each round from the first to the last has exactly one.
     """
@@ -73,13 +73,13 @@ def matching(rows: Sequence[Row], **where: Any) -> list[Row]:
 
 
 def distinct(rows: Sequence[Row], *names: str) -> list[tuple[Any, ...]]:
-    """The values of some columns that occur together, in the order in which they first do."""
+    """Return the combinations of values that some columns take, in the order of their first occurrence."""
     return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
 
 
 @contextlib.contextmanager
 def csv_writer(path: str, fields: Sequence[str]) -> Iterator[Callable[[Row], None]]:
-    """Writes one row a call, and at once: an interrupted measurement keeps what it has."""
+    """Yield a function that writes one row and flushes it, so that an interrupted measurement keeps its rows."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
@@ -92,7 +92,7 @@ def csv_writer(path: str, fields: Sequence[str]) -> Iterator[Callable[[Row], Non
 
 
 def read_rows(path: str) -> list[Row]:
-    """The rows of a CSV file; what reads as a number is one."""
+    """Read the rows of a CSV file, with numbers converted."""
     with open(path, newline="") as file:
         return [{name: _number(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
@@ -109,7 +109,7 @@ def one_device() -> Mesh:
 
 
 def validation_prompts(count: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """The first prompts of the arithmetic task's validation split, as tokens."""
+    """Return the first prompts of the arithmetic task's validation split as tokens."""
     source = TaskSource("arithmetic", "validation", seed=0)
     return [encode(source[i].prompt) for i in range(count)]
 
@@ -117,7 +117,7 @@ def validation_prompts(count: int, encode: Callable[[str], list[int]]) -> list[l
 def timed_rollouts(
     engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
 ) -> Row:
-    """One call of `generate` as columns: tokens, seconds, tokens_per_second and tokens per verification."""
+    """Time one call of `generate`; return tokens, seconds, tokens_per_second and acceptance_length."""
     rollouts, seconds = timed(engine, weights, prompts, samples, seed, lengths)
     tokens = int(rollouts.response_length.sum())
     return {
@@ -136,7 +136,7 @@ def engine_parts(
     stops: Stops,
     partition: Partitioner,
 ) -> Model:
-    """The functions that `make_rollout_engine` builds its programs from, to be run one by one."""
+    """Return the functions from which `make_rollout_engine` builds its programs, to be run one by one."""
     target = Target(model, draft, config, partition)
     verify = functools.partial(sharded_verify, partition)
     functions = (target.init_cache, target.prefill, target.decode, drafter, verify)

@@ -1,17 +1,17 @@
-"""How many drafts more block verification keeps than the rejection rule: measured, and expected of the same drafts.
+"""Compare the drafts accepted by block verification and by the rejection rule: measured, and expected on equal drafts.
 
     python -m experiments.engine.block_gain --output experiments/engine/block_gain.csv
 
 The tiny base and its head, float32, temperature 1, validation prompts of the arithmetic task, waves of rollouts under
-each rule, stepped one iteration at a time. Of every drafted block, also the number of drafts that each rule keeps on
-average over its own uniforms, exactly, from the p and q along the block (`expected_accepted`). So under each rule
+each rule, stepped one iteration at a time. For every drafted block, `expected_accepted` also computes from p and q the
+exact mean number of drafts that each rule accepts over its uniforms. So for each rule
 
-    accepted per verification        what happened
-    expected_rejection, _block       what the two rules make of these same blocks
+    accepted per verification        measured
+    expected_rejection, _block       expectation of both rules on these blocks
 
-and `expected` of the run's own rule differs from `accepted` by the noise of its uniforms alone. The predicted gain is
-expected_block / expected_rejection of the rejection run's blocks; those of the block run start at other places.
-Counts include drafts after an end-of-text, as the engine's own do.
+`expected` of the run's own rule differs from `accepted` only by the noise of its uniforms. The predicted gain is
+expected_block / expected_rejection on the rejection run's blocks; the blocks of the block run start at other positions.
+Counts include drafts after an end-of-text, as the engine's counts do.
 """
 
 import argparse
@@ -41,10 +41,10 @@ FIELDS = ("k", "rule", "seed", "verifications", "accepted", "expected_rejection"
 
 
 def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean number of drafts kept by (rejection, block) over the rules' own uniforms, each [B].
+    """Compute the mean number of accepted drafts over the rules' uniforms: (rejection, block), each [B].
 
-    Rejection keeps draft i with all before it: the product of the chances up to i. Block keeps at least i where one of
-    the chances from i on comes up: 1 less the product of 1 - h_j over j >= i.
+    Rejection accepts draft i with the product of the acceptance probabilities up to i. Block accepts at least i drafts
+    with probability 1 - prod over j >= i of (1 - h_j).
 
     Args:
       p: [B, k+1, V] target probabilities.
@@ -59,7 +59,7 @@ def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[ja
 
 
 def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
-    """The jitted (weights, slots, seed) -> (slots, sums [2] float32 of `expected_accepted` over running rows)."""
+    """Return the jitted (weights, slots, seed) -> (slots, [2] float32 sums of `expected_accepted` over running rows)."""
 
     def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
         found = []
@@ -81,7 +81,7 @@ def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
 
 
 def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, Any, Limits]:
-    """(parts, weights, limits)."""
+    """Return (parts, weights, limits)."""
     mesh = bench.one_device()
     partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
     draft = find_draft_model("eagle3", model, head)
@@ -95,7 +95,7 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, A
 
 
 def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:
-    """(weights, prompts, seed) -> counts of one wave: a rollout of every prompt, from its prefill to its end."""
+    """Return (weights, prompts, seed) -> counts of one wave: a whole rollout of every prompt."""
     empty = jax.jit(partial(empty_slots, parts, limits))
     start = jax.jit(partial(refill, model=parts, limits=limits))
     step = make_step(parts, k)
@@ -113,7 +113,7 @@ def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[
 
 
 def gains(rows: list[bench.Row], k: int) -> dict[str, float]:
-    """Drafts kept per verification over all seeds of one k, and their ratios: measured, and expected of the blocks."""
+    """Compute accepted drafts per verification over all seeds of one k, and their ratios, measured and expected."""
 
     def per_verification(rule: str, name: str) -> float:
         kept = bench.matching(rows, k=k, rule=rule)

@@ -1,13 +1,13 @@
-"""The adaptive controller against every fixed draft length, by drafter and sequences at once.
+"""Compare the adaptive controller with every fixed draft length, by drafter and number of slots.
 
     python -m experiments.engine.controller --output experiments/engine/controller.csv
 
 The tiny base on validation prompts of the arithmetic task, eight answers each, temperature 1, through the engines that
 a training run builds. In every round the plain engine (draft.kind=none), every fixed k and the controller answer the
-same prompts once, in random order. One controller lasts over all rounds of a cell, as over the steps of a training run.
-Before them it answers alone `--learning` times, in which it measures costs and learns acceptance; these have rounds up
-to 0, and the first is reported apart. `random` is a head of random weights: next to nothing that it drafts is kept. The
-best fixed k is that of the best median over the rounds.
+same prompts once, in random order. One controller lasts for all rounds of a cell, as for the steps of a training run.
+Before them it answers alone `--learning` times to measure costs and learn acceptance; these calls have rounds up to 0,
+and the first is reported separately. `random` is a head of random weights, whose drafts are almost never accepted. The
+best fixed k has the best median over the rounds.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from specrl_jax.training.build import Setup, build
 
 CELL = ("drafter", "slots")
 FIELDS = (*CELL, "rollouts", "who", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")
-ADAPTIVE, PLAIN = "adaptive", "none"  # in the column who; else k
+ADAPTIVE, PLAIN = "adaptive", "none"  # values of the column `who`, which is k otherwise
 LONGEST, GROUP = 7, 8
-# What counts as following the best: median and lower quartile over the best fixed k, median over plain decoding.
+# Bounds to pass: median and lower quartile relative to the best fixed k, median relative to plain decoding.
 OVER_BEST, OVER_BEST_LOW, OVER_PLAIN = 0.95, 0.93, 0.97
 
 
@@ -37,12 +37,12 @@ class Verdict(NamedTuple):
     best: int  # k
     over_best: bench.Quartiles
     over_plain: bench.Quartiles
-    first_over_best: float  # the very first answers, calibration included, over the median of the best
+    first_over_best: float  # the first call, calibration included, relative to the median of the best
     passed: bool
 
 
 def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
-    """Values of config.draft."""
+    """Return the values of config.draft for each drafter."""
     weightless = {"path": "", "history": 0}
     found = {
         "eagle3": {"kind": "eagle3", "path": head},
@@ -65,7 +65,7 @@ def make_setup(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> 
 
 
 def measure(setup: Setup, learning: int, rounds: int) -> Iterator[bench.Row]:
-    """Rows of one cell."""
+    """Measure the rows of one cell."""
     weights, engine = setup.initial_weights(), setup.engine
     programs = engine.programs
     sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths}
@@ -88,7 +88,7 @@ def measure(setup: Setup, learning: int, rounds: int) -> Iterator[bench.Row]:
 
 
 def judge(rows: list[bench.Row]) -> Verdict:
-    """Of one cell's rows: what was learnt on apart, the rest together."""
+    """Judge the rows of one cell, the learning calls separate from the rounds."""
     counted = [row for row in rows if row["round"] > 0]
     first = min(bench.matching(rows, who=ADAPTIVE), key=lambda row: row["round"])
 
@@ -116,8 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default=bench.TINY_POLICY, help="folder of the tiny preset")
     parser.add_argument("--head", default=bench.TINY_HEAD, help="folder, EAGLE-3")
-    parser.add_argument("--mtp", default="", help="folder of an MTP head; '': that drafter is left out")
-    parser.add_argument("--drafters", nargs="+", default=None, help="some of those; default: all")
+    parser.add_argument("--mtp", default="", help="folder of an MTP head; '': leave that drafter out")
+    parser.add_argument("--drafters", nargs="+", default=None, help="default: all")
     parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--learning", type=int, default=4, help="calls of the controller before the rounds")
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,4 +1,4 @@
-"""The parts of a fused iteration, each in a loop of nothing else; `costs.py` times them beside the whole."""
+"""Time the parts of a fused iteration, each in its own loop; `costs.py` compares them with the whole."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Timed = Callable[[], float]
 class Case(NamedTuple):
     engine: Engine
     parts: Model
-    target: Target  # by itself: nothing is kept for the head
+    target: Target  # alone: keeps no features for the head
     draft: Eagle3Draft
     weights: Any
     config: InferenceConfig
@@ -50,7 +50,7 @@ def build(
     limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
     drafter = draft.drafter(max(lengths), config.sampling, config.dtype, partition)
-    stops = bench.Stops((model.vocab,))  # no id of the vocabulary: every row runs on
+    stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
     learner = partitioner(bench.one_device(), LEARNER)
@@ -62,7 +62,7 @@ def build(
 
 
 def iteration(case: Case, k: int, count: int) -> Timed:
-    """`count` iterations of all rows, in one chunk."""
+    """Run `count` iterations of all rows in one chunk."""
     limits = case.config.limits
     prompts = np.random.default_rng(0).integers(0, case.draft.vocab, (limits.num_slots, PROMPT)).tolist()
 
@@ -79,7 +79,7 @@ def iteration(case: Case, k: int, count: int) -> Timed:
 
 
 def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, count: int) -> Timed:
-    """`count` times body(weights, i, state) -> state, on the device."""
+    """Run body(weights, i, state) -> state `count` times on the device."""
     turns = jax.jit(lambda w, s: jax.lax.fori_loop(0, count, lambda i, s: body(w, i, s), s), donate_argnums=1)
     turns = turns.lower(weights, state).compile()
 
@@ -93,7 +93,7 @@ def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, c
 
 
 def after(x: jax.Array, result: jax.Array, i: jax.Array) -> jax.Array:
-    """Integers x, unchanged, known only when `result` is: no turn of a loop can be dropped, hoisted or thinned."""
+    """Return integers x unchanged, but dependent on `result`, so that XLA cannot drop or hoist an iteration."""
     number = jax.lax.dynamic_index_in_dim(result.reshape(-1), i, keepdims=False)
     return x + (number == jnp.inf).astype(x.dtype)
 
@@ -103,7 +103,7 @@ def positions(B: int, count: int) -> jax.Array:
 
 
 def forward(case: Case, k: int, count: int) -> Timed:
-    """The target over k + 1 positions, with its cache."""
+    """Run the target over k + 1 positions with its cache."""
     B = case.config.limits.num_slots
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
@@ -115,7 +115,7 @@ def forward(case: Case, k: int, count: int) -> Timed:
 
 
 def head(case: Case, k: int, count: int) -> Timed:
-    """One application, fed its own output as between two drafted tokens, with its logits."""
+    """Apply the draft head once to its own output, as between two drafted tokens, and compute its logits."""
     B, dtype = case.config.limits.num_slots, case.config.dtype
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
@@ -129,7 +129,7 @@ def head(case: Case, k: int, count: int) -> Timed:
 
 
 def fc(case: Case, k: int, count: int) -> Timed:
-    """What the head makes of k + 1 positions that the target has been at, and of the pairs before a draft."""
+    """Project k + 1 target features and compute the keys and values of k pairs."""
     B = case.config.limits.num_slots
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
@@ -145,14 +145,14 @@ def fc(case: Case, k: int, count: int) -> Timed:
 
 
 def rest(case: Case, k: int, count: int) -> Timed:
-    """An iteration whose two models answer at once."""
+    """Run an iteration whose two models cost nothing."""
     B, sampling = case.config.limits.num_slots, case.config.sampling
     widths = len(case.weights.policy["embed"]), case.draft.vocab
     logits = tuple(2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate(widths))
 
     def body(given: Any, i: jax.Array, slots: Slots) -> Slots:
         logits, vocab_map = given
-        # Other logits each time: the same ones would be exponentiated once, before the loop.
+        # New logits in each iteration: XLA would exponentiate equal ones once, before the loop.
         p, q = (x + 1e-3 * i for x in logits)
 
         def draft(slots: Slots, seed: jax.Array) -> Any:

@@ -1,13 +1,12 @@
-"""What an iteration costs by draft length and batch, and whether that is the sum of the forwards it contains.
+"""Measure the cost of an iteration by draft length and batch, and compare it with the sum of its parts.
 
     python -m experiments.engine.costs --output experiments/engine/costs.csv
 
 Random weights: 12 layers, d 768, vocabulary 32,000, an EAGLE-3 head of the same widths that drafts 4,000 ids; float32
 and bfloat16, cache in float32, 32 + 128 tokens. In every round each fused iteration (a chunk of the engine) and each of
-its parts (a loop of nothing else) is timed once, in random order. In units of plain decoding, T = forward over one
-position:
+its parts (in its own loop) is timed once, in random order. With T = forward over one position, compared are
 
-    c(k) = iteration(k) / iteration(0)  beside  forward(k + 1) / T + (k head + fc(k)) / T
+    c(k) = iteration(k) / iteration(0)  and  forward(k + 1) / T + (k head + fc(k)) / T
 
 fc is the projection of k + 1 features and the keys and values of k pairs; `rest` draws drafts, verifies and commits.
 overhead = (iteration - forward - k head - fc) / iteration.
@@ -32,7 +31,7 @@ FIELDS = ("batch", "dtype", "part", "k", "round", "seconds")
 
 
 def measure(case: Case, lengths: tuple[int, ...], rounds: int) -> Iterator[bench.Row]:
-    """Rows (part, k, round, seconds per iteration) after one warm-up of everything."""
+    """Measure rows (part, k, round, seconds per iteration) after one warm-up of every part."""
     count = RESPONSE // (max(lengths) + 1) - WARM
     runs = {(part.__name__, k): part(case, k, count) for part in (iteration, forward, rest) for k in lengths}
     runs |= {("fc", k): fc(case, k, count) for k in lengths if k} | {("head", 1): head(case, 1, count)}
@@ -43,7 +42,7 @@ def measure(case: Case, lengths: tuple[int, ...], rounds: int) -> Iterator[bench
 
 
 def table(rows: list[bench.Row]) -> list[dict[str, Any]]:
-    """One row per k from the rows of one (batch, dtype): Quartiles over rounds of what the module's docstring names."""
+    """Return one row per k from the rows of one (batch, dtype): quartiles over rounds of the quantities named above."""
 
     def seconds(part: str, k: int) -> np.ndarray:
         return bench.by_round(rows, "seconds", part=part, k=k)
@@ -79,7 +78,7 @@ def report(rows: list[bench.Row]) -> None:
 
 
 def plot_costs(path: str, figure_path: str) -> None:
-    """c(k) of every batch, measured with its quartiles and as the sum of its parts, from the CSV file alone."""
+    """Plot c(k) of every batch from the CSV file: measured with quartiles, and as the sum of its parts."""
     rows = bench.read_rows(path)
     dtypes = [dtype for (dtype,) in bench.distinct(rows, "dtype")]
     figure, axes = plt.subplots(1, len(dtypes), figsize=(6 * len(dtypes), 4.5), layout="constrained", squeeze=False)
@@ -103,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", choices=models, default="medium", help="sizes; at least 7 layers")
     parser.add_argument("--draft-vocab", type=int, default=4000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], help="beside 0")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7], help="k; 0 is always measured")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", default="experiments/engine/costs.csv")

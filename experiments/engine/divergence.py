@@ -1,10 +1,10 @@
-"""How often `coupled` rollouts of two drafters part in plain float32, and that they part at ties only.
+"""Count how often `coupled` rollouts of two drafters diverge in plain float32, and check that they do so only at ties.
 
     python -m experiments.engine.divergence --tokens 4000000 --output divergence.json
 
-Each program has its own order of float32 sums: logits differ by about 1e-6, and where the two best of logits + noise
-are closer than that, the tokens differ. From there on the rollouts are of different texts; tokens count up to there.
-Under rollout.parity there are no such places.
+Each program sums float32 in its own order, so logits differ by about 1e-6, and where the two best values of logits +
+noise are closer than that, the tokens differ. From there on the texts differ; tokens are counted up to there. With
+rollout.parity rollouts do not diverge.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from specrl_jax.sharding import LEARNER, Partitioner, make_mesh, partitioner
 from specrl_jax.tasks.generate import Generator, load_generator
 
 POLICY, HEAD = "experiments/tiny_base/checkpoint", "experiments/tiny_head/checkpoint"
-TIE = 1e-4  # nats: far above the rounding of float32 logits, far below any other distance of two tokens
+TIE = 1e-4  # nats: far above the rounding of float32 logits, far below the usual distance of two tokens
 SAMPLING = Sampling(rule="coupled")
 SAMPLES = 16  # rollouts of a prompt
 
@@ -43,7 +43,7 @@ class Parting(NamedTuple):
 
 
 def compare(a: Rollouts, b: Rollouts) -> tuple[list[tuple[int, int]], int]:
-    """([(row, first position that differs)], tokens compared) of rollouts with equal ids."""
+    """Compare rollouts with equal ids; return ([(row, first position that differs)], tokens compared)."""
     assert (a.rollout_id == b.rollout_id).all()
     partings, compared = [], 0
     for row, first in enumerate(a.prompt_length):
@@ -58,7 +58,7 @@ def compare(a: Rollouts, b: Rollouts) -> tuple[list[tuple[int, int]], int]:
 def find_gaps(
     forward: Forward, a: Rollouts, b: Rollouts, partings: Sequence[tuple[int, int]], seed: int, sampling: Sampling
 ) -> list[Parting]:
-    """How near both tokens of each parting are to the best one, by another forward over the tokens before it."""
+    """Compute, by another forward pass, how close both tokens of each divergence are to the best one."""
     found = []
     for row, position in partings:
         logits = final_logits(forward(a.tokens[row : row + 1])[0, position - 1], sampling)
@@ -70,7 +70,7 @@ def find_gaps(
 
 
 def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitioner) -> Forward:
-    """The learner's forward over whole rows, float32."""
+    """Return the learner's forward over whole rows in float32."""
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -81,7 +81,7 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
 
 def load(kind: str, length: int, slots: int) -> Generator:
-    """The tiny base with one drafter; sizes as in configs/rlzero_tiny.py."""
+    """Load the tiny base with one drafter; sizes as in configs/rlzero_tiny.py."""
     return load_generator(
         POLICY,
         draft_kind=kind,
@@ -97,7 +97,7 @@ def load(kind: str, length: int, slots: int) -> Generator:
 
 
 def upper_bound(count: int) -> float:
-    """Of the mean of a Poisson number found to be `count`, at 95 %: where so few have chance 0.05."""
+    """Return the 95 % upper bound of a Poisson mean after observing `count`."""
     low, high = float(count), 3.0 * count + 10
     for _ in range(60):
         mean = (low + high) / 2
@@ -108,7 +108,7 @@ def upper_bound(count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="compared, for each drafter")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare for each drafter")
     parser.add_argument("--kinds", nargs="+", default=["eagle3", "ngram"])
     parser.add_argument("--length", type=int, default=3, help="k")
     parser.add_argument("--slots", type=int, default=128)
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def load_forward() -> Forward:
-    """Of the tiny base as the learner sees it."""
+    """Return the learner's forward of the tiny base."""
     model = hf.load_config(POLICY)
     partition = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), LEARNER)
     return learner_forward(hf.load_params(POLICY, model, partition, jnp.float32), model, partition)

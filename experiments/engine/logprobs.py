@@ -1,9 +1,9 @@
-"""How far the engine's log-probs of its own tokens are from the learner's, by dtype.
+"""Measure the difference between the engine's log-probs of its tokens and the learner's, by dtype.
 
     python -m experiments.engine.logprobs --output experiments/engine/logprobs.csv
 
 The tiny base with its head (k = 3) answers validation prompts, eight answers each at temperature 1; the learner's
-forward in float32 parameters goes over what came out, as the logprob phase of a training run does.
+forward with float32 parameters scores these tokens, as the logprob phase of a training run does.
 """
 
 import argparse
@@ -24,9 +24,9 @@ FIELDS = ("weights", "decoding", "learner", "k", "tokens", *QUANTILES, "kl")
 
 
 class Dtypes(NamedTuple):
-    weights: str  # policy.dtype: of the rollout weights
+    weights: str  # policy.dtype, the dtype of the rollout weights
     decoding: str  # rollout.compute_dtype and rollout.cache_dtype
-    learner: str  # policy.compute_dtype: its activations
+    learner: str  # policy.compute_dtype, the dtype of its activations
 
 
 CELLS = [
@@ -46,7 +46,7 @@ def make_setup(dtypes: Dtypes, k: int, prompts: int) -> Setup:
 
 
 def measure(setup: Setup) -> bench.Row:
-    """Quantiles, in nats, of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
+    """Return quantiles (nats) of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
     state = setup.initial_state()
     weights, _ = setup.prepare(state)
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]

@@ -1,8 +1,8 @@
-"""Bytes of an engine's buffers: what they are on the device, beside what the docstrings say they take.
+"""Compare the bytes of an engine's buffers with the formulas in the docstrings.
 
     python -m experiments.engine.memory --output experiments/engine/memory.csv
 
-tiny: the slots of a fresh engine, as their device holds them. qwen3_0p6b: their shapes alone, nothing is allocated.
+tiny: the slots of a new engine on its device. qwen3_0p6b: shapes only, nothing is allocated.
 The arithmetic is that of `models/cache.py` (KVCache), `drafts/recurrent.py` (DraftCache) and
 `decoding/lookup_cache.py`.
 """
@@ -33,7 +33,7 @@ CASES = {
 
 
 def size(tree: Any) -> int:
-    """Bytes: of every shard on its device, or of the shapes where there are no arrays."""
+    """Return the bytes of every shard on its device, or of the shapes if there are no arrays."""
 
     def of(leaf: Any) -> int:
         if isinstance(leaf, jax.Array):
@@ -44,7 +44,7 @@ def size(tree: Any) -> int:
 
 
 def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
-    """Every array of an engine between two chunks, by what it is."""
+    """Return every array of an engine between two chunks, by name."""
     draft = slots.cache.draft
     return {
         "target keys and values": slots.cache.target,
@@ -57,7 +57,7 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
 
 
 def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> dict[str, int]:
-    """The same names, bytes by the docstrings' formulas; cache and activations have one dtype."""
+    """Return the bytes of the same buffers by the docstrings' formulas; cache and activations share one dtype."""
     S, K, H = limits.cache_length, model.kv_heads, model.head_dim
     itemsize = jnp.dtype(dtype).itemsize
     target = 2 * model.layers * K * H * itemsize  # a token

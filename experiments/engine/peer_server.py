@@ -1,4 +1,4 @@
-"""How peers.py talks to a peer, and what both peers count. Runs under their Pythons: standard library only.
+"""Serve the protocol between peers.py and a peer. Runs under the peers' Pythons: standard library only.
 
 A command is one line of JSON on stdin, `{"batch": 8, "prompts": [[...], ...], "new_tokens": 128, "eos": null}`:
 `prompts` are token ids, decoded `batch` rows at a time; `eos` is the id that ends a row, null where every row gets
@@ -18,13 +18,13 @@ Generate = Callable[[Rows, int, int | None], Rows]
 
 
 def serve(generate: Generate) -> None:
-    """Answers commands until stdin closes."""
+    """Answer commands until stdin closes."""
     for line in sys.stdin:
         print(json.dumps(run(generate, **json.loads(line))), flush=True)
 
 
 def run(generate: Generate, prompts: Rows, batch: int, new_tokens: int, eos: int | None) -> dict:
-    """Raises ValueError where rows of different lengths would need padding that could be taken for a token."""
+    """Decode the prompts. Raises ValueError if rows of different lengths need padding but eos is None."""
     if eos is None and len({len(prompt) for prompt in prompts}) > 1:
         raise ValueError("prompts of several lengths are padded with the eos id: give one")
     start = time.perf_counter()
@@ -36,7 +36,7 @@ def run(generate: Generate, prompts: Rows, batch: int, new_tokens: int, eos: int
 
 
 def count_tokens(rows: Rows, new_tokens: int, eos: int | None) -> int:
-    """Tokens up to each row's first eos, itself included. Raises ValueError for a row that stopped without one."""
+    """Count tokens up to and with each row's first eos. Raises ValueError for a row that stopped without one."""
     lengths = [row.index(eos) + 1 if eos in row else len(row) for row in rows]
     for row, length in zip(rows, lengths):
         if length > new_tokens or (length < new_tokens and row[length - 1] != eos):

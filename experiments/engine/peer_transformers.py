@@ -1,4 +1,4 @@
-"""transformers' `generate` on a Hugging Face folder, float32 on the CPU, as a server for peers.py (see peer_server.py).
+"""Serve transformers' `generate` on a Hugging Face folder, float32 on the CPU, to peers.py (see peer_server.py).
 
 Sampled at temperature 1 from the whole vocabulary: no top-k, no top-p, no logits processor. Two threads.
 
@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Stops glibc from unmapping every freed tensor, whose next use would fault its pages in again."""
+    """Stop glibc from unmapping every freed tensor, whose next use would fault its pages in again."""
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -40,7 +40,7 @@ def make_generate(model: transformers.PreTrainedModel) -> peer_server.Generate:
     @torch.inference_mode()
     def generate(prompts: peer_server.Rows, new_tokens: int, eos: int | None) -> peer_server.Rows:
         longest = max(map(len, prompts))
-        pad = 0 if eos is None else eos  # masked: any id will do
+        pad = 0 if eos is None else eos  # masked, so any id is valid
         tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         output = model.generate(

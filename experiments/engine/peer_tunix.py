@@ -1,4 +1,4 @@
-"""google-tunix's vanilla sampler on a Hugging Face folder, float32 on the CPU, as a server for peers.py.
+"""Serve google-tunix's vanilla sampler on a Hugging Face folder, float32 on the CPU, to peers.py.
 
 The protocol is in peer_server.py. Sampled at temperature 1 from the whole vocabulary: `top_p=1.0` and `top_k=None` make
 tunix draw one categorical (without a top_p it would be greedy). XLA's default threads (all cores), no mesh.
@@ -50,7 +50,7 @@ class IdTokenizer:
 
 
 def load(folder: str) -> qwen3.Qwen3:
-    """Raises ValueError for a rope_theta other than the one that tunix's Qwen3 has built in."""
+    """Load the model. Raises ValueError for a rope_theta other than the constant in tunix's Qwen3."""
     raw = json.loads((Path(folder) / "config.json").read_text())
     if raw["rope_theta"] != 1e6:
         raise ValueError(f"rope_theta {raw['rope_theta']}: tunix 0.1.7 computes with 1e6 whatever its config says")
@@ -72,7 +72,7 @@ def load(folder: str) -> qwen3.Qwen3:
 def make_generate(model: qwen3.Qwen3) -> peer_server.Generate:
     config, seeds = model.config, itertools.count()
 
-    # One sampler per eos: its compiled functions keep the eos they were traced with.
+    # One sampler per eos: its compiled functions keep the eos of their first trace.
     @functools.cache
     def make_sampler(cache_size: int, eos: int | None) -> vanilla.Sampler:
         sizes = vanilla.CacheConfig(cache_size, config.num_layers, config.num_kv_heads, config.head_dim)

@@ -1,13 +1,13 @@
-"""Decoding of this project beside transformers and google-tunix: rounds in turn, one CSV.
+"""Compare decoding of this project with transformers and google-tunix in alternating rounds; write one CSV.
 
     python -m experiments.engine.peers --transformers VENV_A/bin/python --tunix VENV_B/bin/python --output peers.csv
 
-The two arguments are the interpreters of environments made as README.md says. Random-weight Qwen3 in float32, 32-token
-prompts, exactly 128 new tokens a row, temperature 1, whole vocabulary; or, with `--policy FOLDER PROMPTS EOS`, a
-trained policy on prompts of any length (a JSON list of lists of ids), whose rows end at EOS. The peers are processes
-that stay alive and idle while another one runs, so that rounds pair in time: compare within a round. Who goes first
-alternates. Two warm-up rounds of each, which compile, come first and are not recorded; every round after them is a row.
-`--draft FOLDER --length K` adds a second side of ours, `ours_speculative`, with an EAGLE-3 head of that policy.
+The two arguments are the interpreters of environments made as README.md says. The model is a random-weight Qwen3 in
+float32 with 32-token prompts, exactly 128 new tokens per row, temperature 1, whole vocabulary; with
+`--policy FOLDER PROMPTS EOS` it is a trained policy on prompts of any length (a JSON list of lists of ids), whose rows
+end at EOS. The peers are processes that idle while another one runs, so compare within a round. The order alternates.
+Two warm-up rounds of each side compile and are not recorded; every later round is a row. `--draft FOLDER --length K`
+adds a second side of this project, `ours_speculative`, with an EAGLE-3 head of that policy.
 """
 
 import argparse
@@ -52,7 +52,7 @@ FIELDS = ("model", "batch", "who", "round", "tokens", "seconds", "tokens_per_sec
 SPECULATIVE = "ours_speculative"
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
-# One round of one of the three: () -> (generated tokens, seconds)
+# One round of one side: () -> (generated tokens, seconds)
 Run = Callable[[], tuple[int, float]]
 
 
@@ -60,7 +60,7 @@ class Workload(NamedTuple):
     name: str
     folder: str
     prompts: list[list[int]]  # token ids
-    new_tokens: int  # per row, at most where there is an eos
+    new_tokens: int  # per row; the maximum if there is an eos
     eos: int | None  # None: rows of exactly new_tokens
 
 
@@ -73,7 +73,7 @@ def ours(
     draft: str = "",
     length: int = 0,
 ) -> Run:
-    """This project's engine in float32; each round draws with another seed.
+    """Return a round of this project's engine in float32; each round draws with a new seed.
 
     Args: as in `Workload`; `num_slots` rows are decoded at once, with drafts of `length` tokens from the EAGLE-3 head
       in the folder `draft`, or draft.kind=none where it is ''.
@@ -82,7 +82,7 @@ def ours(
     model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
     config = InferenceConfig(
         sampling=Sampling(),
-        # A chunk as long as an answer: the host looks once, as tunix's does.
+        # A chunk as long as an answer: one host synchronisation, as in tunix.
         limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),
         seed=0,
         dtype=jnp.float32,
@@ -94,7 +94,7 @@ def ours(
     params = hf.load_params(folder, model, learner, jnp.float32)
     drafted = (head.load(draft, learner), head.load_vocab_map(draft, model)) if head else (None, None)
     weights = jax.block_until_ready(make_prepare(model, head, config, partition)(params, *drafted))
-    # No id of the vocabulary ends a row of fixed length.
+    # An id outside the vocabulary, so that a row of fixed length does not end early.
     stops = Stops((model.vocab if eos is None else eos,))
     engine = make_rollout_engine(model, head, drafter, config, stops, partition)
     seeds = itertools.count()
@@ -108,7 +108,7 @@ def ours(
 
 
 def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
-    """A peer that serves the protocol of peer_server.py. A round raises RuntimeError where it has ended."""
+    """Return a round of a peer that serves the protocol of peer_server.py; it raises RuntimeError if the peer ended."""
     command = {"batch": batch, "prompts": work.prompts, "new_tokens": work.new_tokens, "eos": work.eos}
 
     def run() -> tuple[int, float]:
@@ -124,8 +124,8 @@ def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
 
 
 def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
-    """Rows (who, round, tokens, seconds, tokens_per_second) after two warm-ups of each; who goes first alternates."""
-    # tunix still compiles a little in the second.
+    """Yield rows (who, round, tokens, seconds, tokens_per_second) after two warm-ups of each; the order alternates."""
+    # tunix still compiles in the second warm-up.
     for run in [*runs.values()] * 2:
         run()
     names = list(runs)
@@ -144,15 +144,15 @@ def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
-    """A peer that waits for commands, until the end of the context."""
-    # torch's two threads would spin for each other: with another busy process a small model took 100 times as long.
+    """Start a peer and stop it at the end of the context."""
+    # Without it torch's two threads spin for each other: beside a busy process a small model took 100 times as long.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     pipe = subprocess.PIPE
     process = subprocess.Popen([*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment)
     try:
         yield process
     finally:
-        # A peer that has ended by itself leaves a command unread.
+        # A peer that ended on its own leaves a command unread.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()
@@ -162,9 +162,9 @@ def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
 def measure(
     works: dict[int, Workload], commands: dict[str, list[str]], rounds: int, draft: str = "", length: int = 0
 ) -> Iterator[dict]:
-    """Rows of one model, batch by batch, ours once more with a draft where there is one.
+    """Measure one model for each batch size, and this project a second time with its draft if there is one.
 
-    `works` maps batch to workload, `commands` the peers to how each starts.
+    `works` maps batch size to workload, `commands` maps each peer to its command line.
     """
     folder = next(iter(works.values())).folder
     with contextlib.ExitStack() as stack:
@@ -191,7 +191,7 @@ def random_work(name: str, folder: str, batch: int, new_tokens: int) -> Workload
 
 
 def works_of(arguments: argparse.Namespace, scratch: str) -> Iterator[dict[int, Workload]]:
-    """The workloads of each model by batch; random weights are written under `scratch`."""
+    """Return the workloads of each model by batch size; random weights are written under `scratch`."""
     if arguments.policy:
         folder, prompts, eos = arguments.policy
         ids = json.loads(pathlib.Path(prompts).read_text())
@@ -212,7 +212,7 @@ def parse() -> argparse.Namespace:
     which.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     which.add_argument("--policy", nargs=3, metavar=("FOLDER", "PROMPTS", "EOS"))
     parser.add_argument("--draft", default="", help="folder, an EAGLE-3 head of the policy; '': plain decoding only")
-    parser.add_argument("--length", type=int, default=3, help="k, tokens that it drafts")
+    parser.add_argument("--length", type=int, default=3, help="draft length k, tokens")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
@@ -224,7 +224,7 @@ def parse() -> argparse.Namespace:
 
 
 def report(rows: list[dict]) -> None:
-    """Median tokens per second of each, and the medians over rounds of each of ours over it."""
+    """Print the median tokens per second of each side, and the median ratios of ours to it over rounds."""
     speeds = {(row["who"], row["round"]): row["tokens_per_second"] for row in rows}
     everyone = list(dict.fromkeys(row["who"] for row in rows))
     for who in everyone:

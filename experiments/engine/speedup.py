@@ -1,11 +1,11 @@
-"""Generation with a draft over draft.kind=none, for a trained policy and its head, by sequences at once and k.
+"""Measure the speedup of generation over draft.kind=none for a trained policy and its head, by slots and k.
 
     python -m experiments.engine.speedup --output experiments/engine/speedup.csv
 
 Validation prompts of the arithmetic task, temperature 1, one answer each, eight prompts for every slot (at least 64),
 so that slots are refilled and the batch shrinks at the end, as in a rollout phase. In every round the plain engine and
-every k answer the same prompts once, in random order; a ratio is that of generated tokens per second in one round.
-Programs are compiled, and each side run once, before the first round.
+every k answer the same prompts once, in random order; a ratio compares generated tokens per second within a round.
+Programs are compiled and each side runs once before the first round.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from specrl_jax.training.plan import LENGTHS
 
 CELL = ("dtype", "rule", "slots")
 FIELDS = (*CELL, "prompts", "k", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")
-PLAIN = "none"  # in the column k
+PLAIN = "none"  # the plain engine in column k
 
 
 def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) -> Generator:
-    """A compiled generator on one device."""
+    """Return a compiled generator on one device."""
     generator = load_generator(
         a.policy,
         draft_kind=kind,
@@ -44,7 +44,7 @@ def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) ->
 
 
 def measure(plain: Generator, drafted: Generator, lengths: list[int], slots: int, rounds: int) -> Iterator[bench.Row]:
-    """Rows of one cell; k is 'none' for the plain engine."""
+    """Measure the rows of one cell; k is 'none' for the plain engine."""
     prompts = bench.validation_prompts(max(64, 8 * slots), drafted.tokenizer.encode)
     sides = {PLAIN: (plain, None)} | {k: (drafted, FixedLength(k)) for k in lengths}
 
@@ -59,14 +59,14 @@ def measure(plain: Generator, drafted: Generator, lengths: list[int], slots: int
 
 
 def ratios(rows: list[bench.Row]) -> dict[int, np.ndarray]:
-    """k -> [rounds] tokens per second over those of the plain engine, of one cell."""
+    """Return k -> [rounds] tokens per second relative to the plain engine, for one cell."""
     plain = bench.by_round(rows, "tokens_per_second", k=PLAIN)
     lengths = [k for (k,) in bench.distinct(rows, "k") if k != PLAIN]
     return {k: bench.by_round(rows, "tokens_per_second", k=k) / plain for k in sorted(lengths)}
 
 
 def report(rows: list[bench.Row]) -> None:
-    """The median ratio and its quartiles of every k; '*' marks the best median of a cell."""
+    """Print the median ratio and its quartiles for every k; '*' marks the best median of a cell."""
     for cell in bench.distinct(rows, *CELL):
         kept = bench.matching(rows, **dict(zip(CELL, cell)))
         found = {k: bench.quartiles(values) for k, values in ratios(kept).items()}
@@ -95,7 +95,7 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for slots in a.slots:
             for dtype in a.dtypes:
-                # Without drafts all rules are one.
+                # Without drafts all rules are equal.
                 plain = load(a, "none", dtype, "rejection", slots)
                 for rule in a.rules:
                     drafted = load(a, a.kind, dtype, rule, slots)

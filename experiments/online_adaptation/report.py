@@ -1,9 +1,9 @@
-"""Table and figure of the runs of sweep.py: acceptance by RL step, beside the paper's two workloads.
+"""Table and figure of the runs of sweep.py: acceptance by RL step, compared with the paper's two workloads.
 
     python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/online_adaptation/sweep.py
     python -m experiments.online_adaptation.report --workdir runs/sweeps/rlzero_tiny_online_adaptation
 
-Writes results.csv (one row a step and run) and acceptance.png beside this file.
+Writes results.csv (one row per step and run) and acceptance.png beside this file.
 """
 
 import os
@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import STYLES, Claim, faster, interval
+from experiments.claims import STYLES, Claim, interval, judge_ratio
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 from experiments.sweep_report import run_report
 from experiments.sweeps import make_name
@@ -35,13 +35,13 @@ PAPER = {
     "generic, online": (3.04, 2.55),
 }
 WINDOW = 5  # steps averaged
-ON = 0.5  # drafts a verification; probes of a controller that drafts nothing come to less
-ENDS = 62  # where the paper's are drawn
-CLOSED_AT = 30  # RL step at which the gap of the generic head is read
+ON = 0.5  # drafted tokens per verification; the probes of a controller that does not draft stay below it
+ENDS = 62  # x position of the paper's values in the figure
+CLOSED_AT = 30  # RL step at which the gap of the generic head is measured
 
 
 def collect(workdir: str) -> list[dict[str, Any]]:
-    """Metrics rows of every run, with its draft and seed."""
+    """Return the metrics rows of every run with its draft and seed."""
     rows = []
     for run in get_sweep():
         (name,) = [name for name, overrides in DRAFTS.items() if overrides.items() <= run.items()]
@@ -51,44 +51,44 @@ def collect(workdir: str) -> list[dict[str, Any]]:
 
 
 def lengths(rows: list[dict[str, Any]], draft: str, seed: int) -> np.ndarray:
-    """[steps] acceptance length of one run."""
+    """Return [steps]: the acceptance length of one run."""
     return np.array([r[LENGTH] for r in rows if (r["draft"], r["seed"]) == (draft, seed) and LENGTH in r])
 
 
-def around(series: np.ndarray, step: int) -> float:
-    """Mean over the WINDOW steps that end with `step`, counted from 1."""
+def window_mean(series: np.ndarray, step: int) -> float:
+    """Compute the mean over the WINDOW steps that end with `step`, counted from 1."""
     return float(series[max(step - WINDOW, 0) : step].mean())
 
 
 def switched_on(rows: list[dict[str, Any]]) -> int | None:
-    """The step after the last one whose verifications had fewer than ON drafts on average; None: it never is on."""
+    """Return the step after the last one with fewer than ON drafted tokens per verification, None if there is none."""
     off = [row["step"] for row in rows if row.get("spec/draft_length_mean", ON) < ON]
     return None if off and off[-1] == rows[-1]["step"] else off[-1] + 1 if off else 1
 
 
 def gap_closed(rows: list[dict[str, Any]]) -> list[float]:
-    """By seed: of the difference between the generic head and the in-domain one, what is gone by step CLOSED_AT."""
+    """Return, by seed, the share of the gap between generic and in-domain head that is closed at step CLOSED_AT."""
     closed = []
     for seed in sorted({row["seed"] for row in rows}):
         best, low, online = (
             lengths(rows, d, seed) for d in ("in-domain, offline", "generic, offline", "generic, online")
         )
-        best, low, online = (around(series, CLOSED_AT) for series in (best, low, online))
+        best, low, online = (window_mean(series, CLOSED_AT) for series in (best, low, online))
         closed.append((online - low) / (best - low))
     return closed
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Beside Tables 3 and 5 of arXiv 2604.26779 (RL-Zero); rows of results.csv, whose cells may be empty."""
+    """Judge Tables 3 and 5 of arXiv 2604.26779 (RL-Zero) by rows of results.csv, which may have empty cells."""
     rows = [{name: value for name, value in row.items() if value != ""} for row in rows]
-    text = f"Zero: share of a generic head's gap that learning on line closes in {CLOSED_AT} steps"
-    made = [faster(text, 0.36, "Table 3", interval(gap_closed(rows)), even=0)]
+    text = f"Zero: share of a generic head's gap that online learning closes in {CLOSED_AT} steps"
+    made = [judge_ratio(text, 0.36, "Table 3", interval(gap_closed(rows)), even=0)]
     series = {d: [lengths(rows, d, s) for s in sorted({row["seed"] for row in rows})] for d in PAPER}
     for step in (CLOSED_AT, len(series["in-domain, online"][0])):
         pairs = zip(series["in-domain, online"], series["in-domain, offline"])
-        ours = interval([around(online, step) / around(offline, step) for online, offline in pairs])
-        text = f"Zero: tokens per verification of an in-domain head, on line over offline, after {step} steps"
-        made.append(faster(text, 0.99, "Table 5", ours))
+        ours = interval([window_mean(online, step) / window_mean(offline, step) for online, offline in pairs])
+        text = f"Zero: tokens per verification of an in-domain head, online over offline, after {step} steps"
+        made.append(judge_ratio(text, 0.99, "Table 5", ours))
     return made
 
 
@@ -99,14 +99,14 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
         shown = []
         for seed in seeds:
             series = lengths(rows, draft, seed)
-            shown.append(" ".join(f"{around(series, at):.3f}" for at in (WINDOW, CLOSED_AT, len(series))))
+            shown.append(" ".join(f"{window_mean(series, at):.3f}" for at in (WINDOW, CLOSED_AT, len(series))))
         print(f"  {draft:<19} {'   '.join(shown)}   {PAPER.get(draft, '')}")
     share, on = {"offline": [], "online": []}, []
     for seed in seeds:
         random = lengths(rows, "random, online", seed)
         for kind, found in share.items():
             series = lengths(rows, f"in-domain, {kind}", seed)
-            found.append((around(random, len(random)) - 1) / (around(series, len(series)) - 1))
+            found.append((window_mean(random, len(random)) - 1) / (window_mean(series, len(series)) - 1))
         on.append(switched_on([r for r in rows if (r["draft"], r["seed"]) == ("random, adaptive", seed)]))
     print(f"gap of the generic head closed at step {CLOSED_AT}: {np.round(gap_closed(rows), 3)}; the paper 0.36, 0.41")
     for kind, found in share.items():

@@ -1,10 +1,10 @@
-"""Draft learning's share of a train phase, by counted operations of the products that the jitted steps really do.
+"""Compute draft learning's share of a train phase by counting the operations of the jitted steps' matmuls.
 
     python -m experiments.online_adaptation.share --output experiments/online_adaptation/share.csv
 
-Traces policy step and draft step of two configs, rlzero_8b with a fresh EAGLE-3 head and rlzero_tiny, without weights
-and without compiling, and counts the multiplications and additions of every matrix product in them: loops times their
-length, recomputed layers twice. What is no product is left out; attention counts all T x T pairs on both sides.
+Traces the policy step and the draft step of two configs (rlzero_8b with a fresh EAGLE-3 head, and rlzero_tiny) without
+weights and without compiling, and counts the multiplications and additions of every matmul: loops times their length,
+recomputed layers twice. Other operations are left out; attention counts all T x T pairs on both sides.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Setup, build
 
-DRAFT_VOCAB = 32_000  # of the 8B head, as published ones have
+DRAFT_VOCAB = 32_000  # draft vocabulary of the 8B head, as published heads have
 FIELDS = ("config", "ttt_steps", "rows", "tokens", "policy_operations", "draft_operations", "share")
 
 
 def count_operations(jaxpr: Any) -> int:
-    """Multiplications and additions of the matrix products of a jaxpr; the dearest branch of a conditional."""
+    """Count multiplications and additions of a jaxpr's matmuls; of a conditional, its most expensive branch."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -37,7 +37,7 @@ def count_operations(jaxpr: Any) -> int:
             continue
         inner = [count_operations(found) for found in _inner(equation.params)]
         if equation.primitive.name == "while" and any(inner):
-            raise ValueError("a product inside a loop without a length cannot be counted")
+            raise ValueError("a matmul inside a loop without a length cannot be counted")
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += times * (max(inner) if equation.primitive.name == "cond" else sum(inner))
     return total
@@ -50,7 +50,7 @@ def _product(equation: Any) -> int:
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:
-    """The jaxprs among an equation's parameters."""
+    """Return the jaxprs among an equation's parameters."""
     found = []
     for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
@@ -61,7 +61,7 @@ def _inner(params: dict[str, Any]) -> list[Any]:
 
 
 def without_files(name: str, ttt_steps: int) -> ConfigDict:
-    """The config with random weights and built-in prompts: only shapes matter here."""
+    """Return a config with random weights and built-in prompts, since only shapes matter."""
     c = {"rlzero_8b": rlzero_8b, "rlzero_tiny": rlzero_tiny}[name].get_config()
     if name == "rlzero_8b":
         c.draft.kind, c.draft.vocab_size = "eagle3", DRAFT_VOCAB
@@ -72,7 +72,7 @@ def without_files(name: str, ttt_steps: int) -> ConfigDict:
 
 
 def measure(setup: Setup) -> bench.Row:
-    """One policy update and the draft updates that follow it, counted."""
+    """Count the operations of one policy update and of the draft updates that follow it."""
     s, D = setup.settings, setup.model.embed
     B, T = s.grpo.prompts_per_step * s.grpo.group_size // s.grpo.minibatches, setup.rollout.limits.cache_length
     dtype = setup.learner.dtype

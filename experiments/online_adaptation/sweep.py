@@ -1,13 +1,13 @@
-"""rlzero_tiny from six drafts, three seeds each: heads made in-domain and from other prompts, learning or frozen, and
-fresh heads that learn, drafting three tokens from the first step on or left to the controller.
+"""Sweep of rlzero_tiny over six drafts, three seeds each.
 
-The heads are made first (commands in README.md).
+In-domain and generic heads, frozen or learning online; fresh heads that learn, with k = 3 or with the controller.
+README.md has the commands that make the heads first.
 """
 
 from typing import Any
 
 IN_DOMAIN, GENERIC = "runs/heads/in_domain", "runs/heads/generic"
-# Eight updates a step, of 16 rows each: by seconds, a few large ones learn half as fast.
+# Eight updates of 16 rows per step: per second of training, a few large ones learn half as fast.
 LEARNS = {
     "draft.online": True,
     "draft.minibatches": 8,
@@ -23,7 +23,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "generic, offline": {"draft.path": GENERIC, "draft.online": False},
     "generic, online": LEARNS | {"draft.path": GENERIC},
     "random, online": FRESH | {"draft.adaptive": False},
-    # With 128 sequences at once no head earns anything on two cores.
+    # 8 slots: with 128 sequences at once no head gains speed on two cores.
     "random, adaptive": FRESH | {"draft.adaptive": True, "rollout.num_slots": 8},
 }
 

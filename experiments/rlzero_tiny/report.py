@@ -1,9 +1,9 @@
-"""Tables and figure of the six runs of sweep.py: what they learnt, and whether speculation changed it.
+"""Tables and figure of the six runs of sweep.py: accuracy with and without speculation.
 
     python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/rlzero_tiny/sweep.py
     python -m experiments.rlzero_tiny.report --workdir runs/sweeps/rlzero_tiny_rlzero_tiny
 
-Writes results.csv (one row a step and run) and learning.png beside this file.
+Writes results.csv (one row per step and run) and learning.png beside this file.
 """
 
 import os
@@ -35,7 +35,7 @@ FIELDS = (
 
 
 def collect(workdir: str) -> list[dict[str, Any]]:
-    """Metrics rows of every run, with its overrides."""
+    """Return the metrics rows of every run with its overrides."""
     return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
 
 
@@ -65,7 +65,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 
 def interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """(mean difference, half width of its 95 % interval), Welch."""
+    """Return (mean difference, half width of its 95 % interval) by Welch's test."""
     result = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
     return float(np.mean(a) - np.mean(b)), float(result.high - result.low) / 2
 

@@ -1,9 +1,9 @@
-"""Generation with speculation against draft.kind=none, on the weights that a finished run ended with.
+"""Measure generation with speculation relative to draft.kind=none on the final weights of a run.
 
     python -m experiments.rlzero_tiny.speedup --workdir runs/rlzero_tiny --output speedup.csv
 
-One process, same prompts and weights, rounds that alternate; temperature 1, drafts sampled. A ratio is that of
-generated tokens per second. Waves run to their longest rollout on both sides.
+Both sides run in one process on the same prompts and weights in alternating rounds, at temperature 1 with sampled
+drafts. A ratio is that of generated tokens per second; both sides run to their longest rollout.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROMPTS = 128
 
 
 def restored(workdir: str) -> tuple[Setup, RunState, Host]:
-    """(setup, state, the host's part) of the run's last checkpoint."""
+    """Return (setup, state, host state) of the run's last checkpoint."""
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])
     setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
@@ -39,13 +39,13 @@ def restored(workdir: str) -> tuple[Setup, RunState, Host]:
 
 
 def load(workdir: str) -> tuple[Setup, Any]:
-    """(setup, weights) of the run's last checkpoint."""
+    """Return (setup, weights) of the run's last checkpoint."""
     setup, state, _ = restored(workdir)
     return setup, setup.prepare(state)[0]
 
 
 def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
-    """[rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
+    """Return [rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
     s = setup.settings
     draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
     settings = dataclasses.replace(s, draft=draft, rollout=rollout)
@@ -57,7 +57,7 @@ def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.n
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", required=True, nargs="+", help="of finished runs")
+    parser.add_argument("--workdir", required=True, nargs="+", help="workdirs of finished runs")
     parser.add_argument("--slots", type=int, nargs="+", default=[8])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--rounds", type=int, default=9)
@@ -65,7 +65,7 @@ def main() -> None:
     a = parser.parse_args()
     for workdir in a.workdir:
         if not os.path.isdir(os.path.join(workdir, "checkpoints")):
-            parser.error(f"--workdir {workdir}: no finished run there")
+            parser.error(f"--workdir {workdir}: no finished run in it")
     rows = []
     for workdir in a.workdir:
         setup, weights = load(workdir)

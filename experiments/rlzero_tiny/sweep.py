@@ -1,4 +1,4 @@
-"""Three seeds of rlzero_tiny, with speculation and without; data order and all sampling differ by seed."""
+"""Sweep of rlzero_tiny with and without speculation, three seeds, which change data order and all sampling."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""A run that is killed: `kill -9` at random moments, half of them inside a save, then the same command again.
+"""Kill a run (`kill -9`) at random moments, half of them during a save, and resume it by the same command.
 
     python -m experiments.robustness.kills --kills 20 --output experiments/robustness/kills.json
 
-One run of configs/rlzero_tiny.py:smoke with a checkpoint every step is left alone. Then, once for each kill, the same
-run in a workdir of its own is killed and started again by the same command, with nothing cleaned up in between. At the
-end everything that the last checkpoint holds (parameters, moments, draft, data position, what the host keeps) must be
-bit-equal to the run that was left alone, and the metrics too but for what depends on the clock.
+One run of configs/rlzero_tiny.py:smoke with a checkpoint every step is not interrupted. Then, for each kill, the same
+run in another workdir is killed and started again by the same command, without cleaning up. At the end the last
+checkpoint (parameters, moments, draft, data position, host state) and all metrics except times must be bit-equal to
+those of the uninterrupted run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def start(workdir: str) -> subprocess.Popen:
 
 
 def finish(workdir: str) -> None:
-    """Runs the command to its end. Raises RuntimeError with what it said where that is not a good one."""
+    """Run the command to its end. Raises RuntimeError with its output if it fails."""
     process = start(workdir)
     _, said = process.communicate()
     if process.returncode:
@@ -48,7 +48,7 @@ def finish(workdir: str) -> None:
 
 
 def kill_at(workdir: str, reached: Callable[[], bool]) -> bool:
-    """Starts the command and kills it when `reached`; False where it had ended before."""
+    """Start the command and kill it when `reached` holds; return False if it ended before."""
     process = start(workdir)
     while process.poll() is None and not reached():
         time.sleep(0.0005)
@@ -63,13 +63,13 @@ def rows_written(workdir: str) -> int:
 
 
 def saving(workdir: str) -> bool:
-    """Whether a checkpoint is half written."""
+    """Return whether a checkpoint is half written."""
     folder = os.path.join(workdir, "checkpoints")
     return os.path.isdir(folder) and any("tmp" in name for name in os.listdir(folder))
 
 
 def kept(workdir: str) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-    """(state, the host's part, rows without what depends on the clock) of a finished run."""
+    """Return (state, host state, metrics rows without times) of a finished run."""
     _, state, host = restored(workdir)
     rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(workdir)]
     return jax.device_get(state), host.values, rows
@@ -81,7 +81,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def killed_once(workdir: str, rng: random.Random, in_a_save: bool) -> dict[str, Any]:
-    """One run, killed once and finished; what was found at the moment of the kill."""
+    """Kill one run, finish it, and return what was found at the moment of the kill."""
     row, delay = rng.randint(1, STEPS - 2), rng.uniform(0, 0.3)
     ready = []
 

@@ -1,8 +1,8 @@
-"""The reward `math` on all of GSM8K and on thousands of hostile answers.
+"""Test the reward `math` on all of GSM8K and on thousands of hostile answers.
 
     python -m experiments.robustness.rewards --gsm8k DIR --output experiments/robustness/rewards.json
 
-DIR holds train.jsonl and test.jsonl, with `question` and `answer`, whose last line is "#### n".
+DIR holds train.jsonl and test.jsonl with `question` and `answer`; the last line of an answer is "#### n".
 """
 
 import argparse
@@ -24,8 +24,8 @@ from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
 from specrl_jax.rewards.worker import Outcome, Row
 
-LIMIT = 2.0  # seconds for an answer of the fuzz
-GRACE = 1.0  # seconds beyond it in which the pool must have noticed and ended the worker
+LIMIT = 2.0  # seconds per hostile answer
+GRACE = 1.0  # seconds after the limit within which the pool must end the worker
 WORKERS = 2
 PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "pebble", "numpy")
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def read_gsm8k(directory: str) -> tuple[list[str], list[str]]:
-    """(solutions, answers) of all rows of train and test."""
+    """Return (solutions, answers) of all rows of train and test."""
     solutions = []
     for name in ("train", "test"):
         with open(os.path.join(directory, f"{name}.jsonl"), encoding="utf-8") as file:
@@ -50,13 +50,13 @@ def read_gsm8k(directory: str) -> tuple[list[str], list[str]]:
 
 
 def plus_one(answer: str) -> str:
-    """The next integer, with thousands commas where the answer has them."""
+    """Return the next integer, with thousands separators if the answer has them."""
     number = int(answer.replace(",", "")) + 1
     return f"{number:,}" if "," in answer else str(number)
 
 
 def check_gsm8k(scorer: Scorer, solutions: Sequence[str], answers: Sequence[str]) -> dict[str, Any]:
-    """How many solutions are rewarded for their answer, and for the next integer."""
+    """Count the solutions that are rewarded for their answer and for the next integer."""
     right = scorer(solutions, answers)
     wrong = scorer(solutions, [plus_one(answer) for answer in answers])
     return {
@@ -69,7 +69,7 @@ def check_gsm8k(scorer: Scorer, solutions: Sequence[str], answers: Sequence[str]
 
 
 def throughput(scorer: Scorer, solutions: Sequence[str], answers: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Answers a second with warm workers; the median of the rounds and all of them."""
+    """Measure answers per second with warm workers: the median of the rounds, and all rounds."""
     scorer(solutions[:1000], answers[:1000])
     seconds = []
     for _ in range(rounds):
@@ -84,7 +84,7 @@ def throughput(scorer: Scorer, solutions: Sequence[str], answers: Sequence[str],
 
 
 def spell(value: Fraction, draw: random.Random) -> str:
-    """One of the ways to write a number."""
+    """Write a number in a random notation."""
     k = draw.randint(2, 9)
     fraction = f"{'-' * (value < 0)}\\frac{{{abs(value.numerator) * k}}}{{{value.denominator * k}}}"
     if value.denominator > 1:
@@ -98,8 +98,8 @@ def spell(value: Fraction, draw: random.Random) -> str:
     return draw.choice([*writings, fraction])
 
 
-def state(value: Fraction, draw: random.Random, distraction: str) -> str:
-    """A response whose answer is `value`."""
+def write_answer(value: Fraction, draw: random.Random, distraction: str) -> str:
+    """Write a response whose answer is `value`."""
     text = spell(value, draw)
     forms = [f"$\\boxed{{{text}}}$.", f"Answer: {text}", f"**Answer:** ${text}$", f"#### {text}", f"\\boxed{{{text}}}"]
     if value.denominator == 1 and not distraction:
@@ -114,21 +114,21 @@ def number(draw: random.Random) -> Fraction:
 
 def right_case(draw: random.Random) -> Case:
     value = number(draw)
-    return Case("right", state(value, draw, ""), spell(value, draw), True)
+    return Case("right", write_answer(value, draw, ""), spell(value, draw), True)
 
 
 def wrong_case(draw: random.Random) -> Case:
-    """Another number; the right one stands earlier in the text."""
+    """Write a wrong number; the right one stands earlier in the text."""
     value = number(draw)
     others = [value + 1, -value, value * 10, value + Fraction(1, 10), number(draw)]
     # 18 and 0.18 are both 18 %.
     other = draw.choice([other for other in others if other not in (value, 100 * value, value / 100)])
     distraction = draw.choice(["", f"It could be {spell(value, draw)}.", f"Is it ${spell(value, draw)}$?"])
-    return Case("wrong", state(other, draw, distraction), spell(value, draw), False)
+    return Case("wrong", write_answer(other, draw, distraction), spell(value, draw), False)
 
 
 def pair_case(draw: random.Random) -> Case:
-    """Points, intervals and sets that are not the asked one."""
+    """Write a point, interval or set close to the expected one, but wrong."""
     low = draw.randint(-99, 99)
     high = low + draw.randint(1, 99)
     answer, wrong = draw.choice(
@@ -147,7 +147,7 @@ def pair_case(draw: random.Random) -> Case:
 
 
 def soup_case(draw: random.Random) -> Case:
-    """Characters and commands at random; none of them the answer, which has thirty digits."""
+    """Write random characters and commands; the expected answer has thirty digits, so none of them is right."""
     pieces = [
         "\\frac",
         "\\sqrt",
@@ -170,13 +170,13 @@ def soup_case(draw: random.Random) -> Case:
 
 
 def unclosed_case(draw: random.Random) -> Case:
-    """Cut within the box: nothing is stated."""
+    """Write a response that is cut inside the box, so it has no answer."""
     value = number(draw)
     return Case("unclosed", f"thus \\boxed{{{spell(value, draw)}", str(value), False)
 
 
 def bomb_case(draw: random.Random) -> Case:
-    """Short to write, for ever to evaluate."""
+    """Write a short expression that takes forever to evaluate."""
     n = draw.randint(7, 99)
     bombs = [
         f"{n}^{{{n}^{{{n}^{{{n}}}}}}}",
@@ -211,7 +211,7 @@ def cases(count: int, seed: int) -> list[Case]:
 
 
 def check_fuzz(found: Sequence[Case], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts by kind, and the answers that were rewarded while wrong."""
+    """Return counts by kind, and the wrong answers that were rewarded."""
     rewarded = [bool(outcome.rewards and outcome.rewards[0] > 0) for outcome in outcomes]
     of_kind = Counter(case.kind for case in found)
     return {
@@ -225,7 +225,7 @@ def check_fuzz(found: Sequence[Case], outcomes: Sequence[Outcome]) -> dict[str, 
 
 
 def seconds_alone(workers: Workers, rows: Sequence[Row]) -> list[float]:
-    """How long each takes with a worker that waits for it."""
+    """Measure the seconds of each answer with an idle worker."""
     seconds = []
     for row in rows:
         workers.score([Row("\\boxed{1}", "1")])
@@ -254,8 +254,8 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gsm8k", required=True, help="folder of train.jsonl and test.jsonl")
-    parser.add_argument("--answers", type=int, default=10_000, help="of the fuzz")
-    parser.add_argument("--rounds", type=int, default=5, help="of the throughput")
+    parser.add_argument("--answers", type=int, default=10_000, help="of the hostile answers")
+    parser.add_argument("--rounds", type=int, default=5, help="of the throughput measurement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", required=True)
     a = parser.parse_args()

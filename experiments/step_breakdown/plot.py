@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, plain and with speculation (Table 1 of arXiv 2604.26779).
+"""Seconds of a step by phase, with and without speculation (Table 1 of arXiv 2604.26779).
 
 Commands: experiments/claims.py.
 """
@@ -15,8 +15,8 @@ from experiments.claims import (
     Interval,
     Row,
     by_seed,
-    faster,
     interval,
+    judge_ratio,
     main,
     markdown,
     save,
@@ -36,21 +36,22 @@ PAPER = {
     ("Think", "AR"): (0.3, 2.1, 133.6, 17.9, 31.4, 185.3),
     ("Think", "spec"): (0.2, 1.6, 87.0, 18.1, 30.5, 137.4),
 }
-# What speculation saves, in the order of `Saved`'s table.
+# The paper's values of `Saved`, in the order of its table.
 PAPER_SAVED = {"Zero": (0.661, 1.77, 1.41, 1.40, 0.99, 3.32), "Think": (0.721, 1.54, 1.35, 1.34, 0.97, 2.77)}
 
 
 def timed(rows: list[Row]) -> list[Row]:
-    """Without the first step of each run, which compiles."""
+    """Leave out the first step of each run, which compiles."""
     return [row for row in rows if row["step"] > 1]
 
 
 def seconds(rows: list[Row], workload: str, kind: str, phase: str) -> Interval:
+    """Compute the seconds of a phase over the seeds of one workload and kind of draft."""
     return interval(by_seed(timed(rows), f"time/{phase}", workload=workload, **{"draft.kind": kind}))
 
 
 class Saved:
-    """What speculation saves on one workload, seed by seed."""
+    """Speedups of one workload, paired by seed; every field is [seeds]."""
 
     def __init__(self, rows: list[Row], workload: str) -> None:
         seeds = [{row["seed"] for row in matching(rows, workload=workload, **{"draft.kind": k})} for k in KINDS]
@@ -61,7 +62,7 @@ class Saved:
 
         plain, spec = ({p: of(f"time/{p}", kind) for p in (*PHASES, "total")} for kind in KINDS)
         self.share = plain["generate"] / plain["total"]
-        # By tokens per second: equal laws, but not equal rollouts.
+        # By tokens per second: rollouts have equal distributions, not equal tokens.
         self.generation = of(SPEED, "eagle3") / of(SPEED, "none")
         self.step = plain["total"] / spec["total"]
         self.bound = 1 / (self.share / self.generation + 1 - self.share)
@@ -80,11 +81,11 @@ def table(rows: list[Row]) -> str:
         lines.append([phase, *cells])
     saved = {w: Saved(rows, w) for w in workloads}
     names = {
-        "share": "generation's share of a plain step",
-        "generation": "generation, times as fast",
-        "step": "step, times as fast",
-        "bound": "step by that share and that speed, 1 / (s / S + 1 - s)",
-        "others": "the other phases over those of the plain step",
+        "share": "generation's share s of a plain step",
+        "generation": "generation speedup S",
+        "step": "step speedup",
+        "bound": "step speedup expected from s and S, 1 / (s / S + 1 - s)",
+        "others": "other phases relative to the plain step",
         "acceptance": "tokens per verification",
     }
     second = []
@@ -100,8 +101,8 @@ def claims(rows: list[Row]) -> list[Claim]:
     for (w,) in distinct(rows, "workload"):
         saved, (_, generation, step, *_) = Saved(rows, w), PAPER_SAVED[workload_name(w)]
         name = f"{workload_name(w)}: EAGLE-3, k = 3, "
-        found.append(faster(name + "generation over plain", generation, "Table 1", interval(saved.generation)))
-        found.append(faster(name + "step over plain", step, "Table 1", interval(saved.step)))
+        found.append(judge_ratio(name + "generation over plain", generation, "Table 1", interval(saved.generation)))
+        found.append(judge_ratio(name + "step over plain", step, "Table 1", interval(saved.step)))
     return found
 
 

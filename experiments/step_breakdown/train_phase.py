@@ -1,9 +1,10 @@
-"""What a frozen EAGLE-3 head adds to the train phase, beside a run without one.
+"""Measure what a frozen EAGLE-3 head adds to the train phase.
 
     python -m experiments.step_breakdown.train_phase --rounds 40 --output experiments/step_breakdown/train_phase.csv
 
-Between the processes of `sweep.py` a shared machine differs by more than that. Here both train on the same rollouts of
-rlzero_tiny:small in one process, in turn; who goes first alternates. Rows of the CSV are rounds, in seconds.
+Between the processes of `sweep.py` the speed of a shared machine varies by more than that. Here one process trains on
+the same rollouts of rlzero_tiny:small with and without the head in turn; the order alternates. The CSV has one row per
+round, in seconds.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def make_setup(kind: str) -> Setup:
 
 
 def first_step(setup: Setup) -> tuple[Rows, LossInputs]:
-    """What one step would learn from; old log-probs by the learner."""
+    """Return the rows and loss inputs of one step, with the learner's old log-probs."""
     state = setup.initial_state()
     batch = learner_batch(make_lesson(setup, setup.prepare(state)[0]), setup.tokenizer.pad_id)
     old_logprobs = jax.device_get(setup.logprob_step(state.policy.params, batch.rows)[0])
@@ -69,7 +70,7 @@ def main() -> None:
         for row in rows:
             write(row)
     ratios = [row["eagle3"] / row["none"] for row in rows]
-    print(f"train phase with a frozen head over one without: {interval(ratios)}, {bench.quartiles(ratios)}")
+    print(f"train phase with a frozen head, relative to none: {interval(ratios)}, {bench.quartiles(ratios)}")
 
 
 if __name__ == "__main__":

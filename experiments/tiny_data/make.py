@@ -1,8 +1,8 @@
-"""The built-in arithmetic as files in GSM8K's format: rows of `question` and `answer`, whose last line is `#### n`.
+"""Write the built-in arithmetic task as files in GSM8K's format (`question`, `answer` with a last line `#### n`).
 
     python -m experiments.tiny_data.make
 
-Writes train.jsonl and test.jsonl beside this file: what a run needs that reads its problems from files.
+Writes train.jsonl and test.jsonl beside this file, for runs that read their problems from files.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Memory and time of token log-probs, forward and backward, from hidden states and the unembedding.
+"""Measure memory and time of token log-probs, forward and backward, from hidden states and the LM head.
 
     python -m experiments.unembedding.memory --output experiments/unembedding/memory.csv
 
 Qwen3-0.6B's sizes by default: D = 1,024, V = 151,936, 8,192 tokens. `temporary` is what the compiled program allocates
 beside its arguments and results, `largest` its largest buffer, both read from the program; `peak` is the growth of the
-process's resident memory over a run, and `seconds` that run's. A tile of 0 words is the whole vocabulary at once: the
-logits themselves, and only compiled unless --run-whole.
+process's resident memory over a run, and `seconds` is the time of that run. Tile 0 is the whole vocabulary at once (the
+full logits), which is only compiled unless --run-whole.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "pred": 1}
 
 
 def compile_gradient(tokens: int, vocab: int, embed: int, tile: int) -> Any:
-    """Of the summed log-probs with respect to hidden states and table, both float32."""
+    """Compile the gradient of the summed log-probs with respect to hidden states and table, both float32."""
     tiling = Tiling(tile, 1.0, partitioner(bench.one_device(), LEARNER))
 
     def loss(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
@@ -44,7 +44,7 @@ def compile_gradient(tokens: int, vocab: int, embed: int, tile: int) -> Any:
 
 
 def largest_buffer(text: str) -> int:
-    """Bytes of the largest array that an optimised program's text names."""
+    """Return the bytes of the largest array named in the text of an optimised program."""
     found = re.findall(r"\b(f32|s32|u32|bf16|pred)\[([\d,]+)\]", text)
     return max(BYTES[kind] * math.prod(map(int, shape.split(","))) for kind, shape in found)
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--embed", type=int, default=1024)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[4096, 16_384, 0], help="words")
+    parser.add_argument("--tiles", type=int, nargs="+", default=[4096, 16_384, 0], help="vocabulary entries per tile")
     parser.add_argument("--run-whole", action="store_true")
     parser.add_argument("--output", default="experiments/unembedding/memory.csv")
     a = parser.parse_args()

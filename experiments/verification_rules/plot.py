@@ -1,4 +1,4 @@
-"""What each exact rule of verification keeps of the same drafts, and how fast it is.
+"""Acceptance length and generation speed under each exact verification rule.
 
 Commands: experiments/claims.py.
 """
@@ -14,8 +14,8 @@ from experiments.claims import (
     bars,
     benchmark_keys,
     by_seed,
-    faster,
     interval,
+    judge_ratio,
     main,
     markdown,
     save,
@@ -50,7 +50,7 @@ def claims(rows: list[Row]) -> list[Claim]:
                 of(rows, w, rule, 7, "acceptance_length") / of(rows, w, "rejection", 7, "acceptance_length")
             )
             text = f"{workload_name(w)}: tokens per verification, k = 7, {rule} over rejection"
-            made.append(faster(text, None, "", ours))
+            made.append(judge_ratio(text, None, "", ours))
     return made
 
 

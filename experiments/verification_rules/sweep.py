@@ -1,4 +1,4 @@
-"""Generation under each exact rule, with drafts of three and of seven tokens; three seeds (not in the paper)."""
+"""Sweep of generation over the exact verification rules at k = 3 and 7, three seeds (not in the paper)."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import claims, report
-from experiments.claims import Interval, alike, by_seed, faster, finished_rows, interval, put_table
+from experiments.claims import Interval, by_seed, finished_rows, interval, judge_difference, judge_ratio, put_table
 from experiments.drafting_method import plot as drafting_method
 from experiments.scale_projection import claims as scale_projection
 from experiments.sweeps import make_name
@@ -39,16 +39,16 @@ def test_an_interval_is_students():
     ],
 )
 def test_a_claim_needs_its_whole_interval(paper, mean, half, verdict):
-    assert faster("", paper, "Table 0", Interval(mean, half)).verdict == verdict
+    assert judge_ratio("", paper, "Table 0", Interval(mean, half)).verdict == verdict
 
 
 def test_a_share_is_judged_by_zero_and_a_difference_by_what_is_left():
-    assert faster("", 0.36, "Table 3", Interval(0.5, 0.1), even=0).verdict == "reproduced"
-    assert faster("", 0.36, "Table 3", Interval(0.2, 0.3), even=0).verdict == "undecided"
-    assert alike("", "overlap", 0.02, 0.05).verdict == "no difference above 0.07"
-    assert alike("", "overlap", -0.06, 0.05).verdict == "contradicted: a loss"
-    assert alike("", "", 0.06, 0.05).verdict == "not in the paper: a gain"
-    assert alike("", "overlap", 0.06, float("nan")).verdict == "one seed"
+    assert judge_ratio("", 0.36, "Table 3", Interval(0.5, 0.1), even=0).verdict == "reproduced"
+    assert judge_ratio("", 0.36, "Table 3", Interval(0.2, 0.3), even=0).verdict == "undecided"
+    assert judge_difference("", "overlap", 0.02, 0.05).verdict == "no difference above 0.07"
+    assert judge_difference("", "overlap", -0.06, 0.05).verdict == "contradicted: a loss"
+    assert judge_difference("", "", 0.06, 0.05).verdict == "not in the paper: a gain"
+    assert judge_difference("", "overlap", 0.06, float("nan")).verdict == "one seed"
 
 
 def test_what_is_reproduced_for_another_reason_says_so():
@@ -60,7 +60,7 @@ def test_what_is_reproduced_for_another_reason_says_so():
     ]
     verdicts = {claim.text: claim.verdict for claim in drafting_method.claims(rows) if claim.paper}
     # The paper's 2.47 tokens at the cost of an iteration here, 1.1 / 0.6, would be a gain.
-    assert verdicts["Zero: n-gram, k = 3, generation over plain"] == "reproduced, for another reason (there)"
+    assert verdicts["Zero: n-gram, k = 3, generation over plain"] == "reproduced, for another reason (see folder)"
     assert verdicts["Zero: EAGLE-3, k = 3, generation over plain"] == "reproduced"
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.online_adaptation.report import around, switched_on
+from experiments.online_adaptation.report import switched_on, window_mean
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 
 
@@ -18,7 +18,7 @@ def test_the_step_from_which_on_a_draft_is_used(chosen, step):
 
 def test_a_window_ends_with_its_step():
     series = np.arange(1.0, 41.0)
-    assert around(series, 30) == 28.0 and around(series, 2) == 1.5
+    assert window_mean(series, 30) == 28.0 and window_mean(series, 2) == 1.5
 
 
 def test_every_run_is_of_one_draft():
