@@ -32,9 +32,9 @@ def main(argv: list[str]) -> int:
 
     from specrl_jax.core import InputError, RunFailed, Stopped
     from specrl_jax.distributed import initialize
-    from specrl_jax.drafts.base import find_draft_model
+    from specrl_jax.drafts.kinds import make_method
     from specrl_jax.sharding import learner_devices, make_mesh
-    from specrl_jax.training.plan import policy_sizes
+    from specrl_jax.training.plan import draft_options, policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -48,8 +48,7 @@ def main(argv: list[str]) -> int:
         initialize(_DISTRIBUTED.value)
         check_processes(config.task)
         # Before the mesh: on a machine without the weights, they are what is missing.
-        d = settings.draft
-        find_draft_model(d.kind, policy_sizes(settings.policy), d.path, d.preset, d.dialect, d.vocab_size)
+        make_method(draft_options(settings.draft), policy_sizes(settings.policy))
         mesh = make_mesh(config.mesh.to_dict(), learner_devices(config.pipeline.rollout_devices))
         run(settings, mesh, config.to_dict(), workdir)
     except (InputError, RunFailed) as error:

@@ -31,7 +31,8 @@ from specrl_jax.decoding.compiled import Limits, Model, empty_slots, refill
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.step import Slots, speculative_step
-from specrl_jax.drafts.base import find_draft_model
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare
@@ -84,10 +85,10 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, A
     """Return (parts, weights, limits)."""
     mesh = bench.one_device()
     partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
-    draft = find_draft_model("eagle3", model, head)
+    draft = make_method(DraftOptions("eagle3", head), model).model
     limits = Limits(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
     config = InferenceConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
-    drafter = draft.drafter(k, config.sampling, config.dtype, partition)
+    drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
     learner = partitioner(mesh, LEARNER)
     params = hf.load_params(policy, model, learner, jnp.float32), draft.load(head, learner)

@@ -15,9 +15,10 @@ from specrl_jax.decoding.engine import Batch, Engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.step import Slots, no_draft, speculative_step
-from specrl_jax.drafts.base import Eagle3Draft
-from specrl_jax.drafts.drafting import draft_tokens
+from specrl_jax.drafts.autoregressive import draft_tokens
+from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
@@ -49,7 +50,7 @@ def build(
     draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
     limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
-    drafter = draft.drafter(max(lengths), config.sampling, config.dtype, partition)
+    drafter = draft.drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition))
     stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
@@ -149,6 +150,7 @@ def rest(case: Case, k: int, count: int) -> Timed:
     B, sampling = case.config.limits.num_slots, case.config.sampling
     widths = len(case.weights.policy["embed"]), case.draft.vocab
     logits = tuple(2.0 * jax.random.normal(jax.random.key(i), (B, k + 1, n)) for i, n in enumerate(widths))
+    asked = DrafterConfig(k, sampling, case.config.dtype, case.partition)
 
     def body(given: Any, i: jax.Array, slots: Slots) -> Slots:
         logits, vocab_map = given
@@ -156,7 +158,7 @@ def rest(case: Case, k: int, count: int) -> Timed:
         p, q = (x + 1e-3 * i for x in logits)
 
         def draft(slots: Slots, seed: jax.Array) -> Any:
-            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, sampling, case.partition)
+            drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, asked)
             return drafted, slots.cache
 
         answers = (draft if k else no_draft, lambda tokens, positions, cache: (p, cache))

@@ -3,7 +3,7 @@
     python -m experiments.engine.memory --output experiments/engine/memory.csv
 
 tiny: the slots of a new engine on its device. qwen3_0p6b: shapes only, nothing is allocated.
-The arithmetic is that of `models/cache.py` (KVCache), `drafts/recurrent.py` (DraftCache) and
+The arithmetic is that of `models/cache.py` (KVCache), `drafts/recurrent/network.py` (DraftCache) and
 `decoding/lookup_cache.py`.
 """
 
@@ -18,8 +18,9 @@ from experiments.engine import bench
 from specrl_jax.decoding.compiled import Limits, Prompts, empty_slots
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Slots
-from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, partitioner
 from specrl_jax.training.rollouts import InferenceConfig
@@ -77,7 +78,7 @@ def measure(preset: str, limits: Limits, dtype: str, allocate: bool) -> list[ben
     model, partition = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
-    drafter = draft.drafter(7, config.sampling, config.dtype, partition)
+    drafter = draft.drafter(DrafterConfig(7, config.sampling, config.dtype, partition))
     parts = bench.engine_parts(model, draft, drafter, config, bench.Stops((model.vocab,)), partition)
     make = functools.partial(empty_slots, parts, limits)
     found = buffers(*(jax.jit(make)() if allocate else jax.eval_shape(make)))

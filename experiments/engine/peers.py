@@ -31,7 +31,8 @@ import numpy as np
 from experiments.engine.bench import Stops
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import find_draft_model, make_drafter
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
@@ -88,9 +89,9 @@ def ours(
         dtype=jnp.float32,
         cache_dtype=jnp.float32,
     )
-    kind = "eagle3" if draft else "none"
-    head = find_draft_model(kind, model, draft)
-    drafter = make_drafter(kind, head, length, config.sampling, config.dtype, partition, 1, 1, 0)
+    method = make_method(DraftOptions("eagle3" if draft else "none", draft), model)
+    head = method.model
+    drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))
     params = hf.load_params(folder, model, learner, jnp.float32)
     drafted = (head.load(draft, learner), head.load_vocab_map(draft, model)) if head else (None, None)
     weights = jax.block_until_ready(make_prepare(model, head, config, partition)(params, *drafted))

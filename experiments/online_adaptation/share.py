@@ -19,7 +19,7 @@ from configs import rlzero_8b, rlzero_tiny
 from experiments.engine import bench
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
-from specrl_jax.learner.draft_step import Tables
+from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Setup, build
@@ -89,7 +89,7 @@ def measure(setup: Setup) -> bench.Row:
     rows = jax.tree.map(lambda x: shape(part, *x.shape[1:], dtype=x.dtype), rows)
     aux = shape(part, T, len(setup.draft.aux_layers), D, dtype=dtype)
     features = Features(aux, shape(part, T, D, dtype=dtype), shape(part, T))
-    tables = Tables(shape(setup.model.vocab, D), shape(setup.draft.vocab, D))
+    tables = TargetTables(shape(setup.model.vocab, D), shape(setup.draft.vocab, D))
     draft = jax.make_jaxpr(setup.draft_step)(state.draft, tables, features, rows)
     ours = count_operations(policy.jaxpr)
     theirs = count_operations(draft.jaxpr) * s.draft.epochs * s.draft.minibatches

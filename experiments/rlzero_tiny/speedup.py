@@ -49,7 +49,7 @@ def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.n
     s = setup.settings
     draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
     settings = dataclasses.replace(s, draft=draft, rollout=rollout)
-    limits = find_limits(settings, num_shards=1)
+    limits = find_limits(settings, 1, setup.draft_method.uses_lookup_cache)
     setup = dataclasses.replace(setup, settings=settings, rollout=dataclasses.replace(setup.rollout, limits=limits))
     prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][:PROMPTS]
     return compare_with_plain(setup.engine, setup.plain_engine, weights, prompts, 1, seed=0, rounds=rounds)

@@ -194,7 +194,7 @@ def _prefill(params: Any, carried: Prompts, admission: PrefillBatch, model: Mode
         tokens = jnp.where(i * r < admission.count, tokens, 0)
         cache = model.prefill(params, tokens, positions, model.init_cache(r, T))
         if model.drafter.length:
-            cache = model.drafter.catch_up(params, tokens, length, cache)
+            cache = model.drafter.sync_cache(params, tokens, length, cache)
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 1 + i * r, 0), pool, cache)
 
     def join(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -262,7 +262,7 @@ def run(
     if k:
         # Over no tokens where nothing was missed: a loop of no turns, which costs no copy of the cache, as a cond does.
         length = jnp.where(stale, slots.length, 0)
-        slots = slots.replace(cache=drafter.catch_up(params, slots.tokens, length, slots.cache))
+        slots = slots.replace(cache=drafter.sync_cache(params, slots.tokens, length, slots.cache))
     before = slots
     count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
     counted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))

@@ -17,7 +17,7 @@ from specrl_jax.decoding.step import Draft, Slots, no_draft
 # (params, slots, seed, k) -> (k drafted tokens a row, cache)
 DraftFn = Callable[[Any, Slots, jax.Array, int], tuple[Draft, Any]]
 # (params, tokens [B, S], length [B], cache) -> cache
-CatchUpFn = Callable[[Any, jax.Array, jax.Array, Any], Any]
+SyncCacheFn = Callable[[Any, jax.Array, jax.Array, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Drafter:
     Attributes:
       length: the longest draft, and the one used unless the engine is told another; 0 drafts nothing.
       draft: may assume that its state is that of at most k + 1 committed tokens ago.
-      catch_up: brings that state level with any number of committed tokens; called after a prefill, and before a
+      sync_cache: brings that state level with any number of committed tokens; called after a prefill, and before a
         draft whose k + 1 tokens do not reach back to it.
       copies: its drafts are one-hot functions of committed tokens alone, so that they can be made afterwards too.
     """
 
     length: int
     draft: DraftFn
-    catch_up: CatchUpFn
+    sync_cache: SyncCacheFn
     copies: bool = False
 
 
 NO_DRAFTER = Drafter(
     length=0,
     draft=lambda params, slots, seed, k: no_draft(slots, seed),
-    catch_up=lambda params, tokens, length, cache: cache,
+    sync_cache=lambda params, tokens, length, cache: cache,
 )
 
 

@@ -14,7 +14,7 @@ import optax
 
 from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.data.rows import Rows
-from specrl_jax.drafts.base import DraftModel
+from specrl_jax.drafts.base import DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
@@ -46,14 +46,6 @@ class DraftForward:
 
 
 @flax.struct.dataclass
-class Tables:
-    """Copies of the policy's tables that a draft reads, from the forward pass that computed the features."""
-
-    embed: jax.Array  # [V, D]
-    lm_head: jax.Array  # [Vd, D], the rows of the draft vocabulary
-
-
-@flax.struct.dataclass
 class DraftDiagnostics:
     """Statistics of the draft against the policy; each [steps] float32, a mean over supervised pairs.
 
@@ -73,23 +65,23 @@ class DraftMetrics:
 
 
 # (policy params, vocab_map) -> copies of its tables
-ReadTables = Callable[[Params, jax.Array | None], Tables]
+ReadTables = Callable[[Params, jax.Array | None], TargetTables]
 # The state is donated.
-DraftStep = Callable[[TrainState, Tables, Features, Rows], tuple[TrainState, DraftMetrics]]
+DraftStep = Callable[[TrainState, TargetTables, Features, Rows], tuple[TrainState, DraftMetrics]]
 # (draft params, tables, features, rows) -> diagnostics
-PredictStep = Callable[[Params, Tables, Features, Rows], DraftDiagnostics]
+PredictStep = Callable[[Params, TargetTables, Features, Rows], DraftDiagnostics]
 
 
 def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTables:
     """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters."""
 
-    def read(params: Params, vocab_map: jax.Array | None) -> Tables:
+    def read(params: Params, vocab_map: jax.Array | None) -> TargetTables:
         lm_head = qwen3.lm_head_weight(params, model)
-        return Tables(params["embed"], lm_head if vocab_map is None else lm_head[vocab_map])
+        return TargetTables(params["embed"], lm_head if vocab_map is None else lm_head[vocab_map])
 
     table = partition.sharding(("vocab", "embed"))
     # The draft vocabulary need not divide over `vocab`.
-    return jax.jit(read, out_shardings=Tables(table, partition.sharding((None, "embed"))))
+    return jax.jit(read, out_shardings=TargetTables(table, partition.sharding((None, "embed"))))
 
 
 def make_draft_step(
@@ -100,7 +92,7 @@ def make_draft_step(
     weights = step_weights(forward.loss, forward.ttt_steps)
 
     def loss_sum(
-        params: Params, tables: Tables, counts: jax.Array, features: Features, rows: Rows
+        params: Params, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
         terms = _terms(forward, partition, params, tables, features, rows)
         pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
@@ -108,7 +100,9 @@ def make_draft_step(
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
-    def update(state: TrainState, tables: Tables, features: Features, rows: Rows) -> tuple[TrainState, DraftMetrics]:
+    def update(
+        state: TrainState, tables: TargetTables, features: Features, rows: Rows
+    ) -> tuple[TrainState, DraftMetrics]:
         counts = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
 
         def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
@@ -131,7 +125,7 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
     share them evenly): an estimate for the cost of their forward pass.
     """
 
-    def predict(params: Params, tables: Tables, features: Features, rows: Rows) -> DraftDiagnostics:
+    def predict(params: Params, tables: TargetTables, features: Features, rows: Rows) -> DraftDiagnostics:
         size, num_shards = forward.microbatch or len(rows.tokens), partition.num_shards("batch")
         parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
@@ -142,7 +136,7 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
 
 
 def _terms(
-    forward: DraftForward, partition: Partitioner, params: Params, tables: Tables, features: Features, rows: Rows
+    forward: DraftForward, partition: Partitioner, params: Params, tables: TargetTables, features: Features, rows: Rows
 ) -> DraftTerms:
     outputs, lm_head = forward.draft.unrolled(
         params, tables, features, rows, forward.ttt_steps, forward.dtype, partition

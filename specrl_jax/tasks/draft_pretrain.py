@@ -11,7 +11,7 @@ import numpy as np
 
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.features import FeatureStore
-from specrl_jax.drafts.base import WITHOUT_WEIGHTS
+from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.io.progress import Display
 from specrl_jax.io.workdir import open_output
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
@@ -135,8 +135,9 @@ def check_draft_pretrain(setup: Setup) -> None:
         )
     if microbatch and rows % microbatch:
         raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
-    if settings.draft.kind in WITHOUT_WEIGHTS:
-        raise InputError("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
+    if setup.draft is None:
+        kinds = " or ".join(name for name, kind in KINDS.items() if kind.weights)
+        raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     if settings.draft.length < 1:
         raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
     open_output("pretrain.output", settings.pretrain.output)

@@ -26,7 +26,8 @@ from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import find_draft_model, make_drafter
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
@@ -142,7 +143,9 @@ def load_generator(
     mesh = mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})
     model = hf.load_config(policy)
     hf.check_params(policy, model)
-    draft = find_draft_model(draft_kind, model, draft_path)
+    options = DraftOptions(draft_kind, draft_path, match_min=match_min, match_max=match_max, cascade=cascade)
+    method = make_method(options, model)
+    draft = method.model
     sampling = Sampling(temperature, top_k, top_p, rule)
     rollout_partition, learner_partition = partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
     limits = batch_limits(
@@ -151,24 +154,14 @@ def load_generator(
         max_response_tokens,
         num_shards=rollout_partition.num_shards("batch"),
         group_size=group_size,
-        copies=draft_kind == "suffix" or (draft_kind != "none" and cascade > 0),
+        uses_lookup_cache=method.uses_lookup_cache,
     )
     dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
     for name, value in dtypes.items():
         if value not in DTYPES:
             raise InputError(f"{name}={value}: it is one of {', '.join(DTYPES)}")
     config = InferenceConfig(sampling, limits, 0, **{name: jnp.dtype(value) for name, value in dtypes.items()})
-    drafter = make_drafter(
-        draft_kind,
-        draft,
-        draft_length,
-        sampling,
-        config.compute_dtype,
-        rollout_partition,
-        match_min,
-        match_max,
-        cascade,
-    )
+    drafter = method.make_drafter(DrafterConfig(draft_length, sampling, config.compute_dtype, rollout_partition))
     words = load_tokenizer(tokenizer or policy, model.vocab)
     lengths = draft_lengths(drafter.length, adaptive)
     engine = make_rollout_engine(model, draft, drafter, config, words, rollout_partition, lengths)

@@ -25,7 +25,8 @@ from specrl_jax.decoding.engine import Engine, check_prompts
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.distributed import LOCAL_AXES, global_arrays, local_mesh
-from specrl_jax.drafts.base import DraftModel, find_draft_model, make_drafter
+from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftModel
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints
@@ -51,7 +52,7 @@ from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, make_mesh, partitioner
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.performance import Performance
-from specrl_jax.training.plan import check_rows, draft_lengths, find_limits, policy_sizes
+from specrl_jax.training.plan import check_rows, draft_lengths, draft_options, find_limits, policy_sizes
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.rollouts import InferenceConfig, check_cache_length, make_prepare, make_rollout_engine
 
@@ -62,7 +63,8 @@ class Setup:
 
     settings: Config
     model: qwen3.Qwen3Config
-    draft: DraftModel | None  # None: nothing of a draft with weights anywhere
+    draft_method: DraftMethod
+    draft: DraftModel | None  # the method's; None: it has no weights
     learner_partition: Partitioner
     rollout_partition: Partitioner
     tokenizer: Tokenizer
@@ -173,9 +175,8 @@ class Setup:
 
     def drafter(self, sampling: Sampling) -> Drafter:
         """What drafts in the engines: with weights, by copying, or both."""
-        d = self.settings.draft
-        parts = (self.draft, d.length, sampling, self.rollout.compute_dtype, self.rollout_partition)
-        return make_drafter(d.kind, *parts, d.match_min, d.match_max, d.cascade)
+        length, dtype = self.settings.draft.length, self.rollout.compute_dtype
+        return self.draft_method.make_drafter(DrafterConfig(length, sampling, dtype, self.rollout_partition))
 
     def _fixed_engine(self, config: InferenceConfig) -> Engine:
         """The longest drafts or none, compiled when used: evaluation is short, and its programs few."""
@@ -224,10 +225,12 @@ class Setup:
         key = jax.random.fold_in(jax.random.key(self.settings.seed), 1)
         drawn = init_random_params(key, self.draft.specs, self.learner_partition)
         # Jitted, so that nothing of the policy's is shared: an update donates the draft's parameters.
-        begin = jax.jit(
-            self.draft.begin, donate_argnums=0, out_shardings=self.learner_partition.shardings(self.draft.specs)
+        initialise = jax.jit(
+            self.draft.initialise_from_target,
+            donate_argnums=0,
+            out_shardings=self.learner_partition.shardings(self.draft.specs),
         )
-        return begin(drawn, policy, self.read_tables(policy, self.initial_vocab_map()).lm_head)
+        return initialise(drawn, policy, self.read_tables(policy, self.initial_vocab_map()).lm_head)
 
     def initial_vocab_map(self) -> jax.Array | None:
         """[Vd] int32: from draft.path, or the policy's first ids; None where draft and policy share their ids."""
@@ -264,7 +267,7 @@ class Setup:
         if self.draft is None:
             return RunState(policy, None, None, reference)
         draft = abstract_state(self.draft.specs, self.draft_optimizer, partition)
-        if self.settings.draft.kind != "eagle3":
+        if not self.draft.has_vocab_map:
             return RunState(policy, draft, None, reference)
         ids = jax.ShapeDtypeStruct((self.draft.vocab,), jnp.int32, sharding=partition.replicated)
         return RunState(policy, draft, ids, reference)
@@ -309,14 +312,14 @@ def build(settings: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) 
     policy, rollout, grpo = settings.policy, settings.rollout, settings.grpo
     check_values(settings)
     model = model or policy_sizes(policy)
-    d = settings.draft
-    draft = find_draft_model(d.kind, model, d.path, d.preset, d.dialect, d.vocab_size)
+    draft_method = make_method(draft_options(settings.draft), model)
+    draft = draft_method.model
     sampling = Sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.rule)
     rows = grpo.prompts_per_step * grpo.group_size
     if rows % grpo.minibatches:
         raise InputError(f"grpo.minibatches={grpo.minibatches} must divide the {rows} rollouts of a step")
     meshes = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(settings.pipeline, mesh), ROLLOUT)
-    limits = find_limits(_own_share(settings), meshes[1].num_shards("batch"))
+    limits = find_limits(_own_share(settings), meshes[1].num_shards("batch"), draft_method.uses_lookup_cache)
     check_rows(settings, model, draft, limits, *meshes)
     tokenizer = load_tokenizer(settings.data.tokenizer or policy.path, model.vocab)
     dtype = jnp.dtype(policy.compute_dtype)
@@ -335,6 +338,7 @@ def build(settings: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) 
     setup = Setup(
         settings=settings,
         model=model,
+        draft_method=draft_method,
         draft=draft,
         learner_partition=meshes[0],
         rollout_partition=meshes[1],
@@ -354,8 +358,6 @@ def build(settings: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) 
         optimizer=make_optimizer(settings.optimizer),
         draft_optimizer=_draft_optimizer(settings.draft),
     )
-    # Made to be checked: what goes with what is known where a drafter is put together.
-    setup.drafter(sampling)
     check_cache_length(setup.eval_rollout().limits, model, "eval")
     return setup
 

@@ -24,13 +24,14 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, concatenated
+from specrl_jax.drafts.base import TargetTables
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.learner.batch import LearnerBatch, learner_batch
-from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics, Tables
+from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
 from specrl_jax.learner.policy_step import Features, UpdateMetrics
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scores
@@ -306,7 +307,7 @@ def learn(
 
 
 def _learn_draft(
-    setup: Setup, draft: TrainState, tables: Tables, features: Features, rows: Rows
+    setup: Setup, draft: TrainState, tables: TargetTables, features: Features, rows: Rows
 ) -> tuple[TrainState, list[DraftMetrics]]:
     """`draft.epochs` times over the rows, `draft.minibatches` updates each time."""
     d = setup.settings.draft

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from specrl_jax.config import Config, PolicyConfig
+from specrl_jax.config import Config, DraftConfig, PolicyConfig
 from specrl_jax.core import InputError
 from specrl_jax.decoding.compiled import Limits
-from specrl_jax.drafts.base import DraftModel
+from specrl_jax.drafts.base import DraftModel, DraftOptions
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
@@ -54,6 +54,11 @@ def _sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     return found
 
 
+def draft_options(draft: DraftConfig) -> DraftOptions:
+    """Return the keys of the config that choose and size a draft."""
+    return DraftOptions(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftOptions)})
+
+
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     """The draft lengths that there are programs for: 0 always, since speculation may be switched off."""
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
@@ -67,7 +72,7 @@ def batch_limits(
     chunk: int = 16,
     group_size: int = 1,
     prompts: int = 0,
-    copies: bool = False,
+    uses_lookup_cache: bool = False,
     history: int = 0,
     width: int = 0,
 ) -> Limits:
@@ -77,7 +82,7 @@ def batch_limits(
       num_shards: parts that rows are split into.
       group_size: rollouts that a prompt usually gets; sets how many prompts are prefilled at once.
       prompts: whose rollouts may be copied from at the same time, at least; 0: as many as can be under way.
-      copies: whether drafts are copied from other rollouts.
+      uses_lookup_cache: whether drafts are copied from other rollouts.
       width: of every forward (rollout.parity); 0: as wide as the draft.
     """
     sizes = sorted({num_slots // n for n in SHRINK if num_slots % (n * num_shards) == 0}, reverse=True)
@@ -93,13 +98,13 @@ def batch_limits(
         prefill_rows=num_shards * max(1, under_way // (4 * num_shards)),
         new_prompts=under_way,
         width=width,
-        groups=max(prompts, under_way + 1) if copies else 0,
-        members=group_size + history if copies else 0,
+        groups=max(prompts, under_way + 1) if uses_lookup_cache else 0,
+        members=group_size + history if uses_lookup_cache else 0,
     )
 
 
-def find_limits(settings: Config, num_shards: int) -> Limits:
-    """Shapes of a config's engine; `num_shards`: parts that rows are split into."""
+def find_limits(settings: Config, num_shards: int, uses_lookup_cache: bool) -> Limits:
+    """Return the shapes of a config's engine; `num_shards` and `uses_lookup_cache` as in `batch_limits`."""
     rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
     return batch_limits(
         rollout.num_slots,
@@ -109,7 +114,7 @@ def find_limits(settings: Config, num_shards: int) -> Limits:
         rollout.chunk,
         grpo.group_size,
         grpo.prompts_per_step,
-        copies=draft.kind == "suffix" or (draft.kind != "none" and draft.cascade > 0),
+        uses_lookup_cache=uses_lookup_cache,
         history=draft.history,
         width=draft.length + 1 if rollout.parity else 0,
     )

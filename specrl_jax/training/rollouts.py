@@ -155,7 +155,7 @@ class Target:
         )
         if not self.draft:
             return out.logits, out.cache
-        return out.logits, Caches(out.cache, self.draft.record(params.draft, cache.draft, positions, out))
+        return out.logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))
 
     def slots_shardings(self) -> Slots:
         """Shardings of the engine's state. Raises InputError where num_slots does not divide over the mesh."""

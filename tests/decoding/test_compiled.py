@@ -111,7 +111,7 @@ def bytes_of(tree):
 
 
 def draft_bytes(kind):
-    """Per token of the slots: 2 K H + D numbers of models.recurrent.DraftCache."""
+    """Per token of the slots: 2 K H + D numbers of drafts.recurrent.network.DraftCache."""
     return 0 if kind == "none" else 4 * (2 * MODEL.kv_heads * MODEL.head_dim + MODEL.embed)
 
 

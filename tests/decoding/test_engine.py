@@ -15,7 +15,7 @@ from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Slots, commit
-from specrl_jax.drafts.lookup.drafter import lookup_drafter
+from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.helpers import toys
 from tests.helpers.exact import log_softmax, sequences
 from tests.helpers.laws import observed, response_law

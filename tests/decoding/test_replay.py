@@ -13,7 +13,7 @@ from specrl_jax.decoding.engine import Batch
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.drafts.lookup.drafter import lookup_drafter
+from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.drafts.test_lookup import make_slots
 from tests.helpers import toys
 

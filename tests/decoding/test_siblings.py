@@ -12,7 +12,7 @@ from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.drafts.lookup.drafter import cascade, lookup_drafter
+from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.laws import observed, response_law
 from tests.helpers.statistics import assert_drawn_from
@@ -31,7 +31,7 @@ def generate(siblings, longest, groups, drafter="suffix", rule="rejection", samp
     limits = Limits(groups * siblings, len(PROMPT), longest, 100, (), count, groups=count, members=samples + 1)
     drafters = {
         "suffix": lookup_drafter(K, min_match=1),
-        "cascade": cascade(toys.toy_drafter(DRAFT, K, 1.0, rule), min_match=3),
+        "cascade": lookup_override(toys.toy_drafter(DRAFT, K, 1.0, rule), min_match=3),
     }
     history = History(per_prompt=1, max_prompts=1)
     history.add(PROMPT, [EARLIER])

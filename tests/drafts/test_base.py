@@ -13,9 +13,10 @@ import safetensors.numpy
 
 from specrl_jax.core import InputError
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import find_draft_model
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
@@ -39,6 +40,10 @@ def saved(tmp_path_factory):
     return folder
 
 
+def draft_of(kind, **options):
+    return make_method(DraftOptions(kind, **options), TARGET).model
+
+
 @functools.cache
 def one_device():
     return partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
@@ -47,7 +52,7 @@ def one_device():
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, partition):
     """From the folder through the engine's own catch-up and draft, rows of two lengths; float64 numpy by its side."""
-    draft = find_draft_model("eagle3", TARGET, path=str(saved / name))
+    draft = draft_of("eagle3", path=str(saved / name))
     assert draft.config == dataclasses.replace(HEAD, **VARIANTS[name])
     assert draft.aux_layers == (1, 4, 8)
     params = draft.load(str(saved / name), partition)
@@ -57,13 +62,13 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     features = rng.normal(size=(2, S, 3, TARGET.embed)).astype(np.float32)
     length = np.array([7, 11], np.int32)
     weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), None)
-    drafter = draft.drafter(K, Sampling(0.0), jnp.dtype("float32"), one_device())
+    drafter = draft.drafter(DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), one_device()))
     hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
     cache = draft.init_cache(2, S, jnp.float32)._replace(hidden=hidden)
 
     @jax.jit
     def run(weights, tokens, length, cache):
-        caches = drafter.catch_up(weights, tokens, length, Caches(None, cache))
+        caches = drafter.sync_cache(weights, tokens, length, Caches(None, cache))
         slots = types.SimpleNamespace(
             tokens=tokens, length=length, cache=caches, rollout_id=jnp.arange(2, dtype=jnp.uint32), done=length < 0
         )
@@ -82,7 +87,7 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
 def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition):
     """Whatever the dialect of the head that it started from."""
     for name in list(VARIANTS)[:3]:
-        draft = find_draft_model("eagle3", TARGET, path=str(saved / name), dialect=dialect)
+        draft = draft_of("eagle3", path=str(saved / name), dialect=dialect)
         params = draft.load(str(saved / name), partition)
         draft.save(str(tmp_path / name), params, IDS, TARGET, "bfloat16", "my/policy")
         config = (tmp_path / name / "config.json").read_text()
@@ -94,7 +99,7 @@ def test_a_run_saves_in_draft_dialect(dialect, layer, saved, tmp_path, partition
 
 @pytest.mark.parametrize(("dialect", "prefix"), [("", "model.layers."), ("mimo", "model.mtp_layers.")])
 def test_the_usual_dialect_of_an_mtp_head(dialect, prefix, tmp_path):
-    draft = find_draft_model("mtp", TARGET, dialect=dialect)
+    draft = draft_of("mtp", dialect=dialect)
     params = jax.tree.map(lambda spec: np.ones(spec.shape, np.float32), draft.specs)
     draft.save(str(tmp_path), params, None, TARGET, "float32")
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
@@ -102,7 +107,7 @@ def test_the_usual_dialect_of_an_mtp_head(dialect, prefix, tmp_path):
 
 
 def test_none_switches_off_whatever_the_config_would_draft_with():
-    assert find_draft_model("none", TARGET, path="nowhere", dialect="deepseek", vocab_size=5) is None
+    assert draft_of("none", path="nowhere", dialect="deepseek", vocab_size=5) is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
 )
 def test_a_dialect_of_another_kind(kind, dialect, words):
     with pytest.raises(InputError) as error:
-        find_draft_model(kind, TARGET, dialect=dialect)
+        draft_of(kind, dialect=dialect)
     assert "\n" not in str(error.value)
     for word in ["draft.dialect", *words]:
         assert word in str(error.value)

@@ -20,10 +20,12 @@ from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.drafts.base import Eagle3Draft, MTPDraft, PolicyDraft
+from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
-from specrl_jax.learner.draft_step import Tables
+from specrl_jax.drafts.mtp.draft import MTPDraft
+from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import rotary_angles
@@ -40,7 +42,7 @@ DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
-    "model": PolicyDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
+    "model": SmallModelDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
 }
 KINDS = list(DRAFTS)
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
@@ -110,7 +112,7 @@ def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
-    drafter = draft.drafter(k, sampling, jnp.dtype(dtype), partition) if draft else NO_DRAFTER
+    drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
     return make_rollout_engine(MODELS[kind], draft, drafter, config, TOKENIZER, partition, lengths)
@@ -163,7 +165,7 @@ def level(kind, slots):
 
 @functools.cache
 def jitted_draft(kind):
-    drafter = DRAFTS[kind].drafter(K, GREEDY, jnp.dtype("float32"), ONE)
+    drafter = DRAFTS[kind].drafter(DrafterConfig(K, GREEDY, jnp.dtype("float32"), ONE))
     return jax.jit(lambda weights, slots: drafter.draft(weights, slots, jnp.uint32(0), K))
 
 
@@ -178,7 +180,7 @@ def compiled_unrolled(kind):
 
     def logits(policy, params, rows):
         out = qwen3.forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
-        tables = Tables(policy["embed"], policy["embed"])
+        tables = TargetTables(policy["embed"], policy["embed"])
         outputs, unembed = draft.unrolled(params, tables, out, rows, K, jnp.dtype("float32"), LEARNS)
         return jnp.einsum("SBTD,VD->SBTV", outputs, unembed)
 

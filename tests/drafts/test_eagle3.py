@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import InputError
-from specrl_jax.drafts import recurrent
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.recurrent import network as recurrent
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, count_params, init_params, rotary_angles
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner

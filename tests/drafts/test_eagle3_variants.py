@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.recurrent import network as recurrent
 from specrl_jax.models import qwen3
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.policies import row_positions
@@ -78,7 +79,7 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
     features, embedded = inputs
     hidden = first_hidden(params, head, features)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
-    cache = eagle3.init_cache(head, B, T, jnp.float32)
+    cache = recurrent.init_cache(head, B, T, jnp.float32)
     cache = write_pairs(params, head, hidden[:, :start], embedded[:, 1 : start + 1], pairs[:, :start], cache)
     fed = hidden[:, start : start + 1]
     for step in range(STEPS):

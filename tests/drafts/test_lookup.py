@@ -16,7 +16,10 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, record
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Draft, Slots, commit
-from specrl_jax.drafts.lookup.drafter import cascade, longest_match, look_up, lookup_drafter, recent_tokens
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import check_options
+from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
+from specrl_jax.drafts.lookup.search import longest_match, look_up, recent_tokens
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index, joint, sequences
 from tests.helpers.statistics import assert_drawn_from
@@ -194,7 +197,7 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_corpus):
     np.testing.assert_array_equal(draft.tokens, wanted)
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.one_hot).all()
     assert drafter.length == 3
-    assert cache is slots.cache and drafter.catch_up(None, slots.tokens, slots.length, cache) is cache
+    assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
 
 
 def test_ngram_and_suffix_draft_differently_here():
@@ -279,7 +282,7 @@ def test_a_cascade_copies_where_the_match_is_long_and_only_there(one_hot):
     assert long.any() and (matched == threshold).any() and (matched == threshold - 1).any()
     assert (copied[long] == -1).any(), "a copy that ends early"
     neural = fixed_drafter(one_hot)
-    drafter = cascade(neural, threshold, 4)
+    drafter = lookup_override(neural, threshold, 4)
     draft, cache = drafter.draft(None, slots, jnp.uint32(0), 3)
     np.testing.assert_array_equal(draft.tokens, np.where(long[:, None], copied, 100 + np.arange(3)))
     np.testing.assert_array_equal(draft.one_hot, long | one_hot)
@@ -287,15 +290,17 @@ def test_a_cascade_copies_where_the_match_is_long_and_only_there(one_hot):
     np.testing.assert_array_equal(draft.logits, plain.logits)
     np.testing.assert_array_equal(draft.vocab_map, plain.vocab_map)
     assert cache == 6 and drafter.length == 3
-    assert drafter.catch_up(None, slots.tokens, slots.length, jnp.int32(0)) == slots.length.sum()
+    assert drafter.sync_cache(None, slots.tokens, slots.length, jnp.int32(0)) == slots.length.sum()
 
 
 @pytest.mark.parametrize("min_match, max_match", [(0, 8), (-1, 8), (5, 4)])
 def test_lengths_of_no_match_are_refused(min_match, max_match):
     with pytest.raises(InputError, match=rf"draft\.match_min={min_match}: 1 to draft\.match_max={max_match} "):
-        lookup_drafter(3, min_match, max_match)
+        check_options(DraftOptions("ngram", match_min=min_match, match_max=max_match))
+    if not min_match:
+        return  # draft.cascade=0: no override
     with pytest.raises(InputError, match=rf"draft\.cascade={min_match}: 1 to draft\.match_max={max_match} "):
-        cascade(fixed_drafter(True), min_match, max_match)
+        check_options(DraftOptions("eagle3", match_max=max_match, cascade=min_match))
 
 
 # --- in the engine
@@ -336,7 +341,7 @@ def test_a_cascade_in_the_engine_uses_what_it_copies():
     for seed in range(4):
         [plain] = generate(toys.NO_DRAFTER, "coupled", seed=seed)
         found = generate(neural, "coupled", seed=seed)
-        found += generate(cascade(neural, 2, 8), "coupled", [remember(plain)], groups=2, seed=seed)
+        found += generate(lookup_override(neural, 2, 8), "coupled", [remember(plain)], groups=2, seed=seed)
         for rollouts in found:
             np.testing.assert_array_equal(rollouts.tokens, plain.tokens)
         verifications += [rollouts.verifications.sum() for rollouts in (*found[::-1], plain)]
@@ -350,7 +355,7 @@ def test_the_joint_law_under_a_cascade_is_the_targets(rule):
     81 outcomes, 2**17 rollouts, error rates 1e-6 at 0.0165 against 0.033. Three of the rollouts are copied from by all.
     """
     table, N, prompt, sampling = toys.make_table(seed=4, V=3), 2**17, [1, 0, 2, 1], Sampling(1.0, rule=rule)
-    drafter = cascade(toys.toy_drafter(DRAFT_TABLE[:3, :3], 2, 1.0), 2, 4)
+    drafter = lookup_override(toys.toy_drafter(DRAFT_TABLE[:3, :3], 2, 1.0), 2, 4)
     limits = Limits(N, 4, 4, 4, new_prompts=1, groups=1, members=3)
     engine = toys.toy_engine(limits, sampling, (99,), drafter=drafter, lengths=(2,))
     rollouts = engine.generate(table, [prompt], N, seed=6)

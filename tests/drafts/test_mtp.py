@@ -9,6 +9,7 @@ import pytest
 
 from specrl_jax.core import InputError
 from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.recurrent import network as recurrent
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params, matmul
 from tests.helpers.policies import SMALL, numpy_forward, row_positions
@@ -142,7 +143,7 @@ def committed(params, inputs, first, last):
 
 
 def empty_cache(length=T):
-    return mtp.init_cache(CONFIG, B, length, jnp.float32)
+    return recurrent.init_cache(CONFIG, B, length, jnp.float32)
 
 
 def test_both_forms_of_the_weights_give_the_same_logits(params, fused, inputs):
@@ -213,7 +214,7 @@ def test_pairs_beyond_the_cache_are_dropped(fused, inputs):
 
 
 def test_the_cache_keeps_one_hidden_state_in_its_dtype():
-    cache = mtp.init_cache(CONFIG, B, 5, jnp.bfloat16)
+    cache = recurrent.init_cache(CONFIG, B, 5, jnp.bfloat16)
     assert (cache.hidden.shape, cache.hidden.dtype) == ((B, 5, CONFIG.embed), jnp.bfloat16)
     K, H = CONFIG.kv_heads, CONFIG.head_dim
     assert (cache.keys.shape, cache.keys.dtype) == ((B, K, H, 5), jnp.bfloat16)

@@ -11,8 +11,8 @@ import pytest
 
 from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
 from specrl_jax.decoding.compiled import Limits
-from specrl_jax.drafts.base import Eagle3Draft
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3

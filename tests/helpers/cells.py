@@ -9,7 +9,7 @@ import numpy as np
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.lookup.drafter import cascade, lookup_drafter
+from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.exact import sequences
 from tests.helpers.laws import greedy_response, observed, response_law
@@ -84,7 +84,7 @@ def make_drafter(cell, k, dtype):
         "stateful": stateful,
         "ngram": lookup_drafter(k, min_match=1),
         "suffix": lookup_drafter(k, min_match=1),
-        "cascade": cascade(stateful, min_match=2),
+        "cascade": lookup_override(stateful, min_match=2),
     }
     return drafters[cell.drafter], cell.drafter in ("stateful", "cascade")
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.drafts.base import find_draft_model, make_drafter
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
@@ -45,14 +46,16 @@ def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_dee
     """The engine of one of KINDS with drafts of k tokens; limits for those that copy get a corpus."""
     kind, cascade_min = KINDS[name]
     model = qwen3.preset(preset)
-    draft = find_draft_model(kind, model, preset="nano" if kind == "model" else "")
-    if kind == "suffix" or cascade_min:
+    preset_of_draft = "nano" if kind == "model" else ""
+    method = make_method(DraftOptions(kind, preset=preset_of_draft, match_min=1, cascade=cascade_min), model)
+    draft = method.model
+    if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)
-    drafter = make_drafter(kind, draft, k, sampling, jnp.float32, partition(), 1, 8, cascade_min)
+    drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition()))
     config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32)
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
-    vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if kind == "eagle3" else None
+    vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
     return engine, make_prepare(model, draft, config, partition())(policy(preset), params, vocab_map)
 
 

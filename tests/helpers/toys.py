@@ -140,7 +140,7 @@ def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
         buffer = write(buffer, slots.length[:, None] + jnp.arange(k)[None], jnp.full_like(drafted.tokens, UNWRITTEN))
         return drafted, slots.cache._replace(draft=buffer)
 
-    return Drafter(k, draft, catch_up_all)
+    return Drafter(k, draft, sync_all)
 
 
 def rebuilding_drafter(table, k, temperature, vocab_map=None):
@@ -148,13 +148,13 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
 
     def draft(params, slots, seed, k):
         buffer = jnp.full_like(slots.tokens, UNWRITTEN)
-        buffer = catch_up_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
+        buffer = sync_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
         return _draft_on(jnp.array(table), buffer, slots, seed, k, Sampling(temperature), vocab_map), slots.cache
 
     return Drafter(k, draft, lambda params, tokens, length, cache: cache)
 
 
-def catch_up_all(params, tokens, length, cache):
+def sync_all(params, tokens, length, cache):
     """Every committed token of [B, T] into the drafter's buffer [B, S]."""
     columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     where = jnp.where(columns < length[:, None], columns, cache.draft.shape[1])

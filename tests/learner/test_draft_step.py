@@ -16,11 +16,12 @@ from specrl_jax.config import OptimizerConfig, from_config_dict
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import Eagle3Draft, PolicyDraft
+from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.draft_step import (
     DraftForward,
-    Tables,
     make_draft_step,
     make_predict_step,
     make_read_tables,
@@ -470,7 +471,7 @@ def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_
     assert_trees_close(metrics, recorded_update(*WHOLE, loss)[1], rtol=1e-5)
 
 
-PACKED = {"eagle3": HEAD, "model": PolicyDraft(dataclasses.replace(POLICY, layers=1))}
+PACKED = {"eagle3": HEAD, "model": SmallModelDraft(dataclasses.replace(POLICY, layers=1))}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -500,7 +501,7 @@ def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     params = draw(draft.specs, 4)
     policy = draw(qwen3.param_specs(POLICY), 1)
     ids = IDS if kind == "eagle3" else np.arange(POLICY.vocab)
-    tables = Tables(jnp.asarray(policy["embed"]), jnp.asarray(policy["unembed"][ids]))
+    tables = TargetTables(jnp.asarray(policy["embed"]), jnp.asarray(policy["unembed"][ids]))
     step = make_draft_step(dataclasses.replace(DRAFT_LEARN, draft=draft, loss="e2e_tv"), recorder(), partition)
     (gradient, metrics), (gradient_apart, metrics_apart) = (
         jax.device_get((state.opt_state, found))
@@ -539,7 +540,7 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     config = InferenceConfig(Sampling(0.0), limits, 0, F32, F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
     prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
-    drafter = HEAD.drafter(K, config.sampling, F32, rollout_partition)
+    drafter = HEAD.drafter(DrafterConfig(K, config.sampling, F32, rollout_partition))
     engine = make_rollout_engine(POLICY, HEAD, drafter, config, tokenizer, rollout_partition)
     # Two tokens at least: a draft starts from a pair.
     prompts = [np.roll(CYCLE, -i)[: 2 + i % 3].tolist() for i in range(6)]

@@ -14,8 +14,9 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Limits, Program
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
@@ -76,7 +77,7 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     B, k = 64, 3
     limits = Limits(B, 1024, 1024, 16)
     config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
-    drafter = DRAFT.drafter(k, config.sampling, config.dtype, partition)
+    drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     engine = make_rollout_engine(MODEL, DRAFT, drafter, config, CharTokenizer(), partition)
     run, arguments = engine.programs._describe(Program("run", B, k), abstract_weights(partition))
     compiled = run.lower(*arguments).compile()

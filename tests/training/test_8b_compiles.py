@@ -13,10 +13,11 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Limits, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import Eagle3Draft
+from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.draft_step import DraftForward, Tables, make_draft_step
+from specrl_jax.learner.draft_step import DraftForward, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
@@ -66,7 +67,7 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     limits = Limits(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
     draft = DRAFT if k else None
-    drafter = draft.drafter(k, config.sampling, config.dtype, partition) if draft else NO_DRAFTER
+    drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition)) if draft else NO_DRAFTER
     engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
     run, arguments = engine.programs._describe(
         Program("run", r.num_slots, k), abstract_weights(draft, config.dtype, partition)
@@ -102,7 +103,9 @@ def test_draft_step_compiles_sharded(mesh):
     features = Features(shape(B, T, 3, D), shape(B, T, D), shape(B, T, dtype=jnp.float32))
     ints = shape(B, T, dtype=jnp.int32)
     table = partition.sharding(("vocab", "embed"))
-    tables = Tables(*(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB)))
+    tables = TargetTables(
+        *(jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=table) for V in (MODEL.vocab, DRAFT_VOCAB))
+    )
     compiled = step.lower(state, tables, features, Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))).compile()
     # Float32 with two moments; `fc` is split by fsdp alone.
     learnt = 3 * 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))

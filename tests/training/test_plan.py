@@ -7,8 +7,9 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import PolicyConfig, from_config_dict
 from specrl_jax.core import InputError
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.models.layers import Yarn
-from specrl_jax.training.plan import batch_limits, draft_lengths, find_limits, policy_sizes
+from specrl_jax.training.plan import batch_limits, draft_lengths, draft_options, find_limits, policy_sizes
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_nothing_is_kept_to_copy_from_unless_drafts_copy():
 @pytest.mark.parametrize(("prompts", "groups"), [(0, 5), (3, 5), (16, 16)])
 def test_every_prompt_under_way_has_a_group_of_its_answers_and_earlier_ones(prompts, groups):
     """Four groups of eight fill 32 slots; a fifth begins while the first is not quite finished."""
-    limits = batch_limits(32, 5, 7, 1, group_size=8, prompts=prompts, copies=True, history=4)
+    limits = batch_limits(32, 5, 7, 1, group_size=8, prompts=prompts, uses_lookup_cache=True, history=4)
     assert (limits.groups, limits.members) == (groups, 12)
 
 
@@ -93,7 +94,9 @@ def test_shapes_of_a_config(changes, groups, members, width):
     """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
-    limits = find_limits(from_config_dict(config), num_shards=1)
+    settings = from_config_dict(config)
+    method = make_method(draft_options(settings.draft), policy_sizes(settings.policy))
+    limits = find_limits(settings, 1, method.uses_lookup_cache)
     assert (limits.groups, limits.members, limits.width) == (groups, members, width)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
 
@@ -101,7 +104,7 @@ def test_shapes_of_a_config(changes, groups, members, width):
 def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
     settings = from_config_dict(rlzero_tiny.get_config("smoke"))
     settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, parity=True))
-    assert find_limits(settings, num_shards=1).width == settings.draft.length + 1 == 4
+    assert find_limits(settings, 1, False).width == settings.draft.length + 1 == 4
 
 
 # ---- longer sequences than the policy was made for

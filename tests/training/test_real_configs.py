@@ -9,8 +9,8 @@ import pytest
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
+from specrl_jax.drafts.base import TargetTables
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.draft_step import Tables
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params
@@ -73,7 +73,7 @@ def test_the_draft_step_is_built(setup, rows):
     B, T = rows[0].tokens.shape
     D = model.embed
     features = Features(shape(B, T, 3, D, dtype=dtype), shape(B, T, D, dtype=dtype), shape(B, T, dtype=jnp.float32))
-    tables = Tables(*(shape(V, D, dtype=jnp.float32) for V in (model.vocab, setup.draft.vocab)))
+    tables = TargetTables(*(shape(V, D, dtype=jnp.float32) for V in (model.vocab, setup.draft.vocab)))
     setup.draft_step.lower(state.draft, tables, features, rows[0])
 
 

@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import InputError
-from specrl_jax.drafts import recurrent
-from specrl_jax.drafts.recurrent import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.recurrent import network as recurrent
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.models.layers import ParamSpec, einsum, matmul, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
 
@@ -209,10 +209,6 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
     if "to_logits" in params:
         return matmul("BTD,DV->BTV", read, params["to_logits"])
     return matmul("BTD,VD->BTV", read, params["unembed"])
-
-
-def init_cache(config: Eagle3Config, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    return recurrent.init_cache(config, batch, length, dtype)
 
 
 def write_pairs(

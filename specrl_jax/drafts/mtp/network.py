@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import InputError
-from specrl_jax.drafts import recurrent
-from specrl_jax.drafts.recurrent import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.recurrent import network as recurrent
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import ParamSpec, einsum, rms_norm
 
@@ -82,10 +82,6 @@ def inference_specs(config: MTPConfig) -> Params:
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
     """Learner form to rollout form, as `qwen3.inference_params`: the block's q/k/v fused, cast."""
     return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": qwen3.unstacked(params["layers"])})
-
-
-def init_cache(config: MTPConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    return recurrent.init_cache(config, batch, length, dtype)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:

@@ -1,22 +1,17 @@
-"""Drafters that copy: what followed the last tokens where they stood before is likely to follow them again.
+"""Prompt lookup: find where a row's last tokens stood before, and read what followed them.
 
-Prompt lookup (`ngram`: Saxena, github.com/apoorvumang/prompt-lookup-decoding) copies from a sequence's own text. The
-suffix drafter (SuffixDecoding, Oliaro et al. 2411.04975) also copies from the other rollouts of its group, running and
-finished, and from those that its prompt had in earlier epochs. Their suffix tree is a search of token buffers here: it
-runs inside the loop on the device, and a text that grows in every iteration costs a scatter.
-
-Copied drafts have no probabilities (one-hot) and are functions of committed tokens alone, so the rules stay exact.
+Prompt lookup (Saxena, github.com/apoorvumang/prompt-lookup-decoding) reads a sequence's own text. SuffixDecoding
+(Oliaro et al., arXiv 2411.04975) also reads the other rollouts of its prompt, running, finished and of earlier epochs.
+Where they keep a suffix tree, this searches token buffers: it runs inside the loop on the device, where a text that
+grows in every iteration costs one scatter.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
-from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.lookup_cache import LookupCache
-from specrl_jax.decoding.step import Draft, Slots
 
 # Stand for the tokens before the first: no token, and each other's unequal.
 _BEFORE_TEXT, _BEFORE_RECENT = -1, -2
@@ -113,51 +108,3 @@ def _copy(text: jax.Array, position: jax.Array, length: jax.Array, k: int) -> ja
     positions = position[:, None] + jnp.arange(k)[None]
     copied = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), axis=1)
     return jnp.where(positions < length[:, None], copied, -1)
-
-
-def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
-    """`suffix` where the slots have a corpus, `ngram` where they have none. Has no state.
-
-    Args:
-      length: k, tokens.
-      min_match, max_match: as in `look_up`.
-    Raises:
-      InputError: not 1 <= min_match <= max_match.
-    """
-    _check_match("draft.match_min", min_match, max_match)
-
-    def draft(params: Any, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Any]:
-        tokens, _ = _look_up(slots, k, min_match, max_match)
-        return Draft(tokens, None, jnp.ones(slots.length.shape, bool), None), slots.cache
-
-    return Drafter(length, draft, lambda params, tokens, length, cache: cache, copies=True)
-
-
-def cascade(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:
-    """Copies in the rows with a match of at least `min_match` tokens; what `neural` drafts in the others.
-
-    `neural` runs in all rows, so that its state stays that of all committed tokens. A text that ends early leaves the
-    rest of its row's draft empty, rather than going on with tokens drafted after others.
-
-    Raises:
-      InputError: not 1 <= min_match <= max_match.
-    """
-    _check_match("draft.cascade", min_match, max_match)
-
-    def draft(params: Any, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Any]:
-        drafted, cache = neural.draft(params, slots, seed, k)
-        copied, matched = _look_up(slots, k, min_match, max_match)
-        override = matched >= min_match
-        tokens = jnp.where(override[:, None], copied, drafted.tokens)
-        return drafted._replace(tokens=tokens, one_hot=drafted.one_hot | override), cache
-
-    return Drafter(neural.length, draft, neural.catch_up)
-
-
-def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
-    return look_up(slots.tokens, slots.length, slots.group, slots.member, slots.corpus, k, min_match, max_match)
-
-
-def _check_match(name: str, min_match: int, max_match: int) -> None:
-    if not 1 <= min_match <= max_match:
-        raise InputError(f"{name}={min_match}: 1 to draft.match_max={max_match} tokens")

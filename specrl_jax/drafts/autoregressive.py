@@ -1,0 +1,50 @@
+"""Draft token by token: sample each from the draft's logits, feed it to the next step.
+
+Between iterations a draft's cache is right for every token that the last draft started from. A draft first goes over
+the last k + 1 committed tokens again. One verification commits at most that many, so provisional cache entries become
+true ones whatever was accepted.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.verify.op import Noise
+from specrl_jax.decoding.drafters import sample_draft
+from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.drafts.base import DrafterConfig
+
+# Tokens in one forward of a cache synchronisation: bounds its activations at [B, 256, D].
+SYNC_BLOCK = 256
+
+Cache = TypeVar("Cache")
+# (i, token i - 1 [B], None for i = 0) -> logits [B, Vd]
+Step = Callable[[int, jax.Array | None], jax.Array]
+
+
+def draft_tokens(
+    step: Step, slots: Slots, seed: jax.Array, k: int, vocab_map: jax.Array | None, config: DrafterConfig
+) -> Draft:
+    """Draft k tokens, each sampled from `step`'s logits and given to its next call."""
+    noise, constrain = Noise(seed, slots.rollout_id, slots.length), config.partition.constrain
+    tokens: list[jax.Array] = []
+    logits: list[jax.Array] = []
+    for i in range(k):
+        scores = constrain(step(i, tokens[-1] if tokens else None), "batch", "vocab")
+        # Sample with a row's whole vocabulary on one device, as verification does, and move the token back at once.
+        logits.append(constrain(scores, "sampled_rows", None))
+        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, config.sampling), "batch"))
+    one_hot = jnp.zeros(slots.done.shape, bool)
+    return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), one_hot, vocab_map)
+
+
+def in_blocks(update: Callable[[jax.Array, Cache], Cache], tokens: jax.Array, count: jax.Array, cache: Cache) -> Cache:
+    """Apply update(positions [B, Q], cache) to positions [0, count) of every row of tokens [B, S], and some beyond."""
+    size = min(SYNC_BLOCK, tokens.shape[1])
+
+    def body(i: jax.Array, cache: Cache) -> Cache:
+        return update(jnp.broadcast_to(i * size + jnp.arange(size)[None], (tokens.shape[0], size)), cache)
+
+    return jax.lax.fori_loop(0, (count + size - 1) // size, body, cache)

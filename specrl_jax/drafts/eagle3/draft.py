@@ -1,0 +1,113 @@
+"""Draft with an EAGLE-3 head: it reads three layers of the target and drafts on a vocabulary of its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.core import InputError
+from specrl_jax.data.rows import Rows
+from specrl_jax.drafts.base import DraftMethod, DraftOptions, TargetFeatures, TargetTables
+from specrl_jax.drafts.eagle3 import checkpoint, network
+from specrl_jax.drafts.recurrent.draft import RecurrentDraft
+from specrl_jax.drafts.recurrent.network import DraftCache
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.models import cache as kv
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import Partitioner
+
+FORMATS = tuple(checkpoint.DIALECTS)
+
+
+def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
+    """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
+    path, vocab_size = options.path, options.vocab_size
+    if path:
+        config = checkpoint.load_config(path, target)
+        if vocab_size not in (0, config.draft_vocab):
+            raise InputError(f"draft.vocab_size={vocab_size}, the head {path} has {config.draft_vocab}; leave 0")
+    else:
+        config = network.eagle3_config(target, vocab_size or target.vocab)
+    draft = Eagle3Draft(config, options.dialect or FORMATS[0])
+    return DraftMethod(draft.drafter, draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Draft(RecurrentDraft):
+    """Implement `DraftModel` for an EAGLE-3 head."""
+
+    config: network.Eagle3Config
+    dialect: str = FORMATS[0]  # format that `save` writes
+
+    has_vocab_map = True
+
+    @property
+    def vocab(self) -> int:
+        return self.config.draft_vocab
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def specs(self) -> Any:
+        return network.param_specs(self.config)
+
+    @property
+    def inference_specs(self) -> Any:
+        return network.inference_specs(self.config)
+
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return network.inference_params(params, dtype)
+
+    def update_cache(self, params: Any, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+        # After `fc`: a third of the three features' size, and drafting needs it anyway.
+        hidden = network.first_hidden(params, self.config, out.aux)
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
+
+    def write_pairs(
+        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> DraftCache:
+        return network.write_pairs(params, self.config, hidden, embedded, pairs, cache)
+
+    def extend(
+        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> tuple[jax.Array, DraftCache]:
+        return network.extend(params, self.config, hidden, embedded, pairs, cache)
+
+    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
+        return network.draft_logits(weights.draft, self.config, a)
+
+    def unrolled(
+        self,
+        params: Any,
+        tables: TargetTables,
+        features: TargetFeatures,
+        rows: Rows,
+        steps: int,
+        dtype: jnp.dtype,
+        partition: Partitioner,
+    ) -> tuple[jax.Array, jax.Array]:
+        embedded, aux = tables.embed[rows.tokens].astype(dtype), features.aux.astype(dtype)
+        outputs = network.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
+        return outputs, params["unembed"]
+
+    def initialise_from_target(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
+        """Take the lm_head and the norm before it from the target, as speculators does."""
+        return params | {"unembed": lm_head, "final_norm": target["final_norm"]}
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray:
+        if not folder:
+            return np.arange(self.vocab, dtype=np.int32)
+        return checkpoint.load_vocab_map(folder, self.config, target)
+
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        ids = np.asarray(vocab_map)
+        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)

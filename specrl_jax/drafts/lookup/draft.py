@@ -1,0 +1,78 @@
+"""Draft by copying what followed the last tokens where they stood before.
+
+`ngram` copies from a sequence's own text, `suffix` also from other rollouts of its prompt. Either has no weights and no
+state. Its drafts have no probabilities (one-hot) and depend on committed tokens alone, so every verification rule stays
+exact.
+"""
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
+from specrl_jax.drafts.lookup.search import look_up
+from specrl_jax.models.qwen3 import Qwen3Config
+
+Cache = TypeVar("Cache")
+
+
+def make_ngram(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return prompt lookup in each sequence's own text."""
+    return DraftMethod(lambda config: lookup_drafter(config.length, options.match_min, options.match_max))
+
+
+def make_suffix(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return lookup in a sequence's own text and those of its prompt's other rollouts."""
+    return dataclasses.replace(make_ngram(options, target), uses_lookup_cache=True)
+
+
+def overridden(method: DraftMethod, options: DraftOptions) -> DraftMethod:
+    """Return the method with drafts overridden by lookups of `options.cascade` tokens and more."""
+
+    def make_drafter(config: DrafterConfig) -> Drafter:
+        return lookup_override(method.make_drafter(config), options.cascade, options.match_max)
+
+    return dataclasses.replace(method, make_drafter=make_drafter, uses_lookup_cache=True)
+
+
+def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
+    """Draft `length` tokens by lookup: in the row's own text, and in the slots' lookup cache where they have one.
+
+    Args:
+      min_match, max_match: as in `search.look_up`.
+    """
+
+    def draft(params: object, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, object]:
+        tokens, _ = _look_up(slots, k, min_match, max_match)
+        return Draft(tokens, None, jnp.ones(slots.length.shape, bool), None), slots.cache
+
+    return Drafter(length, draft, _keep_cache, copies=True)
+
+
+def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:
+    """Draft by lookup in rows with a match of at least `min_match` tokens, and by `neural` in the others.
+
+    `neural` runs in all rows, so that its cache covers all committed tokens. Where the text that is copied ends early,
+    the rest of the draft stays empty: `neural` drafted its tokens after others.
+    """
+
+    def draft(params: object, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, object]:
+        drafted, cache = neural.draft(params, slots, seed, k)
+        copied, matched = _look_up(slots, k, min_match, max_match)
+        override = matched >= min_match
+        tokens = jnp.where(override[:, None], copied, drafted.tokens)
+        return drafted._replace(tokens=tokens, one_hot=drafted.one_hot | override), cache
+
+    return Drafter(neural.length, draft, neural.sync_cache)
+
+
+def _keep_cache(params: object, tokens: jax.Array, length: jax.Array, cache: Cache) -> Cache:
+    return cache
+
+
+def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
+    return look_up(slots.tokens, slots.length, slots.group, slots.member, slots.corpus, k, min_match, max_match)

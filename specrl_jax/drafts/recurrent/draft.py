@@ -1,0 +1,89 @@
+"""What draft heads of one layer share as drafts: the cache in the engine, and the drafter over it."""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
+from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.drafts.recurrent.network import DraftCache, HeadConfig, init_cache
+from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.models import cache as kv
+
+
+class RecurrentHead(Protocol):
+    """A head over pairs (hidden state of position t, token t + 1), fed its own outputs beyond the target's."""
+
+    def write_pairs(
+        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> DraftCache:
+        """Write keys and values of pairs [B, Q]; hidden and embedded are [B, Q, D]."""
+
+    def extend(
+        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> tuple[jax.Array, DraftCache]:
+        """Return the head's output [B, Q, D] at pairs [B, Q], and the cache as `write_pairs` leaves it."""
+
+    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
+        """Return [B, Q, Vd] float32 of the head's output."""
+
+
+class RecurrentDraft:
+    """The methods of `DraftModel` that are the same for every recurrent head."""
+
+    config: HeadConfig
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
+        return init_cache(self.config, rows, length, dtype)
+
+    def cache_axes(self) -> DraftCache:
+        return DraftCache(("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)
+
+    def drafter(self, config: DrafterConfig) -> Drafter:
+        return recurrent_drafter(self, config)
+
+
+def recurrent_drafter(head: RecurrentHead, config: DrafterConfig) -> Drafter:
+    """Draft up to `config.length` tokens with an EAGLE-3 or MTP head; its input embedding is the policy's."""
+
+    def embed(params: Weights, tokens: jax.Array) -> jax.Array:
+        return config.partition.constrain(params.policy["embed"][tokens].astype(config.dtype), "batch", None, None)
+
+    def committed(
+        params: Weights, tokens: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (hidden, embedded) of pairs [B, Q] whose hidden states and tokens are both known."""
+        hidden = jnp.take_along_axis(cache.hidden, pairs[:, :, None], axis=1, mode="clip")
+        following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
+        return hidden.astype(config.dtype), embed(params, following)
+
+    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
+        # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
+        pairs = jnp.maximum(slots.length[:, None] - 2 - jnp.arange(k, -1, -1)[None], 0)
+        hidden, embedded = committed(params, slots.tokens, pairs, slots.cache.draft)
+        cache = head.write_pairs(params.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], slots.cache.draft)
+        a, last, pair = hidden[:, -1:], embedded[:, -1:], pairs[:, -1:]
+
+        def step(i: int, token: jax.Array | None) -> jax.Array:
+            nonlocal a, cache, last, pair
+            if token is not None:
+                last, pair = embed(params, token[:, None]), slots.length[:, None] - 2 + i
+            a, cache = head.extend(params.draft, a, last, pair, cache)
+            a = config.partition.constrain(a, "batch", None, None)
+            return head.logits(params, a)[:, 0]
+
+        drafted = draft_tokens(step, slots, seed, k, params.vocab_map, config)
+        return drafted, slots.cache._replace(draft=cache)
+
+    def sync_cache(params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches) -> Caches:
+        def update(positions: jax.Array, cache: DraftCache) -> DraftCache:
+            hidden, embedded = committed(params, tokens, positions, cache)
+            return head.write_pairs(params.draft, hidden, embedded, positions, cache)
+
+        # The last committed token has no pair yet.
+        return cache._replace(draft=in_blocks(update, tokens, jnp.max(length) - 1, cache.draft))
+
+    return Drafter(config.length, draft, sync_cache)

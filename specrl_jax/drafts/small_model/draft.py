@@ -1,0 +1,145 @@
+"""Draft with a smaller Qwen3 that has the target's vocabulary and a cache of its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import InputError, shift_left
+from specrl_jax.data.rows import Rows
+from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
+from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions, TargetFeatures, TargetTables
+from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.io import hf
+from specrl_jax.models import cache as kv
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import Partitioner
+
+
+def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
+    """Return the model of draft.path or draft.preset. Raises InputError where its vocabulary is not the target's."""
+    if options.path:
+        config = hf.load_config(options.path, key="draft.path")
+        hf.check_params(options.path, config, key="draft.path")
+    else:
+        config = qwen3.preset(options.preset, key="draft.preset")
+    if config.vocab != target.vocab:
+        raise InputError(f"draft.kind=model: its vocabulary is {config.vocab}, the policy's {target.vocab}")
+    draft = SmallModelDraft(config)
+    return DraftMethod(draft.drafter, draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallModelDraft:
+    """Implement `DraftModel` for a smaller policy."""
+
+    config: qwen3.Qwen3Config
+
+    aux_layers = ()
+    has_vocab_map = False
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def specs(self) -> Any:
+        return qwen3.param_specs(self.config)
+
+    @property
+    def inference_specs(self) -> Any:
+        return qwen3.inference_specs(self.config)
+
+    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+        return qwen3.inference_params(params, self.config, dtype)
+
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> kv.KVCache:
+        c = self.config
+        return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, dtype)
+
+    def cache_axes(self) -> kv.KVCache:
+        return kv.KVCache((kv.KEY_AXES,) * self.config.layers, (kv.VALUE_AXES,) * self.config.layers)
+
+    def update_cache(self, params: Any, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
+        return cache
+
+    def drafter(self, config: DrafterConfig) -> Drafter:
+        return small_model_drafter(self.config, config)
+
+    def unrolled(
+        self,
+        params: Any,
+        tables: TargetTables,
+        features: TargetFeatures,
+        rows: Rows,
+        steps: int,
+        dtype: jnp.dtype,
+        partition: Partitioner,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
+        text = rows.tokens, rows.positions
+        out = qwen3.forward(
+            params, self.config, *text, partition, segment_ids=rows.segments, dtype=dtype, return_logits=False
+        )
+        outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
+        return outputs, qwen3.lm_head_weight(params, self.config)
+
+    def initialise_from_target(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
+        """Return the parameters unchanged: their widths are not the target's."""
+        return params
+
+    def load(self, folder: str, partition: Partitioner) -> Any:
+        return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")
+
+    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
+        return None
+
+    def save(
+        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        hf.save_params(folder, params, self.config, dtype)
+
+
+def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Drafter:
+    """Draft up to `config.length` tokens, each by one forward of the small model over its cache."""
+
+    def forward(
+        params: Weights, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache
+    ) -> tuple[jax.Array, kv.KVCache]:
+        out = qwen3.forward(
+            params.draft,
+            model,
+            tokens,
+            positions,
+            config.partition,
+            cache=cache,
+            dtype=config.dtype,
+            return_logits=False,
+        )
+        return out.hidden, out.cache
+
+    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
+        positions = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
+        hidden, cache = forward(
+            params, jnp.take_along_axis(slots.tokens, positions, axis=1), positions, slots.cache.draft
+        )
+
+        def step(i: int, token: jax.Array | None) -> jax.Array:
+            nonlocal hidden, cache
+            if token is not None:
+                hidden, cache = forward(params, token[:, None], slots.length[:, None] - 1 + i, cache)
+            return qwen3.lm_head_logits(params.draft, model, hidden[:, -1:], config.partition)[:, 0]
+
+        drafted = draft_tokens(step, slots, seed, k, None, config)
+        return drafted, slots.cache._replace(draft=cache)
+
+    def sync_cache(params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches) -> Caches:
+        def update(positions: jax.Array, cache: kv.KVCache) -> kv.KVCache:
+            return forward(params, jnp.take_along_axis(tokens, positions, axis=1, mode="clip"), positions, cache)[1]
+
+        return cache._replace(draft=in_blocks(update, tokens, jnp.max(length), cache.draft))
+
+    return Drafter(config.length, draft, sync_cache)
