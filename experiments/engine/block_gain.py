@@ -60,7 +60,7 @@ def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[ja
 
 
 def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
-    """Return the jitted (weights, slots, seed) -> (slots, [2] float32 sums of `expected_accepted` over running rows)."""
+    """Return the jitted (weights, slots, seed) -> (slots, [2] float32 sums of `expected_accepted` of running rows)."""
 
     def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
         found = []

@@ -1,10 +1,10 @@
-"""One GRPO step of this project beside TRL and google-tunix: the three in turn, several rounds, one CSV.
+"""Compare one GRPO step of this project with TRL and google-tunix in alternating rounds; write one CSV.
 
     python -m experiments.grpo_step.compare --trl VENV_TRL/bin/python --tunix VENV_TUNIX/bin/python --rounds 3
 
 The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say. Each round starts each
-program afresh; every measured step is a row of results.csv. Machines differ and are shared: read the ratios, and run it
-on an idle one (torch's threads spin for each other: a busy neighbour makes TRL many times slower, which says nothing).
+program again; every measured step is a row of results.csv. Read the ratios, and use an idle machine: torch's threads
+spin for each other, so another busy process makes TRL many times slower.
 """
 
 import argparse
@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def run_once(command: list[str], steps: int) -> dict:
-    """What the program wrote, and its largest resident size in GiB."""
+    """Run a program; return its result and its largest resident size in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "result.json")
         arguments = [*command, "--steps", str(steps), "--warmup", "2", "--output", output]

@@ -1,9 +1,9 @@
-"""Our losses beside TRL's own code, on the same random log-probs, in float32.
+"""Compare our losses with TRL's own code on the same random log-probs in float32.
 
     python -m experiments.grpo_step.losses --trl VENV_TRL/bin/python --output experiments/grpo_step/losses.csv
 
-Every case that TRL has too: value, and the largest difference of the gradient by the log-probs over its largest entry.
-Exits with 1 where a loss differs by more than 1e-4.
+For every case that TRL has too: the value, and the largest difference of the gradient with respect to the log-probs
+over its largest entry. Exits with 1 if a loss differs by more than 1e-4.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""TRL 1.16's own loss of given log-probs. Runs under TRL's Python: `python losses_trl.py batch.npz out.json`.
+"""Compute TRL 1.16's loss of given log-probs. Runs under TRL's Python: `python losses_trl.py batch.npz out.json`.
 
-`GRPOTrainer._compute_loss` is called on a stand-in that returns the given log-probs in the place of a model's; the rest
-is the trainer's code.
+Calls `GRPOTrainer._compute_loss` on a stub that returns the given log-probs instead of a model's; the rest is the
+trainer's code.
 """
 
 import collections

@@ -1,12 +1,12 @@
-"""Wall time of one GRPO step of this project, on the workload of the two peers beside this file.
+"""Measure the wall time of one GRPO step of this project on the workload of peer_trl.py and peer_tunix.py.
 
     python -m experiments.grpo_step.ours --steps 8 --warmup 2 --output ours.json
 
 Model: random-weight Qwen3, float32, 4 layers, hidden 256, ffn 768, 8 query and 4 key/value heads of 32, vocabulary
 4,096, tied. Batch: 8 prompts of 32 random tokens x 4 answers of exactly 64 tokens (end-of-text lies outside the
-vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's own
-`run_step`, all five phases. One update a step is strictly on policy, so grpo.old_logprobs=current: no second scoring,
-as in both peers.
+vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's `run_step` with
+all five phases. One update per step is strictly on policy, so grpo.old_logprobs=current: no second scoring pass, as in
+both peers.
 """
 
 import argparse
@@ -68,15 +68,15 @@ def make_setup() -> Setup:
 
 
 def mean_id(responses: list[str], answers: list[str]) -> Scores:
-    """Every answer's mean token id, in the place of a Scorer."""
+    """Return every answer's mean token id; stands in for a Scorer."""
     rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
     return Scores(rewards, {"mean_id": rewards}, rewards > 0, {}, [None] * len(rewards))
 
 
 class RandomPrompts:
-    """Stands in for a stream of problems."""
+    """Random prompts; stands in for a stream of problems."""
 
-    position = types.MappingProxyType({})  # nobody resumes it
+    position = types.MappingProxyType({})  # never resumed
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -1,10 +1,10 @@
-"""The train phase on packed rows beside padded ones, at the tiny task's own lengths.
+"""Compare the train phase on packed and on padded rows, at the tiny task's lengths.
 
     python -m experiments.grpo_step.packing --rounds 9 --output experiments/grpo_step/packing.csv
 
-The policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update, packed into
-rows of `--tokens`. Log-probs and update of both layouts in turn, each round; who goes first alternates. Rows of the CSV
-are rounds.
+Policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update, packed into rows
+of `--tokens`. Each round times the log-probs and the update of both layouts; the order alternates. The CSV has one row
+per round.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logpr
 
 
 def make_lesson(setup: Setup, weights: Any) -> TrainingBatch:
-    """One step's rollouts, with made-up advantages."""
+    """Return one step's rollouts with made-up advantages."""
     s = setup.settings
     source = TaskSource(s.data.task, "train", s.seed)
     problems = next(ProblemStream([source], s.grpo.prompts_per_step, s.seed))
@@ -39,13 +39,13 @@ def make_lesson(setup: Setup, weights: Any) -> TrainingBatch:
 
 
 def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
-    """One step's rollouts in both layouts."""
+    """Return one step's rollouts in both layouts."""
     lesson, pad_id = make_lesson(setup, weights), setup.tokenizer.pad_id
     return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, Packing(tokens, 1, 1))}
 
 
 def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
-    """(policy, seconds of the log-prob pass, seconds of the update)."""
+    """Time one step; return (policy, seconds of the log-prob pass, seconds of the update)."""
     start = time.perf_counter()
     old = jax.block_until_ready(setup.logprob_step(state.params, batch.rows)[0])
     middle = time.perf_counter()
@@ -82,7 +82,7 @@ def main() -> None:
     print(f"{rows[0]['padded_rows']} padded rows, {rows[0]['packed_rows']} packed")
     for phase in ("logprob", "train"):
         ratios = bench.quartiles([row[f"padded_{phase}"] / row[f"packed_{phase}"] for row in rows])
-        print(f"{phase}: packed {ratios} times as fast")
+        print(f"{phase}: speedup by packing {ratios}")
 
 
 if __name__ == "__main__":

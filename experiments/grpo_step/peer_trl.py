@@ -1,8 +1,8 @@
-"""Wall time of one GRPO step of TRL 1.16 on the CPU.
+"""Measure the wall time of one GRPO step of TRL 1.16 on the CPU.
 
 One step = generate 32 answers (8 prompts of 32 tokens x 4 answers of exactly 64 tokens), reward them, score them and
-make one AdamW update. A sample runs from the end of one optimizer step to the end of the next, so data loading and the
-trainer's own book-keeping are inside it.
+make one AdamW update. A sample lasts from the end of one optimizer step to the end of the next, so it includes data
+loading and the trainer's book-keeping.
 
 Model: random-weight Qwen3, float32, 4 layers, width 256, MLP 768, 8 query heads, 4 key-value heads, head size 32,
 4096 tokens, tied embeddings. Two threads. Temperature 1, no top-k, no top-p, no KL term; the reward is the mean token
@@ -50,7 +50,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
 def keep_freed_memory():
-    """Stops glibc from unmapping every freed tensor, which costs torch 0.25 s of page faults in a 1.5 s step."""
+    """Stop glibc from unmapping every freed tensor, which costs torch 0.25 s of page faults in a 1.5 s step."""
     libc = ctypes.CDLL("libc.so.6")
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -175,7 +175,7 @@ def make_arguments(steps, folder):
 
 
 def measure(warmup, steps):
-    """Runs warmup + steps GRPO steps; returns the seconds of the last `steps`, and of their phases."""
+    """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         TimedGRPOTrainer(

@@ -1,8 +1,8 @@
-"""Wall time of one GRPO step of google-tunix 0.1.7 on the CPU.
+"""Measure the wall time of one GRPO step of google-tunix 0.1.7 on the CPU.
 
 One step = generate 32 answers (8 prompts of 32 tokens x 4 answers of exactly 64 tokens), reward them and make one
-AdamW update. A sample runs from the moment the learner asks for a batch of prompts to the moment it asks for the next,
-so the learner's own book-keeping is inside it; tunix waits for the update before it asks again.
+AdamW update. A sample lasts from the learner's request for a batch of prompts to its next request, so it includes the
+learner's book-keeping; tunix waits for the update before it requests again.
 
 Model: tunix's Qwen3 with random weights, float32, 4 layers, width 256, MLP 768, 8 query heads, 4 key-value heads, head
 size 32, 4096 tokens, tied embeddings. XLA's default threads (all cores). Temperature 1, no top-k, no top-p, no KL term;
@@ -62,7 +62,7 @@ class IdTokenizer:
 
 
 def make_model():
-    """Random-weight Qwen3; tunix initialises the MLP with zeros, so every matrix is drawn again."""
+    """Make a random-weight Qwen3; tunix initialises the MLP with zeros, so every matrix is drawn again."""
     model = qwen3.Qwen3(
         qwen3.ModelConfig(
             num_layers=4,
@@ -120,7 +120,7 @@ def make_cluster(steps):
 
 
 def timed(function, seconds):
-    """`function`, appending the seconds of each call to the list `seconds`."""
+    """Wrap `function` to append the seconds of each call to the list `seconds`."""
 
     def wrapper(*args, **kwargs):
         start = time.perf_counter()
@@ -132,7 +132,7 @@ def timed(function, seconds):
 
 
 def batches(count, requests):
-    """`count` batches of random prompts; appends the time of every request to the list `requests`."""
+    """Yield `count` batches of random prompts; append the time of every request to the list `requests`."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         requests.append(time.perf_counter())
@@ -142,7 +142,7 @@ def batches(count, requests):
 
 
 def measure(warmup, steps):
-    """Runs warmup + steps GRPO steps; returns the seconds of the last `steps`, and of their phases."""
+    """Run warmup + steps GRPO steps; return the seconds of the last `steps` and of their phases."""
     requests, phases = [], {"generate": [], "train": []}
     cluster = make_cluster(warmup + steps + 1)
     cluster.generate = timed(cluster.generate, phases["generate"])

@@ -1,13 +1,16 @@
-"""The kernels on the device that is here: checked on fresh random data, timed beside XLA and the machine's limits.
+"""Check the kernels on this machine's device with random data and time them against XLA and the device's limits.
 
     python -m experiments.kernels.run --output experiments/kernels/results/h200.json
 
-Needs this repository, jax and flax; under eight minutes on an H200. Every rule is compared with the reference in
-float64; verification is timed by kernels and by XLA over rotating buffers, and set beside the copy bandwidth and the
-rate of integer noise measured in the same call; then the token log-probs, forward and backward, beside the measured
-bfloat16 matrix products, and so is the attention of a layer; then fused iterations of a random Qwen3-8B with its
-EAGLE-3 head beside the time that its weights take to be read. Where there is no such device, `--small` runs all of it
-at small shapes, the kernels through the TPU interpreter: that the script runs, no number means anything.
+Needs this repository, jax and flax; takes under eight minutes on an H200.
+
+1. Compare every rule with the reference in float64.
+2. Time verification by kernels and by XLA over rotating buffers, against copy bandwidth and the rate of integer noise.
+3. Time token log-probs and the attention of a layer, forward and backward, against the rate of bfloat16 matmuls.
+4. Time fused iterations of a random Qwen3-8B with its EAGLE-3 head, against the time to read its weights.
+
+All limits are measured in the same call. Without such a device, `--small` runs everything at small shapes with the
+kernels in the TPU interpreter; this only shows that the script runs, and its numbers mean nothing.
 """
 
 import argparse
@@ -45,16 +48,16 @@ CHECKED = {
 
 
 class Shapes(NamedTuple):
-    """What is timed; `SMALL` where the kernels are interpreted."""
+    """The shapes to time; `SMALL` if the kernels are interpreted."""
 
     vocab: int
     draft_vocab: int
     verified: tuple[tuple[int, int], ...]  # (B, k)
-    copied: int  # float32 numbers
+    copied: int  # float32 values of the copy
     matrix: int
     tokens: int
     embed: int
-    rows: tuple[int, int, int, int]  # of attention: tokens of a row, query heads, key heads, their width
+    rows: tuple[int, int, int, int]  # attention: tokens per row, query heads, key/value heads, head size
     preset: str
     batches: tuple[int, ...]
     iterations: int
@@ -91,7 +94,7 @@ class Batch(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> Batch:
-    """Drafts drawn from draft logits that are the target's, disturbed."""
+    """Draw drafts from draft logits, which are the target's logits plus noise."""
     V, Vd = sizes
     keys = jax.random.split(jax.random.key(seed), 5)
     target = 3 * jax.random.normal(keys[0], (B, k + 1, V))
@@ -103,7 +106,7 @@ def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> Batch:
 
 
 def check(shapes: Shapes, kernels: Kernels, seeds: int = 4) -> Iterator[dict[str, Any]]:
-    """Each rule against the reference in float64: rows whose tokens differ, and the largest error of a log-prob."""
+    """Compare each rule with the reference in float64: rows whose tokens differ, and the largest log-prob error."""
     B, k = shapes.verified[0]
     for name, sampling in CHECKED.items():
         differ, error = 0, 0.0
@@ -126,7 +129,7 @@ def check(shapes: Shapes, kernels: Kernels, seeds: int = 4) -> Iterator[dict[str
 
 
 def timed(fn: Callable[..., Any], buffers: list[Any], rounds: int) -> bench.Quartiles:
-    """Seconds a call: calls are queued one behind the other, over buffers in turn, and waited for once a round."""
+    """Measure seconds per call. Calls are queued over rotating buffers and waited for once per round."""
     for buffer in buffers:
         jax.block_until_ready(fn(*buffer))
     seconds = []
@@ -139,13 +142,13 @@ def timed(fn: Callable[..., Any], buffers: list[Any], rounds: int) -> bench.Quar
 
 
 def ceilings(shapes: Shapes) -> dict[str, float]:
-    """Bytes a second of a copy, integer operations a second of the noise, bfloat16 operations a second of a product."""
+    """Measure the device's limits per second: bytes copied, integer operations of noise, bfloat16 operations of a matmul."""
     numbers = [(jnp.full(shapes.copied, i, jnp.float32),) for i in range(2)]
     copy = timed(jax.jit(lambda x: x + 1), numbers, shapes.rounds).median
     blocks = [(jnp.arange(shapes.copied // 16, dtype=jnp.uint32) + i,) for i in range(2)]
 
     def noise(x: jax.Array) -> jax.Array:
-        for _ in range(16):  # so that arithmetic, not memory, takes the time
+        for _ in range(16):  # repeated, so that arithmetic and not memory bounds the time
             x, _ = counter.threefry((x, x), (x, x))
         return x
 
@@ -161,7 +164,7 @@ def ceilings(shapes: Shapes) -> dict[str, float]:
 
 
 def bytes_of(rule: str, B: int, k: int, V: int, Vd: int) -> int:
-    """That the passes of `tiled.verify` move, as its docstring counts them."""
+    """Return the bytes that the passes of `tiled.verify` move, as its docstring counts them."""
     target, draft, last = B * (k + 1) * V, B * k * Vd, B * V
     if rule in ("coupled", "greedy"):
         return 4 * target
@@ -196,7 +199,7 @@ def time_verify(shapes: Shapes, kernels: Kernels, limits: dict[str, float]) -> I
 
 
 def time_logprobs(shapes: Shapes, limits: dict[str, float]) -> dict[str, Any]:
-    """Forward and backward with respect to hidden states and table: three products that count, one made twice."""
+    """Time log-probs and their gradient by hidden states and table: three matmuls, one of them computed twice."""
     tokens, D, V = shapes.tokens, shapes.embed, shapes.vocab
     tiling = Tiling(16_384, 1.0, partitioner(bench.one_device(), LEARNER))
 
@@ -219,7 +222,7 @@ def time_logprobs(shapes: Shapes, limits: dict[str, float]) -> dict[str, Any]:
 
 
 def attention_gradient(make: RowAttention, packed: bool) -> Callable[..., Any]:
-    """(q, k, v, weight of each output) -> gradients of q, k and v; packed: three sequences a row."""
+    """Return (q, k, v, weight of each output) -> gradients of q, k and v; `packed` puts three sequences in a row."""
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, weight: jax.Array) -> jax.Array:
         (B, T), place = q.shape[:2], partitioner(bench.one_device(), LEARNER)
@@ -230,10 +233,10 @@ def attention_gradient(make: RowAttention, packed: bool) -> Callable[..., Any]:
 
 
 def time_attention(shapes: Shapes, kernel: RowAttention, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Forward and backward of one layer over two rows, beside XLA.
+    """Time the attention of one layer over two rows, forward and backward, by kernel and by XLA.
 
-    Seven products of half of T x T each (causal): two forward, five backward. The difference is the largest of the
-    gradients to XLA's in float32, over their largest entry.
+    Counts seven matmuls of half of T x T each (causal): two forward, five backward. The difference is the largest one
+    between the gradients and XLA's in float32, over their largest entry.
     """
     T, N, K, H = shapes.rows
 
@@ -261,12 +264,12 @@ def time_attention(shapes: Shapes, kernel: RowAttention, limits: dict[str, float
 
 
 def time_iterations(shapes: Shapes, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Fused iterations of the engine, plain and with three drafted tokens."""
+    """Time fused iterations of the engine, plain and with three drafted tokens."""
     model = qwen3.preset(shapes.preset)
     for B in shapes.batches:
         case = cost_parts.build(model, min(shapes.draft_vocab, model.vocab), B, "bfloat16", (0, 3), "bfloat16")
         read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(case.weights.policy))
-        # Of the embedding one row a sequence is read; where it is not tied, the unembedding is another table.
+        # One row of the embedding is read per sequence; an untied LM head is a table of its own.
         read -= 0 if model.tied else case.weights.policy["embed"].nbytes
         runs = {k: cost_parts.iteration(case, k, shapes.iterations) for k in (0, 3)}
         found: dict[int, list[float]] = {k: [] for k in runs}
@@ -306,7 +309,7 @@ def main() -> None:
     }
 
     def keep(name: str, value: Any) -> Any:
-        """Written after every part: what was measured stays if a later part fails."""
+        """Write the results so far, so that they survive if a later part fails."""
         result[name] = value
         print(name, json.dumps(value), flush=True)
         os.makedirs(os.path.dirname(a.output) or ".", exist_ok=True)

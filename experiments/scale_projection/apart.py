@@ -1,9 +1,8 @@
-"""This project's own steps with rollouts on devices of their own (experiments/async_lag): the law of a lag, tested.
+"""Test the model of asynchronous steps on runs with separate rollout devices (experiments/async_lag).
 
-Fitted: the phases of the synchronous run of seed 0, and one constant, `contention`, on that seed's run one version
-ahead: one CPU pretends to be all devices, so generation and learning take time from each other. Predicted: the
-synchronous runs of the other seeds phase by phase, and every other step of one and two versions ahead. Rows as in
-ours.py.
+Fitted: the phases of the synchronous run of seed 0, and one constant, `contention`, on that seed's run with lag 1 (one
+CPU acts as all devices, so generation and learning slow each other down). Predicted: the synchronous runs of the other
+seeds phase by phase, and all other runs with lag 1 and 2. Rows as in ours.py.
 """
 
 import pathlib
@@ -24,8 +23,8 @@ FITTED = "lag 1"
 
 
 class Measured(NamedTuple):
-    phases: dict[str, np.ndarray]  # [seeds] seconds by phase, of the synchronous runs
-    total: dict[str, np.ndarray]  # [seeds] seconds of a step by pipeline
+    phases: dict[str, np.ndarray]  # phase -> [seeds] seconds, of the synchronous runs
+    total: dict[str, np.ndarray]  # pipeline -> [seeds] seconds of a step
 
 
 def measured() -> Measured:
@@ -37,14 +36,16 @@ def measured() -> Measured:
 
 
 def step_seconds(found: Measured, lag: int, contention: float) -> float:
-    """Of a step by the synchronous phases of seed 0; batches follow each other without gaining anything."""
+    """Predict the seconds of a step from the synchronous phases of seed 0."""
     phases = PhaseSeconds(*(np.array([[found.phases[phase][0]]]) for phase in PHASES))
     return float(asynchronous(phases, Steady(phases.generate, phases.generate), [[lag]], False, contention).total[0, 0])
 
 
 def solve_contention(found: Measured) -> float:
-    """Such that the fitted cell comes out, if it can: between 0 and 1, where a step is no shorter than the longer side
-    and no longer than a synchronous one."""
+    """Solve for the contention in [0, 1] that reproduces the fitted cell.
+
+    At 0 a step lasts as long as the longer side, at 1 as long as a synchronous step.
+    """
     apart, shared = (step_seconds(found, LAGS[FITTED], c) for c in (0.0, 1.0))
     return float(np.clip((found.total[FITTED][0] - apart) / (shared - apart), 0.0, 1.0))
 

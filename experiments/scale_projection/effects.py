@@ -1,6 +1,6 @@
-"""What the four constants of `paper` leave out, added one effect at a time.
+"""Effects that the four constants of paper.py leave out, added one at a time.
 
-Each has one constant of its own, solved on the rows named, and is judged on the others.
+Each effect has one constant, solved on the named rows and judged on the others.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from specrl_jax.simulator.scenario import points
 
 
 class Effect(NamedTuple):
-    """One thing that the four constants leave out, with the one constant that sets its size."""
+    """One effect with the constant that sets its size."""
 
     name: str
     constant: str
     value: float
     solved_on: str
-    rows: list[Row]  # judged on, `use` says which were solved on
+    rows: list[Row]  # `use` tells the rows solved on from the rows judged on
 
 
 def _solve(error: Callable[[float], float], low: float, high: float) -> float:
-    """The constant of the least squared error, searched in its logarithm."""
+    """Return the constant of least squared error, searched on a logarithmic scale."""
     found = minimize_scalar(lambda x: error(np.exp(x)), bounds=(np.log(low), np.log(high)), method="bounded")
     return float(np.exp(found.x))
 
@@ -46,7 +46,7 @@ def _squared(rows: list[Row]) -> float:
 
 
 def captured_graphs(c: Calibrated) -> Effect:
-    """Above 512 rows the host launches every kernel."""
+    """Captured graphs end at 512 rows: above, the host launches every kernel."""
 
     def rows(seconds: float) -> list[Row]:
         machine = c.hardware.with_attained(uncaptured_seconds=seconds)
@@ -61,8 +61,11 @@ def captured_graphs(c: Calibrated) -> Effect:
 
 
 def lookups(c: Calibrated) -> list[Effect]:
-    """Three candidates, one at a time: the host searches every running text, or spends as long on each whatever its
-    length, or the batches of mixed lengths never find a captured graph."""
+    """Return three candidate costs of n-gram drafting, one at a time.
+
+    The host searches every running text; or spends a fixed time on each; or batches of mixed lengths use no captured
+    graph.
+    """
 
     def searched(seconds: float) -> Calibrated:
         return c._replace(hardware=c.hardware.with_attained(lookup_seconds=seconds))
@@ -74,7 +77,7 @@ def lookups(c: Calibrated) -> list[Effect]:
         return c._replace(hardware=c.hardware.with_attained(sequence_seconds=seconds))
 
     def rows(of: Calibrated) -> list[Row]:
-        # Plain decoding is as it was.
+        # Plain decoding does not change.
         found = [c.generate(w, 0, 1.0) / of.generate(w, k, a, head=False) for w, k, a, _ in NGRAM]
         uses = ("solved on", "predicted")
         return [row("Table 2", f"{w}, n-gram", s, x, use) for (w, _, _, s), x, use in zip(NGRAM, found, uses)]
@@ -91,7 +94,7 @@ def lookups(c: Calibrated) -> list[Effect]:
 
 
 def learner_floor(c: Calibrated) -> list[Effect]:
-    """Part of the learner's phases does not shrink with devices: 64.6 s on 16 GPUs, 49.3 on 32."""
+    """A part of the learner's phases does not shrink with more devices: 64.6 s on 16 GPUs, 49.3 s on 32."""
     learner = ASYNC["plain"][0] - ASYNC["plain"][1]
 
     def with_floor(seconds: float) -> Calibrated:
@@ -106,7 +109,7 @@ def learner_floor(c: Calibrated) -> list[Effect]:
 
     def effect(name: str, of: Calibrated) -> Effect:
         rows = async_rows(of)
-        # Most of the plain step is the learner's.
+        # The learner takes most of the plain step.
         rows[0]["use"] = "solved on"
         return Effect(name, "learner_seconds", value, "learner of the plain asynchronous step", rows)
 

@@ -22,7 +22,7 @@ VIEWS = {"free verification": "o", "this project's loop": "s", "as measured in v
 
 
 def ours(path: str, rows: Sequence[Row]) -> None:
-    """Predicted against measured c, and predicted over measured phases; fitted cells hollow, held-out ones full."""
+    """Plot predicted against measured c and predicted / measured phases; fitted cells hollow, held-out cells filled."""
     figure, grid = plt.subplots(1, 4, figsize=(16, 4.2), layout="constrained")
     for axis, (name, title) in zip(grid, PANELS.items()):
         _against(axis, [r for r in rows if r["set"] == name], title)
@@ -60,7 +60,7 @@ def _against(axis: plt.Axes, rows: Sequence[Row], title: str) -> None:
 
 
 def paper(path: str, predicted: Sequence[Row], effects: Sequence[Any], large: Sequence[Row]) -> None:
-    """Left: predicted over measured, without and with the named effects. Right: the 235B rows, three views."""
+    """Plot predicted / measured without and with the named effects (left) and three views of the 235B rows (right)."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7), layout="constrained", width_ratios=(3, 2))
     _measured_rows(left, predicted, effects)
     _large_rows(right, [r for r in large if r["lengths"] == "zero" and r["use"] == "predicted"])

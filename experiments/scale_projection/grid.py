@@ -1,12 +1,12 @@
-"""Projections over grids of configurations, and how long ten thousand of them take.
+"""Project speedups over grids of configurations, and time ten thousand configurations.
 
     python -m experiments.scale_projection.grid
 
 Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups with intervals over GPUs
-and lag, and over k and the share of drafts kept, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop
-and with vLLM's host constants as fitted to the paper's 8B runs. Workloads are those of `paper.py` and `large.py`, but
-for the sequences at once: as many as the memory holds beside the learner, each with a cache to the longest text. A
-minute of one core.
+and lag, and over k and acceptance, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's
+host constants as fitted to the paper's 8B runs. Workloads are those of `paper.py` and `large.py`, except for the number
+of sequences: as many as fit in memory beside the learner, each with a cache for the longest text. Takes a minute on one
+core.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 class Case(NamedTuple):
-    """One model's grid. `k` and `acceptance` are those of the scale grid, `devices` that of the draft grid."""
+    """One model's grids. `k` and `acceptance` belong to the scale grid, `devices` to the draft grid."""
 
     name: str
     scenario: Callable[[paper.Calibrated], Scenario]
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def held(s: Scenario) -> Scenario:
-    """With as many sequences at once as the memory holds by this project's arithmetic."""
+    """Return the scenario with as many concurrent sequences as fit in memory by this project's arithmetic."""
     return dataclasses.replace(s, workload=dataclasses.replace(s.workload, slots=0))
 
 
@@ -49,7 +49,7 @@ CASES = (
 
 
 def grids(c: paper.Calibrated, graphs: effects.Effect) -> tuple[list[Row], list[Row]]:
-    """Rows of the scale grid and of the draft grid; column `case` is the model and whose loop."""
+    """Compute the rows of the scale grid and of the draft grid; column `case` names the model and the loop."""
     scale, draft = [], []
     for case in CASES:
         for loop, calibrated in (("our loop", large.fused(c)), ("vLLM", large.vllm(c, graphs))):
@@ -66,7 +66,7 @@ def plot(path: str, rows: list[Row], axes: tuple[str, str]) -> None:
 
 
 def timed(s: Scenario, count: int) -> Row:
-    """`count` different configurations of one model, adaptive ones among them."""
+    """Time `count` different configurations of one model, adaptive ones included."""
     rng = np.random.default_rng(0)
     devices = s.rollout_split.devices * rng.integers(2, 64, count)
     rollout_devices = np.maximum(devices // (2 * s.rollout_split.devices), 1) * s.rollout_split.devices

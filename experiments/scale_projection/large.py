@@ -1,4 +1,4 @@
-"""The paper's simulated rows of Qwen3-235B-A22B, with nothing fitted to them, and what they hang on."""
+"""Simulate the paper's simulated rows of Qwen3-235B-A22B without fitting to them, and their sensitivity."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Points, Scenario, compare, points, sample_speedups
 
 LARGE_ROLLOUTS = 4096  # the paper's
-DRAWS = 200  # of the assumptions
+DRAWS = 200  # draws of the assumptions
 # (GPUs, lag, k, acceptance length, rollout speedup, end to end)
 LARGE = [
     (512, 0, 3, 3.0, 2.72, 1.70),
@@ -36,7 +36,7 @@ FLOAT8 = Precision("float8", "float8", "bfloat16")
 
 
 def large_scenario(c: Calibrated, workload: str, free: bool) -> Scenario:
-    """Qwen3-235B-A22B with 4,096 rollouts in FP8; lengths and learner as in the 8B runs."""
+    """Return Qwen3-235B-A22B with 4,096 rollouts in FP8; lengths and learner as in the 8B runs."""
     model = PRESETS["qwen3_235b_a22b"]
     lengths = LogNormalLengths(min(c.means[workload], FULLEST * LIMIT), LIMIT, c.spread)
     return Scenario(
@@ -53,12 +53,12 @@ def large_scenario(c: Calibrated, workload: str, free: bool) -> Scenario:
 
 
 def together(p: Points) -> Points:
-    """Colocated and without a lag: what the paper's rollout speedups are read as."""
+    """Return the colocated plan without lag, which we take the paper's rollout speedups to mean."""
     return p._replace(lag=np.zeros_like(p.lag))
 
 
 def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
-    """Rollout and end-to-end speedups; with a lag each side with its own best split, and two other readings."""
+    """Compute rollout and end-to-end speedups; with a lag, each side with its best split, and two other readings."""
     s, out = large_scenario(c, workload, free), []
     for devices, lag, k, acceptance, rollout, whole in LARGE:
         case = f"{devices} GPUs, lag {lag}, k = {k}"
@@ -79,7 +79,7 @@ def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
 
 
 def known(c: Calibrated) -> dict[str, float]:
-    """How well the fit knows the constants that are in use; the rest has the assumptions' ranges."""
+    """Return the uncertainty of the fitted constants in use; the others have the ranges of the assumptions."""
     used = {name: c.fit.factors[name] for name in ("learner", "draft_seconds")}
     return {n: x for n, x in used.items() if getattr(c.hardware.attained, n) == c.fit.values[n]}
 
@@ -92,26 +92,26 @@ def _interval(values: np.ndarray) -> dict[str, float]:
 
 
 def assumed(c: Calibrated) -> Calibrated:
-    """As the machine's description assumes: none of the host's seconds a draft that were fitted."""
+    """Return the scenario as the hardware table assumes, without the fitted host seconds per draft."""
     return c._replace(hardware=c.hardware.with_attained(draft_seconds=HARDWARE["gb200"].attained.draft_seconds))
 
 
 def fused(c: Calibrated) -> Calibrated:
-    """With this project's loop: drafting is part of one program, the host looks in between chunks."""
+    """Return the scenario with this project's loop: one fused program, one host synchronisation per chunk."""
     return c._replace(hardware=c.hardware.with_engine(ENGINES["fused"]))
 
 
 def vllm(c: Calibrated, effect: Effect) -> Calibrated:
-    """With all that the 8B runs say of verification there: host seconds a draft, captured graphs."""
+    """Return the scenario with vLLM's costs as fitted to the 8B runs: host seconds per draft, captured graphs."""
     machine = c.hardware.with_attained(uncaptured_seconds=effect.value)
     return c._replace(hardware=machine, captured_rows=ENGINES["vllm"].captured_rows)
 
 
-# ---- what the simulated rows hang on
+# ---- sensitivity of the simulated rows
 
 
 def sensitivity() -> list[Row]:
-    """The six simulated rows under free verification, and Table 4's with captured graphs, one assumption changed."""
+    """Compute the six simulated rows (free verification) and Table 4's (captured graphs), one assumption changed."""
     gb200 = HARDWARE["gb200"]
     others = {
         "as assumed": gb200,
@@ -136,7 +136,7 @@ def sensitivity() -> list[Row]:
 
 
 def _changed(name: str, c: Calibrated, workload: Workload | None = None) -> Row:
-    """With the workload of RL-Zero where none is given."""
+    """Return one changed case; the workload defaults to RL-Zero's."""
     s, out = large_scenario(assumed(c), "zero", free=True), {"changed": name}
     s = dataclasses.replace(s, workload=workload or s.workload)
     for devices, lag, k, acceptance, _, _ in LARGE:

@@ -1,8 +1,8 @@
-"""This project's own measurements: what the model is fitted to, and what it then says of the rest.
+"""Fit the performance model to some of this project's measurements and predict the others.
 
 Three sets: iterations of a random 12-layer policy (costs.csv, seconds of the fused iteration by k and B), whole
-rollouts of the tiny policy (rollouts.csv, by drafter, k and slots), RL steps of it by phase (rlzero_tiny). A row of
-what is returned has `set`, `cell`, `use` ('fitted' or 'held out'), `measured`, `predicted`.
+rollouts of the tiny policy (rollouts.csv, by drafter, k and slots), and its RL steps by phase (rlzero_tiny). Result
+rows have `set`, `cell`, `use` ('fitted' or 'held out'), `measured`, `predicted`.
 """
 
 import functools
@@ -25,22 +25,22 @@ from specrl_jax.simulator.scenario import Scenario, points, predict
 
 Row = dict[str, Any]
 FLOAT32 = Precision("float32", "float32", "float32")
-# A CPU hides nothing behind memory, has no host beside it, and its learner is timed by itself.
+# A CPU overlaps no arithmetic with memory and has no separate host; its learner is timed separately.
 MACHINE = HARDWARE["this_machine"].with_attained(
     overlap=0.0, host_seconds=0.0, draft_seconds=0.0, data_seconds=0.0, prepare_seconds=0.0
 )
-# The iterations' texts: a prompt of 32, up to 128 more; attention reads all of that cache, masked.
+# Texts of the iterations: a prompt of 32 tokens and up to 128 more; attention reads the whole cache, masked.
 CACHE = 160
-# Batches of the first two sets that constants are fitted on; of the first also the plain iteration of one sequence.
+# Batches that the constants of the first two sets are fitted on; the first also uses one plain iteration at B = 1.
 FITTED_BATCH, FITTED_SLOTS, FITTED_SEED = 4, (1, 4, 16, 64), 0
-PROMPT, PROMPT_LIMIT, RESPONSE_LIMIT = 8.2, 10, 46  # of the arithmetic task, tokens
+PROMPT, PROMPT_LIMIT, RESPONSE_LIMIT = 8.2, 10, 46  # arithmetic task, tokens
 
 
 # ---- iterations
 
 
 def iterations() -> list[Row]:
-    """Cells (B, k) of costs.csv with the median seconds of their rounds."""
+    """Read cells (B, k) of costs.csv with the median seconds of their rounds."""
     rows = bench.read_rows("experiments/engine/costs.csv")
     cells = [(B, k) for B, part, k in bench.distinct(rows, "batch", "part", "k") if part == "iteration"]
     out = []
@@ -60,9 +60,9 @@ def iteration_seconds(hardware: Hardware, cells: list[Row]) -> np.ndarray:
 
 
 def rollouts() -> list[Row]:
-    """Cells (drafter, slots, k) of rollouts.csv, medians over rounds; k = 'none' is the plain engine.
+    """Read cells (drafter, slots, k) of rollouts.csv, medians over rounds; k = 'none' is the plain engine.
 
-    The controller's grid as it was measured by 2026-11-21: later cells of it are of a machine three times as fast.
+    This is the controller's grid as measured by 2026-11-21; later cells come from a machine three times as fast.
     """
     rows = [r for r in bench.read_rows("experiments/scale_projection/rollouts.csv") if r["round"] > 0]
     out = []
@@ -79,13 +79,13 @@ def rollouts() -> list[Row]:
 
 @functools.cache
 def answers(mean: float) -> EmpiricalLengths:
-    """An answer's tokens: those of the arithmetic task's worked solutions, which the policy imitates."""
+    """Return the response lengths: those of the arithmetic task's worked solutions, which the policy imitates."""
     source = TaskSource("arithmetic", "validation", seed=0)
     return EmpiricalLengths(tuple(len(source[i].solution) + 1 for i in range(512)), mean, RESPONSE_LIMIT)
 
 
 def tiny_schedule(slots: int) -> EngineSchedule:
-    """The engine's own rules: a refill when a quarter is free or a chunk is over, batches of a 4th and a 16th."""
+    """Return the engine's schedule: refill when a quarter is free or a chunk ends; batches of all, 1/4 and 1/16 slots."""
     sizes = tuple(share for share in (1 / 4, 1 / 16) if (slots * share) % 1 == 0)
     return EngineSchedule(0.25, 16, sizes, PROMPT_LIMIT + RESPONSE_LIMIT)
 
@@ -108,7 +108,7 @@ def rollout_seconds(hardware: Hardware, cells: list[Row], preset: str = "tiny", 
 
 
 def ratios(cells: list[Row], seconds: np.ndarray) -> np.ndarray:
-    """c of each cell: acceptance x seconds a token over those of the plain engine of the same drafter and slots."""
+    """Compute c of each cell: acceptance length x seconds per token, relative to the plain engine of the same cell."""
     plain = {(c["drafter"], c["slots"]): s / c["tokens"] for c, s in zip(cells, seconds) if c["k"] == "none"}
     return np.array(
         [c["acceptance"] * s / c["tokens"] / plain[c["drafter"], c["slots"]] for c, s in zip(cells, seconds)]
@@ -116,7 +116,7 @@ def ratios(cells: list[Row], seconds: np.ndarray) -> np.ndarray:
 
 
 def small_rollouts() -> list[Row]:
-    """Cells (slots, k) of speedup_small.csv in float32, medians over rounds: a policy of 20.6 M parameters."""
+    """Read cells (slots, k) of speedup_small.csv in float32, medians over rounds: a policy of 20.6 M parameters."""
     rows = bench.matching(bench.read_rows("experiments/engine/speedup_small.csv"), dtype="float32")
     out = []
     for slots, who, count in bench.distinct(rows, "slots", "k", "prompts"):
@@ -132,7 +132,7 @@ def small_rollouts() -> list[Row]:
 
 
 def fit_iterations() -> Calibration:
-    """Arithmetic and memory of this machine."""
+    """Fit arithmetic and memory rates of this machine."""
     cells = [c for c in iterations() if c["fitted"]]
     measured = np.array([c["seconds"] for c in cells])
     start = {"matmul": 0.9, "memory": 0.7, "packing": 1.3}
@@ -140,8 +140,11 @@ def fit_iterations() -> Calibration:
 
 
 def fit_rollouts(machine: Hardware) -> Calibration:
-    """What small models cost beside their products. Costs relative to plain decoding count in full, seconds of plain
-    decoding half: cells were measured hours apart on a shared machine."""
+    """Fit the costs of small models outside their matmuls.
+
+    Costs relative to plain decoding have full weight, seconds of plain decoding half: cells were measured hours apart
+    on a shared machine.
+    """
     cells = [c for c in rollouts() if c["fitted"]]
     plain = np.array([c["k"] == "none" for c in cells])
     weights = np.where(plain, 0.5, 1.0)
@@ -158,7 +161,7 @@ def fit_rollouts(machine: Hardware) -> Calibration:
 
 
 def check_iterations(machine: Hardware) -> list[Row]:
-    """Rows of the first set: seconds, and c = seconds over those of plain decoding."""
+    """Return the rows of the first set: seconds, and c = seconds relative to plain decoding."""
     cells = iterations()
     measured, predicted = np.array([c["seconds"] for c in cells]), iteration_seconds(machine, cells)
     rows = []
@@ -175,7 +178,7 @@ def check_iterations(machine: Hardware) -> list[Row]:
 
 
 def check_rollouts(machine: Hardware) -> list[Row]:
-    """Rows of the second set: c by drafter, slots and k; then those of a larger policy, of which nothing is fitted."""
+    """Return the rows of the second set: c by drafter, slots and k; then a larger policy without fitted constants."""
     tiny, small = rollouts(), small_rollouts()
     rows = _rollout_rows("rollout c", tiny, rollout_seconds(machine, tiny))
     return rows + _rollout_rows("rollout c, 20 M", small, rollout_seconds(machine, small, "small", 128))
@@ -200,7 +203,7 @@ def _rollout_rows(name: str, cells: list[Row], seconds: np.ndarray) -> list[Row]
 
 
 def steps() -> list[Row]:
-    """Medians over the steps of every run of rlzero_tiny, the first left out, which compiles."""
+    """Return medians over the steps of every run of rlzero_tiny without the first one, which compiles."""
     rows = bench.read_rows("experiments/rlzero_tiny/results.csv")
     rows = [r for r in rows if r["time/total"] != "" and r["step"] > 1]
     out = []
@@ -216,8 +219,10 @@ def steps() -> list[Row]:
 
 
 def step_seconds(machine: Hardware, pace: dict[str, float], runs: list[Row]) -> np.ndarray:
-    """[runs, phases] of configs/rlzero_tiny.py; generation takes `pace` times what it does by the rollouts above, one
-    number for runs with the head and one for those without."""
+    """Predict [runs, phases] seconds of configs/rlzero_tiny.py.
+
+    `pace` scales the generation seconds that follow from the rollouts above: one factor with the head, one without.
+    """
     out, tiny = [], PRESETS["tiny"]
     for r in runs:
         lengths = answers(r["tokens"] / 128)
@@ -239,7 +244,7 @@ def step_seconds(machine: Hardware, pace: dict[str, float], runs: list[Row]) -> 
 
 
 def fit_steps(machine: Hardware) -> Calibration:
-    """On the two runs of seed 0: the learner's three constants, set-up, and the paces of generation."""
+    """Fit the learner's three constants, set-up times and the paces of generation on the two runs of seed 0."""
     runs = [r for r in steps() if r["fitted"]]
     measured = np.array([[r[phase] for phase in PHASES] for r in runs])
     start = {
@@ -260,13 +265,13 @@ def fit_steps(machine: Hardware) -> Calibration:
 
 
 def split_pace(values: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """(what the machine attains, the paces by kind) of the fitted constants."""
+    """Divide the fitted constants into (attained rates of the machine, paces by kind)."""
     pace = {name.removeprefix("pace_"): v for name, v in values.items() if name.startswith("pace_")}
     return {name: v for name, v in values.items() if not name.startswith("pace_")}, pace
 
 
 def check_steps(machine: Hardware, pace: dict[str, float]) -> list[Row]:
-    """Rows of the third set, phase by phase and in sum."""
+    """Return the rows of the third set, by phase and in total."""
     runs = steps()
     predicted = step_seconds(machine, pace, runs)
     rows = []
@@ -282,7 +287,7 @@ def comparison(name: str, cell: str, use: str, measured: float, predicted: float
 
 
 def calibrated() -> tuple[Hardware, dict[str, float], list[Calibration]]:
-    """(this machine as fitted, the paces of generation in the RL steps, the three fits)."""
+    """Return (the fitted machine, the paces of generation in the RL steps, the three fits)."""
     first = fit_iterations()
     machine = MACHINE.with_attained(**first.values)
     second = fit_rollouts(machine)

@@ -1,8 +1,8 @@
-"""The tables of arXiv 2604.26779: four constants fitted to a few of their numbers, the others predicted.
+"""Fit four constants to a few numbers of the tables of arXiv 2604.26779 and predict the others.
 
-Fitted to Table 1's two plain columns and to one speculative one (RL-Zero, generation): the mean response length of each
-workload, the learner's share of the peak, and the host's seconds a drafted token. What else a prediction needs the
-paper does not disclose; it is assumed here by name (`LIMIT` and below), and drawn again for the intervals.
+Fitted to Table 1's two plain columns and to one speculative value (RL-Zero, generation): the mean response length of
+each workload, the learner's share of the peak, and the host's seconds per drafted token. The paper does not disclose
+the other inputs of a prediction; they are assumed by name (`LIMIT` and below) and drawn again for the intervals.
 """
 
 from typing import Any, NamedTuple
@@ -21,19 +21,19 @@ from specrl_jax.simulator.scenario import Points, Prediction, Scenario, points, 
 Row = dict[str, Any]
 WORKLOADS = ("zero", "think")
 DEVICES = 32
-# Assumed, since it is not disclosed. 64 prompts x 16 answers as in our configs; one node of four GPUs a replica, too.
+# Assumed, not disclosed: 64 prompts x 16 answers and one node of four GPUs per replica, as in our configs.
 ROLLOUTS, GROUP, PROMPT, TENSOR = 1024, 16, 200.0, 4
-# Tokens of a text at most. 8,192 is ruled out: with it no mean length makes the roofline's generation last 100 s.
+# Maximum tokens of a text. 8,192 is ruled out: no mean length then makes the roofline's generation last 100 s.
 LIMIT = 16_384.0
 # Table 1's logprob and train seconds are equal for two workloads whose generation differs by a third: rows are padded
 # to one limit. NeMo-RL's logprob phase scores policy and reference; no layer is recomputed.
 SCORED, REMAT = 2, False
-# Sequences at once are not limited: vLLM's default of 256 and more an engine is above what a replica is dealt, its
-# cache is paged, and the learner is moved out while it runs.
+# Concurrent sequences are not limited: vLLM's default (256 or more per engine) exceeds a replica's share, its cache is
+# paged, and the learner is offloaded while it runs.
 SLOTS = 65_536
-# An EAGLE-3 head's vocabulary, as published ones have.
+# Vocabulary of an EAGLE-3 head, as published heads have.
 DRAFT_VOCAB = 32_000
-FULLEST = 0.98  # most that a mean can be of the limit
+FULLEST = 0.98  # largest mean relative to the limit
 TAIL_FACTOR = 1.35  # 90 % of the spread of ln(length), 0.6 to 1.1; see lengths.Lengths
 # Standard deviation of ln(seconds) between two runs of one phase: the four columns of Table 1 have 17.8 to 18.1 s of
 # logprob and 30.5 to 31.4 of train, which should not differ.
@@ -69,7 +69,7 @@ ASYNC_DEVICES, ASYNC_ROLLOUT = 64, 48
 
 
 class Calibrated(NamedTuple):
-    """A machine and the two workloads, with what was fitted."""
+    """A machine and the two workloads with the fitted constants."""
 
     hardware: Hardware
     means: dict[str, float]  # tokens
@@ -103,7 +103,7 @@ class Calibrated(NamedTuple):
 
 
 def learner_work(rollouts: int, lengths: LogNormalLengths, microbatch: int) -> Workload:
-    """One update of all responses in Megatron's layout, a row at a time: parameters stay where they are."""
+    """Return the work of one update of all responses in Megatron's layout, where parameters are not gathered."""
     return Workload(
         rollouts,
         GROUP,
@@ -121,7 +121,7 @@ def learner_work(rollouts: int, lengths: LogNormalLengths, microbatch: int) -> W
 def calibrate(
     hardware: Hardware, spread: float = LogNormalLengths.spread, noise: float | np.ndarray = 1.0
 ) -> Calibrated:
-    """The four constants, on seven numbers of Table 1, each times `noise`."""
+    """Fit the four constants to seven numbers of Table 1, each multiplied by `noise`."""
     measured = [TABLE_1[w][phase] for w in WORKLOADS for phase in ("generate", "logprob", "train")]
     measured.append(TABLE_1["zero, speculative"]["generate"])
 
@@ -158,7 +158,7 @@ def fitted_rows(c: Calibrated) -> list[Row]:
 
 
 def predicted_rows(c: Calibrated) -> list[Row]:
-    """Speedups that nothing was fitted to."""
+    """Predict the speedups to which nothing was fitted."""
     rows = []
     for w in WORKLOADS:
         p = c.predict(w, points(DEVICES, np.array([0, 3]), np.array([1.0, EAGLE[w]])))
@@ -200,8 +200,10 @@ def row(table: str, name: str, measured: float, predicted: float, use: str = "pr
 
 
 def intervals(hardware: Hardware, draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """5 and 95 % quantiles of the predicted rows: assumptions drawn, also how long the tail of responses is, the four
-    constants fitted anew to numbers with noise, and the noise of a row itself. What the model lacks is not in them.
+    """Compute 5 and 95 % quantiles of the predicted rows.
+
+    Each draw varies the assumptions and the tail of the response lengths, fits the four constants again to noisy
+    numbers and adds the noise of a row. Effects that the model lacks are not included.
     """
     rng = np.random.default_rng(seed)
     free = [name for name in SPREAD if name not in ("learner", "draft_seconds", "mixture")]

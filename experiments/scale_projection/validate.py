@@ -1,10 +1,10 @@
-"""The performance model beside what was measured: our own runs, then the paper's tables, then its simulated rows.
+"""Compare the performance model with our runs, with the paper's tables and with its simulated rows.
 
     python -m experiments.scale_projection.validate
 
 Prints every constant with its interval, every comparison, and the targets; writes validation.csv, effects.csv,
-large.csv, sensitivity.csv, constants.csv and two figures beside this file. A minute of one core; nothing is timed, no
-device is used.
+large.csv, sensitivity.csv, constants.csv and two figures beside this file. Takes a minute on one core; nothing is timed
+and no device is used.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from specrl_jax.simulator.hardware import HARDWARE
 
 HERE = pathlib.Path(__file__).parent
 Row = dict[str, Any]
-# Of held-out rows: (median error, worst error).
+# Set -> (largest median error, largest worst error) of its held-out rows.
 TARGETS = {"iteration c": (0.10, 0.25), "rollout c": (0.10, 0.25)}
 LARGE_COLUMNS = ("view", "lengths", "table", "row", "use", "measured", "predicted", "low", "high", "error", "share")
 STEP_TARGET, PAPER_TARGET, LARGE_TARGET = 0.10, 0.10, 0.15
@@ -47,7 +47,7 @@ def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
     phases = [r for r in steps if r["set"] != "step total"]
     off = [r for r in phases if abs(r["predicted"] / r["measured"] - 1) > STEP_TARGET]
     print(
-        f"  {len(phases) - len(off)} of {len(phases)} held-out phases, and steps ahead, within {STEP_TARGET:.0%}; not:"
+        f"  {len(phases) - len(off)} of {len(phases)} held-out phases, and asynchronous steps, within {STEP_TARGET:.0%}; not:"
     )
     for r in off:
         print(f"    {r['set']}, {r['cell']}: {r['measured']:.4f} s, predicted {r['predicted']:.4f}")
@@ -76,7 +76,7 @@ def effect_rows(found: Sequence[effects.Effect]) -> list[Row]:
 
 
 def large_views(c: paper.Calibrated, graphs: effects.Effect) -> list[Row]:
-    """The 235B rows under three views of verification, with the lengths of either workload."""
+    """Compute the 235B rows under three views of verification with the lengths of each workload."""
     views = {
         "free verification": (large.assumed(c), True),
         "this project's loop": (large.fused(c), False),
@@ -104,7 +104,7 @@ def print_large(rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=60, help="of the assumptions, for the paper's rows")
+    parser.add_argument("--draws", type=int, default=60, help="draws of the assumptions for the paper's rows")
     draws = parser.parse_args().draws
 
     machine, pace, fits = ours.calibrated()
@@ -113,7 +113,7 @@ def main() -> None:
     contention = apart.solve_contention(ahead)
     rows += apart.check(ahead, contention)
     print_ours(rows, fits)
-    print(f"  contention of the pretended devices {contention:.2f}, solved on one run ahead")
+    print(f"  contention of the fake devices {contention:.2f}, solved on one run with lag 1")
 
     print("\nTHE PAPER'S TABLES (arXiv 2604.26779)")
     gb200 = HARDWARE["gb200"]
@@ -125,9 +125,7 @@ def main() -> None:
     near = sum(abs(r["error"]) <= PAPER_TARGET for r in predicted)
     print(f"  {len(c.fit.values)} fitted constants, {len(predicted)} rows predicted, {near} within {PAPER_TARGET:.0%}")
     inside = sum(r["low"] <= r["measured"] <= r["high"] for r in predicted)
-    print(
-        f"  {inside} of {len(predicted)} measured rows inside the 90 % interval, which knows nothing of what is missing"
-    )
+    print(f"  {inside} of {len(predicted)} measured rows inside the 90 % interval, which leaves out missing effects")
 
     print("\nEFFECTS THAT WERE LEFT OUT, ADDED ONE BY ONE")
     added = [effects.captured_graphs(c), *effects.lookups(c), *effects.learner_floor(c)]
@@ -160,7 +158,7 @@ def main() -> None:
 
 
 def _as_csv(r: Row) -> Row:
-    """Either kind of row in the columns of validation.csv."""
+    """Convert either kind of row to the columns of validation.csv."""
     name, cell = (r["set"], r["cell"]) if "set" in r else (r["table"], r["row"])
     error = round(r["predicted"] / r["measured"] - 1, 4)
     numbers = {"measured": f"{r['measured']:.6g}", "predicted": f"{r['predicted']:.6g}"}
