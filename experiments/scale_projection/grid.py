@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.scale_projection import effects, large, paper
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATIOS, Row, draft_rows, scale_rows, write_rows
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_rows, scale_rows, write_rows
 from specrl_jax.simulator.hardware import HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.scenario import Scenario, points, predict
@@ -56,7 +56,7 @@ def grids(c: paper.Calibrated, graphs: effects.Effect) -> tuple[list[Row], list[
             s, name = case.scenario(calibrated), {"case": f"{case.name}, {loop}"}
             known = large.known(calibrated)
             scale += [name | r for r in scale_rows(s, case.all_devices, LAGS, case.k, case.acceptance, known)]
-            draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATIOS, known)]
+            draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATES, known)]
     return scale, draft
 
 

@@ -72,7 +72,7 @@ def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
         out.append(row(case, "rollout", rollout, colocated.rollout[0]) | share | _interval(alone.rollout))
         out.append(row(case, "end to end", whole, found.end_to_end[0]) | share | _interval(drawn.end_to_end))
         if lag:
-            half = compare(s, p._replace(rollout_devices=p.devices // 2), split=False)
+            half = compare(s, p._replace(rollout_devices=p.devices // 2), optimize_split=False)
             others = {"colocated, no lag": colocated.end_to_end[0], "half of the GPUs each": half.end_to_end[0]}
             out += [row(case, f"end to end, {name}", whole, x, "another reading") for name, x in others.items()]
     return out

@@ -1,7 +1,7 @@
-"""Few named constants fitted to measured seconds, each with an interval.
+"""Fit a few named constants to measured seconds, each with an interval.
 
-A constant is positive and fitted in its logarithm, as are the seconds: what is minimised is the sum of squares of
-ln(predicted / measured). Intervals follow from the curvature there and the scatter that is left.
+Constants and seconds are positive and are fitted in their logarithms: the fit minimises the sum of squares of
+ln(predicted / measured). Intervals follow from the curvature at the minimum and the remaining scatter.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,17 +10,17 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 NINETY = 1.645  # standard errors each side of a 90 % interval
 
 
 class Calibration(NamedTuple):
-    """What a fit found."""
+    """Fitted constants."""
 
     values: dict[str, float]
     factors: dict[str, float]  # 90 % interval of each: value / factor to value x factor
-    scatter: float  # standard deviation of ln(predicted / measured), over what is free
+    scatter: float  # standard deviation of ln(predicted / measured), over the degrees of freedom
     points: int
 
     def lines(self) -> list[str]:
@@ -34,11 +34,13 @@ def fit(
     start: Mapping[str, float],
     noise: float = 0.02,
 ) -> Calibration:
-    """The constants for which `predict` comes closest to `measured` [n] seconds, n >= the number of constants.
+    """Fit the constants so that `predict` comes closest to `measured` [n] seconds.
 
     Args:
       start: name -> first guess.
-      noise: least standard deviation of ln(measured) that is believed, where the fit leaves less or nothing is free.
+      noise: lower bound on the standard deviation of ln(measured), used where the fit leaves less or is exact.
+    Raises:
+      InputError: for more constants than measurements.
     """
     names, measured = list(start), np.asarray(measured, float)
     first = np.array([start[name] for name in names])
@@ -51,32 +53,31 @@ def fit(
     def residuals(logs: np.ndarray) -> np.ndarray:
         return np.log(predict(dict(zip(names, values(logs)))) / measured)
 
-    # From the first guess, at most a factor of e at a time at first: far from the answer a constant may not count at
-    # all. Differences far above rounding, since predictions have kinks where a roofline turns.
+    # The first steps change a constant by at most a factor of e: far from the minimum it may have no effect at all.
+    # Finite differences far above rounding, since predictions have kinks where a roofline turns.
     found = least_squares(residuals, np.zeros(len(names)), diff_step=1e-4)
     free = len(measured) - len(names)
     scatter = float(np.sqrt(2 * found.cost / free)) if free else 0.0
     factors = np.exp(NINETY * max(scatter, noise) * _deviations(found.jac))
-    return Calibration(
-        dict(zip(names, map(float, values(found.x)))), dict(zip(names, map(float, factors))), scatter, len(measured)
-    )
+    fitted = dict(zip(names, map(float, values(found.x))))
+    return Calibration(fitted, dict(zip(names, map(float, factors))), scatter, len(measured))
 
 
 def _deviations(jacobian: np.ndarray) -> np.ndarray:
-    """Standard deviation of each constant for residuals of 1: inf where the points cannot tell it from others."""
+    """Return the standard deviation of each constant for unit residuals; inf for constants that are not identified."""
     _, sizes, directions = np.linalg.svd(jacobian, full_matrices=False)
-    seen = sizes > 1e-4 * sizes[0]  # the differences' own error
+    seen = sizes > 1e-4 * sizes[0]  # the error of the finite differences
     unseen = (np.abs(directions[~seen]) > 1e-3).any(axis=0)
     known = np.sqrt(((directions[seen] / sizes[seen, None]) ** 2).sum(axis=0))
     return np.where(unseen, np.inf, known)
 
 
 class Errors(NamedTuple):
-    """Of predictions against measurements, as shares."""
+    """Relative errors of predictions."""
 
     median: float
     worst: float
-    count: int
+    count: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return f"median {self.median:.1%}, worst {self.worst:.1%} of {self.count}"

@@ -2,35 +2,34 @@
 
 import csv
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.simulator.rollout import LENGTHS
 from specrl_jax.simulator.scenario import Comparison, Points, Scenario, compare, points, sample_speedups
 
-Row = dict[str, Any]
+Row = dict[str, float]  # counts are int, `fits` is bool
 Known = dict[str, float] | None
 LAGS = (0, 1, 2, 4)
-DRAWS = 100  # of the assumptions, for a cell's intervals
+DRAWS = 100  # Monte Carlo samples of the assumptions for a cell's intervals
 DRAFTED = tuple(k for k in LENGTHS if k)
-RATIOS = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts kept at a position, 0.5 to 0.95
+RATES = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts accepted at a position, 0.5 to 0.95
 
 
 def scale_rows(
     s: Scenario, devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float, known: Known = None
 ) -> list[Row]:
-    """Over devices and lag, at one k; `known` as in Hardware.sampled."""
+    """Return rows over devices and lag, at one k; `known` as in Hardware.sampled."""
     n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
     cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]
     return _rows(s, cells, points(n, k, acceptance, lag=lag), known)
 
 
 def draft_rows(
-    s: Scenario, devices: int, lag: int, drafted: Sequence[int], ratios: Sequence[float], known: Known = None
+    s: Scenario, devices: int, lag: int, drafted: Sequence[int], rates: Sequence[float], known: Known = None
 ) -> list[Row]:
-    """Over k and the share of drafts kept at each position, r: the acceptance length is 1 + r + ... + r^k."""
-    k, r = (x.ravel() for x in np.meshgrid(drafted, ratios))
+    """Return rows over k and the share r of drafts accepted at each position: acceptance length 1 + r + ... + r^k."""
+    k, r = (x.ravel() for x in np.meshgrid(drafted, rates))
     acceptance = (r[:, None] ** np.arange(max(drafted) + 1) * (np.arange(max(drafted) + 1) <= k[:, None])).sum(1)
     cells = [
         {"devices": devices, "lag": lag, "k": int(a), "kept": float(b), "acceptance": round(x, 4)}
@@ -39,13 +38,13 @@ def draft_rows(
     return _rows(s, cells, points(devices, k, acceptance, lag=lag), known)
 
 
-def _rows(s: Scenario, cells: list[Row], p: Points, known: Known) -> list[Row]:
+def _rows(s: Scenario, cells: Sequence[Row], p: Points, known: Known) -> list[Row]:
     found = compare(s, p)
     return [cell | _columns(s, p.at(i), found.at(i), known) for i, cell in enumerate(cells)]
 
 
 def _columns(s: Scenario, p: Points, found: Comparison, known: Known) -> Row:
-    """Of one point."""
+    """Return the computed columns of one point, N = 1."""
     plain, fast = found.plain, found.speculative
     rollout, end_to_end, *_ = sample_speedups(s, p, found, DRAWS, known).intervals()
     return {

@@ -1,7 +1,7 @@
-"""What machines can do: the vendors' numbers, and the share of them that programs attain.
+"""Hardware figures: the vendors' peak numbers, and the share of them that programs attain.
 
-A field that is an assumption is a number here with its source or its reason beside it, and a range in `SPREAD`; a field
-that was fitted is replaced by `calibrate`. Rates are a device's, bytes count 1e9 to the GB.
+An assumed number has its source or reason beside it and a range in `SPREAD`; `calibrate` replaces fitted ones. Rates
+are per device; a GB is 1e9 bytes.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import numpy as np
 
 from specrl_jax.core import InputError
 
-# A number, or as many of them as there are configurations
+# A number, or one per configuration.
 Array = float | np.ndarray
 
 
 class Peak(NamedTuple):
-    """FLOP/s of dense products by the dtype of their operands; a dtype without units of its own has the next one's."""
+    """FLOP/s of dense matmuls by operand dtype; a dtype without hardware support has the rate of the next wider one."""
 
     float32: float
     bfloat16: float
@@ -27,7 +27,7 @@ class Peak(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Between devices: bytes/s that one sends while it receives as many, and seconds that a message takes at least."""
+    """Link of a device: bytes/s in each direction, and the latency of a message in seconds."""
 
     bandwidth: float
     latency: float
@@ -35,63 +35,62 @@ class Link(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Attained:
-    """What programs get of a machine, and what their host takes. Assumed, with a range in SPREAD, unless fitted."""
+    """Attained shares of the peaks, and overheads. Assumed, with a range in SPREAD, unless fitted."""
 
-    # Share of the peak in large products. cuBLAS and XLA reach 0.65 to 0.75 of the dense bfloat16 peak on H100.
+    # Share of the peak in large matmuls. cuBLAS and XLA reach 0.65 to 0.75 of the dense bfloat16 peak on H100.
     matmul: Array = 0.7
     # Share of the memory's bandwidth in reading weights and caches; copies reach 0.9, decode kernels less.
     memory: Array = 0.8
-    # Share of a link's bandwidth in collectives of large messages; NCCL's all-reduce reaches about that in a node.
+    # Share of a link's bandwidth in collectives of large messages; about that of NCCL's all-reduce in a node.
     link: Array = 0.75
-    # Of the shorter of an operation's two times, arithmetic and memory, the share that hides behind the longer one:
-    # 1 is the roofline (max), 0 their sum.
+    # Share of the shorter of an operation's two times, arithmetic and memory, that overlaps with the longer one: 1 is
+    # the roofline (max), 0 their sum.
     overlap: Array = 1.0
-    # Of what large products attain, the share that a dense learner keeps over a whole phase: collectives, small
-    # kernels, idle stages. Llama 3 at 8B to 70B trains at 1,620 to 1,940 of GB200's 5,000 TFLOP/s in FP8 (Megatron
+    # Rate of a dense learner over a whole phase, relative to large matmuls: collectives, small kernels and idle stages
+    # reduce it. Llama 3 at 8B to 70B trains at 1,620 to 1,940 of GB200's 5,000 TFLOP/s in FP8 (Megatron
     # Bridge 25.11, performance summary), 0.46 to 0.55 x 0.7.
     learner: Array = 0.5
-    # And what a mixture's learner keeps of that: Qwen3-235B-A22B 806, Llama 3 70B 1,623 TFLOP/s a GPU (Megatron Bridge
-    # 26.02, GB200, MXFP8).
+    # Rate of a mixture's learner relative to a dense one: Qwen3-235B-A22B 806, Llama 3 70B 1,623 TFLOP/s a
+    # GPU (Megatron Bridge 26.02, GB200, MXFP8).
     mixture: Array = 0.5
-    # Cost of a FLOP in a backward pass over one in a forward pass.
+    # Cost of a backward FLOP relative to a forward FLOP.
     backward: Array = 1.0
-    # Of what the policy's learning attains, the share that a draft head's does: its products are smaller.
+    # Rate of draft training relative to policy training: its matmuls are smaller.
     draft_learner: Array = 1.0
-    # Seconds of train that more devices do not shorten.
+    # Seconds of the train phase that do not scale with devices.
     learner_seconds: Array = 0.0
-    # Seconds of a kernel beside its work, launched from a captured graph: 2 to 3 us of prologue and drain.
+    # Overhead of a kernel launched from a CUDA graph, seconds: 2 to 3 us of prologue and drain.
     kernel_seconds: Array = 2.5e-6
-    # Seconds of every engine iteration in which the device waits for its host: schedule, sample, detokenise. vLLM
-    # without overlap: about 4 ms (its RFC 6854), with a captured graph of a large model 4 ms (vllm-omni issue 3730);
+    # Seconds of every engine iteration in which the device waits for the host: schedule, sample, detokenise. vLLM
+    # without overlap: about 4 ms (its RFC 6854), with a CUDA graph of a large model 4 ms (vllm-omni issue 3730);
     # overlapped scheduling hides most of it.
     host_seconds: Array = 2e-3
-    # The same for every token drafted, beyond the head's own kernels: one graph is launched, one token drawn.
+    # Host seconds for every drafted token, beyond the head's own kernels: one graph launch, one sampled token.
     draft_seconds: Array = 1e-4
-    # The same for every layer of an iteration with more rows than the largest captured graph, whose kernels the host
+    # Host seconds for every layer of an iteration with more rows than the largest CUDA graph, whose kernels the host
     # launches one by one; see DecoderCost.captured_rows.
     uncaptured_seconds: Array = 0.0
-    # Of a drafter without weights: host seconds for each token of a running text that it searches.
+    # Lookup drafters: host seconds for each token of a running sequence that is searched.
     lookup_seconds: Array = 0.0
-    # Seconds of an iteration for every sequence, and for every position of one that is decoded or verified: noise,
-    # scatters into caches, masks. On an accelerator these are among the kernels.
+    # Seconds of an iteration for every sequence, and for every decoded or verified position: noise, scatters into
+    # caches, masks. On an accelerator these are among the kernels.
     sequence_seconds: Array = 0.0
     row_seconds: Array = 0.0
-    # Reads of a weight by a product of more rows than one, in units of one read. A CPU's library copies the weight
-    # into tiles first, a product of one row does without.
+    # Reads of a weight by a matmul of more than one row, in units of one read. A CPU library first copies the weight
+    # into tiles; a matrix-vector product does not.
     packing: Array = 1.0
-    # Seconds of a look of the host between chunks (see rollout.Schedule), beside the prefill of what it starts.
+    # Seconds of one host synchronisation between chunks (see rollout.EngineSchedule), without the prefill it starts.
     chunk_seconds: Array = 0.0
-    # Seconds of the two phases that are mostly not arithmetic: a batch of prompts is there already; the engine is woken
-    # and its weights are checked and stamped.
+    # Seconds of the two phases that are mostly not arithmetic: prompts are prefetched; the engine resumes, and its
+    # weights are checksummed and stamped.
     data_seconds: Array = 0.2
     prepare_seconds: Array = 1.0
-    # Of the shorter of generation and learning on devices of their own, the share that comes on top of the longer one
-    # when both run: 0 for devices that share nothing, near 1 for those that one CPU pretends to have.
+    # Share of the shorter of generation and learning that is added to the longer one when both run at once: 0 for
+    # devices that share nothing, near 1 for fake devices of one CPU.
     contention: Array = 0.0
 
 
-# By how much an assumption may be wrong: 90 % between value / factor and value x factor, log-normal. Of all others
-# nothing is drawn.
+# Uncertainty of the assumptions: log-normal, 90 % between value / factor and value x factor. The others are fixed.
 SPREAD = {
     "matmul": 1.15,
     "memory": 1.15,
@@ -115,25 +114,25 @@ class Hardware:
     peak: Peak
     memory_bytes: float
     memory_bandwidth: float  # bytes/s
-    domain: int  # devices that `near` joins: an NVLink domain, a TPU pod
+    domain: int  # devices joined by `near`: an NVLink domain, a TPU pod
     near: Link  # inside a domain
     far: Link  # between domains
-    # A cache that holds weights between two iterations: its bytes and bytes/s. 0: none that large.
+    # A cache that can hold weights between iterations: bytes and bytes/s. 0: none large enough.
     cache_bytes: float = 0.0
     cache_bandwidth: float = 1.0
     attained: Attained = Attained()
 
     def flops(self, dtype: str) -> Array:
-        """FLOP/s that large products attain."""
+        """FLOP/s attained by large matmuls."""
         return getattr(self.peak, dtype) * self.attained.matmul
 
     def bandwidth(self, resident: Array) -> Array:
-        """Bytes/s at which `resident` bytes are read again every iteration."""
+        """Bytes/s at which `resident` bytes are read in every iteration."""
         cached = np.asarray(resident) <= self.cache_bytes
         return np.where(cached, self.cache_bandwidth, self.memory_bandwidth) * self.attained.memory
 
     def link(self, devices: Array) -> tuple[Array, Array]:
-        """(bytes/s, seconds a message) between `devices` of them: the far link once they exceed a domain."""
+        """Return (bytes/s, seconds a message) between `devices` devices: the far link if they exceed a domain."""
         inside = np.asarray(devices) <= self.domain
         bandwidth = np.where(inside, self.near.bandwidth, self.far.bandwidth) * self.attained.link
         return bandwidth, np.where(inside, self.near.latency, self.far.latency)
@@ -142,20 +141,20 @@ class Hardware:
         return dataclasses.replace(self, attained=dataclasses.replace(self.attained, **values))
 
     def with_engine(self, e: "Engine") -> "Hardware":
-        """Under the host of a rollout engine; its captured rows are the decoder's."""
+        """Return the machine with the host overheads of a rollout engine; `captured_rows` belongs to DecoderCost."""
         return self.with_attained(
             host_seconds=e.host_seconds, draft_seconds=e.draft_seconds, uncaptured_seconds=e.uncaptured_seconds
         )
 
     def sampled(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
-        """The machine with [count, 1] of every uncertain number: by SPREAD or, where that has it, `known`."""
+        """Sample [count, 1] values of every uncertain number, with the factors of SPREAD, overridden by `known`."""
         rng = np.random.default_rng(seed)
         values = {}
         for name, factor in (SPREAD | (known or {})).items():
-            # Every name draws, whatever its factor: what is known of one does not change the draws of another.
+            # Every name samples, whatever its factor: `known` does not change the samples of other names.
             noise = np.exp(np.log(factor) / 1.645 * rng.standard_normal((count, 1)))
-            drawn = getattr(self.attained, name) * noise
-            values[name] = np.minimum(drawn, 1.0) if name in SHARES else drawn
+            value = getattr(self.attained, name) * noise
+            values[name] = np.minimum(value, 1.0) if name in SHARES else value
         return self.with_attained(**values)
 
 
@@ -199,9 +198,8 @@ HARDWARE = {
         Link(400e9, 10e-6),
         Link(12.5e9, 50e-6),
     ),
-    # Two cores of an AMD EPYC 9004 (AVX-512) with 24 GiB, shared. Products of two threads measured there: 205 GFLOP/s
-    # in float32, 430 in bfloat16; 37 GB/s from memory, about 100 from its 32 MiB of L3. No device to talk to: one
-    # domain of one.
+    # Two cores of an AMD EPYC 9004 (AVX-512) with 24 GiB, shared. Matmuls on two threads measured: 205 GFLOP/s in
+    # float32, 430 in bfloat16; 37 GB/s from memory, about 100 from its 32 MiB of L3. One domain of one device.
     "this_machine": Hardware(
         "this_machine",
         "cpu",
@@ -216,14 +214,14 @@ HARDWARE = {
     ),
 }
 
-# Peaks of accelerators that are not described above, for model FLOP utilisation: bfloat16, from NVIDIA's A100 data
+# Peaks of other accelerators, for model FLOP utilisation: bfloat16, from NVIDIA's A100 data
 # sheet and Google Cloud's documentation of v4, v5e and v5 (v5p's other name).
 _OTHERS = {"NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5": 459e12}
 PEAK_FLOPS = {h.device_kind: h.peak.bfloat16 for h in HARDWARE.values() if h.domain > 1} | _OTHERS
 
 
 class Engine(NamedTuple):
-    """What a rollout engine's host takes, and the rows of its largest captured graph."""
+    """Host overheads of a rollout engine, and the rows of its largest CUDA graph."""
 
     host_seconds: float
     draft_seconds: float
@@ -232,12 +230,12 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    # This project's: drafting, verification and commit are one program, whatever its rows. The host looks in after 64
-    # iterations (rollout.chunk of the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds there).
-    "fused": Engine(4.1e-3 / 64, Attained.draft_seconds, 0.0, np.inf),
+    # This project's: drafting, verification and commit are one program for any number of rows. The host synchronises
+    # after 64 iterations (rollout.chunk of the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
+    "fused": Engine(4.1e-3 / 64, float(Attained.draft_seconds), 0.0, np.inf),
     # As fitted to the paper's tables by experiments/scale_projection (arXiv 2604.26779: vLLM, Qwen3-8B): Table 1's
-    # speculative column of RL-Zero, and Table 4's two rows of k = 5. vLLM captures graphs of up to 512 rows.
-    "vllm": Engine(Attained.host_seconds, 1.52e-3, 5.2e-4, 512.0),
+    # speculative column of RL-Zero, and Table 4's two rows of k = 5. vLLM captures CUDA graphs of up to 512 rows.
+    "vllm": Engine(float(Attained.host_seconds), 1.52e-3, 5.2e-4, 512.0),
 }
 
 
@@ -254,8 +252,8 @@ def find_engine(name: str) -> Engine:
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype) -> float:
-    """FLOP/s of dense products: the data sheet's for bfloat16, whatever the dtype, where the device is known, as model
-    FLOP utilisation is quoted everywhere; else measured here, in `dtype`.
+    """Return the peak FLOP/s for model FLOP utilisation: of a known device the data sheet's bfloat16 figure for any
+    dtype, as is customary; else measured here, in `dtype`.
     """
     for name, flops in PEAK_FLOPS.items():
         if device.device_kind.startswith(name):
@@ -264,7 +262,7 @@ def peak_flops(device: jax.Device, dtype: jnp.dtype) -> float:
 
 
 def _measured_flops(device: jax.Device, dtype: jnp.dtype, size: int = 1024, rounds: int = 5) -> float:
-    """The best of a few square products."""
+    """Time square matmuls and return the best rate."""
     x = jax.device_put(jnp.ones((size, size), dtype), device)
     product = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32))
     product(x).block_until_ready()

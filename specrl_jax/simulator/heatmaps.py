@@ -1,7 +1,6 @@
-"""Heat maps of the rows of `grid`: a number in every cell, shades that stay apart in print."""
+"""Heat maps of the rows of `grid`, with each value printed in its cell."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 
@@ -9,9 +8,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from specrl_jax.simulator.grid import Row
+
 VALUES = {"rollout_speedup": "rollout speedup", "end_to_end_speedup": "end-to-end speedup"}
-
-
 LABELS = {
     "devices": "devices",
     "lag": "lag, policy versions",
@@ -20,8 +19,8 @@ LABELS = {
 }
 
 
-def heatmaps(path: str, titles: Sequence[str], tables: Sequence[list[dict[str, Any]]], axes: tuple[str, str]) -> None:
-    """A line of two maps, rollout and end to end, for each table; light is fast, in brackets what does not fit.
+def heatmaps(path: str, titles: Sequence[str], tables: Sequence[list[Row]], axes: tuple[str, str]) -> None:
+    """Draw two maps a table, rollout and end-to-end speedup; light is fast, values that do not fit are in brackets.
 
     Args:
       axes: columns of the rows along x and along y.
@@ -36,13 +35,13 @@ def heatmaps(path: str, titles: Sequence[str], tables: Sequence[list[dict[str, A
     plt.close(figure)
 
 
-def _heatmap(axis: plt.Axes, table: list[dict[str, Any]], axes: tuple[str, str], value: str) -> None:
+def _heatmap(axis: plt.Axes, table: list[Row], axes: tuple[str, str], value: str) -> None:
     x, y = (sorted({row[name] for row in table}) for name in axes)
     cells = np.full((len(y), len(x)), np.nan)
     for row in table:
         cells[y.index(row[axes[1]]), x.index(row[axes[0]])] = row[value]
     low, high = min(1.0, np.nanmin(cells)), max(1.2, np.nanmax(cells))
-    # From a quarter up: the darkest shade still carries white digits.
+    # Shades start at a quarter so that white digits stay readable on the darkest one.
     axis.imshow(cells, cmap="gray", vmin=low - (high - low) / 3, vmax=high, aspect="auto", origin="lower")
     for row in table:
         shown = f"{row[value]:.2f}" if row["fits"] else f"({row[value]:.2f})"

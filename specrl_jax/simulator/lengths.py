@@ -1,7 +1,7 @@
-"""How long responses are: many short ones, a long tail, and a limit.
+"""Distributions of response lengths: many short ones, a long tail, and a limit.
 
-ln X is normal with standard deviation `spread`; a response is cut at `limit`, so E[min(X, limit)] = `mean` fixes the
-other parameter. spread = 0: all are `mean` long.
+Log-normal: ln X is normal with standard deviation `spread`; a response is truncated at `limit`, and E[min(X, limit)] =
+`mean` fixes the location. spread = 0: all have length `mean`.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import dataclasses
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class LogNormalLengths:
-    """Tokens of responses, the limit's share included in the mean."""
+    """Response lengths in tokens; the mean includes the truncated responses."""
 
     mean: float
-    limit: float  # the most a response gets
-    # Standard deviation of the log: 0.8 puts the 99th percentile at 6.4 medians. LogNormalLengths of reasoning models in RL are
+    limit: float  # longest response allowed
+    # Standard deviation of the log: 0.8 puts the 99th percentile at 6.4 medians. Lengths of reasoning models in RL are
     # published as long-tailed figures (Seer, arXiv 2511.14617; TLT, 2511.16665), from which 0.6 to 1.1 can be read.
     spread: float = 0.8
 
@@ -29,20 +29,20 @@ class LogNormalLengths:
             )
 
     def quantile(self, share: np.ndarray) -> np.ndarray:
-        """Tokens that a share of the responses does not exceed; at least one."""
+        """Return the length that a share of the responses does not exceed; at least one token."""
         if self.spread == 0 or self.mean == self.limit:
             return np.full_like(np.asarray(share, float), self.mean)
         return np.clip(np.exp(self._location() + self.spread * ndtri(share)), 1.0, self.limit)
 
     def _location(self) -> float:
-        """Mean of the log, by bisection on E[min(X, limit)], which rises with it."""
+        """Find the mean of the log by bisection on E[min(X, limit)], which increases with it."""
         low, high = np.log(self.mean) - 50, np.log(self.limit) + 50
         for _ in range(80):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._cut_mean(middle) < self.mean else (low, middle)
+            low, high = (middle, high) if self._truncated_mean(middle) < self.mean else (low, middle)
         return low
 
-    def _cut_mean(self, location: float) -> float:
+    def _truncated_mean(self, location: float) -> float:
         """E[min(X, limit)] = e^(m + s^2 / 2) Phi((ln M - m - s^2) / s) + M (1 - Phi((ln M - m) / s))."""
         s, edge = self.spread, (np.log(self.limit) - location) / self.spread
         return float(np.exp(location + s * s / 2) * ndtr(edge - s) + self.limit * ndtr(-edge))
@@ -50,27 +50,28 @@ class LogNormalLengths:
 
 @dataclasses.dataclass(frozen=True)
 class EmpiricalLengths:
-    """Tokens of responses that were counted, scaled to another mean."""
+    """Observed response lengths, scaled to another mean."""
 
-    counted: tuple[int, ...]
+    observed: tuple[int, ...]  # tokens
     mean: float
     limit: float
 
     def quantile(self, share: np.ndarray) -> np.ndarray:
-        drawn = np.quantile(self.counted, share) * self.mean / np.mean(self.counted)
-        return np.clip(drawn, 1.0, self.limit)
+        scaled = np.quantile(self.observed, share) * self.mean / np.mean(self.observed)
+        return np.clip(scaled, 1.0, self.limit)
 
 
-# Either
 ResponseLengths = LogNormalLengths | EmpiricalLengths
 
 
 def sample(lengths: ResponseLengths, count: int, of: int, jitter: float = 0.0, seed: int = 0) -> np.ndarray:
-    """[count] tokens of one of the replicas that `of` responses are dealt to, in the order they are started.
+    """Return [count] lengths of one replica's responses, out of `of` in the whole batch, in the order they start.
 
-    Evenly spread quantiles in random order; the longest is the longest of all `of`, since the phase ends with it.
-    `jitter`, as a share, is how far a response's own pace lies from the mean: one whose drafts are refused more often
-    takes as long as a longer one.
+    Evenly spaced quantiles in random order; the longest is the longest of all `of`, since the phase ends with it.
+
+    Args:
+      jitter: relative standard deviation of the verifications that responses of one length need. A response with a low
+        acceptance takes as long as a longer one.
     """
     rng = np.random.default_rng(seed)
     share = (np.arange(count) + 0.5) / count

@@ -1,9 +1,8 @@
-"""What the command line prints of one configuration."""
+"""The command line's report on one configuration."""
 
 import numpy as np
 
 from specrl_jax.core import PHASES
-from specrl_jax.simulator.memory import memory
 from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import (
     ADAPTIVE,
@@ -11,14 +10,15 @@ from specrl_jax.simulator.scenario import (
     Points,
     Scenario,
     compare,
+    device_bytes,
     points,
     predict,
     sample_speedups,
 )
 from specrl_jax.simulator.step import amdahl
 
-DRAWS = 200  # of the assumptions, for an interval
-# What is made twice as good, one after the other, to see what a step is bound by.
+DRAWS = 200  # Monte Carlo samples of the assumptions for an interval
+# Each resource is doubled in turn to find the bottleneck of a step.
 RESOURCES: dict[str, dict[str, float]] = {
     "memory bandwidth": {"memory": 2.0},
     "rollout arithmetic": {"matmul": 2.0, "learner": 0.5},
@@ -30,14 +30,14 @@ RESOURCES: dict[str, dict[str, float]] = {
 }
 
 
-def report(s: Scenario, p: Points, split: bool) -> list[str]:
-    """Lines about one point, N = 1; `split` as in `compare`."""
-    found = compare(s, p, split)
+def report(s: Scenario, p: Points, optimize_split: bool) -> list[str]:
+    """Return lines about one point, N = 1; `optimize_split` as in `compare`."""
+    found = compare(s, p, optimize_split)
     fast = p._replace(rollout_devices=found.rollout_devices)
     blocks = (
         [*_seconds(found, p), _thinning(found)],
         _speedups(s, found, p),
-        _draft_lengths(s, p, split),
+        _draft_lengths(s, p, optimize_split),
         _limits(s, found, fast),
         _memory(s, fast),
     )
@@ -45,7 +45,7 @@ def report(s: Scenario, p: Points, split: bool) -> list[str]:
 
 
 def _seconds(found: Comparison, p: Points) -> list[str]:
-    """By phase, plain and speculative."""
+    """Return the seconds by phase, plain and speculative."""
     sides = (found.plain, found.speculative)
     table = [(name, [x.phases[i][0] for x in sides]) for i, name in enumerate(PHASES)]
     if p.lag[0] > 0:
@@ -59,7 +59,7 @@ def _seconds(found: Comparison, p: Points) -> list[str]:
 
 
 def _thinning(found: Comparison) -> str:
-    """Of the plain rollout: what leaves verification room."""
+    """Describe how the plain rollout's batch shrinks, which makes verification cheap."""
     r = found.plain.rollout
     return (
         f"a replica's plain rollout: {r.iterations[0]:.0f} iterations of {r.batch[0]:.1f} sequences on average, "
@@ -68,7 +68,7 @@ def _thinning(found: Comparison) -> str:
 
 
 def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
-    """With 90 % intervals: the assumptions drawn from their ranges, devices divided as they are."""
+    """Return speedups with 90 % intervals over sampled assumptions, with the devices divided as they are."""
     rollout, end_to_end, shares, plain, fast = sample_speedups(s, p, found, DRAWS).intervals()
     share = float(found.plain.phases.share()[0])
     return [
@@ -82,8 +82,8 @@ def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
 
 
 def _tokens(p: Points) -> float:
-    """That a verification commits."""
-    return 1.0 + float(cumulative_acceptance(p.acceptance, p.measured)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
+    """Return the acceptance length."""
+    return 1.0 + float(cumulative_acceptance(p.acceptance, p.measured_at)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
 
 
 def _to(interval: tuple[float, float], form: str = ".2f") -> str:
@@ -91,24 +91,24 @@ def _to(interval: tuple[float, float], form: str = ".2f") -> str:
     return f"({low:{form}} to {high:{form}})"
 
 
-def _draft_lengths(s: Scenario, p: Points, split: bool) -> list[str]:
-    """Every draft length, and the best in each stage of the rollout, with the same share kept at each position."""
-    kept = cumulative_acceptance(p.acceptance, p.measured)[0]
+def _draft_lengths(s: Scenario, p: Points, optimize_split: bool) -> list[str]:
+    """Return the speedup of every draft length and of adaptive ones, at the same acceptance per position."""
+    kept = cumulative_acceptance(p.acceptance, p.measured_at)[0]
     ks = np.array([*LENGTHS, ADAPTIVE])
-    others = {"rollout_devices": p.rollout_devices, "lag": p.lag, "measured": p.measured}
-    found = compare(s, points(p.devices, ks, p.acceptance, **others), split)
+    each = points(p.devices, ks, p.acceptance, rollout_devices=p.rollout_devices, lag=p.lag, measured_at=p.measured_at)
+    found = compare(s, each, optimize_split)
     lines = [f"{'k':<10}{'tokens':>8}{'rollout':>10}{'end to end':>13}"]
     for k, rollout, end_to_end in zip(ks, found.rollout, found.end_to_end):
         shown = f"{k:<10}{1 + kept[:k].sum():>8.2f}" if k >= 0 else f"{'adaptive':<10}{'':>8}"
         lines.append(f"{shown}{rollout:>9.2f}x{end_to_end:>12.2f}x")
-    # The shortest of those that are as good as the best: where the learner is what limits, drafts change nothing.
+    # The shortest of those as good as the best: where the learner is the bottleneck, drafts change nothing.
     good = found.end_to_end[:-1] > (1 - 1e-3) * found.end_to_end[:-1].max()
     best, mean = LENGTHS[int(np.argmax(good))], found.speculative.rollout.length[-1]
     return [*lines, f"best k: {best}; adaptive drafts {mean:.1f} tokens on average over time"]
 
 
 def _limits(s: Scenario, found: Comparison, fast: Points) -> list[str]:
-    """How much shorter the speculative step would be with twice as much of a resource, devices divided as they are."""
+    """Return how much shorter the speculative step is with twice of each resource, devices divided as they are."""
     base, gains = float(found.speculative.step.total[0]), {}
     for name, change in RESOURCES.items():
         values = {field: getattr(s.hardware.attained, field) * factor for field, factor in change.items()}
@@ -119,9 +119,7 @@ def _limits(s: Scenario, found: Comparison, fast: Points) -> list[str]:
 
 
 def _memory(s: Scenario, fast: Points) -> list[str]:
-    rollout = fast.rollout_devices
-    learners = np.where(fast.apart, fast.devices - rollout, fast.devices)
-    sizes = memory(s.workload, s.decoder, s.learner, learners, rollout)
-    verdict = "fits" if bool(sizes.fits(s.hardware.memory_bytes, fast.apart)[0]) else "does not fit"
+    sizes = device_bytes(s, fast)
+    verdict = "fits" if bool(sizes.fits(s.hardware.memory_bytes, fast.disaggregated)[0, 0]) else "does not fit"
     parts = ", ".join(f"{name} {float(np.ravel(x)[0]) / 1e9:.1f}" for name, x in zip(sizes._fields, sizes))
     return [f"GB a device: {parts}; {verdict} in {s.hardware.memory_bytes / 1e9:.0f} GB"]

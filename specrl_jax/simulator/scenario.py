@@ -1,11 +1,12 @@
 """From a policy, a machine and a workload to the seconds of a step, for many configurations at once.
 
-A `Scenario` is what all of them share, `Points` what differs between them.
+A `Scenario` holds what all configurations share, `Points` what differs between them.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from specrl_jax.drafts.eagle3.network import Eagle3Config
@@ -14,7 +15,7 @@ from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
 from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
-from specrl_jax.simulator.memory import memory, most_slots
+from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, max_slots
 from specrl_jax.simulator.rollout import (
     AT_ONCE,
     LENGTHS,
@@ -33,7 +34,7 @@ from specrl_jax.simulator.step import PhaseSeconds, StepSeconds, asynchronous
 ADAPTIVE = -1  # for k: the best length in every segment
 CHUNK = 2048  # configurations evaluated together; bounds the memory of a large grid
 JITTER_STEP = 0.05
-SPLITS = 32  # ways to divide the devices that are compared, one less
+SPLITS = 32  # ways to divide the devices that are compared, plus one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Scenario:
     """What the configurations of a grid share."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: drafts are copied
+    head: Eagle3Config | None  # None: lookup drafts
     hardware: Hardware
     workload: Workload
     rollout_split: Parallelism = ONE_DEVICE
@@ -51,43 +52,51 @@ class Scenario:
     schedule: EngineSchedule = AT_ONCE
     free_verification: bool = False
     captured_rows: float = np.inf
-    in_flight: bool = False  # weights change under running responses; see step.asynchronous
+    in_flight: bool = False  # weights are updated under running responses; see step.asynchronous
 
     @property
     def decoder(self) -> DecoderCost:
         shared = (self.rollout_split, self.precision, self.free_verification, self.captured_rows)
         return DecoderCost(self.model, self.head, self.hardware, *shared)
 
-    def on(self, hardware: Hardware) -> "Scenario":
-        """The same on another machine."""
-        return dataclasses.replace(self, hardware=hardware)
-
     @property
     def learner(self) -> LearnerCost:
         return LearnerCost(self.model, self.head, self.hardware, self.learner_split, self.learner_dtype)
+
+    def on(self, hardware: Hardware) -> "Scenario":
+        """Return the scenario on another machine."""
+        return dataclasses.replace(self, hardware=hardware)
 
 
 class Points(NamedTuple):
     """Configurations, [N] each."""
 
     devices: np.ndarray
-    rollout_devices: np.ndarray  # as many as devices: colocated
+    rollout_devices: np.ndarray  # equal to devices: colocated
     lag: np.ndarray  # policy versions; 0 where colocated
-    k: np.ndarray  # tokens drafted; 0: none, ADAPTIVE: the best of LENGTHS in every segment
-    acceptance: np.ndarray  # tokens a verification commits at `measured`
-    measured: np.ndarray  # the k that acceptance goes with
+    k: np.ndarray  # drafted tokens; 0: none, ADAPTIVE: the best of LENGTHS in every segment
+    acceptance: np.ndarray  # acceptance length at `measured_at`, tokens
+    measured_at: np.ndarray  # the k of `acceptance`
 
     @property
-    def apart(self) -> np.ndarray:
+    def disaggregated(self) -> np.ndarray:
         return self.rollout_devices < self.devices
 
+    @property
+    def learner_devices(self) -> np.ndarray:
+        return np.where(self.disaggregated, self.devices - self.rollout_devices, self.devices)
+
     def at(self, i: int) -> "Points":
-        """One of them, N = 1."""
-        return _at(self, i)
+        """Return one of them, N = 1."""
+        return jax.tree.map(lambda x: x[i : i + 1], self)
+
+    def repeat(self, n: int) -> "Points":
+        """Repeat each point n times."""
+        return Points(*(np.repeat(x, n) for x in self))
 
 
 class Prediction(NamedTuple):
-    """[N] each."""
+    """Seconds of the configurations, [N] each."""
 
     step: StepSeconds
     phases: PhaseSeconds
@@ -107,124 +116,129 @@ class Comparison(NamedTuple):
     rollout_devices: np.ndarray  # [N]
 
     def at(self, i: int) -> "Comparison":
-        """Of one of them, N = 1."""
-        return _at(self, i)
+        """Return one of them, N = 1."""
+        return jax.tree.map(lambda x: x[i : i + 1], self)
 
 
-def points(devices: Array, k: Array = 0, acceptance: Array = 1.0, **others: Array) -> Points:
-    """Points of numbers and arrays that broadcast; acceptance goes with k unless `measured` says otherwise.
+class SpeedupSamples(NamedTuple):
+    """Results on machines of sampled figures, [D] each."""
 
-    Others: rollout_devices (default: colocated), lag (default 0), measured.
+    rollout: np.ndarray  # speedup
+    end_to_end: np.ndarray  # speedup
+    share: np.ndarray  # of generation in a plain step
+    plain_step: np.ndarray  # seconds
+    step: np.ndarray  # seconds
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """Return the 90 % interval of each field."""
+        return [(float(np.quantile(x, 0.05)), float(np.quantile(x, 0.95))) for x in self]
+
+
+def points(
+    devices: Array,
+    k: Array = 0,
+    acceptance: Array = 1.0,
+    *,
+    rollout_devices: Array | None = None,
+    lag: Array = 0,
+    measured_at: Array | None = None,
+) -> Points:
+    """Make points of numbers and arrays that broadcast.
+
+    Args:
+      rollout_devices: None: colocated.
+      measured_at: k of the acceptance length; None: `k`, the longest of LENGTHS where k is ADAPTIVE.
     """
-    measured = others.get("measured", np.where(np.asarray(k) < 0, LENGTHS[-1], k))
-    values = (devices, others.get("rollout_devices", devices), others.get("lag", 0), k, acceptance, measured)
+    rollout_devices = devices if rollout_devices is None else rollout_devices
+    measured_at = np.where(np.asarray(k) < 0, LENGTHS[-1], k) if measured_at is None else measured_at
+    values = (devices, rollout_devices, lag, k, acceptance, measured_at)
     return Points(*(np.atleast_1d(x) for x in np.broadcast_arrays(*values)))
 
 
 def predict(s: Scenario, p: Points) -> Prediction:
-    """Seconds of every point. With a machine of drawn numbers, [D, 1] each, p has D points, or one."""
+    """Predict the seconds of every point. On a machine of sampled figures, [D, 1] each, p has D points, or one."""
     count = len(p.devices)
     if count <= CHUNK:
         return _predict(s, p)
     parts = [_predict(s, Points(*(x[i : i + CHUNK] for x in p))) for i in range(0, count, CHUNK)]
-    return _joined(parts)
+    return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def compare(s: Scenario, p: Points, split: bool = True) -> Comparison:
-    """Every point beside plain decoding.
+def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
+    """Compare every point with plain decoding.
 
     Args:
-      split: with a lag each of the two has the devices divided for its own shortest step; False: as p says.
+      optimize_split: with a lag, divide the devices of each of the two for its own shortest step; False: as p says.
     """
     plain = p._replace(k=np.zeros_like(p.k))
-    on, off = (best_split(s, p), best_split(s, plain)) if split else (p.rollout_devices, p.rollout_devices)
+    on, off = (best_split(s, p), best_split(s, plain)) if optimize_split else (p.rollout_devices, p.rollout_devices)
     slow, fast = predict(s, plain._replace(rollout_devices=off)), predict(s, p._replace(rollout_devices=on))
     same = predict(s, plain._replace(rollout_devices=on)).phases.generate
     return Comparison(slow, fast, same / fast.phases.generate, slow.step.total / fast.step.total, off, on)
 
 
-class SpeedupSamples(NamedTuple):
-    """On machines of drawn numbers, [D] each."""
-
-    rollout: np.ndarray  # speedup
-    end_to_end: np.ndarray  # speedup
-    share: np.ndarray  # generation's, of a plain step
-    plain_step: np.ndarray  # seconds
-    step: np.ndarray  # seconds
-
-    def intervals(self) -> list[tuple[float, float]]:
-        """90 % of each field."""
-        return [tuple(map(float, np.quantile(x, (0.05, 0.95)))) for x in self]
-
-
 def sample_speedups(
     s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None
 ) -> SpeedupSamples:
-    """Of one point, N = 1, whose devices are divided as in `found`; `known` as in Hardware.sampled."""
-    drawn = s.on(s.hardware.sampled(draws, known=known))
-    fast = Points(*(np.repeat(x, draws) for x in p._replace(rollout_devices=found.rollout_devices)))
+    """Evaluate one point, N = 1, on `draws` sampled machines, its devices divided as in `found`.
+
+    Args:
+      known: as in Hardware.sampled.
+    """
+    sampled = s.on(s.hardware.sampled(draws, known=known))
+    fast = p._replace(rollout_devices=found.rollout_devices).repeat(draws)
     same = fast._replace(k=np.zeros_like(fast.k))
     slow = same._replace(rollout_devices=np.repeat(found.plain_rollout_devices, draws))
-    speculative, plain, alike = (predict(drawn, x) for x in (fast, slow, same))
+    speculative, plain, alike = (predict(sampled, x) for x in (fast, slow, same))
     rollout = alike.phases.generate / speculative.phases.generate
     totals = (plain.step.total, speculative.step.total)
     return SpeedupSamples(rollout, totals[0] / totals[1], plain.phases.share(), *totals)
 
 
 def best_split(s: Scenario, p: Points) -> np.ndarray:
-    """[N] rollout devices of the shortest step: whole replicas on both sides where there is a lag, else all."""
+    """Return [N] rollout devices of the shortest step: whole replicas on both sides where there is a lag, else all."""
     unit = s.rollout_split.devices
     shares = np.arange(1, SPLITS) / SPLITS
     replicas = np.maximum(np.round(p.devices[:, None] / unit * shares), 1)
     tried = np.minimum(replicas * unit, np.maximum(p.devices[:, None] - unit, unit))
-    spread = Points(*(np.repeat(x, SPLITS - 1) for x in p))._replace(rollout_devices=tried.ravel())
-    found = predict(s, spread)
-    # What does not fit is chosen only where nothing does.
-    total = np.where(found.fits, 1.0, 1e6) * found.step.total
-    total = total.reshape(tried.shape)
+    found = predict(s, p.repeat(SPLITS - 1)._replace(rollout_devices=tried.ravel()))
+    # A split that does not fit is chosen only where none does.
+    total = (np.where(found.fits, 1.0, 1e6) * found.step.total).reshape(tried.shape)
     best = tried[np.arange(len(tried)), np.argmin(total, axis=1)].astype(int)
     return np.where(p.lag > 0, best, p.devices)
 
 
-def _at(tree: NamedTuple, i: int) -> NamedTuple:
-    """Entry i of every array, with its axis, in a tree of named tuples."""
-    return tree[i : i + 1] if isinstance(tree, np.ndarray) else type(tree)(*(_at(x, i) for x in tree))
-
-
-def _joined(parts: list) -> NamedTuple:
-    """Concatenates a list of equal trees of named tuples."""
-    first = parts[0]
-    if isinstance(first, np.ndarray):
-        return np.concatenate(parts)
-    return type(first)(*(_joined(list(x)) for x in zip(*parts)))
+def device_bytes(s: Scenario, p: Points) -> DeviceBytes:
+    """Estimate the memory of the points, [N, 1] each."""
+    column = p.learner_devices[:, None], np.asarray(p.rollout_devices, float)[:, None]
+    return estimate_bytes(s.workload, s.decoder, s.learner, *column)
 
 
 def _predict(s: Scenario, p: Points) -> Prediction:
     column = Points(*(np.asarray(x, float)[:, None] for x in p))
-    drafting = Drafting(column.k, cumulative_acceptance(column.acceptance, column.measured))
+    drafting = Drafting(column.k, cumulative_acceptance(column.acceptance, column.measured_at))
     replicas = np.maximum(column.rollout_devices / s.rollout_split.devices, 1.0)
-    learners = np.where(p.apart[:, None], column.devices - column.rollout_devices, column.devices)
-    sizes = memory(s.workload, s.decoder, s.learner, learners, column.rollout_devices)
-    room = (s.hardware.memory_bytes, p.apart[:, None])
+    sizes, memory = device_bytes(s, p), (s.hardware.memory_bytes, p.disaggregated[:, None])
     slots = (
-        np.ceil(s.workload.slots / replicas) if s.workload.slots else most_slots(sizes, s.workload, s.decoder, *room)
+        np.ceil(s.workload.slots / replicas) if s.workload.slots else max_slots(sizes, s.workload, s.decoder, *memory)
     )
     rollout, steady = generation(s, replicas, slots, column.lag, drafting)
-    phases = _phases(s, rollout.seconds, learners)
+    phases = _phases(s, rollout.seconds, column.learner_devices)
     step = asynchronous(phases, steady, column.lag, s.in_flight, s.hardware.attained.contention)
-    fits = sizes.fits(*room)
-    return _flattened(Prediction(step, phases, rollout, steady, fits))
+    found = Prediction(step, phases, rollout, steady, sizes.fits(*memory))
+    # [N, 1] to [N]; [N, ADMISSIONS] stays.
+    return jax.tree.map(lambda x: x[:, 0] if x.shape[-1] == 1 else x, found)
 
 
 def generation(
     s: Scenario, replicas: np.ndarray, slots: np.ndarray, lag: np.ndarray, drafting: Drafting
 ) -> tuple[Rollout, Steady]:
-    """One batch alone, and batches without a gap, in `slots` [N, 1] of a replica; a prompt is prefilled once."""
+    """Return one batch by itself, and batches without a gap, in `slots` [N, 1] of a replica."""
     w, decoder = s.workload, s.decoder
     each = np.maximum(np.ceil(w.rollouts / replicas), 1.0)
     slots = np.maximum(slots, 1.0)
     tokens = 1.0 + drafting.accepted[..., 0] if s.schedule.chunk else np.ones_like(each)
-    # Of responses of more than some hundred tokens it is nothing beside how their lengths differ.
+    # For responses of more than some hundred tokens the jitter is small beside the spread of the lengths.
     jitter = np.broadcast_to(JITTER_STEP * np.round(drafting.jitter(w.lengths.mean) / JITTER_STEP), each.shape)
     rows = zip(each[:, 0], np.minimum(slots, each)[:, 0], np.broadcast_to(tokens, each.shape)[:, 0], jitter[:, 0])
     profiles = [
@@ -232,9 +246,10 @@ def generation(
         for n, b, t, j in rows
     ]
     rollout = run(decoder, stack(profiles), drafting)
-    # While the learner has one batch, parts of as many as the lag allows are under way, the one it waits for included.
+    # While the learner has one batch, parts of lag + 1 batches are in progress, including the one it waits for.
     most = np.minimum(slots, each * (np.asarray(lag) + 1))
     steady = run_steady(decoder, w.lengths, w.prompt, each, most, drafting)
+    # A prompt is prefilled once for its group.
     prefill = decoder.prefill(each / w.group * w.prompt, w.prompt)
     return (
         rollout._replace(seconds=rollout.seconds + prefill),
@@ -247,10 +262,3 @@ def _phases(s: Scenario, generate: np.ndarray, learners: np.ndarray) -> PhaseSec
     prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
     values = (a.data_seconds, prepare, generate, learner.logprob(w, learners), learner.train(w, learners))
     return PhaseSeconds(*np.broadcast_arrays(*values))
-
-
-def _flattened(tree: NamedTuple) -> NamedTuple:
-    """[N, 1] to [N], in a tree of named tuples; [N, n] stays."""
-    if isinstance(tree, np.ndarray):
-        return tree[:, 0] if tree.shape[-1] == 1 else tree
-    return type(tree)(*(_flattened(x) for x in tree))

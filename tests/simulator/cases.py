@@ -1,4 +1,4 @@
-"""Machines and workloads that are easy to compute by hand."""
+"""Machines and workloads for computation by hand."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Scenario
 
 FREE = Link(np.inf, 0.0)
-# Everything that is attained is attained in full, and nothing takes time but what is asked about.
+# Every peak is attained in full, and there are no overheads.
 EXACT = Attained(
     matmul=1.0,
     memory=1.0,
@@ -31,7 +31,7 @@ MIXTURE = Qwen3Config(128, 64, 7, 4, 2, 16, 32, tied=False, max_positions=4096, 
 
 
 def ideal(flops: float = np.inf, bandwidth: float = np.inf, near: Link = FREE) -> Hardware:
-    """A machine bound by what is given, by nothing else."""
+    """Return a machine limited only by the given rates."""
     return Hardware("ideal", "ideal", Peak(flops, flops, flops), 1e12, bandwidth, 64, near, near, attained=EXACT)
 
 

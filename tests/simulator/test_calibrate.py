@@ -1,4 +1,4 @@
-"""Fits find what generated the data, say how well they know it, and refuse what cannot be known."""
+"""Fits recover the constants that made the data, with honest intervals, and refuse too few points."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ TRUTH = {"matmul": 0.6, "memory": 0.7, "host_seconds": 4e-3}
 START = {"matmul": 0.9, "memory": 0.9, "host_seconds": 1e-3}
 
 
-def test_constants_that_made_the_data_are_found():
+def test_a_fit_recovers_the_constants_that_made_the_data():
     found = fit(seconds, seconds(TRUTH), START)
     assert found.values == pytest.approx(TRUTH, rel=1e-3) and found.scatter < 1e-4 and found.points == 6
     assert all(1 < factor < 1.3 for factor in found.factors.values())
@@ -38,8 +38,8 @@ def test_intervals_hold_the_truth_nine_times_in_ten():
     assert 0.72 <= held / 180 <= 0.98
 
 
-def test_what_the_points_cannot_tell_apart_has_no_interval():
-    """Two constants that only their product shows, one that nothing shows, and one that is seen."""
+def test_unidentified_constants_have_an_infinite_interval():
+    """Two constants of which only the product is identified, one without effect, and one that is identified."""
     x = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
     start = {"a": 1.0, "b": 1.0, "unused": 1.0, "slope": 1.0}
     found = fit(lambda v: v["a"] * v["b"] + v["slope"] * x, 6.0 + 3.0 * x, start)

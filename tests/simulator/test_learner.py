@@ -1,4 +1,4 @@
-"""What the learner does, against operations counted in its real programs, and what fits."""
+"""The learner's FLOPs against those counted in its real programs, and the memory estimate."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ from specrl_jax.simulator.cost import DecoderCost, Precision, head_config, head_
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link, find_engine, find_hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.memory import memory, most_slots, sequence_bytes
+from specrl_jax.simulator.memory import estimate_bytes, max_slots, sequence_bytes
 from tests.simulator.cases import ideal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,14 +31,14 @@ def counted_case(row):
 
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda r: f"{r['config']}-{r['ttt_steps']}")
-def test_operations_are_those_that_were_counted_in_the_traced_steps(row):
+def test_flops_are_those_counted_in_the_traced_steps(row):
     """The trace counts all T x T pairs of attention, the model the half that causality needs: 12 % of the 8B policy.
 
-    Of the 8B head, what it does once beside fc is left out too: a fifth with one unrolled step, less with more.
+    The model also leaves out what the 8B head computes once beside fc: a fifth with one unrolled step, less with more.
     """
     policy, head, w = counted_case(row)
     learner = LearnerCost(policy, head, ideal(flops=1.0), dtype="float32")
-    draft = learner.draft_learning(w, 1.0)
+    draft = learner.draft_training(w, 1.0)
     assert (0.72 if w.tiled else 0.95) < draft / float(row["draft_operations"]) < 1.1
     assert learner.train(w, 1.0) - draft == pytest.approx(float(row["policy_operations"]), rel=0.15)
     assert learner.train(w, 1.0) == pytest.approx(draft + 4 * learner.logprob(w, 1.0))
@@ -51,7 +51,7 @@ def test_without_recomputation_training_is_three_forwards():
     assert learner.train(w, 1.0) == pytest.approx(3 / 2 * learner.logprob(w, 1.0))
 
 
-def test_rows_have_room_for_the_longest():
+def test_rows_are_as_long_as_the_longest_sequence():
     w = Workload(100, 4, 50.0, 80.0, LogNormalLengths(300.0, 1000.0), 100)
     assert w.learner_tokens() == (100 * 1080, 100 * 1080**2 / 2)
 
@@ -81,7 +81,8 @@ def test_memory_by_hand():
     policy = preset("qwen3_8b")
     w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 32, microbatch=4)
     decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
-    m = memory(w, decoder, LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2)), np.array(8.0), np.array(8.0))
+    learner = LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2))
+    m = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
     assert m.state == pytest.approx(16 * parameters(policy) / 8)
     assert m.weights == pytest.approx(2 * parameters(policy) / 2)
     assert m.cache == pytest.approx(32 / 4 * 4000 * 147_456 / 2)
@@ -90,25 +91,26 @@ def test_memory_by_hand():
     assert not m.fits(20e9, np.array(False)) and m.fits(28e9, np.array(True))
 
 
-def test_slots_that_are_left_open_are_as_many_as_fit():
-    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a text; 16.4 of state if they share."""
+def test_zero_slots_means_as_many_as_fit():
+    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a sequence; less 16.4 of state if shared."""
     policy = preset("qwen3_8b")
     w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 0, microbatch=4)
     decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
-    m = memory(w, decoder, LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2)), np.array(8.0), np.array(8.0))
+    learner = LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2))
+    m = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
     text = 4000 * 147_456 / 2
     assert sequence_bytes(w, decoder) == text
-    apart, together = (most_slots(m, w, decoder, 80e9, np.array(x)) for x in (True, False))
-    assert apart == (0.9 * 80e9 - m.weights) // text
-    assert together == (0.9 * 80e9 - m.weights - m.state - m.activations) // text < apart
-    assert most_slots(m, w, decoder, 1e9, np.array(True)) == 1
+    separate, shared = (max_slots(m, w, decoder, 80e9, np.array(x)) for x in (True, False))
+    assert separate == (0.9 * 80e9 - m.weights) // text
+    assert shared == (0.9 * 80e9 - m.weights - m.state - m.activations) // text < separate
+    assert max_slots(m, w, decoder, 1e9, np.array(True)) == 1
 
 
-def test_a_head_takes_its_part():
+def test_a_head_adds_its_weights_and_cache():
     policy = preset("qwen3_8b")
     head, w = head_config(policy, 32_000), Workload(8, 8, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8)
     sizes = [
-        memory(
+        estimate_bytes(
             w,
             DecoderCost(policy, h, HARDWARE["h100"]),
             LearnerCost(policy, h, HARDWARE["h100"]),
@@ -126,7 +128,7 @@ def test_a_head_takes_its_part():
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_every_machine_is_whole(name):
+def test_every_machine_has_plausible_figures(name):
     h = find_hardware(name)
     assert h.name == name and 0 < h.peak.float32 <= h.peak.bfloat16 <= h.peak.float8
     assert h.memory_bytes > 1e9 and h.memory_bandwidth > 1e10 and h.domain >= 1
@@ -134,15 +136,15 @@ def test_every_machine_is_whole(name):
     assert PEAK_FLOPS.get(h.device_kind, h.peak.bfloat16) == h.peak.bfloat16
 
 
-def test_drawn_machines_are_spread_around_the_middle():
+def test_sampled_machines_have_the_stated_spread():
     h = HARDWARE["gb200"]
-    drawn = h.sampled(4000, known={"learner": 1.01})
-    host = drawn.attained.host_seconds
+    sampled = h.sampled(4000, known={"learner": 1.01})
+    host = sampled.attained.host_seconds
     assert host.shape == (4000, 1) and np.median(host) == pytest.approx(h.attained.host_seconds, rel=0.05)
     inside = (host > h.attained.host_seconds / 2) & (host < 2 * h.attained.host_seconds)
     assert inside.mean() == pytest.approx(0.9, abs=0.02)
-    assert drawn.attained.memory.max() <= 1 and np.std(np.log(drawn.attained.learner)) < 0.01
-    assert drawn.attained.packing == h.attained.packing
+    assert sampled.attained.memory.max() <= 1 and np.std(np.log(sampled.attained.learner)) < 0.01
+    assert sampled.attained.packing == h.attained.packing
 
 
 def test_our_engine_has_no_largest_graph():

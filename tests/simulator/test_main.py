@@ -1,4 +1,4 @@
-"""The command: what it prints and writes, and one line for every mistake."""
+"""The command: its output, its files, and one line for every mistake."""
 
 import csv
 import pathlib
@@ -82,7 +82,7 @@ def test_free_verification_is_faster_and_vllm_slower(call):
     assert vllm < ours < free <= 4
 
 
-def test_values_of_the_config_count(call):
+def test_overrides_reach_the_scenario(call):
     _, out, _ = call(*dense("--config.rollout.max_response_tokens=4096", "--config.grpo.group_size=8"))
     assert "512 responses of 1925 tokens on average, 4096 at most" in out
 

@@ -1,4 +1,4 @@
-"""Rollouts as events against a loop over single tokens, by hand, and what speculation can never do."""
+"""The event model against a loop over single tokens and hand computation; bounds on speculation."""
 
 import hypothesis
 import numpy as np
@@ -82,7 +82,7 @@ def test_counted_lengths_are_scaled_and_cut():
 def test_two_responses_by_hand():
     """2 and 4 tokens: two rows for two tokens, one for two more."""
     p = profile(np.array([2.0, 4.0]), 2, 10.0, AT_ONCE, 1.0)
-    assert p.tokens.sum() == pytest.approx(4) and p.looks == 1
+    assert p.tokens.sum() == pytest.approx(4) and p.refills == 1
     assert p.running[0, :32] == pytest.approx(2) and p.running[0, 32:] == pytest.approx(1)
     assert p.context[0, 0] == pytest.approx(10 + 2 / 64) and p.context[0, -1] == pytest.approx(14 - 2 / 64)
 
@@ -115,11 +115,11 @@ def test_late_refills_take_longer():
     lengths = sample(LogNormalLengths(300, 900), 64, 64)
     ends = [profile(lengths, 8, 0.0, EngineSchedule(share), 1.0).tokens.sum() for share in (0.0, 0.5, 1.0)]
     assert ends[0] < ends[1] < ends[2]
-    # A chunk's end is a look too.
+    # The end of a chunk is a synchronisation too.
     assert profile(lengths, 8, 0.0, EngineSchedule(1.0, chunk=16), 2.0).tokens.sum() < ends[2]
 
 
-def test_batches_are_those_that_there_are_programs_for():
+def test_batches_take_the_compiled_sizes():
     p = profile(np.arange(1.0, 17.0), 16, 0.0, EngineSchedule(sizes=(0.25, 0.125), cache_length=99), 1.0)
     assert set(np.unique(p.batch)) == {16.0, 4.0, 2.0} and (p.batch >= p.running - 1e-9).all()
     assert (p.context == 99).all()
@@ -128,23 +128,23 @@ def test_batches_are_those_that_there_are_programs_for():
     assert late.running[0, 20] == 1 and late.batch[0, 20] == 4 and late.batch[0, -1] == 1
 
 
-# ---- what is kept
+# ---- acceptance
 
 
 @hypothesis.given(k=st.integers(1, 7), r=st.floats(0.01, 0.999))
-def test_the_ratio_gives_back_its_acceptance_length(k, r):
+def test_position_acceptance_reproduces_the_acceptance_length(k, r):
     acceptance = sum(r**i for i in range(k + 1))
     assert position_acceptance(acceptance, k) == pytest.approx(r, abs=1e-6)
     assert 1 + cumulative_acceptance(acceptance, k)[:k].sum() == pytest.approx(acceptance)
 
 
-def test_the_papers_three_lengths_have_nearly_one_ratio():
+def test_the_papers_three_lengths_have_nearly_one_position_acceptance():
     """arXiv 2604.26779, Table 4: the loss at k >= 5 is cost, not acceptance."""
     zero = [float(position_acceptance(a, k)) for k, a in ((3, 3.32), (5, 4.35), (7, 5.06))]
     assert max(zero) - min(zero) < 0.04
 
 
-def test_jitter_is_the_standard_deviation_of_verifications():
+def test_jitter_is_the_standard_deviation_of_the_number_of_verifications():
     """4,000 responses of 60 tokens, drafts kept independently: within 6 %, of which rounding up is a part."""
     rng, k, tokens = np.random.default_rng(0), 3, 60
     d = drafting(k, 2.8)

@@ -1,4 +1,4 @@
-"""Conservation laws of a step: on numbers alone, then on whole scenarios."""
+"""Invariants of a step: on plain numbers, then on whole scenarios."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def test_lag_is_never_slower_on_the_same_split(values, steady, delay, lag, in_fl
 
 
 @hypothesis.given(SECONDS, SECONDS, st.floats(0.01, 0.99), LAGS)
-def test_under_linear_scaling_apart_is_no_faster_than_together(generate, learn, split, lag):
+def test_under_linear_scaling_separate_devices_are_no_faster(generate, learn, split, lag):
     """No tail and no loss: g / x and l / (1 - x) on shares of the devices that do g + l together."""
     apart = asynchronous(phases(0, 0, generate / split, 0, learn / (1 - split)), no_tail(generate / split), [[lag]])
     assert apart.total[0, 0] >= (generate + learn) * (1 - 1e-12)
@@ -109,7 +109,7 @@ def test_lag_is_never_slower_in_a_scenario(devices, lag, k, kept, machine, sprea
 @hypothesis.given(**CONFIGURATION)
 def test_no_speedup_above_acceptance_nor_above_amdahl(devices, lag, k, kept, machine, spread):
     s = scenario(HARDWARE[machine], spread)
-    apart = compare(s, asked(devices, lag, k, kept), split=False)
+    apart = compare(s, asked(devices, lag, k, kept), optimize_split=False)
     together = compare(s, points(devices, k, 1 + kept * k))
     for found in (apart, together):
         assert found.rollout[0] <= 1 + kept * k + 1e-9
@@ -134,7 +134,7 @@ def every_split(s, devices, lag):
     return predict(s, points(devices, lag=lag, rollout_devices=splits)).step.total
 
 
-def test_a_scenario_without_tail_and_loss_gains_nothing_apart():
+def test_without_tail_and_scaling_loss_separate_devices_gain_nothing():
     """Bound by arithmetic alone, equal lengths, as many responses as any number of replicas divides: linear scaling."""
     s = scenario(ideal(flops=1e15), spread=0.0, rollout_split=Parallelism(), learner_split=Parallelism())
     w = dataclasses.replace(s.workload, rollouts=1680, lengths=LogNormalLengths(500.0, 500.0, 0.0), microbatch=1)
@@ -144,12 +144,12 @@ def test_a_scenario_without_tail_and_loss_gains_nothing_apart():
     assert (every_split(s, 8, 1) >= together * (1 - 1e-9)).all()
 
 
-def test_the_tail_alone_can_make_apart_faster():
+def test_a_long_tail_alone_can_make_separate_devices_faster():
     s = scenario(spread=0.8)
     assert every_split(s, 64, 3).min() < predict(s, points(64)).step.total[0]
 
 
-def test_the_loss_of_scaling_alone_can_make_apart_faster():
+def test_sublinear_scaling_alone_can_make_separate_devices_faster():
     """All equally long, but small batches read the same weights: half the devices generate nearly as fast."""
     s = scenario(spread=0.0)
     assert every_split(s, 256, 3).min() < predict(s, points(256)).step.total[0]
@@ -165,7 +165,7 @@ def test_a_point_does_not_depend_on_its_neighbours():
     assert together == pytest.approx(alone, rel=1e-12)
 
 
-def test_a_grid_larger_than_a_piece_of_work_is_joined(monkeypatch):
+def test_a_grid_larger_than_a_chunk_is_concatenated(monkeypatch):
     s, p = scenario(), points(64, np.arange(8) % 4, 1 + 0.5 * (np.arange(8) % 4))
     whole = predict(s, p)
     monkeypatch.setattr("specrl_jax.simulator.scenario.CHUNK", 3)

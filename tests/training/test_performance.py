@@ -11,7 +11,7 @@ import pytest
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from specrl_jax.simulator.cost import forward_flops, products_per_token
+from specrl_jax.simulator.cost import forward_flops, matmul_weights
 from specrl_jax.simulator.hardware import PEAK_FLOPS, peak_flops
 from specrl_jax.training.performance import Performance
 
@@ -21,13 +21,13 @@ def test_products_are_the_weights_but_for_norms_and_the_embedding():
         c = qwen3.preset(name)
         norms = c.layers * (2 * c.embed + 2 * c.head_dim) + c.embed
         embedding = 0 if c.tied else c.vocab * c.embed
-        assert products_per_token(c) == count_params(qwen3.param_specs(c)) - norms - embedding
+        assert matmul_weights(c) == count_params(qwen3.param_specs(c)) - norms - embedding
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():
     """Qwen3-30B-A3B is named for its 30.5 and 3.3 billion weights (its card); the embedding is not multiplied with."""
     c = qwen3.preset("qwen3_30b_a3b")
-    assert products_per_token(c) + c.vocab * c.embed == pytest.approx(3.3e9, rel=0.02)
+    assert matmul_weights(c) + c.vocab * c.embed == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_operations_are_those_that_the_compiler_counts():

@@ -1,0 +1,157 @@
+"""From the command line's flags and config to a scenario, its report and its grid."""
+
+import os
+
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.qwen3 import Qwen3Config, preset
+from specrl_jax.simulator.communication import Parallelism
+from specrl_jax.simulator.cost import BYTES, Precision, head_config, parameters
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_rows, scale_rows, write_rows
+from specrl_jax.simulator.hardware import find_engine, find_hardware
+from specrl_jax.simulator.heatmaps import heatmaps
+from specrl_jax.simulator.learner import Workload
+from specrl_jax.simulator.lengths import LogNormalLengths
+from specrl_jax.simulator.report import report
+from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
+from specrl_jax.simulator.scenario import Points, Scenario, points
+
+# Mean response over the limit, fitted to the paper's RL-Zero by experiments/scale_projection.
+MEAN_SHARE = 0.47
+# Acceptance length of an EAGLE-3 head at a k: the paper's RL-Zero (arXiv 2604.26779, Table 2).
+ACCEPTANCE, ACCEPTED_AT = 3.32, 3
+# Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device.
+HEADS, LOOKUPS = ("eagle3", "mtp"), ("ngram", "suffix")
+
+
+def run(f: flags.FlagValues) -> None:
+    """Print the report of a configuration and write its grid if asked to. Raises InputError."""
+    scenario, (point, optimize_split) = make_scenario(f, f.config), make_point(f, f.config)
+    check_weights_fit(scenario)
+    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split)]))
+    if f.grid:
+        print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
+
+
+def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
+    """Read the scenario from flags and config; the ConfigDict goes no further."""
+    model, machine, engine = preset(c.policy.preset), find_hardware(f.hardware), find_engine(f.engine)
+    limit = float(c.rollout.max_response_tokens)
+    split = make_parallelism(c, model)
+    if c.draft.kind not in HEADS + LOOKUPS:
+        raise InputError(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + LOOKUPS)}")
+    trained_head = c.draft.kind in HEADS and c.draft.online
+    return Scenario(
+        model=model,
+        head=head_config(model, c.draft.vocab_size) if c.draft.kind in HEADS else None,
+        hardware=machine.with_engine(engine),
+        workload=Workload(
+            rollouts=c.grpo.prompts_per_step * c.grpo.group_size,
+            group=c.grpo.group_size,
+            prompt=c.rollout.max_prompt_tokens / 4,
+            longest_prompt=c.rollout.max_prompt_tokens,
+            lengths=LogNormalLengths(f.mean_tokens or MEAN_SHARE * limit, limit),
+            slots=c.rollout.num_slots,
+            scored=2 if c.grpo.kl_coef else 1,
+            minibatches=c.grpo.minibatches,
+            microbatch=c.grpo.microbatch,
+            remat=c.policy.remat,
+            ttt_steps=c.draft.ttt_steps if trained_head else 0,
+            tiled=c.policy.vocab_tile > 0,
+        ),
+        rollout_split=split,
+        learner_split=split,
+        precision=make_precision(f, c),
+        learner_dtype=c.policy.compute_dtype,
+        free_verification=f.free_verification,
+        captured_rows=engine.captured_rows,
+    )
+
+
+def make_parallelism(c: ConfigDict, model: Qwen3Config) -> Parallelism:
+    """Read the mesh axes that divide a replica; data and fsdp follow from --devices."""
+    for axis, what, count in (("tensor", "heads", model.heads), ("expert", "experts", model.experts)):
+        size = c.mesh[axis]
+        if size < 1 or (count and count % size):
+            divisor = f"a positive divisor of the policy's {count} {what}" if count else "at least 1"
+            raise InputError(f"mesh.{axis}={size}: {divisor} is needed")
+    return Parallelism(c.mesh.tensor, c.mesh.expert)
+
+
+def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
+    dtype = f.rollout_dtype
+    if dtype and dtype not in BYTES:
+        raise InputError(f"--rollout_dtype: no dtype '{dtype}'; there are {', '.join(BYTES)}")
+    return Precision(dtype or c.policy.dtype, dtype or c.rollout.cache_dtype, c.rollout.compute_dtype)
+
+
+def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
+    """Return (the configuration, N = 1; whether to search for its best division of the devices), checked against the
+    mesh.
+    """
+    devices, lag, rollout_devices = f.devices, f.lag, f.rollout_devices
+    unit = c.mesh.tensor * c.mesh.expert
+    mesh = f"mesh.tensor x mesh.expert = {unit}"
+    k = c.draft.length if f.draft_length == -1 else f.draft_length
+    if devices < 1 or devices % unit:
+        raise InputError(f"--devices={devices}: a positive multiple of {mesh} is needed")
+    if lag < 0:
+        raise InputError(f"--lag={lag}: 0 (synchronous) or the policy versions that a rollout may be behind")
+    if lag and devices < 2 * unit:
+        raise InputError(
+            f"--lag={lag}: generation and learner need {mesh} devices each, --devices={devices} are too few"
+        )
+    if rollout_devices and not (0 < rollout_devices < devices and rollout_devices % unit == 0):
+        raise InputError(
+            f"--rollout_devices={rollout_devices}: a multiple of {mesh} below --devices={devices} is needed"
+        )
+    if not 0 <= k <= LENGTHS[-1]:
+        raise InputError(f"--draft_length={k}: 0 to {LENGTHS[-1]}")
+    measured_at = k if f.acceptance else ACCEPTED_AT
+    acceptance = f.acceptance or ACCEPTANCE
+    if not 1 <= acceptance <= measured_at + 1:
+        raise InputError(
+            f"--acceptance={acceptance:g}: a verification of {measured_at} drafts commits 1 to {measured_at + 1}"
+        )
+    point = points(devices, k, acceptance, rollout_devices=rollout_devices or devices, lag=lag, measured_at=measured_at)
+    return point, bool(lag and not rollout_devices)
+
+
+def check_weights_fit(s: Scenario) -> None:
+    """Raise InputError where the rollout's weights alone exceed a device's memory."""
+    size = parameters(s.model) * BYTES[s.precision.weights] / s.rollout_split.devices
+    if size > s.hardware.memory_bytes:
+        raise InputError(
+            f"mesh.tensor, mesh.expert: {size / 1e9:.0f} GB of rollout weights a device do not fit in the "
+            f"{s.hardware.memory_bytes / 1e9:.0f} GB of {s.hardware.name}"
+        )
+
+
+def headline(f: flags.FlagValues, s: Scenario) -> str:
+    w = s.workload
+    what = f"{w.rollouts} responses of {w.lengths.mean:.0f} tokens on average, {w.lengths.limit:.0f} at most"
+    how = f"{s.precision.weights} rollouts, {f.engine} engine{', free verification' if f.free_verification else ''}"
+    return f"{f.devices} {s.hardware.name}, lag {f.lag}: {what}; {how}"
+
+
+def write_grid(folder: str, s: Scenario, point: Points) -> list[str]:
+    """Write CSV and heat maps: half to four times the devices by lag, and draft length by acceptance."""
+    unit, devices = s.rollout_split.devices, int(point.devices[0])
+    os.makedirs(folder, exist_ok=True)
+    around = sorted({n for n in (devices // 2, devices, 2 * devices, 4 * devices) if n >= 2 * unit and n % unit == 0})
+    k = int(point.k[0]) or DRAFTED[0]
+    tokens = 1 + float(np.sum(cumulative_acceptance(point.acceptance, point.measured_at)[0, :k]))
+    tables = {
+        "scale": (scale_rows(s, around or [devices], LAGS, k, tokens), ("devices", "lag")),
+        "draft": (draft_rows(s, devices, int(point.lag[0]), DRAFTED, RATES), ("kept", "k")),
+    }
+    lines = []
+    for name, (rows, axes) in tables.items():
+        path = os.path.join(folder, name)
+        write_rows(path + ".csv", rows)
+        heatmaps(path + ".png", [s.hardware.name], [rows], axes)
+        lines.append(f"{len(rows)} configurations: {path}.csv, {path}.png")
+    return lines
