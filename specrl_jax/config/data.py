@@ -19,6 +19,11 @@ class RewardConfig:
     workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0)
     memory: float = key(4.0, "memory of each reward process", "GiB", above=0)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rewards that `name` lists."""
+        return tuple(name.strip() for name in self.name.split(",") if name.strip())
+
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:

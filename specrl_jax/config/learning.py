@@ -54,7 +54,7 @@ class GRPOConfig:
     )
     clip_high: float = key(0.28, "upper clipping bound: ratios above 1 + clip_high", low=0)
     kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0)
-    kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k1", "k2", "k3"))
+    kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k2", "k3"))
     reference_every: int = key(
         0, "steps after which the policy becomes the new reference; 0 = always the first", "steps", low=0
     )

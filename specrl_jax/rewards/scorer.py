@@ -62,7 +62,8 @@ class Scorer:
         workers: int = 0,
         memory: float = 4.0,
     ):
-        _check(names, weights, timeout, workers, memory)
+        check_rewards(names, weights)
+        _check_limits(timeout, workers, memory)
         self.names = tuple(names)
         self.weights = tuple(weights) or (1.0,) * len(names)
         self._workers = Workers(self.names, timeout, workers or min(cores(), MOST_WORKERS), int(memory * GIB))
@@ -106,7 +107,8 @@ class Scorer:
         return np.array(table, np.float64).reshape(len(table), len(self.names))
 
 
-def _check(names: Sequence[str], weights: Sequence[float], timeout: float, workers: int, memory: float) -> None:
+def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
+    """Raise InputError for unknown rewards and for weights that do not match them. Import no user's function."""
     if not names:
         raise InputError("reward.name: name at least one reward")
     for name in names:
@@ -119,6 +121,9 @@ def _check(names: Sequence[str], weights: Sequence[float], timeout: float, worke
         raise InputError(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
     if not all(abs(weight) <= LARGEST_WEIGHT for weight in weights):
         raise InputError(f"reward.weights: {tuple(weights)}: each must be within -1e6 and 1e6")
+
+
+def _check_limits(timeout: float, workers: int, memory: float) -> None:
     if not 0 < timeout < math.inf:
         raise InputError(f"reward.timeout: {timeout} s; must be positive and finite")
     if workers < 0:

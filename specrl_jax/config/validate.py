@@ -1,0 +1,182 @@
+"""Every check of a config that needs values only: no folder, no device, no mesh.
+
+What needs those is checked by `training.plan`, before any array exists.
+"""
+
+from collections.abc import Callable
+
+from specrl_jax.config import Config, check_values
+from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
+from specrl_jax.errors import InputError
+from specrl_jax.rewards.scorer import check_rewards
+
+
+def validate(config: Config) -> None:
+    """Raise InputError naming the first key whose value is wrong, alone or beside the others."""
+    check_values(config)
+    for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _rewards, _data, _mesh):
+        check(config)
+    if config.task in _TASKS:
+        _TASKS[config.task](config)
+
+
+def _policy(config: Config) -> None:
+    p = config.policy
+    if not p.preset and not p.path:
+        raise InputError("policy.preset='': sizes are needed, from policy.preset or from policy.path")
+    if 0 < p.yarn_factor < 1:
+        raise InputError(
+            f"policy.yarn_factor={p.yarn_factor}: at least 1 is needed, or 0 for the checkpoint's own positions"
+        )
+    if not p.lora_rank:
+        return
+    if not p.lora_targets:
+        raise InputError("policy.lora_targets=(): policy.lora_rank needs at least one matrix to adapt")
+    if config.task not in ("train", "export", "dry_run"):
+        raise InputError(f"policy.lora_rank={p.lora_rank}: adapters learn in task=train, not in task={config.task}")
+    if config.optimizer.name == "muon":
+        raise InputError("optimizer.name=muon is for whole matrices: adapters (policy.lora_rank) take adamw")
+
+
+def _learner_rows(config: Config) -> None:
+    """Check how the rollouts of a step are cut into minibatches, microbatches and rows."""
+    g, draft = config.grpo, config.draft
+    rollouts, longest = g.prompts_per_step * g.group_size, _longest_sequence(config)
+    if rollouts % g.minibatches:
+        raise InputError(f"grpo.minibatches={g.minibatches} must divide the {rollouts} rollouts of a step")
+    if g.pack_tokens:  # as many rows as needed, a multiple of every divisor below
+        if g.pack_tokens < longest:
+            raise InputError(f"grpo.pack_tokens={g.pack_tokens}: a prompt and its response may have {longest} tokens")
+        return
+    rows = rollouts // g.minibatches
+    if g.microbatch and rows % g.microbatch:
+        raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
+    if draft.kind in ("none", "ngram", "suffix"):
+        return
+    if rows % draft.minibatches:
+        raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
+    rows //= draft.minibatches
+    if g.microbatch and rows % g.microbatch:
+        raise InputError(f"grpo.microbatch={g.microbatch} must divide the {rows} rows of an update of the draft")
+
+
+def _longest_sequence(config: Config) -> int:
+    """Return the most tokens of a prompt and its response."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _objective(config: Config) -> None:
+    g, longest = config.grpo, config.rollout.max_response_tokens
+    if g.old_logprobs == "current" and g.epochs * g.minibatches > 1:
+        raise InputError(
+            f"grpo.old_logprobs=current holds for one update per step: grpo.epochs={g.epochs} and "
+            f"grpo.minibatches={g.minibatches} must be 1"
+        )
+    if g.correction != "none" and g.old_logprobs == "rollout":
+        raise InputError(
+            f"grpo.correction={g.correction} compares the rollouts' log-probs with the learner's: "
+            "grpo.old_logprobs must be learner or current"
+        )
+    if g.reference_every and not g.kl_coef:
+        raise InputError(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")
+    if g.overlong_buffer > longest:
+        raise InputError(
+            f"grpo.overlong_buffer={g.overlong_buffer}: at most rollout.max_response_tokens={longest} is possible"
+        )
+
+
+def _pipeline(config: Config) -> None:
+    p, g = config.pipeline, config.grpo
+    if p.mode == "async":
+        if not p.rollout_devices:
+            raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
+        if p.lag and g.old_logprobs != "rollout" and g.correction == "none":
+            raise InputError(
+                f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "
+                "grpo.old_logprobs=rollout must make up for"
+            )
+    if not p.rollout_devices:
+        for key, value in (("tensor", p.tensor), ("expert", p.expert)):
+            if value != 1:
+                raise InputError(f"pipeline.{key}={value} splits pipeline.rollout_devices, which is 0")
+    if p.rollout_devices % (p.tensor * p.expert):
+        raise InputError(
+            f"pipeline.rollout_devices={p.rollout_devices} must divide by pipeline.tensor={p.tensor} x "
+            f"pipeline.expert={p.expert}"
+        )
+
+
+def _optimizers(config: Config) -> None:
+    for section, optimizer in (("optimizer", config.optimizer), ("draft", config.draft)):
+        if 0 < optimizer.decay_steps <= optimizer.warmup:
+            raise InputError(
+                f"{section}.decay_steps={optimizer.decay_steps} must be above {section}.warmup={optimizer.warmup}"
+            )
+
+
+def _rewards(config: Config) -> None:
+    check_rewards(config.reward.names, config.reward.weights)
+
+
+def _data(config: Config) -> None:
+    for section, own in (("data", config.data), ("eval", config.eval)):
+        if own.template or section == "data":
+            PromptFormat(own.template, key=f"{section}.template")
+        if not own.path:
+            continue
+        files = len(split_paths(own.path, f"{section}.path"))
+        names, key = (own.schema, f"{section}.schema") if own.schema else (config.data.schema, "data.schema")
+        find_schemas(names, Schema("", ""), files, key)
+        if section == "data" and config.data.weights and len(config.data.weights) != files:
+            raise InputError(f"data.weights: {len(config.data.weights)} weights for {files} files")
+    unused = config.task in ("export", "dry_run") or (config.task == "generate" and config.generate.prompts)
+    if config.data.path and not config.eval.path and not config.eval.task and not unused:
+        raise InputError("eval.path='': prompts come from data.path, so a file to validate on is needed")
+
+
+def _mesh(config: Config) -> None:
+    sizes = vars(config.mesh)
+    if 0 in sizes.values() or list(sizes.values()).count(-1) > 1:
+        shown = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        raise InputError(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
+
+
+def _pretrain(config: Config) -> None:
+    if config.draft.kind != "none":
+        raise InputError("task=pretrain makes a policy: leave draft.kind none (task=draft_pretrain makes a head)")
+    if config.policy.path or config.data.path:
+        raise InputError(
+            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
+        )
+
+
+def _draft_pretrain(config: Config) -> None:
+    rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
+    if microbatch and rows % microbatch:
+        raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
+    if config.draft.kind in ("none", "ngram", "suffix"):
+        raise InputError("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
+    if config.draft.length < 1:
+        raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
+
+
+def _benchmark(config: Config) -> None:
+    draft, lengths = config.draft, config.benchmark.lengths
+    if draft.kind == "none" or draft.length == 0:
+        raise InputError("task=benchmark compares a draft with plain decoding: draft.kind and draft.length are needed")
+    if bad := [k for k in lengths if k > draft.length]:
+        raise InputError(f"benchmark.lengths={lengths}: {bad[0]} is not between 0 and draft.length={draft.length}")
+
+
+def _dry_run(config: Config) -> None:
+    if not config.dry_run.devices and -1 in vars(config.mesh).values():
+        raise InputError("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
+
+
+# What a task needs beside what all of them need.
+_TASKS: dict[str, Callable[[Config], None]] = {
+    "pretrain": _pretrain,
+    "draft_pretrain": _draft_pretrain,
+    "benchmark": _benchmark,
+    "dry_run": _dry_run,
+}

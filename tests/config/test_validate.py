@@ -1,0 +1,171 @@
+"""A config is refused by its values alone, in milliseconds, with one line that names the key and what would be right."""
+
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.config import from_config_dict
+from specrl_jax.config.validate import validate
+from specrl_jax.errors import InputError
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def refusal(values):
+    """The message about {"section.key": value} over the smoke config; fails where there is none."""
+    config = rlzero_tiny.get_config("smoke")
+    with config.ignore_type():
+        for key, value in values.items():
+            section, _, name = key.rpartition(".")
+            (config[section] if section else config)[name] = value
+    with pytest.raises(InputError) as error:
+        validate(from_config_dict(config))
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("task", "trian", "train"),
+        ("policy.preset", "qwen3_9b", "qwen3_8b"),
+        ("policy.dtype", "float16", "float32, bfloat16"),
+        ("policy.compute_dtype", "fp32", "float32, bfloat16"),
+        ("policy.lora_targets", ("q", "embed"), "q, k, v, o, gate, up, down"),
+        ("draft.kind", "foo", "none, ngram, suffix, eagle3, mtp, model"),
+        ("draft.loss", "mse", "ce, kl, tv, e2e_tv"),
+        ("draft.optimizer", "adam", "adamw, muon"),
+        ("rollout.rule", "greedy", "rejection, block, coupled"),
+        ("rollout.cache_dtype", "int8", "float32, bfloat16"),
+        ("rollout.compute_dtype", "half", "float32, bfloat16"),
+        ("grpo.advantage", "gae", "grpo, dr_grpo, rloo"),
+        ("grpo.kl", "k1", "k2, k3"),
+        ("pipeline.mode", "later", "sync, async"),
+        ("optimizer.name", "adam", "adamw, muon"),
+        ("data.task", "arithmetics", "arithmetic, long_arithmetic, countdown"),
+        ("reward.name", "exakt", "package.module:function"),
+        ("dry_run.target", "a100", "h100"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(key, value, known):
+    message = refusal({key: value})
+    assert message.startswith(key) and str(value) in message and known in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "right"),
+    [
+        ("steps", True, "a whole number"),
+        ("steps", 1.5, "a whole number"),
+        ("policy.remat", 1, "True or False"),
+        ("policy.path", None, "text"),
+        ("draft.length", None, "a whole number"),
+        ("reward.weights", 1.0, "numbers"),
+        ("reward.weights", ("one",), "numbers"),
+        ("data.weights", (True,), "numbers"),
+        ("benchmark.lengths", (1.5,), "whole numbers"),
+        ("logging.profile_steps", ("one",), "whole numbers"),
+        ("generate.prompts", (1, 2), "texts"),
+        ("policy.lora_targets", (1,), "texts"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(key, value, right):
+    assert refusal({key: value}).startswith(f"{key}={value}: needs {right}")
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("rollout.temperature", (-0.5, NAN, INFINITY)),
+        ("rollout.top_k", (-1,)),
+        ("rollout.top_p", (0.0, 1.5, NAN)),
+        ("rollout.seed", (-1, 2**32)),
+        ("rollout.num_slots", (0,)),
+        ("rollout.max_prompt_tokens", (0,)),
+        ("eval.temperature", (-1.0, NAN)),
+        ("eval.top_p", (0.0,)),
+        ("eval.every", (-1,)),
+        ("eval.problems", (0,)),
+        ("reward.timeout", (0.0, INFINITY)),
+        ("reward.workers", (-1,)),
+        ("reward.memory", (0.0,)),
+        ("reward.weights", ((1e7,), (NAN,))),
+        ("data.weights", ((0.0,),)),
+        ("export.step", (-2,)),
+        ("grpo.clip_low", (-0.1, 1.1)),
+        ("grpo.clip_high", (-0.1,)),
+        ("grpo.kl_coef", (-1.0,)),
+        ("grpo.correction_cap", (1.0,)),
+        ("grpo.group_size", (0,)),
+        ("grpo.microbatch", (-2,)),
+        ("checkpoint.keep", (0,)),
+        ("checkpoint.keep_best", (-1,)),
+        ("steps", (-1,)),
+        ("seed", (-1,)),
+        ("optimizer.learning_rate", (-1.0, NAN)),
+        ("optimizer.clip", (0.0, -1.0)),
+        ("optimizer.b2", (-0.1, 1.0)),
+        ("draft.length", (-1,)),
+        ("draft.clip", (0.0,)),
+        ("draft.match_max", (0, 9)),
+        ("pretrain.error_rate", (1.5,)),
+        ("policy.lora_alpha", (0.0,)),
+        ("mesh.tensor", (-2,)),
+    ],
+)
+def test_a_value_outside_its_bounds_is_refused(key, values):
+    for value in values:
+        message = refusal({key: value})
+        assert message.startswith(f"{key}={value}: ") and message.endswith(" is needed"), message
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"policy.preset": ""}, ["policy.preset=''", "policy.path"]),
+        ({"policy.yarn_factor": 0.5}, ["policy.yarn_factor=0.5", "at least 1"]),
+        ({"policy.lora_rank": 2, "policy.lora_targets": ()}, ["policy.lora_targets=()"]),
+        ({"policy.lora_rank": 2, "task": "pretrain"}, ["policy.lora_rank=2", "task=train"]),
+        ({"policy.lora_rank": 2, "optimizer.name": "muon"}, ["optimizer.name=muon", "adamw"]),
+        ({"grpo.minibatches": 3}, ["grpo.minibatches=3", "16"]),
+        ({"grpo.microbatch": 5}, ["grpo.microbatch=5", "16"]),
+        ({"grpo.minibatches": 2, "grpo.microbatch": 16}, ["grpo.microbatch=16", "8"]),
+        ({"draft.minibatches": 3}, ["draft.minibatches=3", "16"]),
+        ({"draft.minibatches": 4, "grpo.microbatch": 8}, ["grpo.microbatch=8", "4 rows of an update of the draft"]),
+        ({"grpo.pack_tokens": 21}, ["grpo.pack_tokens=21", "22 tokens"]),
+        ({"grpo.old_logprobs": "current", "grpo.minibatches": 2}, ["grpo.old_logprobs=current", "grpo.minibatches=2"]),
+        ({"grpo.correction": "token_mask", "grpo.old_logprobs": "rollout"}, ["grpo.correction", "grpo.old_logprobs"]),
+        ({"grpo.reference_every": 2}, ["grpo.reference_every=2", "grpo.kl_coef"]),
+        ({"grpo.overlong_buffer": 13}, ["grpo.overlong_buffer=13", "rollout.max_response_tokens=12"]),
+        ({"pipeline.mode": "async"}, ["pipeline.mode=async", "pipeline.rollout_devices"]),
+        ({"pipeline.mode": "async", "pipeline.rollout_devices": 1}, ["pipeline.lag=1", "grpo.correction"]),
+        ({"pipeline.tensor": 2}, ["pipeline.tensor=2", "pipeline.rollout_devices"]),
+        ({"pipeline.tensor": 2, "pipeline.rollout_devices": 3}, ["pipeline.rollout_devices=3", "pipeline.tensor=2"]),
+        ({"optimizer.decay_steps": 3, "optimizer.warmup": 3}, ["optimizer.decay_steps=3", "optimizer.warmup=3"]),
+        ({"draft.decay_steps": 3, "draft.warmup": 3}, ["draft.decay_steps=3", "draft.warmup=3"]),
+        ({"reward.weights": (1.0, 2.0)}, ["reward.weights", "2 weights", "1 rewards"]),
+        ({"reward.name": "exact,exact"}, ["reward.name", "twice"]),
+        ({"data.template": "Q:"}, ["data.template", "{prompt}"]),
+        ({"data.path": "a.jsonl"}, ["eval.path", "data.path"]),
+        ({"data.path": "a.jsonl", "eval.path": "b.jsonl", "eval.schema": "gsm"}, ["eval.schema", "gsm8k"]),
+        ({"data.path": "a.jsonl,b.jsonl", "data.weights": (1.0,)}, ["data.weights", "1 weights for 2 files"]),
+        ({"mesh.data": -1}, ["mesh.data=-1", "mesh.fsdp=-1"]),
+        ({"mesh.tensor": 0}, ["mesh.tensor=0"]),
+        ({"task": "pretrain"}, ["task=pretrain", "draft.kind"]),
+        ({"task": "pretrain", "draft.kind": "none", "policy.path": "x"}, ["task=pretrain", "policy.path"]),
+        ({"task": "draft_pretrain", "draft.kind": "none"}, ["task=draft_pretrain", "draft.kind to eagle3"]),
+        ({"task": "draft_pretrain", "draft.kind": "suffix"}, ["task=draft_pretrain", "draft.kind to eagle3"]),
+        ({"task": "draft_pretrain", "draft.length": 0}, ["task=draft_pretrain", "draft.length"]),
+        (
+            {"task": "draft_pretrain", "pretrain.batch_size": 8, "grpo.microbatch": 16},
+            ["grpo.microbatch=16", "pretrain.batch_size=8"],
+        ),
+        ({"task": "benchmark", "draft.length": 0}, ["task=benchmark", "draft.length"]),
+        ({"task": "benchmark", "benchmark.lengths": (0, 4)}, ["benchmark.lengths=(0, 4)", "draft.length=3"]),
+        ({"task": "dry_run"}, ["dry_run.devices=0", "-1"]),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_each_other_are_refused(values, words):
+    message = refusal(values)
+    assert all(word in message for word in words), message
