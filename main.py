@@ -30,17 +30,19 @@ def main(argv: list[str]) -> int:
     # After the flags: a typo answers at once, without JAX's seconds.
     import jax
 
+    from specrl_jax.config.validate import draft_options, validate
     from specrl_jax.core import InputError, RunFailed, Stopped
     from specrl_jax.distributed import initialize
     from specrl_jax.drafts.kinds import make_method
     from specrl_jax.sharding import learner_devices, make_mesh
-    from specrl_jax.training.plan import draft_options, policy_sizes
+    from specrl_jax.training.plan import policy_sizes
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         settings = from_config_dict(config)
+        validate(settings)
         if config.task == "dry_run":
             run_dry(settings, config.mesh.to_dict(), config.to_dict(), workdir)
             return 0
@@ -136,23 +138,22 @@ def run_evaluate(settings: Any, mesh: Any, config: dict[str, Any], workdir: str)
 
 def run_benchmark(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
     from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.tasks.benchmark import benchmark, check_benchmark, print_benchmark
+    from specrl_jax.tasks.benchmark import benchmark, print_benchmark
     from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
-    check_benchmark(settings)
     setup.check_problems()
     open_workdir(workdir, config)
     print_benchmark(benchmark(setup, workdir, stop_on_signal()))
 
 
 def run_pretrain(settings: Any, mesh: Any, config: dict[str, Any], workdir: str) -> None:
-    from specrl_jax.io.workdir import open_workdir
-    from specrl_jax.tasks.pretrain import check_pretrain, pretrain
+    from specrl_jax.io.workdir import open_output, open_workdir
+    from specrl_jax.tasks.pretrain import pretrain
     from specrl_jax.training.build import build
 
     setup = build(settings, mesh)
-    check_pretrain(settings)
+    open_output("pretrain.output", settings.pretrain.output)
     setup.check_problems()
     open_workdir(workdir, config)
     with setup.scorer:

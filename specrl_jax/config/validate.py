@@ -3,10 +3,13 @@
 What needs those is checked by `training.plan`, before any array exists.
 """
 
+import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, check_values
+from specrl_jax.config import Config, DraftConfig, check_values
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.scorer import check_rewards
 
@@ -14,10 +17,16 @@ from specrl_jax.rewards.scorer import check_rewards
 def validate(config: Config) -> None:
     """Raise InputError naming the first key whose value is wrong, alone or beside the others."""
     check_values(config)
+    check_options(draft_options(config.draft))
     for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _rewards, _data, _mesh):
         check(config)
     if config.task in _TASKS:
         _TASKS[config.task](config)
+
+
+def draft_options(draft: DraftConfig) -> DraftOptions:
+    """Return the keys that choose and size a draft."""
+    return DraftOptions(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftOptions)})
 
 
 def _policy(config: Config) -> None:
@@ -51,7 +60,7 @@ def _learner_rows(config: Config) -> None:
     rows = rollouts // g.minibatches
     if g.microbatch and rows % g.microbatch:
         raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
-    if draft.kind in ("none", "ngram", "suffix"):
+    if not KINDS[draft.kind].weights:
         return
     if rows % draft.minibatches:
         raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
@@ -154,8 +163,9 @@ def _draft_pretrain(config: Config) -> None:
     rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
     if microbatch and rows % microbatch:
         raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
-    if config.draft.kind in ("none", "ngram", "suffix"):
-        raise InputError("task=draft_pretrain makes a draft with weights: set draft.kind to eagle3, mtp or model")
+    if not KINDS[config.draft.kind].weights:
+        kinds = " or ".join(name for name, kind in KINDS.items() if kind.weights)
+        raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     if config.draft.length < 1:
         raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
 

@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from specrl_jax.config import Config, check_values
+from specrl_jax.config import Config
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import find_fit
@@ -72,12 +72,9 @@ def with_layers(setup: Setup, layers: int) -> Setup:
 
 def count_devices(settings: Config, sizes: dict[str, int]) -> int:
     """dry_run.devices, or as many as the mesh says. Raises InputError for settings that no dry run could have."""
-    check_values(settings)
     find_target(settings.dry_run.target)
     if settings.dry_run.devices:
         return settings.dry_run.devices
-    if -1 in sizes.values():
-        raise InputError("dry_run.devices=0: with a mesh axis of -1 (the rest) the number of devices is needed")
     product = 1
     for size in sizes.values():
         product *= size

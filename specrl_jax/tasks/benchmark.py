@@ -10,8 +10,7 @@ import numpy as np
 import rich.console
 import rich.table
 
-from specrl_jax.config import Config
-from specrl_jax.core import InputError, Stopped
+from specrl_jax.core import Stopped
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
@@ -24,15 +23,6 @@ from specrl_jax.training.speedup import timed
 PLAIN, ADAPTIVE = "plain", "adaptive"
 # Name -> (engine, what chooses its draft lengths)
 Sides = dict[str, tuple[Engine, Lengths | None]]
-
-
-def check_benchmark(settings: Config) -> None:
-    """Raises InputError for what cannot be compared."""
-    draft, lengths = settings.draft, settings.benchmark.lengths
-    if draft.kind == "none" or draft.length == 0:
-        raise InputError("task=benchmark compares a draft with plain decoding: draft.kind and draft.length are needed")
-    if bad := [k for k in lengths if not 0 <= k <= draft.length]:
-        raise InputError(f"benchmark.lengths={lengths}: {bad[0]} is not between 0 and draft.length={draft.length}")
 
 
 def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:

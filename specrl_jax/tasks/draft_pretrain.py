@@ -11,7 +11,6 @@ import numpy as np
 
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.features import FeatureStore
-from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.io.progress import Display
 from specrl_jax.io.workdir import open_output
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
@@ -128,16 +127,9 @@ def cost(setup: Setup, state: RunState, seconds: dict[str, float]) -> dict[str, 
 def check_draft_pretrain(setup: Setup) -> None:
     """Raises InputError for what would fail late in a run; makes `pretrain.output`."""
     settings = setup.settings
-    rows, microbatch = settings.pretrain.batch_size, settings.grpo.microbatch
+    rows = settings.pretrain.batch_size
     if rows % setup.learner_partition.num_shards("batch"):
         raise InputError(
             f"pretrain.batch_size={rows} must divide by the {setup.learner_partition.num_shards('batch')} shards of rows"
         )
-    if microbatch and rows % microbatch:
-        raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
-    if setup.draft is None:
-        kinds = " or ".join(name for name, kind in KINDS.items() if kind.weights)
-        raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
-    if settings.draft.length < 1:
-        raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
     open_output("pretrain.output", settings.pretrain.output)

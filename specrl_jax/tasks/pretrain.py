@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.config import Config
 from specrl_jax.core import InputError, Mean, Stopped, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
-from specrl_jax.io.workdir import open_output
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -61,18 +59,6 @@ def write_log(log: list[dict[str, Any]], *folders: str) -> None:
     for folder in folders:
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in log)
-
-
-def check_pretrain(settings: Config) -> None:
-    """Raises InputError for what would fail at the end of a run; makes `pretrain.output`."""
-    p = settings.pretrain
-    if settings.draft.kind != "none":
-        raise InputError("task=pretrain makes a policy: leave draft.kind none (task=draft_pretrain makes a head)")
-    if settings.policy.path or settings.data.path:
-        raise InputError(
-            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
-        )
-    open_output("pretrain.output", p.output)
 
 
 def make_pretrain_step(learner: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:

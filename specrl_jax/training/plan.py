@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from specrl_jax.config import Config, DraftConfig, PolicyConfig
+from specrl_jax.config import Config, PolicyConfig
 from specrl_jax.core import InputError
 from specrl_jax.decoding.compiled import Limits
-from specrl_jax.drafts.base import DraftModel, DraftOptions
+from specrl_jax.drafts.base import DraftModel
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
@@ -28,10 +28,6 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     sizes = _sizes(policy)
     if policy.yarn_factor == 0:
         return sizes
-    if policy.yarn_factor < 1:
-        raise InputError(
-            f"policy.yarn_factor={policy.yarn_factor}: at least 1 is needed, or 0 for the checkpoint's own"
-        )
     return dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original))
 
 
@@ -52,11 +48,6 @@ def _sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
             )
     hf.check_params(policy.path, found)
     return found
-
-
-def draft_options(draft: DraftConfig) -> DraftOptions:
-    """Return the keys of the config that choose and size a draft."""
-    return DraftOptions(**{field.name: getattr(draft, field.name) for field in dataclasses.fields(DraftOptions)})
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
@@ -160,18 +151,8 @@ def check_rows(
         raise InputError(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
     if rows % num_shards:
         raise InputError(f"grpo: a minibatch of {rows} rows must divide by {shown}")
-    if 0 < grpo.pack_tokens < limits.cache_length:
-        raise InputError(
-            f"grpo.pack_tokens={grpo.pack_tokens}: a prompt and its answer may have {limits.cache_length} tokens"
-        )
-    if grpo.microbatch and not grpo.pack_tokens and rows % grpo.microbatch:
-        raise InputError(f"grpo.microbatch={grpo.microbatch} must divide the minibatch of {rows} rows")
     if grpo.pack_tokens:  # rows as many as it takes, a multiple of all these
         return check_cache_length(limits, model)
-    if draft and (rows % d.minibatches or rows // d.minibatches % num_shards):
+    if draft and rows // d.minibatches % num_shards:
         raise InputError(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
-    if draft and grpo.microbatch and rows // d.minibatches % grpo.microbatch:
-        raise InputError(
-            f"grpo.microbatch={grpo.microbatch} must divide the {rows // d.minibatches} rows of an update of the draft"
-        )
     check_cache_length(limits, model)

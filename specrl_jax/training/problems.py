@@ -37,8 +37,6 @@ class Problems:
     @functools.cached_property
     def validation(self) -> dict[str, list[Problem]]:
         """The fixed validation sets by name: that of the file (see `set_names`), or of the built-in task."""
-        if self.data.path and not self.eval.path and not self.eval.task:
-            raise InputError("eval.path: prompts come from data.path, so a file to validate on is needed here")
         sets: dict[str, Sequence[Problem]]
         if self.eval.path:
             paths = split_paths(self.eval.path, "eval.path")

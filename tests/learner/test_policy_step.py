@@ -336,8 +336,3 @@ def test_weight_decay_is_decoupled():
     params = jnp.array([4.0])
     update, _ = optimizer.update(jnp.zeros(1), optimizer.init(params), params)
     np.testing.assert_allclose(update, [-PEAK * 0.1 * 4.0], rtol=1e-6)
-
-
-def test_an_unknown_optimizer_names_the_known_ones():
-    with pytest.raises(InputError, match=r"optimizer\.name: .*'adam'.*adamw"):
-        make_optimizer(OptimizerConfig("adam", PEAK, 0, 1.0, 0.0, 0.999, 0))

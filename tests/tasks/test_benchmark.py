@@ -8,10 +8,10 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
-from specrl_jax.core import InputError, Stopped
+from specrl_jax.core import Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.tasks.benchmark import benchmark, check_benchmark, make_sides, print_benchmark, round_metrics
+from specrl_jax.tasks.benchmark import benchmark, make_sides, print_benchmark, round_metrics
 from specrl_jax.training.build import build
 from specrl_jax.training.speedup import timed
 
@@ -95,16 +95,3 @@ def test_a_signal_ends_it(tmp_path):
     stop.set()
     with pytest.raises(Stopped, match="starts anew"):
         benchmark(setup_of(), str(tmp_path), stop)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"draft.kind": "none"}, "draft.kind"),
-        ({"draft.length": 0}, "draft.length"),
-        ({"benchmark.lengths": (1, 3)}, r"benchmark.lengths=\(1, 3\): 3"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(changes, message):
-    with pytest.raises(InputError, match=message):
-        check_benchmark(from_config_dict(config(**changes)))

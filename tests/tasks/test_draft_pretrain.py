@@ -334,22 +334,6 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "words"),
-    [
-        ("draft", "kind", "none", "task=draft_pretrain .* draft.kind to eagle3"),
-        ("draft", "length", 0, "draft.length of at least 1"),
-        ("pretrain", "dtype", "float16", "pretrain.dtype: 'float16'"),
-    ],
-)
-def test_what_it_refuses(section, key, value, words, tmp_path):
-    config = smoke_config(tmp_path / "head")
-    config[section][key] = value
-    with pytest.raises(InputError, match=words):
-        draft_pretrain.check_draft_pretrain(make_setup(config))
-    assert not (tmp_path / "head").exists()
-
-
 def test_an_output_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"pretrain\.output=.*file/head"):

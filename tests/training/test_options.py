@@ -10,7 +10,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import OptimizerConfig
-from specrl_jax.core import InputError, RunFailed, Stopped
+from specrl_jax.core import RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.optimizer import apply_gradient, make_optimizer
 from specrl_jax.learner.state import init_state, state_shardings
@@ -243,27 +243,3 @@ def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
         values = np.linalg.svd(matrix, compute_uv=False)
         low, high = np.quantile(values, (0.2, 1.0))
         assert high < 2.2 * low, name
-
-
-# ---- wrong inputs
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"grpo__advantage": "gae"}, r"grpo\.advantage"),
-        ({"grpo__old_logprobs": "current", "grpo__minibatches": 2}, r"grpo\.old_logprobs=current"),
-        ({"grpo__reference_every": 2}, r"grpo\.reference_every=2"),
-        ({"grpo__overlong_buffer": 13}, r"grpo\.overlong_buffer=13"),
-        ({"policy__lora_rank": 2, "optimizer__name": "muon"}, r"optimizer\.name=muon"),
-        ({"policy__lora_rank": 2, "task": "pretrain"}, r"policy\.lora_rank=2"),
-        ({"policy__lora_rank": -1}, r"policy\.lora_rank=-1"),
-        ({"policy__lora_rank": 2, "policy__lora_targets": ("q", "embed")}, r"lora_targets.*'embed'"),
-        ({"grpo__pack_tokens": 21}, r"grpo\.pack_tokens=21: .* 22 tokens"),
-        ({"grpo__sampling_rounds": 0}, r"grpo\.sampling_rounds=0"),
-        ({"checkpoint__keep_best": -1}, r"checkpoint\.keep_best=-1"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes, message):
-    with pytest.raises(InputError, match=message):
-        make_setup(rlzero_tiny.get_config("smoke"), **changes)

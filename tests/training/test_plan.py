@@ -6,10 +6,10 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import PolicyConfig, from_config_dict
-from specrl_jax.core import InputError
+from specrl_jax.config.validate import draft_options
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.models.layers import Yarn
-from specrl_jax.training.plan import batch_limits, draft_lengths, draft_options, find_limits, policy_sizes
+from specrl_jax.training.plan import batch_limits, draft_lengths, find_limits, policy_sizes
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,3 @@ def test_yarn_stretches_the_positions():
     assert (plain.longest, stretched.longest) == (4096, 4 * 32_768)
     assert stretched == dataclasses.replace(plain, yarn=Yarn(4.0, 32_768))
     assert policy_sizes(policy_settings(yarn_factor=2.0, yarn_original=4096)).longest == 8192
-
-
-def test_a_factor_that_shrinks_is_refused():
-    with pytest.raises(InputError, match=r"policy\.yarn_factor=0\.5"):
-        policy_sizes(policy_settings(yarn_factor=0.5))

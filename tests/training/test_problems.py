@@ -82,12 +82,6 @@ def test_files_are_drawn_from_by_weight(write):
     assert sum(problem.prompt == "1" for problem in batch) == 7
 
 
-def test_prompts_of_a_file_need_a_file_to_validate_on(write):
-    path = write("a.jsonl", {"prompt": "1", "answer": "2"})
-    with pytest.raises(InputError, match=r"eval\.path"):
-        _ = problems({"path": path}).validation
-
-
 def test_sets_of_one_name_are_told_apart_by_their_folders(write):
     first, second = (write(f"{folder}/test.jsonl", {"prompt": folder, "answer": "2"}) for folder in "xy")
     third = write("more.jsonl", {"prompt": "z", "answer": "2"})

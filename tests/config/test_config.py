@@ -1,0 +1,150 @@
+"""The keys, the ConfigDicts made from them and the shipped configs."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from ml_collections import ConfigDict
+
+from specrl_jax.config import Config, base, from_config_dict, keys
+from specrl_jax.config.validate import validate
+from specrl_jax.data.prompts import SCHEMAS
+from specrl_jax.data.tasks import TASKS
+from specrl_jax.decoding.sampling import RULES
+from specrl_jax.drafts.kinds import KINDS, MAX_MATCH
+from specrl_jax.dry_run.targets import TARGETS
+from specrl_jax.errors import InputError
+from specrl_jax.learner.optimizer import OPTIMIZERS
+from specrl_jax.models.attention import ATTENTION
+from specrl_jax.models.lora import EQUATIONS
+from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.rewards.worker import BUILT_IN
+from specrl_jax.rl.advantages import ADVANTAGES
+from specrl_jax.rl.aggregation import AGGREGATIONS
+from specrl_jax.rl.draft_losses import LOSSES
+from specrl_jax.rl.importance_sampling import CORRECTIONS
+from specrl_jax.rl.objectives import KL_ESTIMATORS, OLD_LOGPROBS, SURROGATES
+
+ROOT = pathlib.Path(__file__).parents[2]
+KEYS = {key.name: key for key in keys(Config)}
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "recipes"))
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("policy.preset", ["", *PRESETS]),
+        ("draft.preset", ["", *PRESETS]),
+        ("policy.attention", ["auto", *ATTENTION]),
+        ("policy.lora_targets", EQUATIONS),
+        ("draft.kind", KINDS),
+        ("draft.dialect", ["", *(name for kind in KINDS.values() for name in kind.formats)]),
+        ("draft.loss", LOSSES),
+        ("draft.optimizer", OPTIMIZERS),
+        ("optimizer.name", OPTIMIZERS),
+        ("rollout.rule", RULES),
+        ("grpo.advantage", ADVANTAGES),
+        ("grpo.loss", SURROGATES),
+        ("grpo.aggregation", AGGREGATIONS),
+        ("grpo.kl", KL_ESTIMATORS),
+        ("grpo.old_logprobs", OLD_LOGPROBS),
+        ("grpo.correction", CORRECTIONS),
+        ("data.task", TASKS),
+        ("eval.task", ["", *TASKS]),
+        ("dry_run.target", TARGETS),
+    ],
+)
+def test_the_choices_of_a_key_are_the_librarys(key, table):
+    assert sorted(KEYS[key].bounds.choices) == sorted(table)
+
+
+def test_the_longest_match_is_the_librarys():
+    assert KEYS["draft.match_max"].bounds.high == MAX_MATCH
+
+
+def test_help_texts_name_every_built_in_reward_and_schema():
+    assert all(name in KEYS["reward.name"].help for name in BUILT_IN)
+    assert all(name in KEYS["data.schema"].help for name in SCHEMAS)
+
+
+def test_every_key_says_what_it_is_and_has_a_good_default():
+    assert all(key.help and not key.help.endswith(".") for key in KEYS.values())
+    assert from_config_dict(base()) == Config()
+
+
+def test_the_config_imports_without_jax():
+    code = "import sys, specrl_jax.config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_config_dict_takes_no_new_key():
+    c = base()
+    with pytest.raises(AttributeError, match="minibatches"):
+        c.grpo.minibatch = 2
+
+
+def test_a_config_dict_with_a_missing_or_unknown_key_is_refused():
+    c = base()
+    with c.unlocked():
+        c.grpo.minibatch = 2
+    with pytest.raises(InputError, match=r"grpo\.minibatch"):
+        from_config_dict(c)
+    c = base()
+    with c.unlocked():
+        del c.grpo.minibatches
+    with pytest.raises(InputError, match=r"grpo\.minibatches"):
+        from_config_dict(c)
+
+
+def variants():
+    """(config, variant) of all of them; a config without variants says so when it is asked for one."""
+    for name in CONFIGS:
+        for variant in ("", "smoke", "small", "zero", "think"):
+            try:
+                importlib.import_module(f"configs.{name}").get_config(variant)
+            except ValueError:
+                continue
+            yield name, variant
+
+
+@pytest.mark.parametrize(("name", "variant"), list(variants()))
+def test_every_shipped_config_is_valid(name, variant):
+    c = importlib.import_module(f"configs.{name}").get_config(variant)
+    assert isinstance(c, ConfigDict)
+    config = from_config_dict(c)
+    validate(config)
+    for section in (config.optimizer, config.draft):
+        if section.decay_steps:
+            c.steps = 217
+            changed = from_config_dict(c)
+            assert 217 in (changed.optimizer.decay_steps, changed.draft.decay_steps)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_unknown_variant_is_refused(name):
+    with pytest.raises(ValueError, match=f"configs/{name}.py: no variant 'smokes'"):
+        importlib.import_module(f"configs.{name}").get_config("smokes")
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "follows"),
+    [
+        ("pretrain_tiny", "optimizer.decay_steps", "steps"),
+        ("draft_tiny", "draft.decay_steps", "steps"),
+        ("generate", "grpo.group_size", "generate.samples"),
+    ],
+)
+def test_a_reference_goes_one_way(config, key, follows):
+    """Overriding a value that follows another leaves the other alone; overriding the other changes both."""
+    c = importlib.import_module(f"configs.{config}").get_config()
+    c.update_from_flattened_dict({follows: 17})
+    assert values(c, key, follows) == (17, 17)
+    c.update_from_flattened_dict({key: 100})
+    assert values(c, key, follows) == (100, 17)
+
+
+def values(c, *names):
+    flat = {key: c[key.partition(".")[0]][key.partition(".")[2]] if "." in key else c[key] for key in names}
+    return tuple(flat.values())
