@@ -1,7 +1,9 @@
-# make run    virtual environment, install, the tiny config from start to closing table
-# make test   the whole suite; `make test PARITY=1` adds the comparisons with transformers (installs torch)
-# make test-full  every cell of the engine's product, about 30 minutes of one core; writes tests/results
-# make lock   writes requirements.lock from the environment
+# make run        install into a virtual environment, run the tiny config from its start to the closing table
+# make test       the tests that are not slow: what matters, in minutes
+# make test-all   all tests; PARITY=1 installs torch and adds the comparisons with transformers (to test-slow too)
+# make test-slow  what test-all runs beyond test
+# make lint       ruff check, ruff format --check, mypy
+# make lock       write requirements.lock from the environment
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,18 +13,28 @@ PLATFORM := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo gpu; elif ls /de
 REQUIREMENTS := $(if $(filter gpu,$(PLATFORM)),requirements.txt,requirements-$(PLATFORM).txt)
 PARITY ?=
 
-.PHONY: run test test-full lock clean
+.PHONY: run test test-all test-slow lint lock clean
 
 run: $(VENV)/installed
 	$(BIN)/python main.py --config configs/rlzero_tiny.py
 
-# A file at a time to each of two processes: what a file compiles is compiled once.
-test: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes; one that has finished takes tests from the other. They share a compile cache that outlives the run
+# (SPECRL_TEST_CACHE, by default below ~/.cache/specrl_jax/tests).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Programs of a few milliseconds: compiling them is what takes long.
-test-full: $(VENV)/installed-test
-	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -m full
+test: $(VENV)/installed-test
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
+	$(PYTEST)
+
+test-slow: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
+	$(PYTEST) -m slow
+
+lint: $(VENV)/installed-test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 lock: $(VENV)/installed-test
 	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock

@@ -1,37 +1,61 @@
-"""JAX options of the whole suite. Eight fake CPU devices, so that sharded code runs sharded; no module sets options."""
+"""Set JAX's options for all tests: eight fake CPU devices, a compile cache, strict checks. Test modules set none."""
 
 import os
 
-# Programs of a few milliseconds: compiling them is what takes long, so nothing is polished and nothing made twice.
+# Compiling small programs takes longer than running them, so XLA does not optimise.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Two processes share the compile cache; an entry that is half written is compiled again. Tests look at stderr.
+os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache"
+
+import gc
 
 import hypothesis
 import jax
 import pytest
 
-from tests.helpers.runs import shared_cache
+from tests.helpers.runs import compile_cache, prune_compile_cache
+
+MEMORY_LIMIT = 2 << 30  # bytes of a process; beyond it compiled programs are dropped between modules
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
-# One profile, no clock: an example that is slow because the machine is shared is not a failure.
+# No deadline: an example that is slow because the machine is shared is not a failure.
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("suite")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """What one test compiled is read by the next; a process of its own, since writing is not atomic."""
-    jax.config.update("jax_compilation_cache_dir", str(shared_cache(tmp_path_factory)))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # not in the processes of pytest-xdist
+        prune_compile_cache()
+
+
+def resident_bytes():
+    """Return this process's resident memory, or 0 where the system has no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """Drop compiled programs after a module where memory is short; the compile cache has most of them."""
+    yield
+    if resident_bytes() > MEMORY_LIMIT:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
 def partition():
-    """The learner's table on a mesh of one device."""
+    """Return the learner's partitioner on a mesh of one device."""
     from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])

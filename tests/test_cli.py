@@ -25,9 +25,9 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
 
 
 @pytest.fixture
-def call(monkeypatch, capfd, tmp_path_factory):
+def call(monkeypatch, capfd):
     """call(argv) -> (exit status, stdout, stderr) of the command in this process."""
-    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+    with make_call(monkeypatch, capfd) as call:
         yield call
 
 
@@ -357,9 +357,9 @@ def test_a_finished_run_prints_its_table_and_does_nothing(call, run_of_three_ste
 # ---- the real process
 
 
-def test_a_refused_run_as_a_process(tmp_path, tmp_path_factory):
+def test_a_refused_run_as_a_process(tmp_path):
     argv = arguments("--config.policy.preset=huge", workdir=tmp_path / "run")
-    assert "policy.preset" in error_line(run_process(argv, tmp_path_factory))
+    assert "policy.preset" in error_line(run_process(argv))
     assert not (tmp_path / "run").exists()
 
 

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from experiments import launch, runs, sweeps
-from tests.helpers.runs import ROOT, SMOKE, shared_cache
+from tests.helpers.runs import ROOT, SMOKE, compile_cache
 
 # What main.py promises a launcher, and `do` for what a run should do. Times are seconds of the machine's own clock.
 FAKE = """
@@ -488,9 +488,9 @@ def read_until(terminal, text):
 # ---- the real program
 
 
-def test_two_seeds_of_the_smoke_config(tmp_path, tmp_path_factory, monkeypatch, capfd):
+def test_two_seeds_of_the_smoke_config(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared_cache(tmp_path_factory)))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compile_cache()))
     sweep = tmp_path / "sweep.py"
     sweep.write_text("def get_sweep():\n    return [{'seed': s, 'rollout.seed': s} for s in range(2)]\n")
     argv = ["--config", SMOKE, "--sweep", str(sweep), "--workdir", str(tmp_path / "root"), "--", "--config.steps=1"]

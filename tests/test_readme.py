@@ -17,13 +17,13 @@ def shown(words):
     return found[0]
 
 
-def test_prompts_from_files_take_the_place_of_the_built_in_task(tmp_path, tmp_path_factory):
+def test_prompts_from_files_take_the_place_of_the_built_in_task(tmp_path):
     """Files in GSM8K's format by overrides alone; its smoke variant here."""
     command = shown("--config.data.schema=gsm8k")
     workdir = re.search(r"--workdir (\S+)", command)[1]
     command = command.replace("rlzero_tiny.py", "rlzero_tiny.py:smoke").replace(workdir, str(tmp_path))
     command = f"{sys.executable} {command.removeprefix('python ')} --config.draft.kind=none --config.steps=1"
-    environment = process_environment(tmp_path_factory)
+    environment = process_environment()
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("train", "test"):

@@ -168,9 +168,9 @@ def test_flags_that_do_not_go_together_are_refused(cluster, argv, tmp_path, capf
     assert not (tmp_path / "root").exists()
 
 
-def test_processes_that_do_not_find_each_other_say_so_in_one_line(tmp_path, tmp_path_factory, monkeypatch):
+def test_processes_that_do_not_find_each_other_say_so_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    status, out, err = run_process(arguments(workdir=tmp_path / "run"), tmp_path_factory)
+    status, out, err = run_process(arguments(workdir=tmp_path / "run"))
     assert (status, out) == (1, "") and err.startswith("error: several processes (") and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -402,6 +402,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.slow
 def test_chat_template_renders_as_in_transformers(template, folder):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     (folder / "chat_template.jinja").write_text(template)
@@ -412,6 +413,7 @@ def test_chat_template_renders_as_in_transformers(template, folder):
     assert load(folder).apply_chat_template(CONVERSATION) == expected
 
 
+@pytest.mark.slow
 def test_prompt_ids_are_those_of_transformers(folder):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)

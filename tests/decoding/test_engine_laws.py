@@ -1,14 +1,12 @@
 """The whole engine returns the target's distribution: every drafter, rule and setting, over successive blocks.
 
-Of 864 cells the suite runs a few that have all pairs of values among them; `make test-full` runs them all and writes
-tests/results/engine_product.csv. All false alarms together have a chance below 1e-4, and so has missing a cell that is
-0.047 off in total variation (ERROR and GROUPS in tests/helpers/cells.py).
+Of 864 cells the tests run a few that have all pairs of values among them; tests/decoding/engine_product.py runs all.
+All false alarms together have a chance below 1e-4, and so has missing a cell that is 0.047 off in total variation
+(ERROR and GROUPS in tests/helpers/cells.py).
 """
 
-import csv
 import functools
 import itertools
-import pathlib
 
 import numpy as np
 import pytest
@@ -21,8 +19,6 @@ from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
 from tests.helpers.exact import block_chances, sequences, softmax
 from tests.helpers.interpreted import KERNELS
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "engine_product.csv"
 
 
 def name(cell):
@@ -72,20 +68,6 @@ def test_with_interpreted_kernels_the_rollouts_are_the_references(cell, backend,
     ]
     np.testing.assert_array_equal(found[1].tokens, found[0].tokens)
     np.testing.assert_array_equal(found[1].accepted, found[0].accepted)
-
-
-@pytest.mark.full
-def test_every_cell_of_the_product():
-    rows = []
-    for seed, cell in enumerate(PRODUCT):
-        outcome = run_cell(cell, seed)
-        rows.append([*cell, seed, outcome.draws, f"{outcome.distance:.5f}", f"{outcome.threshold:.5f}"])
-    RESULTS.parent.mkdir(exist_ok=True)
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        # Under greedy the distance is a number of rollouts, out of `draws`.
-        writer.writerows([[*Cell._fields, "seed", "draws", "total_variation", "threshold"], *rows])
-    assert [row for row in rows if float(row[-2]) >= float(row[-1])] == []
 
 
 SURER = LAST * 0.3 + np.array([1.5, -1.5, 0], np.float32)  # than the target: blocks end early, later noise seen

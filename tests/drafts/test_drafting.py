@@ -406,7 +406,7 @@ def test_the_first_draft_after_a_short_prompt_is_the_learners(kind, size):
     assert_the_learners_drafts(kind, started(kind, prompts))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_rollouts_do_not_depend_on_the_mesh(kind):
     """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)

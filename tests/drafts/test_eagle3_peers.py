@@ -87,6 +87,7 @@ def policy(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.slow
 def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
     head = dataclasses.replace(HEAD, **VARIANTS[name])
     params = random_params(head)
@@ -112,6 +113,7 @@ def test_a_head_of_ours_gives_the_same_logits_there(name, tmp_path, policy):
 
 
 @pytest.mark.parametrize("name", ["paper", "speculators", "eagle-3.1"])
+@pytest.mark.slow
 def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, partition):
     """Written by their module with its copy of the embedding, read here."""
     head = dataclasses.replace(HEAD, **VARIANTS[name])
@@ -127,6 +129,7 @@ def test_a_head_of_theirs_gives_the_same_logits_here(name, tmp_path, policy, par
     assert_same(our_logits(eagle3_formats.load_params(folder, head, partition), head, "learner"), peer_logits(module))
 
 
+@pytest.mark.slow
 def test_what_they_take_when_norm_before_residual_is_not_said(tmp_path, policy):
     """Their default is not vLLM's, which is ours: a config that leaves it out is two heads, so none is written."""
     eagle3_formats.save(str(tmp_path), random_params(HEAD), IDS, HEAD, TARGET, "float32", "speculators", policy)

@@ -35,11 +35,11 @@ LEARNER = {"embed": 4, "heads": 2, "kv_heads": 2, "head_dim": 1, "mlp": 2, "voca
 
 
 @pytest.fixture
-def call(monkeypatch, capfd, tmp_path_factory):
+def call(monkeypatch, capfd):
     platforms = jax.config.jax_platforms
     for name in ("XLA_FLAGS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back as it is
-    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+    with make_call(monkeypatch, capfd) as call:
         yield call
     jax.config.update("jax_platforms", platforms)
 

@@ -1,19 +1,26 @@
-"""Runs of the real command: in this process, where many must be short, and as a process of its own."""
+"""Run the real command: in this process, which is fast, and as a process of its own."""
 
 import contextlib
+import fcntl
+import hashlib
+import json
 import os
 import pathlib
+import platform
+import shutil
 import signal
 import subprocess
 import sys
 
 import jax
 import jax.experimental.compilation_cache.compilation_cache as compilation_cache
+import jaxlib
 from absl.testing import flagsaver
 
 import main as command_line
 
 ROOT = pathlib.Path(__file__).parents[2]
+CACHES = pathlib.Path.home() / ".cache" / "specrl_jax" / "tests"
 SMOKE = f"{ROOT / 'configs' / 'rlzero_tiny.py'}:smoke"
 
 
@@ -22,9 +29,9 @@ def arguments(*overrides, workdir, config=SMOKE):
 
 
 @contextlib.contextmanager
-def make_call(monkeypatch, capfd, tmp_path_factory):
-    """call(argv) -> (exit status, stdout, stderr), in this process, with the flags, options and signals put back."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared_cache(tmp_path_factory)))
+def make_call(monkeypatch, capfd):
+    """Yield call(argv) -> (exit status, stdout, stderr), in this process; restore flags, options and signals after."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compile_cache()))
     options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in options}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -54,45 +61,69 @@ def restore(handlers, options):
     compilation_cache.reset_cache()
 
 
-def shared_cache(tmp_path_factory):
-    """The folder of SPECRL_TEST_CACHE where it is set, so that compiled programs survive a run; else one of this run."""
-    return os.environ.get("SPECRL_TEST_CACHE") or tmp_path_factory.getbasetemp() / "compilation_cache"
+def compile_cache():
+    """Return the folder of compiled programs, which the next run of the tests reads again.
+
+    SPECRL_TEST_CACHE, or a folder of the user's cache for these versions of jax and jaxlib and this CPU. Several
+    processes may write: an entry has a checksum, and JAX compiles again what it cannot read.
+    """
+    if folder := os.environ.get("SPECRL_TEST_CACHE"):
+        return pathlib.Path(folder)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        cpu = next((line for line in file if line.startswith(("flags", "Features"))), "")
+        digest = hashlib.sha256(f"{platform.machine()} {cpu}".encode()).hexdigest()[:8]
+        return CACHES / f"jax-{jax.__version__}-jaxlib-{jaxlib.__version__}-{digest}"
+    return CACHES / f"jax-{jax.__version__}-jaxlib-{jaxlib.__version__}-{platform.machine()}"
 
 
-def process_environment(tmp_path_factory):
-    """Of a command as a process of its own, on one device."""
+def prune_compile_cache(limit=2 << 30):
+    """Delete the compile cache where it is larger than `limit` bytes: it keeps programs of every earlier version."""
+    folder = compile_cache()
+    with contextlib.suppress(FileNotFoundError):
+        if sum(entry.stat().st_size for entry in os.scandir(folder)) > limit:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def process_environment():
+    """Return the environment of a command that runs as a process of its own, on one device."""
     return os.environ | {
-        # Programs of a few milliseconds: compiling them is what takes long.
+        # Compiling small programs takes longer than running them.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(shared_cache(tmp_path_factory)),
+        "JAX_COMPILATION_CACHE_DIR": str(compile_cache()),
     }
 
 
-def start_process(argv, tmp_path_factory):
-    """The command as a process of its own, on one device."""
-    pipe, environment = subprocess.PIPE, process_environment(tmp_path_factory)
+def start_process(argv):
+    """Start the command as a process of its own, on one device."""
+    pipe, environment = subprocess.PIPE, process_environment()
     return subprocess.Popen([sys.executable, *argv], cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def run_process(argv, tmp_path_factory):
-    """(exit status, stdout, stderr) of the command as a process of its own."""
-    process = start_process(argv, tmp_path_factory)
+def run_process(argv):
+    """Run the command as a process of its own; return (exit status, stdout, stderr)."""
+    process = start_process(argv)
     out, err = process.communicate()
     return process.returncode, out, err
 
 
 def finished_run(tmp_path_factory):
-    """(workdir, stdout, stderr) of one smoke run of three steps, made once a session; copy it before touching it."""
-    workdir = tmp_path_factory.getbasetemp() / "finished_run"
-    if not workdir.exists():
-        status, out, err = run_process(arguments(workdir=workdir), tmp_path_factory)
-        assert status == 0, err
-        (workdir.parent / "finished_run.out").write_text(out)
-        (workdir.parent / "finished_run.err").write_text(err)
-    return workdir, *((workdir.parent / f"finished_run.{name}").read_text() for name in ("out", "err"))
+    """Return (workdir, stdout, stderr) of one smoke run of three steps; copy the workdir before changing it.
+
+    Made once for all processes of pytest-xdist, whose temporary folders have one parent.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    workdir, said = base / "finished_run", base / "finished_run.json"
+    with open(base / "finished_run.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            status, out, err = run_process(arguments(workdir=workdir))
+            assert status == 0, err
+            said.write_text(json.dumps([out, err]))
+    return workdir, *json.loads(said.read_text())
 
 
 def snapshot(folder):
-    """Every file below a folder with its bytes."""
+    """Return every file below a folder with its bytes."""
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -689,6 +689,7 @@ def our_logits(params, config, partition):
 
 @parity_configs
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"], ids=["one-file", "several-files"])
+@pytest.mark.slow
 def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard_size, tmp_path, partition):
     model = reference_model(config)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
@@ -702,6 +703,7 @@ def test_checkpoint_of_transformers_gives_the_same_logits_here(config, max_shard
 
 @parity_configs
 @pytest.mark.parametrize("file_bytes", [tensor_folder.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
+@pytest.mark.slow
 def test_checkpoint_of_ours_gives_the_same_logits_in_transformers(config, file_bytes, tmp_path, partition, monkeypatch):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", file_bytes)
@@ -715,6 +717,7 @@ def test_checkpoint_of_ours_gives_the_same_logits_in_transformers(config, file_b
 
 
 @parity_configs
+@pytest.mark.slow
 def test_every_tensor_of_transformers_passes_through_unchanged(config, tmp_path, partition):
     """Written by transformers, read and written by us: the same names, shapes, dtypes and bytes."""
     reference_model(config).save_pretrained(tmp_path / "theirs")
@@ -727,6 +730,7 @@ def test_every_tensor_of_transformers_passes_through_unchanged(config, tmp_path,
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 
 
+@pytest.mark.slow
 def test_layer_by_layer_against_transformers(tmp_path, partition):
     """hidden_states[i] of transformers is the residual stream entering layer i, our auxiliary features."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)

@@ -94,6 +94,7 @@ def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     ],
     ids=["weights", "experts", "stretched", "stretched adapters"],
 )
+@pytest.mark.slow
 def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
     """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)

@@ -125,8 +125,8 @@ def test_lengths_are_chosen_where_that_is_asked_for(folders):
 
 
 @pytest.fixture
-def call(monkeypatch, capfd, tmp_path_factory):
-    with make_call(monkeypatch, capfd, tmp_path_factory) as call:
+def call(monkeypatch, capfd):
+    with make_call(monkeypatch, capfd) as call:
         yield call
 
 

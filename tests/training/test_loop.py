@@ -614,7 +614,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory,
     common = ["--config.eval.problems=1", "--config.checkpoint.every=1000", "--config.eval.every=0"]
     common += ["--config.draft.adaptive=False"]
     stopped, unbroken = tmp_path / "stopped", tmp_path / "unbroken"
-    process = start_process(arguments(*common, "--config.steps=100000", workdir=stopped), tmp_path_factory)
+    process = start_process(arguments(*common, "--config.steps=100000", workdir=stopped))
     while process.poll() is None and len(read_metrics(str(stopped))) < 3:
         time.sleep(0.02)
     # A scheduler's warning, and then what it kills with: both ask for the same.
@@ -629,7 +629,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory,
 
     steps = done + 2
     for workdir in (stopped, unbroken):
-        status, _, err = run_process(arguments(*common, f"--config.steps={steps}", workdir=workdir), tmp_path_factory)
+        status, _, err = run_process(arguments(*common, f"--config.steps={steps}", workdir=workdir))
         assert (status, err) == (0, "")
     assert untimed(read_metrics(str(stopped))) == untimed(read_metrics(str(unbroken)))
     jax.tree.map(np.testing.assert_array_equal, saved(toy, stopped, steps), saved(toy, unbroken, steps))
