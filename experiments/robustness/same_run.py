@@ -34,6 +34,9 @@ STEPS = 4
 # Metrics whose names start so depend on the clock.
 TIMED = ("time/", "perf/", "draft/seconds", "rollout/tokens_per_second")
 
+# Host state of options that are gone: draft.update_growth.
+REMOVED = ("schedule",)
+
 # Old name -> new name of metrics since commit 411c9fb. A name that ends in a slash is a prefix.
 RENAMED = {
     "draft/entropy": "draft/target_entropy",
@@ -128,7 +131,7 @@ def load(workdir: pathlib.Path) -> Run:
         for item in ("state", "arrays"):
             if (folder / item).exists():
                 arrays |= {f"{folder.name}/{item}/{name}": value for name, value in read_arrays(folder / item)}
-        host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text())}
+        host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=kept)}
     run = Run(rows, rollouts, arrays, host)
     check_moved(run)
     return run
@@ -137,6 +140,11 @@ def load(workdir: pathlib.Path) -> Run:
 def untimed(row: Mapping[str, object]) -> dict[str, object]:
     """Return the metrics that do not depend on the clock, under today's names."""
     return {renamed(name): value for name, value in row.items() if not name.startswith(TIMED)}
+
+
+def kept(values: dict[str, object]) -> dict[str, object]:
+    """Return a JSON object without the keys that only the old tree has."""
+    return {name: value for name, value in values.items() if name not in REMOVED}
 
 
 def renamed(name: str) -> str:

@@ -62,7 +62,6 @@ class DraftConfig:
     epochs: int = key(1, "passes over the features of a policy update", low=1)
     minibatches: int = key(1, "draft updates per pass", "updates", low=1)
     update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1)
-    update_growth: float = key(0.0, "rest until the KL grew by this share; 0 = never rest", low=0)
     min_coverage: float = key(
         0.9, "share of rollout tokens in a reduced draft vocabulary below which its ids are chosen again", low=0, high=1
     )

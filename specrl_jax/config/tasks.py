@@ -65,5 +65,6 @@ class DryRunConfig:
 class LoggingConfig:
     rollouts: int = key(16, "rows of rollouts/step_N.jsonl", "rows", low=0)
     profile_steps: tuple[int, ...] = key((), "steps whose jax.profiler trace goes to profile/ in the workdir", "steps")
-    wandb_project: str = key("", "Weights & Biases project, where wandb is installed; '' = off")
-    wandb_name: str = key("", "name of the run there; '' = the workdir's")
+    wandb_project: str = key(
+        "", "Weights & Biases project, where wandb is installed; runs are named after the workdir; '' = off"
+    )

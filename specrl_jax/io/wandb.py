@@ -15,7 +15,7 @@ class WandbRun:
     Raises InputError where the package is missing or refuses.
     """
 
-    def __init__(self, project: str, name: str, workdir: str, config: dict[str, Any]) -> None:
+    def __init__(self, project: str, workdir: str, config: dict[str, Any]) -> None:
         try:
             # Only here: the package is no requirement of this project.
             self._wandb = importlib.import_module("wandb")
@@ -25,7 +25,7 @@ class WandbRun:
         try:
             self._run = self._wandb.init(
                 project=project,
-                name=name or os.path.basename(os.path.abspath(workdir)),
+                name=os.path.basename(os.path.abspath(workdir)),
                 dir=workdir,
                 config=config,
                 id=_read(path) or None,

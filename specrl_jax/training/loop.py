@@ -341,7 +341,7 @@ def open_wandb(settings: Config, workdir: str) -> WandbRun | None:
     log = settings.logging
     if not log.wandb_project:
         return None
-    return WandbRun(log.wandb_project, log.wandb_name, workdir, dataclasses.asdict(settings))
+    return WandbRun(log.wandb_project, workdir, dataclasses.asdict(settings))
 
 
 def profiled(workdir: str, wanted: bool) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,6 @@ from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.learner.draft_vocab import VocabularyWatch
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Setup
-from specrl_jax.training.draft_schedule import DraftSchedule
 
 # With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
 PROBE_STEPS = 8
@@ -28,7 +27,7 @@ COUNTS = "vocabulary_counts"
 
 
 class Speculation:
-    """Draft lengths, alarm, schedule and history of one run; `saved`: as they were, from its checkpoint.
+    """Draft lengths, alarm and history of one run; `saved`: as they were, from its checkpoint.
 
     `observe` and `state` may be called while another thread generates with `lengths` and `history`.
     """
@@ -47,7 +46,7 @@ class Speculation:
         longest = max(draft.length, 1) if self._sampled else 1
         self.alarm = Alarm(longest=longest) if setup.draft else None
         self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
-        self._schedule = DraftSchedule(draft.update_every, draft.update_growth) if setup.draft else None
+        self._learns = setup.draft is not None and draft.online
         # A draft over the policy's whole vocabulary has nothing to choose.
         reduced = setup.draft is not None and setup.draft.vocab < setup.model.vocab and draft.online
         self._vocabulary = VocabularyWatch(setup.model, draft.min_coverage) if reduced else None
@@ -82,14 +81,14 @@ class Speculation:
 
     def draft_learns(self, step: int) -> bool:
         """Whether RL step `step`, counted from 1, updates the draft."""
-        return self._schedule is not None and self._draft.online and self._schedule.learns(step)
+        return self._learns and step % self._draft.update_every == 0
 
     def fit_vocabulary(self, state: RunState, rollouts: Rollouts) -> tuple[RunState, dict[str, float]]:
         """(state, metrics): the draft over the ids that rollouts use, where it has ids of its own and learns."""
         return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
     def observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
-        """One step: feeds alarm, controller, schedule and history; warns where acceptance collapsed.
+        """One step: feeds alarm, controller and history; warns where acceptance collapsed.
 
         Args:
           diagnostics: on the host, the learner's forward of the draft as it was before this step's updates (with a lag the
@@ -103,8 +102,6 @@ class Speculation:
     def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
         predicted = None if diagnostics is None else diagnostics.acceptance
-        if diagnostics is not None:
-            self._schedule.observe(float(diagnostics.kl.mean()))
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
@@ -136,7 +133,6 @@ class Speculation:
             "step": self._step,
             "controller": self.controller.state() if self.controller else None,
             "alarm": self.alarm.state() if self.alarm else None,
-            "schedule": self._schedule.state() if self._schedule else None,
         }
         arrays = self.history.to_arrays() if self.history is not None else {}
         # Nothing kept yet is nothing to save: orbax has no arrays of no size.
@@ -153,8 +149,6 @@ class Speculation:
                 self.controller = controller
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
-        if self._schedule and state["schedule"]:
-            self._schedule.restore(state["schedule"])
         arrays = dict(saved.arrays)
         if self._vocabulary and COUNTS in arrays:
             self._vocabulary.counts = arrays.pop(COUNTS)

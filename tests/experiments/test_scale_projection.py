@@ -8,8 +8,8 @@ import pytest
 
 from configs import rlzero_8b
 from experiments.scale_projection import apart, effects, grid, large, ours, paper, validate
-from specrl_jax.simulator.command import MEAN_SHARE
 from specrl_jax.simulator.calibrate import errors
+from specrl_jax.simulator.command import MEAN_SHARE
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 
 HERE = pathlib.Path(__file__).parents[2] / "experiments/scale_projection"

@@ -17,7 +17,7 @@ def offline(monkeypatch):
 
 
 def use(workdir, steps):
-    run = WandbRun("specrl", "", str(workdir), {"steps": 2, "policy": {"preset": "nano"}})
+    run = WandbRun("specrl", str(workdir), {"steps": 2, "policy": {"preset": "nano"}})
     for step in steps:
         run.log({"step": step, "reward/mean": 0.5, "missing": None}, {"reward": np.array([0.0, 1.0])})
         run.log_rollouts(step, [{"id": 1, "reward": 1.0, "prompt": "1+1", "response": "2", "tokens": [3]}])
@@ -38,4 +38,4 @@ def test_an_offline_run_is_kept_and_a_second_start_has_the_same_id(tmp_path, off
 def test_without_the_package_the_key_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r"logging\.wandb_project=specrl: needs `pip install wandb`"):
-        WandbRun("specrl", "", str(tmp_path), {})
+        WandbRun("specrl", str(tmp_path), {})

@@ -1,6 +1,5 @@
-"""What the host keeps of speculation: alarm, the controller's prior, schedule, history, and all of it saved."""
+"""What the host keeps of speculation: alarm, the controller's prior, history, and all of it saved."""
 
-import dataclasses
 import json
 import types
 import warnings
@@ -12,7 +11,6 @@ from specrl_jax.decoding.engine import Lengths
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.draft_step import DraftDiagnostics
-from specrl_jax.training.draft_schedule import PATIENCE, DraftSchedule
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
 LENGTHS, SIZES = (0, 1, 3), (16, 4)
@@ -31,12 +29,11 @@ def setup_of(
     sizes=SIZES,
     online=True,
     every=1,
-    growth=0.0,
     path="",
 ):
     """As much of a Setup as is asked for."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
-    draft.update_every, draft.update_growth, draft.min_coverage = every, growth, 0.9
+    draft.update_every, draft.min_coverage = every, 0.9
     engine = types.SimpleNamespace(
         draft_length=length,
         programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
@@ -208,48 +205,11 @@ def test_a_drafter_of_length_zero_has_nothing_to_choose():
 # --- when the draft learns
 
 
-def mismatched(mismatch):
-    """An DraftDiagnostics whose steps have this mismatch in the mean."""
-    return dataclasses.replace(DIAGNOSTICS, kl=mismatch * np.array([0.5, 1.0, 1.5]))
-
-
-def test_a_draft_learns_where_its_schedule_says_so_and_the_run_lets_it():
+def test_a_draft_learns_every_update_every_steps_where_the_run_lets_it():
     every_third = Speculation(setup_of(every=3))
     assert [step for step in range(1, 10) if every_third.draft_learns(step)] == [3, 6, 9]
     for other in (setup_of(every=3, online=False), setup_of(weights=False)):
         assert not any(Speculation(other).draft_learns(step) for step in range(1, 10))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_the_schedule_sees_the_mean_mismatch_of_every_step(temperature):
-    """Also where nothing was drafted, or acceptance has no prediction."""
-    speculation = Speculation(setup_of(growth=0.5, temperature=temperature))
-    alike = DraftSchedule(1, 0.5)
-    for step, mismatch in enumerate([2.0, 1.0, *[1.0] * PATIENCE, 1.25, 1.75, 1.5], start=1):
-        assert speculation.draft_learns(step) == alike.learns(step)
-        speculation.observe(rollouts_of(HEALTHY, (1000,) * 3 if step % 2 else GONE), mismatched(mismatch))
-        alike.observe(mismatch)
-        assert speculation.state().values["schedule"] == alike.state()
-    assert not alike.state()["resting"] and alike.state()["lowest"] == 1.5
-
-
-def test_a_draft_that_rests_still_rests_after_a_restart():
-    setup = setup_of(growth=0.5)
-    speculation = Speculation(setup)
-    for _ in range(1 + PATIENCE):
-        assert speculation.draft_learns(1)
-        speculation.observe(rollouts_of(), mismatched(1.0))
-    for one in (speculation, reloaded(setup, speculation)):
-        assert not one.draft_learns(2)
-        one.observe(rollouts_of(), mismatched(1.6))
-        assert one.draft_learns(3)
-
-
-def test_a_fresh_schedule_comes_back_fresh():
-    """Its lowest mismatch is infinite, which JSON has no word for."""
-    setup = setup_of(growth=0.5)
-    saved = json.loads(json.dumps(Speculation(setup).state().values))
-    assert Speculation(setup, Host(saved, {})).state().values["schedule"] == DraftSchedule(1, 0.5).state()
 
 
 # --- saved and loaded
@@ -306,7 +266,7 @@ def test_costs_of_other_shapes_are_not_taken_over():
 
 def test_a_run_that_chose_nothing_saves_for_one_that_does():
     speculation = Speculation(setup_of(weights=False))
-    assert speculation.state() == ({"step": 0, "controller": None, "alarm": None, "schedule": None}, {})
+    assert speculation.state() == ({"step": 0, "controller": None, "alarm": None}, {})
     loaded = reloaded(setup_of(adaptive=True, groups=1), speculation)
     assert loaded.controller is not None and not loaded.alarm.tripped
 
