@@ -1,4 +1,4 @@
-"""One run of several processes on this machine: the numbers of one process, checkpoints, and processes that die."""
+"""Runs of several processes on this machine: the numbers of one process, checkpoints, and processes that die."""
 
 import itertools
 import json
@@ -20,27 +20,19 @@ from tests.helpers.cluster import output, start
 
 RUN = ["--config", "configs/rlzero_tiny.py:smoke", "--config.draft.adaptive=False", "--config.draft.compare_rounds=0"]
 RUN += ["--config.reward.name=tests.helpers.rewards:length", "--config.optimizer.learning_rate=1e-3"]
-# Tokens that do not hang on rounding, two updates a step, a head that learns.
+# Tokens that do not depend on rounding, two updates a step, a draft that learns.
 RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--config.checkpoint.every=2"]
-# As little to compile as there can be.
+# Little to compile.
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
 STEPS = 5
 ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
 AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
-# What the clock and the memory say, and differences of numbers that are equal but for rounding.
-NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "mismatch/")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        yield
+# These depend on the clock and on memory, or are differences of numbers that are equal but for rounding.
+NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")
 
 
 def run(folder, count, devices, *more):
-    """Rows of a run of `count` processes."""
+    """Return the metrics rows of a run of `count` processes."""
     started = start([*RUN, "--workdir", str(folder), f"--config.steps={STEPS}", *more], count, devices, folder)
     assert [process.wait(timeout=300) for process in started] == [0] * count, output(folder)
     return read_metrics(str(folder))
@@ -53,40 +45,43 @@ def two(tmp_path_factory):
 
 
 def compared(rows, others):
+    """Yield (step, metric, value, other value) of all that should be equal."""
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         yield from ((row["step"], key, row[key], other[key]) for key in row if not key.startswith(NOT_EQUAL))
 
 
-def test_two_processes_learn_what_one_does(two, tmp_path):
+def assert_equal_but_for_rounding(rows, others):
     """To 1e-6 of their size, or of 1: losses are differences of terms of that size."""
-    assert [row["step"] for row in two[1]] == list(range(STEPS + 1))
-    for step, key, value, expected in compared(two[1], run(tmp_path, 1, 8)):
+    for step, key, value, expected in compared(rows, others):
         allowed = 1e-6 * max(abs(expected), 1)
         assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
 
 
+def test_two_processes_learn_what_one_does(two, tmp_path):
+    assert [row["step"] for row in two[1]] == list(range(STEPS + 1))
+    assert_equal_but_for_rounding(two[1], run(tmp_path, 1, 8))
+
+
+@pytest.mark.slow
 def test_a_repeat_is_equal_to_the_last_bit(two, tmp_path):
     differing = [found for found in compared(two[1], run(tmp_path, 2, 4)) if found[2] != found[3]]
     assert not differing
 
 
-def test_four_processes_are_two(two, tmp_path):
-    for step, key, value, expected in compared(two[1], run(tmp_path, 4, 2)):
-        allowed = 1e-6 * max(abs(expected), 1)
-        assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
+@pytest.mark.slow
+def test_four_processes_learn_what_two_do(two, tmp_path):
+    assert_equal_but_for_rounding(two[1], run(tmp_path, 4, 2))
 
 
-def test_rollouts_beside_the_learner_are_those_of_one_process(tmp_path):
-    """One version ahead, on as many devices of their own, and the learner on four: 2 x (2 + 2) against 1 x (4 + 4)."""
+@pytest.mark.slow
+def test_asynchronous_rollouts_of_two_processes_are_those_of_one(tmp_path):
+    """Generate one version ahead: on 2 of 4 devices in each of two processes, and on 4 of 8 in one."""
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
     rows = run(several, 2, 4, *AHEAD)
     assert [row["rollout/lag"] for row in rows[1:]] == [0, 1, 1, 1, 1]
-    others = run(one, 1, 8, *AHEAD, "--config.pipeline.rollout_devices=4")
-    for step, key, value, expected in compared(rows, others):
-        allowed = 1e-6 * max(abs(expected), 1)
-        assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
+    assert_equal_but_for_rounding(rows, run(one, 1, 8, *AHEAD, "--config.pipeline.rollout_devices=4"))
 
 
 def test_only_the_first_process_writes_and_prints(two):
@@ -112,6 +107,7 @@ def test_its_checkpoint_is_restored_on_any_mesh(two):
     assert int(one[0].policy.step) == STEPS and one[1] == many[1]
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_two_stopped(two, tmp_path):
     shutil.copytree(two[0], tmp_path, dirs_exist_ok=True)
     rows = run(tmp_path, 1, 8, f"--config.steps={STEPS + 1}")
@@ -119,7 +115,7 @@ def test_one_process_goes_on_where_two_stopped(two, tmp_path):
 
 
 def started_run(folder, *more):
-    """Two processes that have done a step of very many."""
+    """Start two processes and wait until they have done one step of very many."""
     endless = ["--config.steps=100000", "--config.eval.every=0"]
     found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, 4, folder)
     for _ in itertools.takewhile(lambda _: "step 1 " not in output(folder), range(6000)):
@@ -128,8 +124,9 @@ def started_run(folder, *more):
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_run_within_a_minute(tmp_path):
-    """One that generates in a thread beside the learner, as it would in the learner's turn."""
+    """Also while a thread generates beside the learner."""
     first, second = started_run(tmp_path, *AHEAD)
     second.send_signal(signal.SIGKILL)
     before = time.monotonic()
@@ -138,6 +135,7 @@ def test_a_killed_process_ends_the_run_within_a_minute(tmp_path):
     assert read_metrics(str(tmp_path))[-1]["step"] >= 1
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_saves_and_ends_all(tmp_path):
     started = started_run(tmp_path)
     started[1].send_signal(signal.SIGTERM)
@@ -146,6 +144,7 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
     assert [name for name in (tmp_path / "checkpoints").iterdir() if name.name.isdigit()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -159,7 +158,7 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
         ("task=evaluate", "task=evaluate is for one process, and there are 2"),
     ],
 )
-def test_what_several_cannot_do_is_said_in_one_line(override, message, tmp_path):
+def test_several_processes_refuse_in_one_line(override, message, tmp_path):
     overrides = [f"--config.{one}" for one in override.split()]
     started = start([*RUN, "--workdir", str(tmp_path), *overrides], 2, 4, tmp_path)
     assert [process.wait(timeout=120) for process in started] == [1, 1]
@@ -174,16 +173,13 @@ def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
 
 
 def test_a_single_process_has_everything():
-    assert (
-        distributed.process_slice(7) == slice(0, 7)
-        and distributed.all_gather_objects("x") == ["x"]
-        and distributed.is_first_process()
-    )
+    assert distributed.process_slice(7) == slice(0, 7) and distributed.all_gather_objects("x") == ["x"]
+    assert distributed.is_first_process()
     assert distributed.any_process(True) and not distributed.any_process(False)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_shares_are_parts_of_the_whole(count, monkeypatch):
+def test_slices_of_all_processes_are_the_whole(count, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: count)
     found = []
     for i in range(count):

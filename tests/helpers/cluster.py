@@ -1,24 +1,22 @@
-"""main.py as several processes of this machine, each with fake CPU devices of its own."""
+"""Run main.py as several processes of this machine, each with fake CPU devices of its own."""
 
-import os
 import pathlib
 import socket
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.helpers.runs import ROOT, process_environment
 
 
 def start(arguments, processes, devices, logs):
-    """The processes, started; their output goes to logs/output_I.log. One process joins nobody."""
+    """Start the processes; their output goes to logs/output_I.log. One process alone joins no others."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     started = []
     for i in range(processes):
-        # As tests/conftest.py: what is run for a second need not be optimised.
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-        environment = os.environ | {"XLA_FLAGS": flags}
+        environment = process_environment()
+        environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
         if processes > 1:
             environment |= {"JAX_COORDINATOR_ADDRESS": address}
             environment |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(i)}
@@ -29,4 +27,5 @@ def start(arguments, processes, devices, logs):
 
 
 def output(logs, i=0):
+    """Return what process `i` has written so far."""
     return (pathlib.Path(logs) / f"output_{i}.log").read_text()

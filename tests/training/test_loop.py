@@ -147,16 +147,17 @@ EVERY_STEP = (
     {"step", "reward/mean", "reward/std", "reward/accuracy", "reward/unscored"}
     | {f"time/{name}" for name in ("data", "prepare", "generate", "logprob", "train", "total")}
     | {f"rollout/{name}" for name in ("tokens", "tokens_per_second", "response_length_mean")}
-    | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "correction", "skipped")}
+    | {f"policy/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "clip_fraction", "correction")}
+    | {"policy/nonfinite_updates"}
     | {f"alarm/{name}" for name in ("acceptance", "mismatch", "rewards", "equal_groups", "truncated", "entropy")}
     | {"reward/equal_groups", "rollout/count", "rollout/rounds"}
     | {f"rollout_vs_learner/{name}" for name in ("kl", "logprob_abs_mean", "logprob_abs_max", "probs_pearson")}
     | {f"perf/mfu_{phase}" for phase in ("generate", "logprob", "train")}
     | {"perf/tokens_per_second_per_device", "perf/host_memory"}
-    | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "length_chosen")}
+    | {f"spec/{name}" for name in ("acceptance_length", "acceptance_rate", "drafted", "accepted", "draft_length_mean")}
     | {f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)}
     | {"spec/acceptance_predicted", "spec/alarm", "spec/share_k_3"}
-    | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version", "entropy", "mismatch")}
+    | {f"draft/{name}" for name in ("loss", "grad_norm", "seconds", "version", "target_entropy", "kl")}
 )
 
 
