@@ -17,8 +17,8 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Slots, commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.helpers import toys
+from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
-from tests.helpers.laws import observed, response_law
 from tests.helpers.statistics import assert_drawn_from
 
 PAD, EOS, V = 0, 3, 4
@@ -172,7 +172,7 @@ def test_the_joint_law_of_plain_rollouts_is_the_targets(sampling):
     table, N = toys.make_table(seed=3, V=3), 41_000
     sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=3)
     rollouts = toys.toy_engine(sizes, sampling, (2,)).generate(table, [[1, 0]], samples=N, seed=5)
-    law = response_law(table, [1, 0], 3, eos=2, sampling=sampling)
+    law = response_distribution(table, [1, 0], 3, eos=2, sampling=sampling)
     assert_drawn_from(observed(rollouts, 3, 2, 3), law, at_most=0.02)
 
 
@@ -190,7 +190,7 @@ def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
     rollouts = toys.toy_engine(sizes, sampling, eos_ids, drafter=drafter).generate(table, [[1, 0]], N, seed=6)
     # Blocks of several sizes were committed.
     assert {2, 3} <= set(rollouts.verifications[rollouts.response_length == 4].tolist())
-    law = response_law(table, [1, 0], 4, eos, sampling)
+    law = response_distribution(table, [1, 0], 4, eos, sampling)
     assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
 
 
@@ -476,7 +476,7 @@ def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_
     # Drafts were kept and drafts were not, at both places.
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
     assert (accepted > 0).all() and (accepted < drafted).all()
-    law = response_law(table, [1, 0], 4, eos, Sampling(temperature))
+    law = response_distribution(table, [1, 0], 4, eos, Sampling(temperature))
     assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
 
 

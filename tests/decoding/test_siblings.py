@@ -14,7 +14,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
-from tests.helpers.laws import observed, response_law
+from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.statistics import assert_drawn_from
 
 V, K, PROMPT = 2, 2, [1, 0, 0, 1, 0]
@@ -43,7 +43,7 @@ def assert_independent(siblings, longest, groups, at_most, **how):
     rollouts = generate(siblings, longest, groups, **how)
     each = observed(rollouts, longest, None, V).reshape(groups, siblings)
     outcomes = V**longest
-    law = response_law(TARGET, PROMPT, longest, None, Sampling())
+    law = response_distribution(TARGET, PROMPT, longest, None, Sampling())
     joint = functools.reduce(np.multiply.outer, [law] * siblings)
     assert_drawn_from(each @ outcomes ** np.arange(siblings)[::-1], joint, at_most)
     return rollouts

@@ -1,4 +1,4 @@
-"""Context-dependent target and draft over a tiny vocabulary; blocks drafted from one, verified against the other."""
+"""A context-dependent target and draft over a tiny vocabulary; blocks are drafted by one, verified by the other."""
 
 import functools
 
@@ -25,7 +25,7 @@ KINDS = ["random", "peaked", "flat target", "flat draft", "equal", "disjoint", "
 
 
 class Model:
-    """Target and draft over V tokens: after a prefix x, row x of a table of its length."""
+    """Target and draft over V tokens: the logits after a prefix x are row x of a table for its length."""
 
     def __init__(self, rng, V, k, scale=1.5, vocab_map=None):
         self.V, self.k, self.vocab_map = V, k, vocab_map
@@ -37,7 +37,7 @@ class Model:
         return [final_probs(table, sampling) for table in self.target]
 
     def q(self, sampling):
-        """On the target's vocabulary; the draft knows the temperature but neither top-k nor top-p."""
+        """Return the draft's tables over the target's vocabulary; the draft applies temperature, not top-k or top-p."""
         probs = [softmax(table.astype(np.float64) / sampling.temperature) for table in self.draft]
         if self.vocab_map is None:
             return probs
@@ -47,7 +47,7 @@ class Model:
         return spread
 
     def along(self, tables, drafts):
-        """Rows of each table after the prefixes of drafts [N, k] -> [N, len(tables), V]; any row after a -1."""
+        """Return rows [N, len(tables), V] of each table after the prefixes of drafts [N, k]; any row after a -1."""
         drafts = np.maximum(drafts, 0)
         rows = [table[tuple(drafts[:, :i].T)] for i, table in enumerate(tables)]
         return np.stack([np.broadcast_to(row, (len(drafts), row.shape[-1])) for row in rows], axis=1)
@@ -61,7 +61,7 @@ class Model:
 
 
 def make_model(kind, V, k, seed=0, none=NO):
-    """One of KINDS; `none` is the logit of what cannot occur."""
+    """Return a model of one of KINDS; `none` is the logit of impossible tokens."""
     rng = np.random.default_rng([V, k, seed] if seed else [V, k])
     model = Model(rng, V, k, vocab_map=np.array([V - 1, 0]) if kind == "reduced" else None)
     if kind == "peaked":
@@ -79,7 +79,7 @@ def make_model(kind, V, k, seed=0, none=NO):
             table[..., 1:] = none
     elif kind == "zeros":
         for table in model.target + model.draft:
-            # Another token at every prefix, always at least one left.
+            # Remove one token after each prefix; at least one is left.
             gone = rng.integers(0, V, table.shape[:-1])
             np.put_along_axis(table, gone[..., None], none, axis=-1)
     elif kind == "one-hot draft":
@@ -90,12 +90,12 @@ def make_model(kind, V, k, seed=0, none=NO):
 
 # --- with the noise of the library
 
-# Programs of a few milliseconds: compiling them is what takes long.
+# Compiling small programs takes longer than running them.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def run_block(model, sampling, ids, seed=1, position=17, one_hot=False):
-    """Drafts and verifies one block of every rollout in `ids`: (drafts [B, k], Verified)."""
+    """Draft and verify one block of each rollout in `ids`; return (drafts [B, k], Verified)."""
     B = len(ids)
     target, draft = ([jnp.array(t) for t in tables] for tables in (model.target, model.draft))
     positions = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (B,))
@@ -119,7 +119,7 @@ def _one_block(noise, target, draft, one_hot, vocab_map, sampling, k):
 
 
 def run_drafts(model, sampling, ids, drafts, one_hot=True, seed=1, position=17):
-    """Verifies the drafts [B, k] given, -1 among them or not."""
+    """Verify given drafts [B, k], with or without -1 among them."""
     B, k = drafts.shape
     noise = Noise(jnp.uint32(seed), jnp.asarray(ids, jnp.uint32), jnp.full(B, position, jnp.int32))
     logits = jnp.array(model.along(model.draft[:k], drafts)) if k and model.draft else None
@@ -132,7 +132,7 @@ jitted_verify = jax.jit(verify, static_argnames="sampling", compiler_options=QUI
 
 
 def plain_tokens(model, sampling, ids, length, seed=1, position=17):
-    """[B, length]: decoded one at a time, with nothing ever drafted."""
+    """Return tokens [B, length], decoded one at a time without drafts."""
     tokens = np.zeros((len(ids), 0), np.int32)
     for i in range(length):
         row = jnp.array(model.along(model.target[: i + 1], tokens)[:, i:])
@@ -144,7 +144,7 @@ def plain_tokens(model, sampling, ids, length, seed=1, position=17):
 
 
 def completed(model, sampling, tokens, count):
-    """The first `count` [B] of tokens [B, n], then float64 sampling from the target -> flat index of each sequence."""
+    """Complete the first `count` [B] of tokens [B, n] by float64 samples of the target; return flat indices."""
     rng = np.random.default_rng(99)
     tokens = np.array(tokens)
     for i, p in enumerate(model.p(sampling)[: tokens.shape[1]]):

@@ -1,4 +1,4 @@
-"""The engine over the toy with every drafter under every setting: one cell of a product at a time, and its law."""
+"""The product of drafters and settings of the toy's engine, and one cell of it at a time against its distribution."""
 
 import itertools
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
+from tests.helpers.distributions import greedy_response, observed, response_distribution
 from tests.helpers.exact import sequences
-from tests.helpers.laws import greedy_response, observed, response_law
 from tests.helpers.statistics import decisive_distance, total_variation
 
 
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
     top_k: int
     top_p: float
     eos: str  # none, may end
-    limit: str  # inside a block, or beyond all that is looked at
+    limit: str  # inside a block, or beyond the tokens that are compared
 
 
 FACTORS = {
@@ -37,37 +37,37 @@ FACTORS = {
 }
 PRODUCT = [Cell(*values) for values in itertools.product(*FACTORS.values())]
 
-V, K, SEEN = 3, 2, 4  # blocks of one to three tokens, four are looked at: at least two blocks
+V, K, SEEN = 3, 2, 4  # blocks of one to three tokens, four are compared: at least two blocks
 TARGET = toys.make_table(seed=4, V=V)
 LAST = 1.5 * np.random.default_rng(1).normal(size=(V, V)).astype(np.float32)  # a draft by the last token
 WHOLE = toys.make_table(seed=6, V=V, out=2)  # a draft by the whole prefix, of two tokens of the three
 VOCAB_MAP = jnp.array([2, 0], jnp.int32)
-PROMPT = [1, 0, 1, 0]  # repeats itself, so that there is something to copy at once
-# Rollouts in all cells together are wrongly called wrong with chance below 864 * 1e-7 < 1e-4.
+PROMPT = [1, 0, 1, 0]  # repeats itself, so that lookup drafters find a match at once
+# The chance of a false alarm in any cell is below 864 * 1e-7 < 1e-4.
 ERROR = 1e-7
-# Independent groups: of one rollout each, or of siblings that may copy from each other.
+# Independent groups of one rollout each, or of siblings that may copy from each other.
 GROUPS, SIBLINGS = 2**16, 2
 COPIES_OTHERS = ("suffix", "cascade")
 
 
 def pairs(cell):
-    """The pairs of (factor, value) of two different factors in a cell."""
+    """Return the pairs of (factor, value) of two different factors in a cell."""
     return set(itertools.combinations(zip(FACTORS, cell), 2))
 
 
 def covering(cells, wanted):
-    """Some of `cells` that have all `wanted` pairs among them: each time the first that adds the most."""
+    """Choose some of `cells` that contain all `wanted` pairs: each time the first that adds the most."""
     chosen, wanted = [], set(wanted)
     while wanted:
         best = max(cells, key=lambda cell: len(pairs(cell) & wanted))
-        assert pairs(best) & wanted, "a pair that no cell has"
+        assert pairs(best) & wanted, "no cell has this pair"
         chosen.append(best)
         wanted -= pairs(best)
     return chosen
 
 
 def pairwise():
-    """A few cells with every pair of values; of two sampling settings in a cell that does sample."""
+    """Return a few cells with every pair of values; two sampling settings meet in a cell that samples."""
     sampled = [cell for cell in PRODUCT if cell.temperature]
     greedy = [cell for cell in PRODUCT if not cell.temperature]
     chosen = covering(sampled, set().union(*map(pairs, sampled)))
@@ -76,7 +76,7 @@ def pairwise():
 
 
 def make_drafter(cell, k, dtype):
-    """The drafter of a cell, and whether it has a state beside the target's."""
+    """Return the drafter of a cell, and whether it has a state of its own."""
     stateful = toys.stateful_drafter(WHOLE.astype(dtype), k, cell.temperature, VOCAB_MAP, cell.rule)
     drafters = {
         "none": toys.NO_DRAFTER,
@@ -97,7 +97,7 @@ def make_engine(cell, limits, k=K, dtype=np.float32, **more):
 
 
 def history_of(prompts, longest, eos):
-    """One earlier rollout of each prompt, the greedy one: often right, not always."""
+    """Return a history with the greedy rollout of each prompt, which is often what is sampled, not always."""
     history = History(per_prompt=1, max_prompts=len(prompts))
     for prompt in prompts:
         history.add(prompt, [np.array(prompt + greedy_response(TARGET, prompt, longest, eos), np.int32)])
@@ -107,12 +107,12 @@ def history_of(prompts, longest, eos):
 class Outcome(NamedTuple):
     draws: int  # independent ones
     distance: float  # total variation; greedy: rollouts that differ
-    threshold: float  # less than which the distance has to be
-    accepted: np.ndarray  # [longest draft], share of the drafts of each place
+    threshold: float  # the distance must be below it
+    accepted: np.ndarray  # [longest draft], accepted share of the drafts at each place
 
 
 def run_cell(cell, seed):
-    """What an engine with this cell's settings drew, against the law in float64; under greedy against plain Python."""
+    """Compare an engine's rollouts under a cell's settings with float64 probabilities; greedy ones with plain Python."""
     longest = SEEN if cell.limit == "inside" else SEEN + K + 1
     eos = V - 1 if cell.eos == "may end" else None
     samples = SIBLINGS if cell.drafter in COPIES_OTHERS else 1
@@ -130,7 +130,7 @@ def run_cell(cell, seed):
         got = [rollouts.tokens[i, rollouts.prompt_length[i] : rollouts.length[i]].tolist() for i in range(len(by_hand))]
         return Outcome(len(got), sum(a != b for a, b in zip(got, by_hand, strict=True)), 1, accepted)
     sampling = Sampling(cell.temperature, cell.top_k, cell.top_p)
-    law = response_law(TARGET, PROMPT, SEEN, eos, sampling)
-    distance = total_variation(observed(rollouts, SEEN, eos, V), law)
+    expected = response_distribution(TARGET, PROMPT, SEEN, eos, sampling)
+    distance = total_variation(observed(rollouts, SEEN, eos, V), expected)
     # Siblings count as one draw: the bound holds for the mean over independent groups of the mean within each.
-    return Outcome(groups, float(distance), decisive_distance(len(law), groups, ERROR), accepted)
+    return Outcome(groups, float(distance), decisive_distance(len(expected), groups, ERROR), accepted)

@@ -1,4 +1,4 @@
-"""Float64 definitions that the decoding tests compare with; written from the papers, plain and slow."""
+"""Float64 definitions for the decoding tests to compare with, written from the papers, plain and slow."""
 
 import itertools
 
@@ -18,7 +18,7 @@ def log_softmax(logits):
 
 
 def kept(logits, temperature, top_k, top_p):
-    """[V] bool: which tokens top-k, then top-p, leave in play; tokens that tie with the last one kept stay."""
+    """Return [V] bool: the tokens that top-k, then top-p, keep; tokens that tie with the last one kept stay."""
     # The division is float32 in the code under test and may create or undo ties, so it is float32 here.
     scaled = (np.asarray(logits, np.float32) / np.float32(temperature)).astype(np.float64)
     keep = np.ones(len(scaled), bool)
@@ -37,7 +37,7 @@ def kept(logits, temperature, top_k, top_p):
 
 
 def final_probs(logits, sampling):
-    """[..., V] -> [..., V]: the distribution that a token is sampled from."""
+    """Return the distribution [..., V] that a token is sampled from, given logits [..., V]."""
     logits = np.asarray(logits, np.float64)
     rows = logits.reshape(-1, logits.shape[-1])
     keep = np.stack([kept(row, sampling.temperature, sampling.top_k, sampling.top_p) for row in rows])
@@ -45,7 +45,7 @@ def final_probs(logits, sampling):
 
 
 def joint(conditionals):
-    """Conditionals of shapes [V], [V, V], ... (prefix first) -> the joint [V, ..., V]."""
+    """Return the joint [V, ..., V] of conditionals [V], [V, V], ... (prefix first)."""
     probs = np.ones(())
     for conditional in conditionals:
         probs = probs[..., None] * conditional
@@ -53,24 +53,24 @@ def joint(conditionals):
 
 
 def sequences(V, length):
-    """[V ** length, length] int32: every sequence, in the order of `joint(...).ravel()`."""
+    """Return every sequence, [V ** length, length] int32, in the order of `joint(...).ravel()`."""
     rows = list(itertools.product(range(V), repeat=length))
     return np.array(rows, np.int32).reshape(len(rows), length)
 
 
 def flat_index(tokens, V):
-    """[..., length] -> [...]: place of each sequence in `joint(...).ravel()`."""
+    """Return the index [...] of each sequence [..., length] in `joint(...).ravel()`."""
     tokens = np.asarray(tokens, np.int64)
     return tokens @ (V ** np.arange(tokens.shape[-1])[::-1])
 
 
 def rejection_chances(p, q, drafts):
-    """Rule A: [k] chances to keep each of drafts [k], given p [k+1, V] and q [k, V] after its prefixes."""
+    """Return rule A's acceptance probabilities [k] of drafts [k], given p [k+1, V] and q [k, V] after its prefixes."""
     return [min(1.0, p[i, x] / q[i, x]) if q[i, x] > 0 else 0.0 for i, x in enumerate(drafts)]
 
 
 def block_chances(p, q, drafts):
-    """Rule C, Sun et al. 2403.10444 Algorithm 2: ([k] chances h_i, [k+1] P_i)."""
+    """Return ([k] h_i, [k+1] P_i) of rule C, Sun et al. 2403.10444, Algorithm 2."""
     k, P, h = len(drafts), [1.0], []
     for i, x in enumerate(drafts):
         P.append(min(P[-1] * p[i, x] / q[i, x], 1.0) if q[i, x] > 0 else 0.0)

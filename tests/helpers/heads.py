@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads, their tensors as torch stores them, and the head in float64 numpy: one pair at a time."""
+"""Random EAGLE-3 heads, their tensors as torch stores them, and the head in float64 NumPy, one pair at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.models.layers import Yarn
 from tests.helpers.policies import turned
 
-# What published heads declare: as in the paper, each variant by itself, and the sets that are trained together.
+# The variants of published heads: the paper's, each alone, and the combinations that are trained.
 VARIANTS = {
     "paper": {},
     "norm_before_residual": {"norm_before_residual": True},
@@ -23,7 +23,7 @@ VARIANTS = {
 
 
 def random_params(config, seed=0, dtype=np.float32):
-    """A learner tree in which every weight matters: norm scales differ from one, logits spread over several nats."""
+    """Return learner parameters in which every weight matters: norm scales are not one, logits spread over nats."""
     rng = np.random.default_rng(seed)
 
     def draw(spec):
@@ -35,7 +35,7 @@ def random_params(config, seed=0, dtype=np.float32):
 
 
 def torch_layout(w, layer="midlayer."):
-    """Tensors by their published names: [out, in], inputs joined [low, middle, high] and [embedding, hidden]."""
+    """Return tensors by their published names: [out, in], inputs in the order low, middle, high; embedding, hidden."""
     tensors = {
         "fc.weight": np.concatenate([part.T for part in w["fc"]], axis=1),
         f"{layer}input_layernorm.weight": w["input_norm"],
@@ -49,7 +49,7 @@ def torch_layout(w, layer="midlayer."):
         "lm_head.weight": w["unembed"],
     }
     for name in "qkv":
-        # ours [2, D, heads, H]: for each head, [H, D] of the embedding beside [H, D] of the hidden state
+        # Ours is [2, D, heads, H]; theirs, per head, [H, D] of the embedding beside [H, D] of the hidden state.
         rows = [np.concatenate([w[name][half, :, n].T for half in (0, 1)], axis=1) for n in range(w[name].shape[2])]
         tensors[f"{layer}self_attn.{name}_proj.weight"] = np.concatenate(rows)
     if "features_norm" in w:
@@ -60,12 +60,14 @@ def torch_layout(w, layer="midlayer."):
 
 
 def numpy_draft(tensors, config, features, embedded, start, steps, first_position=0):
-    """Logits [steps, Vd] of drafting at pair `start`: true features up to it, then the head's own outputs.
+    """Return logits [steps, Vd] of drafting at pair `start`: true features up to it, then the head's own outputs.
 
     Args:
-      tensors: by published names, the layer's without prefix or with one.
-      config: its sizes and variants, nothing else of Eagle3Config.
-      features: [T, 3, D] of one row; embedded [T, D]; `first_position` is that of pair 0.
+      tensors: by published names; those of the layer with or without prefix.
+      config: sizes and variants only.
+      features: [T, 3, D] of one row.
+      embedded: [T, D].
+      first_position: position of pair 0.
     """
     w = {name.split("midlayer.")[-1].split("layers.0.")[-1]: np.asarray(t, np.float64) for name, t in tensors.items()}
     w = {name.removesuffix(".weight"): tensor for name, tensor in w.items()}

@@ -1,4 +1,4 @@
-"""The kernels of each back end in its interpreter."""
+"""Run the kernels of each backend in its interpreter."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.verify import gpu, tpu
 from kernels_pallas.verify.op import Kernels
 
-# What a copy reads beyond a buffer is zeros on the device and NaN here: kernels have to mask it.
+# Reads beyond a buffer give zeros on the device and NaN here: kernels have to mask them.
 GPU = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="nan")
 
 
@@ -16,8 +16,8 @@ def interpreted(module, interpret):
     return Kernels(*(functools.partial(f, interpret=interpret) for f in (module.statistics, module.excess)))
 
 
-# The plain interpreter of the TPU leaves unwritten blocks to be seen; the other simulates its memory and its copies,
-# with NaN where a last block goes beyond its array.
+# The plain TPU interpreter shows unwritten blocks; the other one simulates memory and copies, with NaN where a last
+# block exceeds its array.
 KERNELS = {
     "gpu": interpreted(gpu, GPU),
     "tpu": interpreted(tpu, True),

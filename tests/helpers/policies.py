@@ -1,4 +1,4 @@
-"""Small random policies, and Qwen3 in float64 numpy: written from the report, one head and one token row at a time."""
+"""Small random policies, and Qwen3 in float64 NumPy, written from its report, one head and one row at a time."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ MOE = dataclasses.replace(SMALL, mlp=20, experts=8, experts_per_token=3, dense_m
 
 
 def random_params(config, seed=0, dtype=np.float32):
-    """A learner tree in which every weight matters: norm scales differ from one, logits spread over several nats."""
+    """Return learner parameters in which every weight matters: norm scales are not one, logits spread over nats."""
     rng = np.random.default_rng(seed)
 
     def draw(spec):
@@ -36,13 +36,13 @@ def random_params(config, seed=0, dtype=np.float32):
         return jnp.asarray(rng.normal(size=spec.shape) / np.sqrt(min(spec.fan_in, config.embed)), dtype)
 
     params = jax.tree.map(draw, qwen3.param_specs(config))
-    # The residual stream starts at a size like that of what the layers add to it.
+    # The residual stream starts as large as what a layer adds to it.
     return params | {"embed": params["embed"] * np.array(2, dtype)}
 
 
 @functools.cache
 def compiled(config, partition, **static):
-    """`qwen3.forward`, jitted once for each set of static arguments."""
+    """Return `qwen3.forward`, jitted once for each set of static arguments."""
 
     def run(params, tokens, positions, **arrays):
         return qwen3.forward(params, config, tokens, positions, partition, **arrays, **static)
@@ -51,12 +51,12 @@ def compiled(config, partition, **static):
 
 
 def row_positions(tokens):
-    """[B, T]: 0, 1, 2, ... in every row."""
+    """Return positions [B, T]: 0, 1, 2, ... in every row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def numpy_forward(params, config, tokens):
-    """One row of tokens [T] -> logits [T, V] and the residual stream [L + 1, T, D] entering each layer and the end."""
+    """Return logits [T, V] of a row of tokens [T], and the residual stream [L + 1, T, D] before each layer and the end."""
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x = w["embed"][np.asarray(tokens)]
     stream = [x]
@@ -68,7 +68,7 @@ def numpy_forward(params, config, tokens):
 
 
 def numpy_logprobs(logits, tokens, temperature):
-    """Log-probs [T] of tokens [T] and entropy [T] of softmax(logits / temperature), nats, float64."""
+    """Return log-probs [T] of tokens [T] and the entropy [T] of softmax(logits / temperature), nats, float64."""
     scaled = np.asarray(logits, np.float64) / temperature
     p = np.exp(scaled - scaled.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -98,7 +98,7 @@ def _numpy_mlp(x, gate, up, down):
 
 
 def _numpy_mixture(token, w, config):
-    """One token [D] -> [D]: its experts one after the other."""
+    """Return the mixture's output [D] for one token [D], its experts one after the other."""
     p = np.exp(token @ w["router"])
     p /= p.sum()
     chosen = np.argsort(-p)[: config.experts_per_token]
@@ -111,17 +111,17 @@ def _rms(x, scale, config):
 
 
 def _turn(x, config):
-    """Rotary positions 0, 1, ... of x [T, H]."""
+    """Rotate rows of x [T, H] to positions 0, 1, ..."""
     return np.stack([turned(row, position, config) for position, row in enumerate(x)])
 
 
 def turned(x, position, config):
-    """x [H]: entries j and j + H / 2 are one complex number, turned by its angle, and scaled where positions are."""
+    """Rotate x [H]: entries j and j + H / 2 are one complex number; YaRN changes the frequencies and the scale."""
     half = config.head_dim // 2
     j = np.arange(half)
     frequency, scale = config.rope_theta ** (-j / half), 1.0
     if yarn := config.yarn:
-        # A whole turn in `original` / beta positions: at which (real) j that is so.
+        # The (real) j at which `original` / beta positions are one whole turn.
         bounds = [
             half * np.log(yarn.original / (2 * np.pi * beta)) / np.log(config.rope_theta)
             for beta in (yarn.beta_fast, yarn.beta_slow)

@@ -1,4 +1,4 @@
-"""A reward of the tests' own, in this process."""
+"""Rewards for tests, scored in this process."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from specrl_jax.rewards.scorer import Scores
 
 
 class FunctionScorer:
-    """Stands in for a Scorer: one function of (response, answer)."""
+    """Replace a Scorer by one function of (response, answer)."""
 
     def __init__(self, reward):
         self._reward = reward
@@ -20,5 +20,5 @@ class FunctionScorer:
 
 
 def length(response, answer):
-    """Unequal for unequal answers, whatever the policy."""
+    """Return a reward that differs between answers of different lengths, whatever the policy."""
     return len(response) / 10

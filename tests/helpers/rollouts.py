@@ -1,4 +1,4 @@
-"""The real engine over a small random policy, with every kind of draft."""
+"""The real engine with a small random policy and each kind of draft."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def policy(preset="nano_deep"):
 
 @functools.cache
 def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep"):
-    """The engine of one of KINDS with drafts of k tokens; limits for those that copy get a corpus."""
+    """Return the engine of one of KINDS with drafts of k tokens, and its weights; limits grow where drafts are copied."""
     kind, cascade_min = KINDS[name]
     model = qwen3.preset(preset)
     preset_of_draft = "nano" if kind == "model" else ""

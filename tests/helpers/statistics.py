@@ -1,4 +1,4 @@
-"""One statistical test for all: the distance between what was drawn and what should have been."""
+"""One statistical test for all: the total variation between samples and the distribution they should follow."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def decisive_distance(outcomes, draws, error=1e-6):
-    """The total variation e at which `draws` independent draws decide between 0 and 2e.
+    """Return the total variation e at which `draws` independent draws decide between 0 and 2e.
 
     A correct sampler reaches e with chance at most `error`: total variation is the largest excess over the 2**outcomes
     events, and each has Hoeffding's bound exp(-2 draws e**2). One that is 2e off stays below e with chance at most
@@ -16,7 +16,7 @@ def decisive_distance(outcomes, draws, error=1e-6):
 
 
 def total_variation(indices, probs):
-    """Between the outcomes drawn, `indices` [N], and `probs` [V]; an outcome that cannot be is an error."""
+    """Return the total variation between outcomes `indices` [N] and `probs` [V]; an impossible outcome is an error."""
     counts = np.bincount(indices, minlength=len(probs))
     assert len(counts) == len(probs), "an outcome that does not exist was drawn"
     assert counts[probs == 0].sum() == 0, "an outcome of probability zero was drawn"
@@ -24,7 +24,7 @@ def total_variation(indices, probs):
 
 
 def assert_drawn_from(indices, probs, at_most, error=1e-6):
-    """`indices` [N] of outcomes follow `probs` [V] float64.
+    """Assert that outcomes `indices` [N] follow `probs` [V] float64.
 
     Fails on a correct sampler with chance at most `error`, and passes one that is 2 * at_most off in total variation
     with chance at most `error`. The caller states `at_most`; too few draws for it is an error of the test.

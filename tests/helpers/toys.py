@@ -1,8 +1,8 @@
 """Toy language models with tiny vocabularies, for everything that takes a model as functions.
 
-The target's logits are a table looked up by a hash of *all* tokens so far with their positions, read back from the
-cache. A token at a wrong position, a stale entry or one that was never written changes them. So are those of the
-drafter with a state, which reads them back from a buffer of its own.
+The target's logits are a table, indexed by a hash of *all* tokens so far and their positions, which are read back from
+the cache: a token at a wrong position, a stale entry or an unwritten one changes them. The stateful drafter does the
+same with a buffer of its own.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.step import Draft, Slots
 
 HASHES = 11
-UNWRITTEN = 3  # what fills a fresh cache: not 0, which would add nothing to a hash
+UNWRITTEN = 3  # fills a fresh cache; 0 would add nothing to a hash
 
 
 def make_table(seed, V, scale=1.5, out=None):
-    """[HASHES, V, out] float32 logits by (hash of the prefix, last token); `out` is V unless given."""
+    """Return logits [HASHES, V, out] float32 by (hash of the prefix, last token); `out` is V unless given."""
     return (scale * np.random.default_rng(seed).normal(size=(HASHES, V, out or V))).astype(np.float32)
 
 
 def logits_after(table, prefix):
-    """[V]: the toy's next-token logits, from its definition."""
+    """Return the toy's next-token logits [V], from its definition."""
     return table[sum((j + 1) * (token + 1) for j, token in enumerate(prefix)) % HASHES, prefix[-1]]
 
 
 def write(buffer, positions, tokens):
-    """buffer [B, S] with tokens [B, Q] at positions [B, Q]; those beyond its end are dropped."""
+    """Return buffer [B, S] with tokens [B, Q] written at positions [B, Q]; those beyond its end are dropped."""
     return buffer.at[jnp.arange(len(buffer))[:, None], positions].set(tokens, mode="drop")
 
 
 def look_up(table, tokens, positions, buffer):
-    """[B, Q, out]: the table's row of each token [B, Q] and of what the buffer [B, S] holds up to its position."""
+    """Return the table's rows [B, Q, out] for tokens [B, Q] and what the buffer [B, S] holds up to their positions."""
     column = jnp.arange(buffer.shape[1])
     terms = (buffer + 1) * (column + 1)[None]
     seen = column[None, None] <= positions[:, :, None]
@@ -48,7 +48,7 @@ def look_up(table, tokens, positions, buffer):
 
 
 def decode(table, tokens, positions, cache):
-    """The toy as the engine sees it: cache [B, S] holds the token of every position."""
+    """Run the toy as the engine does: cache [B, S] holds the token of each position."""
     cache = write(cache, positions, tokens)
     return look_up(table, tokens, positions, cache), cache
 
@@ -62,7 +62,7 @@ def prefill(table, tokens, positions, cache):
 
 
 def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions):
-    """The engine over the toy, its rows dealt over so many devices; `functions` replace some of the toy's."""
+    """Return an engine of the toy, its rows split over `devices`; `functions` replace some of the toy's."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -75,7 +75,7 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
 
 
 class Choosing(FixedLength):
-    """Draft lengths by a function of the rows still running."""
+    """Choose draft lengths by a function of the number of running rows."""
 
     def __init__(self, choose):
         super().__init__(choose)
@@ -85,7 +85,7 @@ class Choosing(FixedLength):
 
 
 def toy_drafter(table, k, temperature, rule="rejection"):
-    """A drafter that knows the last token only: `table` [V, V]. Sampled at `temperature`; greedy at 0."""
+    """Return a drafter that reads the last token only: `table` [V, V]. Sampled at `temperature`; greedy at 0."""
     table, sampling = jnp.array(table), Sampling(temperature, rule=rule)
 
     def draft(params, slots, seed, k):
@@ -102,14 +102,14 @@ def toy_drafter(table, k, temperature, rule="rejection"):
 
 
 class Caches(NamedTuple):
-    """Where the drafter has a state: its buffer beside the target's."""
+    """The target's cache and the stateful drafter's buffer."""
 
     target: jax.Array  # [B, S]
     draft: jax.Array  # [B, S]
 
 
 def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
-    """The engine over the toy with `stateful_drafter` or `rebuilding_drafter`."""
+    """Return an engine of the toy with `stateful_drafter` or `rebuilding_drafter`."""
 
     def init_both(rows, length):
         return Caches(init_cache(rows, length), init_cache(rows, length))
@@ -144,7 +144,7 @@ def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
 
 
 def rebuilding_drafter(table, k, temperature, vocab_map=None):
-    """The same drafts from a state made anew each time: what `stateful_drafter` has to equal."""
+    """Return a drafter that rebuilds its state each time: `stateful_drafter` must equal it."""
 
     def draft(params, slots, seed, k):
         buffer = jnp.full_like(slots.tokens, UNWRITTEN)
@@ -155,14 +155,14 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
 
 
 def sync_all(params, tokens, length, cache):
-    """Every committed token of [B, T] into the drafter's buffer [B, S]."""
+    """Write every committed token of [B, T] into the drafter's buffer [B, S]."""
     columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     where = jnp.where(columns < length[:, None], columns, cache.draft.shape[1])
     return cache._replace(draft=write(cache.draft, where, tokens))
 
 
 def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
-    """k tokens after the last committed one, from a buffer that holds all up to it."""
+    """Draft k tokens after the last committed one, from a buffer that holds all tokens up to it."""
     noise = Noise(seed, slots.rollout_id, slots.length)
     token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     tokens, rows = [], []

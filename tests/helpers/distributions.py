@@ -1,4 +1,4 @@
-"""Laws of the toy's responses in float64, and what an engine drew, in the same order."""
+"""The float64 distribution of the toy's responses, and the responses that an engine drew, in the same order."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index
 
 
-def response_law(table, prompt, longest, eos, sampling):
-    """Float64 law of responses padded with end-of-text to `longest`, in the order of flat_index."""
+def response_distribution(table, prompt, longest, eos, sampling):
+    """Return float64 probabilities of responses padded with end-of-text to `longest`, in the order of flat_index."""
     vocabulary = table.shape[-1]
-    law = np.zeros(vocabulary**longest)
+    probabilities = np.zeros(vocabulary**longest)
     open_prefixes = {(): 1.0}
     for step in range(longest):
         grown = {}
@@ -18,14 +18,15 @@ def response_law(table, prompt, longest, eos, sampling):
             for token in range(vocabulary):
                 if token == eos or step == longest - 1:
                     padded = [*prefix, token] + [eos] * (longest - step - 1)
-                    law[flat_index(padded, vocabulary)] += mass * probs[token]
+                    probabilities[flat_index(padded, vocabulary)] += mass * probs[token]
                 else:
                     grown[*prefix, token] = mass * probs[token]
         open_prefixes = grown
-    return law
+    return probabilities
 
 
 def observed(rollouts, longest, eos, vocabulary):
+    """Return the flat_index [N] of the first `longest` response tokens of each rollout, padded with end-of-text."""
     tokens = np.full((len(rollouts.length), longest), 0 if eos is None else eos)
     for offset in range(longest):
         there = rollouts.response_length > offset
@@ -34,7 +35,7 @@ def observed(rollouts, longest, eos, vocabulary):
 
 
 def greedy_response(table, prompt, longest, eos):
-    """The toy's most likely tokens, one by one in plain Python."""
+    """Return the toy's most likely tokens, one by one in plain Python."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + longest and (len(tokens) == len(prompt) or tokens[-1] != eos):
         tokens.append(int(toys.logits_after(table, tokens).argmax()))
