@@ -142,7 +142,7 @@ def timed(fn: Callable[..., Any], buffers: list[Any], rounds: int) -> bench.Quar
 
 
 def ceilings(shapes: Shapes) -> dict[str, float]:
-    """Measure the device's limits per second: bytes copied, integer operations of noise, bfloat16 operations of a matmul."""
+    """Measure limits per second: bytes of a copy, integer operations of noise, bfloat16 operations of a matmul."""
     numbers = [(jnp.full(shapes.copied, i, jnp.float32),) for i in range(2)]
     copy = timed(jax.jit(lambda x: x + 1), numbers, shapes.rounds).median
     blocks = [(jnp.arange(shapes.copied // 16, dtype=jnp.uint32) + i,) for i in range(2)]

@@ -85,7 +85,7 @@ def answers(mean: float) -> EmpiricalLengths:
 
 
 def tiny_schedule(slots: int) -> EngineSchedule:
-    """Return the engine's schedule: refill when a quarter is free or a chunk ends; batches of all, 1/4 and 1/16 slots."""
+    """Return the engine's schedule: refill at a quarter free slots or a chunk's end; batches of all, 1/4, 1/16."""
     sizes = tuple(share for share in (1 / 4, 1 / 16) if (slots * share) % 1 == 0)
     return EngineSchedule(0.25, 16, sizes, PROMPT_LIMIT + RESPONSE_LIMIT)
 

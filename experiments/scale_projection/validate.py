@@ -46,9 +46,8 @@ def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
     steps = [r for r in rows if r["set"].startswith(("step ", "split ")) and r["use"] == "held out"]
     phases = [r for r in steps if r["set"] != "step total"]
     off = [r for r in phases if abs(r["predicted"] / r["measured"] - 1) > STEP_TARGET]
-    print(
-        f"  {len(phases) - len(off)} of {len(phases)} held-out phases, and asynchronous steps, within {STEP_TARGET:.0%}; not:"
-    )
+    within = len(phases) - len(off)
+    print(f"  {within} of {len(phases)} held-out phases, and asynchronous steps, within {STEP_TARGET:.0%}; not:")
     for r in off:
         print(f"    {r['set']}, {r['cell']}: {r['measured']:.4f} s, predicted {r['predicted']:.4f}")
 

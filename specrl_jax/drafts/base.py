@@ -6,18 +6,22 @@ A kind with weights implements `DraftModel`. `docs/add_a_drafter.md` adds one st
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Specs
 from specrl_jax.sharding import Partitioner
+
+Cache = TypeVar("Cache")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +68,8 @@ class TargetFeatures(Protocol):
         """[B, T, D] input of the target's lm_head."""
 
 
-class DraftModel(Protocol):
-    """A draft with weights, for the engine, the learner and the checkpoints.
+class DraftModel(Protocol[Cache]):
+    """A draft with weights, for the engine, the learner and the checkpoints; `Cache` is its state in the engine.
 
     Parameters have two layouts: training (float32, named matrices, as `specs`) and inference (cast and fused for
     decoding, as `inference_specs`).
@@ -84,23 +88,23 @@ class DraftModel(Protocol):
         """The target's layers whose inputs the draft reads."""
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> Specs:
         """Tree of ParamSpec of the training layout."""
 
     @property
-    def inference_specs(self) -> Any:
+    def inference_specs(self) -> Specs:
         """Tree of ParamSpec of the inference layout."""
 
-    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         """Map parameters from the training to the inference layout."""
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Any:
+    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return an empty cache of `rows` sequences of `length` positions; axis 0 of every array is the row."""
 
-    def cache_axes(self) -> Any:
+    def cache_axes(self) -> Cache:
         """Return the logical axes of `init_cache`'s arrays, as tuples in the same tree."""
 
-    def update_cache(self, params: Any, cache: Any, positions: jax.Array, out: qwen3.Output) -> Any:
+    def update_cache(self, params: Params, cache: Cache, positions: jax.Array, out: qwen3.Output) -> Cache:
         """Write to the cache what the draft reads of a forward of the target at positions [B, Q]."""
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -108,7 +112,7 @@ class DraftModel(Protocol):
 
     def unrolled(
         self,
-        params: Any,
+        params: Params,
         tables: TargetTables,
         features: TargetFeatures,
         rows: Rows,
@@ -122,7 +126,7 @@ class DraftModel(Protocol):
           outputs [steps, B, T, D] and lm_head [Vd, D]: entry (i, t) predicts token t + 2 + i.
         """
 
-    def initialise_from_target(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
+    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Replace those random parameters that the target's can take the place of.
 
         Args:
@@ -131,14 +135,20 @@ class DraftModel(Protocol):
           lm_head: [Vd, D], the target's rows of the draft's vocabulary.
         """
 
-    def load(self, folder: str, partition: Partitioner) -> Any:
+    def load(self, folder: str, partition: Partitioner) -> Params:
         """Read float32 parameters in the training layout."""
 
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray | None:
         """Return [Vd] int32 target ids, None without `has_vocab_map`; `folder` '' is a draft that is made here."""
 
     def save(
-        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: jax.Array | np.ndarray | None,
+        target: qwen3.Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         """Write a folder that `load` and other libraries read.
 

@@ -1,21 +1,22 @@
 """Draft with an EAGLE-3 head: it reads three layers of the target and drafts on a vocabulary of its own."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import InputError
+from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftMethod, DraftOptions, TargetFeatures, TargetTables
 from specrl_jax.drafts.eagle3 import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import RecurrentDraft
 from specrl_jax.drafts.recurrent.network import DraftCache
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Specs
 from specrl_jax.sharding import Partitioner
 
 FORMATS = tuple(checkpoint.DIALECTS)
@@ -52,28 +53,28 @@ class Eagle3Draft(RecurrentDraft):
         return self.config.aux_layers
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> Specs:
         return network.param_specs(self.config)
 
     @property
-    def inference_specs(self) -> Any:
+    def inference_specs(self) -> Specs:
         return network.inference_specs(self.config)
 
-    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return network.inference_params(params, dtype)
 
-    def update_cache(self, params: Any, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+    def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
         hidden = network.first_hidden(params, self.config, out.aux)
         return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
 
     def write_pairs(
-        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> DraftCache:
         return network.write_pairs(params, self.config, hidden, embedded, pairs, cache)
 
     def extend(
-        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> tuple[jax.Array, DraftCache]:
         return network.extend(params, self.config, hidden, embedded, pairs, cache)
 
@@ -82,7 +83,7 @@ class Eagle3Draft(RecurrentDraft):
 
     def unrolled(
         self,
-        params: Any,
+        params: Params,
         tables: TargetTables,
         features: TargetFeatures,
         rows: Rows,
@@ -94,11 +95,11 @@ class Eagle3Draft(RecurrentDraft):
         outputs = network.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
         return outputs, params["unembed"]
 
-    def initialise_from_target(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
+    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Take the lm_head and the norm before it from the target, as speculators does."""
-        return params | {"unembed": lm_head, "final_norm": target["final_norm"]}
+        return {**params, "unembed": lm_head, "final_norm": target["final_norm"]}
 
-    def load(self, folder: str, partition: Partitioner) -> Any:
+    def load(self, folder: str, partition: Partitioner) -> Params:
         return checkpoint.load_params(folder, self.config, partition, jnp.float32)
 
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray:
@@ -107,7 +108,13 @@ class Eagle3Draft(RecurrentDraft):
         return checkpoint.load_vocab_map(folder, self.config, target)
 
     def save(
-        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: jax.Array | np.ndarray | None,
+        target: qwen3.Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         ids = np.asarray(vocab_map)
         checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)

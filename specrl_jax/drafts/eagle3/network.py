@@ -1,44 +1,43 @@
-"""The EAGLE-3 draft head (Li et al., arXiv 2503.01840): one layer over [embedding; hidden] that drafts for a target.
+"""Network of an EAGLE-3 draft head (Li et al., arXiv 2503.01840): one layer over [embedding; hidden].
 
 Pair t = (feature of position t, token t + 1) predicts token t + 2. The feature is the target's residual stream entering
-three layers (low, middle, high), joined and projected by `fc`; where the target has not been yet, the head's own
-pre-norm output stands in for it (the recurrence). Attention is over pairs, rotary position t for pair t.
+three layers (low, middle, high), concatenated and projected by `fc`. For tokens not yet processed by the target, the
+head's own pre-norm output takes its place (the recurrence). Attention is over pairs, with rotary position t for pair t.
 
     h   = fc(concat(low, mid, high))                    # or the head's previous output
     z   = concat(norm(embed(x_{t+1})), norm(h))         # embedding first
     a   = h + o(attention(q(z), k(z), v(z)))            # the residual is h itself, not its norm
     a   = a + mlp(norm(a))                              # what the recurrence feeds back
-    out = unembed(norm(a))                              # on the reduced draft vocabulary
+    out = lm_head(norm(a))                              # on the reduced draft vocabulary
 
-Llama-type: no q/k norm. Two forms of the weights as for the policy: learner (named matrices) and rollout (fused).
+The layer is Llama's: no q/k norm. As for the policy, weights have a training layout (named matrices) and an inference
+layout (fused).
 
-Published heads vary in four places, each a field of the config:
+Published heads differ in four places, each a field of the config:
 
     norm_before_fc        h = fc(norm(concat(low, mid, high)))                  # one norm over all 3 D
     fc_norm               h = fc(concat(norm(low), norm(mid), norm(high)))      # EAGLE-3.1
     norm_before_residual  a = norm(h) + o(attention(...))                       # the norm that z has
-    norm_output           the recurrence feeds back norm(a), what is unembedded # EAGLE-3.1
+    norm_output           the recurrence feeds back norm(a), the lm_head's input # EAGLE-3.1
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
+from specrl_jax.core import Params, branch, nested
 from specrl_jax.drafts.recurrent import network as recurrent
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
-from specrl_jax.models.layers import ParamSpec, einsum, matmul, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.errors import InputError
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, matmul, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
-
-Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """Sizes of the head, in the letters of specrl_jax.core; A = 3 auxiliary layers."""
+    """Sizes and variants of a head; letters as in specrl_jax.core, A = 3 auxiliary layers."""
 
     draft_vocab: int  # Vd
     aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
@@ -49,12 +48,13 @@ class Eagle3Config(HeadConfig):
 
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
-    """The head that goes with a target: its widths, and the layers 2, L / 2, L - 3 of every public implementation.
+    """Return the sizes of a new head for a target: its widths, and layers 2, L / 2, L - 3 as public implementations.
 
-    Its mlp is dense: of a mixture of experts it takes the width that config.json has for layers without any, as
-    SpecForge's first heads for Qwen3-30B-A3B do (6,144; other published ones are twice as wide). Its rotary positions
-    are not stretched where the target's are: a served head has those of its own config.json, whatever the target's,
-    and what it learns it learns at the lengths of its texts.
+    For a mixture of experts the mlp is dense, of the width that config.json gives layers without experts, as in
+    SpecForge's first heads for Qwen3-30B-A3B (6,144; other published heads are twice as wide). Rotary positions are
+    plain even where the target's are stretched: servers read them from the head's own config.json.
+
+    Raises InputError for a vocabulary larger than the target's, and for a target of fewer than seven layers.
     """
     if not 0 < draft_vocab <= target.vocab:
         raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
@@ -78,8 +78,8 @@ def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     )
 
 
-def param_specs(config: Eagle3Config) -> Params:
-    """The learner's tree of ParamSpec; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
+def param_specs(config: Eagle3Config) -> Specs:
+    """Return the training layout; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
     c = config
     D, H = c.embed, c.head_dim
 
@@ -118,24 +118,25 @@ def param_specs(config: Eagle3Config) -> Params:
     if c.norm_before_fc:
         specs["features_norm"] = ParamSpec((3 * D,), (None,), 0, "input_norm.weight", "a -> a")
     if c.fc_norm:
-        specs["fc_norm"] = {name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES)}
+        return nested(specs, fc_norm={name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES)})
     return specs
 
 
 _FEATURES = ("low", "middle", "high")
-# Matrices of the learner that the rollout form has another way.
+# Weights that differ between the two layouts.
 _CHANGED = ("fc", "q", "k", "v", "unembed")
 
 
-def inference_specs(config: Eagle3Config) -> Params:
-    """Logical axes and shapes of `inference_params`' result."""
+def inference_specs(config: Eagle3Config) -> Specs:
+    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
     c = config
     specs = param_specs(c)
 
     def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
         return ParamSpec(shape, axes, 0, "", "")
 
-    return {name: spec for name, spec in specs.items() if name not in _CHANGED} | {
+    return {
+        **{name: spec for name, spec in specs.items() if name not in _CHANGED},
         "fc": spec((3 * c.embed, c.embed), None, "embed"),
         "q": spec((2 * c.embed, c.heads, c.head_dim), "embed", "heads", "head_dim"),
         "kv": spec((2 * c.embed, 2, c.kv_heads, c.head_dim), "embed", None, "kv_heads", "head_dim"),
@@ -144,38 +145,39 @@ def inference_specs(config: Eagle3Config) -> Params:
 
 
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form, cast. k and v are fused; q stays apart: most pairs need no query.
+    """Map the training layout to the inference layout in `dtype`: k and v fused, lm_head transposed as the policy's.
 
-    Inputs of several parts are one axis, since of a product over two XLA copies the weight each time. The unembedding
-    is turned as the policy's is.
+    q stays separate, since most pairs need no query. Inputs of several parts become one axis: XLA copies the weight of
+    a product over two axes each time.
     """
 
     def joined(w: jax.Array) -> jax.Array:
         return w.reshape(-1, *w.shape[2:])
 
-    rollout = {name: w for name, w in params.items() if name not in _CHANGED} | {
+    fused = {
+        **{name: w for name, w in params.items() if name not in _CHANGED},
         "fc": joined(params["fc"]),
         "q": joined(params["q"]),
         "kv": joined(jnp.stack([params["k"], params["v"]], axis=2)),
         "to_logits": params["unembed"].T,
     }
-    return jax.tree.map(lambda w: w.astype(dtype), rollout)
+    return jax.tree.map(lambda w: w.astype(dtype), fused)
 
 
 def first_hidden(params: Params, config: Eagle3Config, features: jax.Array) -> jax.Array:
-    """h [B, T, D] from the target's features [B, T, 3, D]: their norms, where this head has any, and `fc`."""
+    """Return h [B, T, D] of the target's features [B, T, 3, D]: `fc` after the norms that this head has."""
     if config.norm_before_fc:
         joined = features.reshape(*features.shape[:2], -1)
         features = rms_norm(joined, params["features_norm"], config.norm_epsilon).reshape(features.shape)
     if config.fc_norm:
-        scales = [params["fc_norm"][name] for name in _FEATURES]
+        scales = [branch(params, "fc_norm")[name] for name in _FEATURES]
         normed = [rms_norm(features[:, :, i], scale, config.norm_epsilon) for i, scale in enumerate(scales)]
         features = jnp.stack(normed, axis=2)
     return project_features(params, features)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:
-    """`fc` of features [B, T, 3, D]: [B, T, D]."""
+    """Apply `fc` to features [B, T, 3, D]; return [B, T, D]."""
     if params["fc"].ndim == 2:
         return einsum("BTE,ED->BTD", features.reshape(*features.shape[:2], -1), params["fc"])
     return einsum("BTAE,AED->BTD", features, params["fc"])
@@ -189,9 +191,9 @@ def layer(
     angles: Angles,
     attend: Attend,
 ) -> jax.Array:
-    """One application of the head: hidden and embedded [B, T, D] -> a [B, T, D], what the next one takes as hidden.
+    """Apply the head to hidden and embedded [B, T, D]; return a [B, T, D], the next application's hidden.
 
-    That is its pre-norm output, or with norm_output what the unembedding reads.
+    That is the pre-norm output, or with norm_output the input of the lm_head.
     """
     z = _inputs(params, config, hidden, embedded)
     q = _queries(z, params)
@@ -204,8 +206,8 @@ def layer(
 
 
 def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
-    """[B, T, Vd] float32 of a layer's output."""
-    read = _unembedded(params, config, a)
+    """Return [B, T, Vd] float32 logits of a layer's output."""
+    read = _lm_head_input(params, config, a)
     if "to_logits" in params:
         return matmul("BTD,DV->BTV", read, params["to_logits"])
     return matmul("BTD,VD->BTV", read, params["unembed"])
@@ -219,9 +221,9 @@ def write_pairs(
     positions: jax.Array,
     cache: DraftCache,
 ) -> DraftCache:
-    """The cache with keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D] in rollout form.
+    """Write keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D], to the cache.
 
-    One layer: what a pair leaves for later ones is its keys and values, which need neither attention nor mlp.
+    With one layer, later pairs read nothing else of these, so neither attention nor mlp is computed.
     """
     angles = config.angles(positions)
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
@@ -236,9 +238,9 @@ def extend(
     positions: jax.Array,
     cache: DraftCache,
 ) -> tuple[jax.Array, DraftCache]:
-    """The whole head over pairs `positions` [B, Q], each reading pairs up to its own.
+    """Apply the head to pairs `positions` [B, Q], each attending to pairs up to its own.
 
-    Returns the layer's output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
+    Returns the layer's output a [B, Q, D] and the cache as `write_pairs` does; entries beyond its length are dropped.
     """
     head = functools.partial(layer, params, config)
     return recurrent.extend(head, config, hidden, embedded, positions, cache)
@@ -248,30 +250,30 @@ def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array
     return rms_norm(a, params["final_norm"], config.norm_epsilon)
 
 
-def _unembedded(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
-    """What the unembedding reads, of a layer's output."""
+def _lm_head_input(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
+    """Return the input of the lm_head, given a layer's output."""
     return a if config.norm_output else _final_norm(params, config, a)
 
 
 def _inputs(params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
-    """z [B, T, 2, D], the embedding first."""
+    """Return z [B, T, 2, D], the embedding first."""
     first = rms_norm(embedded, params["input_norm"], config.norm_epsilon)
     return jnp.stack([first, rms_norm(hidden, params["hidden_norm"], config.norm_epsilon)], axis=2)
 
 
 def _queries(z: jax.Array, params: Params) -> jax.Array:
-    """q [B, T, N, H] from either form of the weights."""
+    """Return q [B, T, N, H], from either layout of the weights."""
     if "kv" in params:
         return einsum("BTE,ENH->BTNH", z.reshape(*z.shape[:2], -1), params["q"])
     return einsum("BTCD,CDNH->BTNH", z, params["q"])
 
 
 def _keys_values(z: jax.Array, params: Params) -> tuple[jax.Array, jax.Array]:
-    """k and v [B, T, K, H] from either form of the weights."""
+    """Return k and v [B, T, K, H], from either layout of the weights."""
     if "kv" in params:
         both = einsum("BTE,EPKH->BTPKH", z.reshape(*z.shape[:2], -1), params["kv"])
         return both[:, :, 0], both[:, :, 1]
-    return tuple(einsum("BTCD,CDKH->BTKH", z, params[name]) for name in ("k", "v"))
+    return einsum("BTCD,CDKH->BTKH", z, params["k"]), einsum("BTCD,CDKH->BTKH", z, params["v"])
 
 
 def unrolled(
@@ -283,17 +285,17 @@ def unrolled(
     positions: jax.Array,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Training-time test (section 3.2, `recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
+    """Apply the head to its own outputs on ground-truth tokens (training-time test, section 3.2, `recurrent.unroll`).
 
     Args:
       features: [B, T, 3, D] of the target at each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
       positions, segments: [B, T] int32, as in `recurrent.unroll`.
     Returns:
-      [steps, B, T, D], what the unembedding reads; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end
-      are meaningless.
+      [steps, B, T, D], inputs of the lm_head; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are
+      meaningless.
     """
     head = functools.partial(layer, params, config)
     hidden = first_hidden(params, config, features)
     outputs = recurrent.unroll(head, config, hidden, embedded, steps, positions, segments)
-    return _unembedded(params, config, jnp.stack(outputs))
+    return _lm_head_input(params, config, jnp.stack(outputs))

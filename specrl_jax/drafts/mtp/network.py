@@ -1,53 +1,51 @@
-"""A multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2): one policy block that drafts for it.
+"""Network of a multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2): one block of the policy.
 
 Pair t = (hidden state of position t, token t + 1) predicts token t + 2 over the whole vocabulary. The hidden state is
-what the policy's unembedding reads (`qwen3.Output.hidden`); where the policy has not been yet, it is the head's own
-output, after the head's final norm and so again what the unembedding reads. One module is applied k times: the
-"native" path of arXiv 2604.26779. Attention is over pairs, rotary position t for pair t.
+the input of the policy's lm_head (`qwen3.Output.hidden`). For tokens not yet processed by the policy it is the head's
+own output after its final norm, which is the lm_head's input too. One module is applied k times: the "native" path of
+arXiv 2604.26779. Attention is over pairs, with rotary position t for pair t.
 
     z = concat(norm(embed(x_{t+1})), norm(h_t))         # embedding first
     x = eh_proj(z)                                      # back to width D
-    a = norm(block(x))                                  # a Qwen3 block, q/k norms included; what the recurrence feeds
-    out = unembed(a)
+    a = norm(block(x))                                  # a Qwen3 block with q/k norms; fed back by the recurrence
+    out = lm_head(a)
 
-Embedding and unembedding are the policy's own: not stored here, and not trained. Two forms of the weights as for the
-policy, and the block has the policy's code: `layers` is that of a Qwen3 of one layer. Its rotary positions are the
-policy's too, stretched where those are: vLLM and SGLang build it from the config.json that the two share.
+Embedding and lm_head are the policy's: neither stored here nor trained. The weights have the policy's two layouts, and
+the block runs the policy's code: `layers` is that of a Qwen3 of one layer. Rotary positions are the policy's, stretched
+where those are: vLLM and SGLang build the head from the config.json that the two share.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
+from specrl_jax.core import Params, branch, branches, nested
 from specrl_jax.drafts.recurrent import network as recurrent
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import ParamSpec, einsum, rms_norm
-
-Params = dict[str, Any]
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class MTPConfig(HeadConfig):
-    """Sizes of the head, in the letters of specrl_jax.core; A = 1 feature, the hidden state."""
+    """Sizes of a head; letters as in specrl_jax.core, A = 1 feature, the hidden state."""
 
     vocab: int  # V, the target's
 
     @property
     def block(self) -> qwen3.Qwen3Config:
-        """The Qwen3 of one layer whose layer this head has."""
+        """Return the sizes of the Qwen3 of one layer that has this head's layer."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return qwen3.Qwen3Config(layers=1, tied=True, **shared)
 
 
 def mtp_config(target: qwen3.Qwen3Config) -> MTPConfig:
-    """The head that goes with a target: all its widths. Raises InputError for a mixture of experts.
+    """Return the sizes of a head for a target: all its widths. Raises InputError for a mixture of experts.
 
-    Servers build a head's block as the target's layers are, and this one has no experts.
+    Servers give a head's block the target's layer type, and this block has no experts.
     """
     if target.experts:
         raise InputError(
@@ -56,8 +54,8 @@ def mtp_config(target: qwen3.Qwen3Config) -> MTPConfig:
     return MTPConfig(**{field.name: getattr(target, field.name) for field in dataclasses.fields(MTPConfig)})
 
 
-def param_specs(config: MTPConfig) -> Params:
-    """The learner's tree of ParamSpec; Hugging Face names are DeepSeek's, `{layer}` being the target's depth."""
+def param_specs(config: MTPConfig) -> Specs:
+    """Return the training layout; Hugging Face names are DeepSeek's, with the target's depth for `{layer}`."""
     D = config.embed
 
     def norm(name: str) -> ParamSpec:
@@ -65,34 +63,35 @@ def param_specs(config: MTPConfig) -> Params:
 
     # The leading 2 is [embedding; hidden].
     shape, axes = (2, D, D), (None, None, "embed")
-    return {
+    leaves = {
         "embedding_norm": norm("enorm"),
         "hidden_norm": norm("hnorm"),
         "eh_proj": ParamSpec(shape, axes, 2 * D, "model.layers.{layer}.eh_proj.weight", "d (c e) -> c e d"),
-        "layers": qwen3.param_specs(config.block)["layers"],
         "final_norm": norm("shared_head.norm"),
     }
+    return nested(leaves, layers=branch(qwen3.param_specs(config.block), "layers"))
 
 
-def inference_specs(config: MTPConfig) -> Params:
-    """Logical axes and shapes of `inference_params`' result."""
-    return param_specs(config) | {"layers": qwen3.inference_specs(config.block)["layers"]}
+def inference_specs(config: MTPConfig) -> Specs:
+    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
+    return nested(param_specs(config), layers=branches(qwen3.inference_specs(config.block), "layers"))
 
 
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Learner form to rollout form, as `qwen3.inference_params`: the block's q/k/v fused, cast."""
-    return jax.tree.map(lambda w: w.astype(dtype), params | {"layers": qwen3.unstacked(params["layers"])})
+    """Map the training layout to the inference layout in `dtype`, as `qwen3.inference_params`: the block's q/k/v fused."""
+    fused = nested(params, layers=qwen3.unstacked(branch(params, "layers")))
+    return jax.tree.map(lambda w: w.astype(dtype), fused)
 
 
 def project_features(params: Params, features: jax.Array) -> jax.Array:
-    """h [B, T, D] from the target's features [B, T, 1, D]: its hidden state as it is."""
+    """Return h [B, T, D] of the target's features [B, T, 1, D]: its hidden state unchanged."""
     return features[:, :, 0]
 
 
 def layer(
     params: Params, config: MTPConfig, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
-    """One application of the head: hidden and embedded [B, T, D] -> a [B, T, D], what the unembedding reads."""
+    """Apply the head to hidden and embedded [B, T, D]; return a [B, T, D], the input of the lm_head."""
     normed = (
         rms_norm(embedded, params["embedding_norm"], config.norm_epsilon),
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),
@@ -103,9 +102,9 @@ def layer(
 
 
 def _block(params: Params) -> Params:
-    """The one layer of either form of the weights."""
-    layers = params["layers"]
-    return layers[0] if isinstance(layers, list) else jax.tree.map(lambda w: w[0], layers)
+    """Return the one layer, from either layout of the weights."""
+    layers: object = params["layers"]
+    return branches(params, "layers")[0] if isinstance(layers, list) else jax.tree.map(lambda w: w[0], layers)
 
 
 def write_pairs(
@@ -116,9 +115,9 @@ def write_pairs(
     positions: jax.Array,
     cache: DraftCache,
 ) -> DraftCache:
-    """The cache with keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D].
+    """Write keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D], to the cache.
 
-    Under jit nothing behind keys and values is computed; the queries are, being part of the fused product.
+    Under jit nothing after keys and values is computed; queries are, as part of the fused product.
     """
     return extend(params, config, hidden, embedded, positions, cache)[1]
 
@@ -131,9 +130,9 @@ def extend(
     positions: jax.Array,
     cache: DraftCache,
 ) -> tuple[jax.Array, DraftCache]:
-    """The whole head over pairs `positions` [B, Q], each reading pairs up to its own.
+    """Apply the head to pairs `positions` [B, Q], each attending to pairs up to its own.
 
-    Returns the output a [B, Q, D] and the cache as `write_pairs` does. Entries beyond its length are dropped.
+    Returns the output a [B, Q, D] and the cache as `write_pairs` does; entries beyond its length are dropped.
     """
     head = functools.partial(layer, params, config)
     return recurrent.extend(head, config, hidden, embedded, positions, cache)
@@ -148,15 +147,15 @@ def unrolled(
     positions: jax.Array,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Training-time test (`recurrent.unroll`): the head over its own outputs, with ground-truth tokens.
+    """Apply the head to its own outputs on ground-truth tokens (training-time test, `recurrent.unroll`).
 
     Args:
       features: [B, T, 1, D] hidden state of the target at each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
       positions, segments: [B, T] int32, as in `recurrent.unroll`.
     Returns:
-      [steps, B, T, D], what the policy's unembedding reads; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of
-      the end are meaningless.
+      [steps, B, T, D], inputs of the policy's lm_head; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the
+      end are meaningless.
     """
     head = functools.partial(layer, params, config)
     hidden = project_features(params, features)

@@ -1,10 +1,11 @@
 """What draft heads of one layer share as drafts: the cache in the engine, and the drafter over it."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import Params, stand_in
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.step import Draft, Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
@@ -18,12 +19,12 @@ class RecurrentHead(Protocol):
     """A head over pairs (hidden state of position t, token t + 1), fed its own outputs beyond the target's."""
 
     def write_pairs(
-        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> DraftCache:
         """Write keys and values of pairs [B, Q]; hidden and embedded are [B, Q, D]."""
 
     def extend(
-        self, params: Any, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> tuple[jax.Array, DraftCache]:
         """Return the head's output [B, Q, D] at pairs [B, Q], and the cache as `write_pairs` leaves it."""
 
@@ -31,16 +32,17 @@ class RecurrentHead(Protocol):
         """Return [B, Q, Vd] float32 of the head's output."""
 
 
-class RecurrentDraft:
+class RecurrentDraft(RecurrentHead, Protocol):
     """The methods of `DraftModel` that are the same for every recurrent head."""
 
-    config: HeadConfig
+    @property
+    def config(self) -> HeadConfig: ...
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
         return init_cache(self.config, rows, length, dtype)
 
     def cache_axes(self) -> DraftCache:
-        return DraftCache(("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)
+        return DraftCache(*map(stand_in, (("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)))
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         return recurrent_drafter(self, config)

@@ -1,7 +1,7 @@
-"""What draft heads of one layer share: their cache, and how they are applied to their own outputs.
+"""Networks of draft heads of one layer: their cache, and the unrolled pass over their own outputs.
 
-A head goes over pairs: pair t = (hidden state of position t, token t + 1) predicts token t + 2, at rotary position t.
-Where the target has not been yet, the head's own output stands in for its hidden state.
+A head reads pairs: pair t = (hidden state of position t, token t + 1) predicts token t + 2, at rotary position t.
+For tokens not yet processed by the target, the head's own output takes the place of the hidden state.
 """
 
 import dataclasses
@@ -18,51 +18,52 @@ from specrl_jax.models.layers import Yarn, rotary_angles
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """Sizes that every head has, in the letters of specrl_jax.core."""
+    """Sizes that every head has; letters as in specrl_jax.core."""
 
     embed: int  # D, the target's
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    rope_theta: float
-    yarn: Yarn | None
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    mlp: int  # F
+    rope_theta: float  # rotary base
+    yarn: Yarn | None  # None = plain positions
     norm_epsilon: float
-    max_positions: int
+    max_positions: int  # tokens
 
     def angles(self, positions: jax.Array) -> "Angles":
-        """Rotary angles of pairs `positions` [B, T]."""
+        """Return the rotary angles of pairs `positions` [B, T]."""
         return rotary_angles(positions, self.head_dim, self.rope_theta, self.yarn)
 
 
-# Queries of a row whose scores training has at once.
+# Queries of a row whose attention scores training holds at a time.
 QUERIES = 1024
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Angles = tuple[jax.Array, jax.Array]
-# (hidden [B, T, D], embedded [B, T, D], angles, attend) -> a [B, T, D], which is the next application's hidden
+# (hidden [B, T, D], embedded [B, T, D], angles, attend) -> a [B, T, D], the hidden of the next application
 Layer = Callable[[jax.Array, jax.Array, Angles, Attend], jax.Array]
 
 
 class DraftCache(NamedTuple):
-    """What serving keeps of a sequence, by absolute position; entry t belongs to pair t.
+    """State of a sequence in the engine, by absolute position; entry t belongs to pair t.
 
-    Memory a token: 2 K H + D numbers, against 2 L K H of the target (Qwen3-8B: 6,144 against 73,728).
+    Memory per token: 2 K H + D numbers, against 2 L K H of the target (Qwen3-8B: 6,144 against 73,728).
     """
 
-    hidden: jax.Array  # [B, S, D], what the head reads of the target, of every position that has been at
+    hidden: jax.Array  # [B, S, D], the head's input from the target at each processed position
     keys: jax.Array  # [B, K, H, S]
     values: jax.Array  # [B, K, S, H]
 
 
 def init_cache(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+    """Return an empty cache of `batch` sequences of `length` positions."""
     own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, dtype)
     return DraftCache(jnp.zeros((batch, length, config.embed), dtype), own.keys[0], own.values[0])
 
 
 def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
-    """The cache with k and v [B, Q, K, H] of pairs `positions` [B, Q]; those beyond its length are dropped."""
+    """Write k and v [B, Q, K, H] of pairs `positions` [B, Q]; drop those beyond the cache's length."""
     keys, values = kv.write_keys(cache.keys, positions, k), kv.write_values(cache.values, positions, v)
     return cache._replace(keys=keys, values=values)
 
@@ -75,9 +76,9 @@ def extend(
     positions: jax.Array,
     cache: DraftCache,
 ) -> tuple[jax.Array, DraftCache]:
-    """The layer over pairs `positions` [B, Q], each reading pairs up to its own.
+    """Apply the layer to pairs `positions` [B, Q], each attending to pairs up to its own.
 
-    Returns its output [B, Q, D], and the cache with the keys and values of these pairs.
+    Returns the output [B, Q, D], and the cache with the keys and values of these pairs.
     """
     written = []
 
@@ -98,10 +99,10 @@ def unroll(
     positions: jax.Array,
     segments: jax.Array | None,
 ) -> list[jax.Array]:
-    """Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the layer over its own outputs, ground-truth tokens.
+    """Apply the layer to its own outputs on ground-truth tokens (training-time test, EAGLE-3, arXiv 2503.01840, 3.2).
 
-    Row t of step i is draft step i of a speculation that starts at pair t: it reads the step-0 keys of pairs <= t, made
-    from true features, and of every later step only its own row, the provisional entries it would itself have written.
+    Row t of step i is draft step i of a speculation that starts at pair t. It reads the step-0 keys of pairs <= t, which
+    come from true features, and of every later step its own row only: the provisional entries of that speculation.
 
               keys:  step 0       step 1    step 2
         step 0       causal
@@ -112,7 +113,7 @@ def unroll(
       hidden: [B, T, D] from the target, of each position.
       embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
       positions: [B, T] int32, of the tokens in their sequence.
-      segments: [B, T] int32 of packed rows: pairs read pairs of their own sequence only; None: one sequence a row.
+      segments: [B, T] int32, sequences of packed rows, which do not attend to each other; None = one sequence per row.
     Returns:
       `steps` outputs [B, T, D]; row t of output i predicts token t + 2 + i. Rows within 1 + i of the end are
       meaningless.
@@ -136,10 +137,10 @@ def unroll(
 
 
 def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], readable: jax.Array) -> jax.Array:
-    """q [B, T, N, H] over keys[0] where `readable` [B, 1, 1, T, T] and over every later step's own row.
+    """Attend with q [B, T, N, H] to keys[0] where `readable` [B, 1, 1, T, T], and to every later step's own row.
 
-    No kernel that is kept by others has such a mask. Long rows go QUERIES at a time, whose scores are made again in the
-    backward pass: 4 N T QUERIES bytes of them a row, in the place of 4 N T^2 for every step.
+    No maintained attention kernel has this mask. Long rows are computed QUERIES at a time and their scores recomputed
+    in the backward pass: 4 N T QUERIES bytes of scores per row instead of 4 N T^2 for every step.
     """
     T = q.shape[1]
     parts = -(-T // QUERIES)
@@ -147,14 +148,19 @@ def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array],
         return _attend(q, readable, keys[1:], values[1:], keys[0], values[0])
 
     def split(x: jax.Array, axis: int = 1) -> jax.Array:
-        """Every so many-th query together, [parts, ..., T / parts, ...]: each part has tokens of every device."""
+        """Split into [parts, ..., T / parts, ...] by every parts-th query, so that each part has tokens of every device."""
         more = [(0, -T % parts if i == axis else 0) for i in range(x.ndim)]
-        # What is added reads the first key alone, and is cut off.
+        # Padding attends to the first key only and is cut off below.
         x = jnp.pad(x, more, constant_values=x.dtype == bool)
         return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, parts, *x.shape[axis + 1 :]), axis + 1, 0)
 
     own = jax.tree.map(split, (keys[1:], values[1:]))
-    attend = jax.checkpoint(lambda part: _attend(*part, keys[0], values[0]))
+
+    @jax.checkpoint
+    def attend(part: tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]) -> jax.Array:
+        q, readable, own_keys, own_values = part
+        return _attend(q, readable, own_keys, own_values, keys[0], values[0])
+
     out = jax.lax.map(attend, (split(q), split(readable, 3), *own))
     return jnp.moveaxis(out, 0, 2).reshape(len(q), -1, *q.shape[2:])[:, :T]
 
@@ -167,12 +173,12 @@ def _attend(
     keys: jax.Array,
     values: jax.Array,
 ) -> jax.Array:
-    """Softmax in float32 over keys [B, T, K, H] and, of each later step, the query's own row [B, Q, K, H]."""
+    """Attend, with a float32 softmax, to keys [B, T, K, H] and to the query's own row [B, Q, K, H] of each later step."""
     B, Q, N, H = q.shape
     T, K = keys.shape[1:3]
     q = q.reshape(B, Q, K, N // K, H)
-    scores = jnp.einsum("BQKRH,BSKH->BKRQS", q, keys, preferred_element_type=jnp.float32)
-    scores = [jnp.where(readable, scores, -jnp.inf)]
+    shared = jnp.einsum("BQKRH,BSKH->BKRQS", q, keys, preferred_element_type=jnp.float32)
+    scores = [jnp.where(readable, shared, -jnp.inf)]
     for k in own_keys:
         own = jnp.einsum("BQKRH,BQKH->BKRQ", q, k, preferred_element_type=jnp.float32)
         scores.append(own[..., None])

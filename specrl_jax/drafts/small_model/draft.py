@@ -1,21 +1,23 @@
 """Draft with a smaller Qwen3 that has the target's vocabulary and a cache of its own."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specrl_jax.core import InputError, shift_left
+from specrl_jax.core import Params, shift_left, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.step import Draft, Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions, TargetFeatures, TargetTables
 from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import Specs
 from specrl_jax.sharding import Partitioner
 
 
@@ -46,14 +48,14 @@ class SmallModelDraft:
         return self.config.vocab
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> Specs:
         return qwen3.param_specs(self.config)
 
     @property
-    def inference_specs(self) -> Any:
+    def inference_specs(self) -> Specs:
         return qwen3.inference_specs(self.config)
 
-    def inference_params(self, params: Any, dtype: jnp.dtype) -> Any:
+    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return qwen3.inference_params(params, self.config, dtype)
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> kv.KVCache:
@@ -61,9 +63,10 @@ class SmallModelDraft:
         return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, dtype)
 
     def cache_axes(self) -> kv.KVCache:
-        return kv.KVCache((kv.KEY_AXES,) * self.config.layers, (kv.VALUE_AXES,) * self.config.layers)
+        layers = self.config.layers
+        return kv.KVCache((stand_in(kv.KEY_AXES),) * layers, (stand_in(kv.VALUE_AXES),) * layers)
 
-    def update_cache(self, params: Any, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
+    def update_cache(self, params: Params, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
         return cache
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -71,7 +74,7 @@ class SmallModelDraft:
 
     def unrolled(
         self,
-        params: Any,
+        params: Params,
         tables: TargetTables,
         features: TargetFeatures,
         rows: Rows,
@@ -80,25 +83,37 @@ class SmallModelDraft:
         partition: Partitioner,
     ) -> tuple[jax.Array, jax.Array]:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
-        text = rows.tokens, rows.positions
         out = qwen3.forward(
-            params, self.config, *text, partition, segment_ids=rows.segments, dtype=dtype, return_logits=False
+            params,
+            self.config,
+            rows.tokens,
+            rows.positions,
+            partition,
+            segment_ids=rows.segments,
+            dtype=dtype,
+            return_logits=False,
         )
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
         return outputs, qwen3.lm_head_weight(params, self.config)
 
-    def initialise_from_target(self, params: Any, target: Any, lm_head: jax.Array) -> Any:
+    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
         """Return the parameters unchanged: their widths are not the target's."""
         return params
 
-    def load(self, folder: str, partition: Partitioner) -> Any:
+    def load(self, folder: str, partition: Partitioner) -> Params:
         return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")
 
     def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
         return None
 
     def save(
-        self, folder: str, params: Any, vocab_map: Any, target: qwen3.Qwen3Config, dtype: str, target_path: str = ""
+        self,
+        folder: str,
+        params: Params,
+        vocab_map: jax.Array | np.ndarray | None,
+        target: qwen3.Qwen3Config,
+        dtype: str,
+        target_path: str = "",
     ) -> None:
         hf.save_params(folder, params, self.config, dtype)
 
@@ -119,6 +134,7 @@ def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Draf
             dtype=config.dtype,
             return_logits=False,
         )
+        assert out.cache is not None, "a forward over a cache returns it"
         return out.hidden, out.cache
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
