@@ -1,44 +1,48 @@
-"""What an engine runs on: both models in rollout form, their caches, and the checksum that tells weights apart."""
+"""Weights and caches of an engine, target and draft side by side, and the checksum that identifies weights."""
 
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import Params
 from specrl_jax.models import cache as kv
 
 
-class Weights(NamedTuple):
-    """Both models in rollout form, moved by one `prepare`."""
+Cache = TypeVar("Cache")
 
-    policy: Any
-    draft: Any  # None: no drafter with weights
-    vocab_map: jax.Array | None  # [Vd] int32, target id of each draft id; None: they are the same
+
+class Weights(NamedTuple):
+    """Target and draft in the inference layout, made by one `prepare`."""
+
+    policy: Params
+    draft: Params  # empty for a draft without weights
+    vocab_map: jax.Array | None  # [Vd] int32, target id of each draft id; None = the same ids
     checksum: jax.Array  # [] uint32, of every bit of the above
 
 
-class Caches(NamedTuple):
-    """The engine's cache where a drafter keeps one beside the target's."""
+class Caches(NamedTuple, Generic[Cache]):
+    """The engine's cache where the draft has one beside the target's."""
 
     target: kv.KVCache
-    draft: Any
+    draft: Cache  # as `DraftModel.init_cache` makes it
 
 
-def checksum(tree: Any) -> jax.Array:
-    """[] uint32 of every bit of a tree's arrays, and of their order; the same however they are sharded."""
+def checksum(tree: object) -> jax.Array:
+    """Return [] uint32 of every bit of a tree's arrays and of their order; independent of the sharding."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
         place = jnp.zeros_like(bits)
         for axis in range(bits.ndim):
             place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        # A sum of integers does not depend on its order, so neither on the sharding.
+        # An integer sum does not depend on its order, so not on the sharding.
         total = _scramble(total) + jnp.sum(_scramble(_scramble(place) ^ bits), dtype=jnp.uint32)
     return total
 
 
 def _scramble(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3 (Appleby, public domain): every input bit moves every output bit."""
+    """Apply the finaliser of MurmurHash3 (Appleby, public domain): every input bit affects every output bit."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

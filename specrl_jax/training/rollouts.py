@@ -55,7 +55,7 @@ def make_prepare(
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
             policy=partition.shardings(qwen3.inference_specs(model)),
-            draft=partition.shardings(draft.inference_specs) if draft else None,
+            draft=partition.shardings(draft.inference_specs) if draft else {},
             vocab_map=partition.replicated if draft else None,
             checksum=partition.replicated,
         )
@@ -67,7 +67,7 @@ def make_prepare(
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = policy | {"embed": jax.lax.optimization_barrier(embed)}
             policy = qwen3.inference_params(policy, model, config.dtype)
-            params = draft.inference_params(params, config.dtype) if draft else None
+            params = draft.inference_params(params, config.dtype) if draft else {}
             return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out)

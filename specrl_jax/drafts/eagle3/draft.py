@@ -65,6 +65,7 @@ class Eagle3Draft(RecurrentDraft):
 
     def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
+        assert out.aux is not None, "the forward was asked for aux_layers"
         hidden = network.first_hidden(params, self.config, out.aux)
         return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
 
@@ -91,6 +92,7 @@ class Eagle3Draft(RecurrentDraft):
         dtype: jnp.dtype,
         partition: Partitioner,
     ) -> tuple[jax.Array, jax.Array]:
+        assert features.aux is not None, "the forward was asked for aux_layers"
         embedded, aux = tables.embed[rows.tokens].astype(dtype), features.aux.astype(dtype)
         outputs = network.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
         return outputs, params["unembed"]

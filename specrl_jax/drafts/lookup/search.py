@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from specrl_jax.decoding.lookup_cache import LookupCache
 
-# Stand for the tokens before the first: no token, and each other's unequal.
+# Distinct sentinels for positions before the first token: they never match a token or each other.
 _BEFORE_TEXT, _BEFORE_RECENT = -1, -2
 
 
 class Match(NamedTuple):
-    """Where the last tokens of each row stood before. With length 0 the others are meaningless."""
+    """Where the last tokens of each row stood before; with length 0 the other fields are meaningless."""
 
     text: jax.Array  # [B] int32
     position: jax.Array  # [B] int32, of the token after the match
@@ -26,24 +26,25 @@ class Match(NamedTuple):
 
 
 def recent_tokens(tokens: jax.Array, length: jax.Array, n: int) -> jax.Array:
-    """[B, n] int32: the last tokens of rows [B, S] of `length` [B], the last one first; negative before the row."""
+    """Return [B, n] int32: the last n of the first `length` [B] tokens of rows [B, S], last first; negative beyond."""
     positions = length[:, None] - 1 - jnp.arange(n)[None]
     recent = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), axis=1)
     return jnp.where(positions >= 0, recent, _BEFORE_RECENT)
 
 
 def longest_match(recent: jax.Array, texts: jax.Array, length: jax.Array) -> Match:
-    """The longest match of recent tokens that a text goes on after; of equally long ones the lowest text's latest.
+    """Find the longest match of each row's recent tokens that a text continues after.
 
-    A match before position j of a text is as long as the number of i = 0, 1, ... in a row with
-    text[j - 1 - i] == recent[i]. By n comparisons of a [B, M, S] array that is shifted, fused into one pass.
+    Ties: lowest text index, then latest position. The match before position j of a text has the length of the longest
+    run i = 0, 1, ... with text[j - 1 - i] == recent[i]. Computed as n comparisons of the shifted [B, M, S] texts, fused
+    into one pass.
 
     Memory: 8 * B * M * S bytes; 256 rows with 24 texts of 4,096 tokens take 201 MB.
 
     Args:
       recent: [B, n] int32, the last token first.
       texts: [B, M, S] int32, M texts for each row.
-      length: [B, M] int32, valid tokens; 0: no text.
+      length: [B, M] int32, valid tokens; 0 = no text.
     """
     S, n = texts.shape[-1], recent.shape[1]
     position = jnp.arange(S)[None, None]
@@ -69,17 +70,19 @@ def look_up(
     min_match: int,
     max_match: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k tokens after the longest match of each row's last tokens: in its own text, then in its group's others.
+    """Return the k tokens after the longest match of each row's last tokens, and the length of that match.
+
+    The row's own text is searched first; another text of its group is used where its match is longer.
 
     Args:
       tokens: [B, S] int32, of `length` [B].
-      group: [B] int32; C: the row has its own text only, as all have without a corpus.
-      member: [B] int32, which of its group's texts is the row's own.
+      group: [B] int32, index into the C groups of the lookup cache; C = search the row's own text only.
+      member: [B] int32, index of the row's own text in its group.
       min_match: tokens, at least 1; nothing is copied after a shorter match.
       max_match: tokens compared.
     Returns:
-      [B, k] int32 with -1 where there is nothing to copy, which in a row's own text there always is: what it repeats
-      goes on with what was just copied, and the length [B] int32 of the match, at most max_match.
+      [B, k] int32, -1 where there is nothing to copy; copies from a row's own text wrap around at its end, so they are
+      never short. Length [B] int32 of the match, at most max_match tokens.
     """
     recent = recent_tokens(tokens, length, max_match)
     match = longest_match(recent, tokens[:, None], length[:, None])
@@ -98,13 +101,13 @@ def look_up(
 
 
 def _continue(tokens: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:
-    """[B, k] int32: tokens of rows [B, S] from `position` [B] on, over and over from there at `length` [B]."""
+    """Return [B, k] int32: tokens of rows [B, S] from `position` [B] on, wrapping around at `length` [B]."""
     period = jnp.maximum(length - position, 1)
     return jnp.take_along_axis(tokens, position[:, None] + jnp.arange(k)[None] % period[:, None], axis=1)
 
 
 def _copy(text: jax.Array, position: jax.Array, length: jax.Array, k: int) -> jax.Array:
-    """[B, k] int32: tokens of text [B, S] from `position` [B] on, -1 from `length` [B] on."""
+    """Return [B, k] int32: tokens of text [B, S] from `position` [B] on, -1 from `length` [B] on."""
     positions = position[:, None] + jnp.arange(k)[None]
     copied = jnp.take_along_axis(text, jnp.minimum(positions, text.shape[1] - 1), axis=1)
     return jnp.where(positions < length[:, None], copied, -1)

@@ -78,7 +78,7 @@ def inference_specs(config: MTPConfig) -> Specs:
 
 
 def inference_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Map the training layout to the inference layout in `dtype`, as `qwen3.inference_params`: the block's q/k/v fused."""
+    """Map the training layout to the inference layout in `dtype`: the block's q/k/v fused, as the policy's."""
     fused = nested(params, layers=qwen3.unstacked(branch(params, "layers")))
     return jax.tree.map(lambda w: w.astype(dtype), fused)
 

@@ -62,7 +62,7 @@ def recurrent_drafter(head: RecurrentHead, config: DrafterConfig) -> Drafter:
         following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
         return hidden.astype(config.dtype), embed(params, following)
 
-    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
+    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[DraftCache]]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
         pairs = jnp.maximum(slots.length[:, None] - 2 - jnp.arange(k, -1, -1)[None], 0)
         hidden, embedded = committed(params, slots.tokens, pairs, slots.cache.draft)
@@ -80,7 +80,9 @@ def recurrent_drafter(head: RecurrentHead, config: DrafterConfig) -> Drafter:
         drafted = draft_tokens(step, slots, seed, k, params.vocab_map, config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches) -> Caches:
+    def sync_cache(
+        params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches[DraftCache]
+    ) -> Caches[DraftCache]:
         def update(positions: jax.Array, cache: DraftCache) -> DraftCache:
             hidden, embedded = committed(params, tokens, positions, cache)
             return head.write_pairs(params.draft, hidden, embedded, positions, cache)

@@ -101,8 +101,8 @@ def unroll(
 ) -> list[jax.Array]:
     """Apply the layer to its own outputs on ground-truth tokens (training-time test, EAGLE-3, arXiv 2503.01840, 3.2).
 
-    Row t of step i is draft step i of a speculation that starts at pair t. It reads the step-0 keys of pairs <= t, which
-    come from true features, and of every later step its own row only: the provisional entries of that speculation.
+    Row t of step i is draft step i of a speculation that starts at pair t. It attends to the step-0 keys of pairs <= t,
+    made from true features, and to its own row only of every later step: that speculation's provisional entries.
 
               keys:  step 0       step 1    step 2
         step 0       causal
@@ -148,7 +148,7 @@ def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array],
         return _attend(q, readable, keys[1:], values[1:], keys[0], values[0])
 
     def split(x: jax.Array, axis: int = 1) -> jax.Array:
-        """Split into [parts, ..., T / parts, ...] by every parts-th query, so that each part has tokens of every device."""
+        """Split into [parts, ..., T / parts, ...] by every parts-th query: each part has tokens of every device."""
         more = [(0, -T % parts if i == axis else 0) for i in range(x.ndim)]
         # Padding attends to the first key only and is cut off below.
         x = jnp.pad(x, more, constant_values=x.dtype == bool)
@@ -173,7 +173,7 @@ def _attend(
     keys: jax.Array,
     values: jax.Array,
 ) -> jax.Array:
-    """Attend, with a float32 softmax, to keys [B, T, K, H] and to the query's own row [B, Q, K, H] of each later step."""
+    """Attend to keys [B, T, K, H] and, of each later step, to the query's own row [B, Q, K, H]; float32 softmax."""
     B, Q, N, H = q.shape
     T, K = keys.shape[1:3]
     q = q.reshape(B, Q, K, N // K, H)

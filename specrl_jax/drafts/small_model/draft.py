@@ -137,7 +137,7 @@ def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Draf
         assert out.cache is not None, "a forward over a cache returns it"
         return out.hidden, out.cache
 
-    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches]:
+    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
         positions = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
         hidden, cache = forward(
             params, jnp.take_along_axis(slots.tokens, positions, axis=1), positions, slots.cache.draft
@@ -152,7 +152,9 @@ def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Draf
         drafted = draft_tokens(step, slots, seed, k, None, config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches) -> Caches:
+    def sync_cache(
+        params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches[kv.KVCache]
+    ) -> Caches[kv.KVCache]:
         def update(positions: jax.Array, cache: kv.KVCache) -> kv.KVCache:
             return forward(params, jnp.take_along_axis(tokens, positions, axis=1, mode="clip"), positions, cache)[1]
 
