@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from specrl_jax.core import Params
 from specrl_jax.models import cache as kv
 
-
 Cache = TypeVar("Cache")
 
 

@@ -1,11 +1,13 @@
-"""Qwen3 checkpoints in Hugging Face format, in and out."""
+"""Read and write Qwen3 checkpoints in Hugging Face format."""
 
 import os
-from typing import Any
+from typing import TypedDict
 
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
+from specrl_jax.core import Params
+from specrl_jax.errors import InputError
+from specrl_jax.io.config_json import ConfigJson
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, yarn_magnitude
@@ -13,103 +15,104 @@ from specrl_jax.sharding import Partitioner
 
 
 def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
-    """Sizes from a checkpoint's config.json; `key` of our config names it in messages.
+    """Read the sizes of a checkpoint; `key` of our config names the folder in messages.
 
     Raises InputError for a missing folder or another architecture.
     """
     raw = _folder(folder, key).config()
-    if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
-        raise InputError(f"{key}: {folder} holds a '{raw.get('model_type')}' model, expected qwen3 or qwen3_moe")
+    kind = raw.get("model_type")
+    if kind not in ("qwen3", "qwen3_moe"):
+        raise InputError(f"{key}: {folder} holds a '{kind}' model, expected qwen3 or qwen3_moe")
     for unsupported in ("attention_bias", "use_sliding_window"):
         if raw.get(unsupported):
-            raise InputError(f"{key}: {folder} asks for {unsupported}, which is not supported")
-    try:
-        theta, yarn = read_rope(raw, folder, key)
-        experts = _read_experts(raw, folder, key) if raw["model_type"] == "qwen3_moe" else {}
-        return qwen3.Qwen3Config(
-            vocab=raw["vocab_size"],
-            embed=raw["hidden_size"],
-            layers=raw["num_hidden_layers"],
-            heads=raw["num_attention_heads"],
-            kv_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            mlp=raw["moe_intermediate_size" if experts else "intermediate_size"],
-            tied=raw["tie_word_embeddings"],
-            max_positions=raw["max_position_embeddings"],
-            rope_theta=theta,
-            norm_epsilon=raw["rms_norm_eps"],
-            yarn=yarn,
-            **experts,
-        )
-    except KeyError as error:
-        raise InputError(f"{key}: {folder}/config.json lacks {error}") from None
-
-
-def _read_experts(raw: dict[str, Any], folder: str, key: str) -> dict[str, Any]:
-    """Fields of Qwen3Config; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
-    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
-        raise InputError(
-            f"{key}: {folder} has layers without experts among those with (decoder_sparse_step, mlp_only_layers), "
-            "which is not supported"
-        )
-    experts = {
-        "experts": raw["num_local_experts" if "num_local_experts" in raw else "num_experts"],
-        "experts_per_token": raw["num_experts_per_tok"],
-        "renormalise": raw.get("norm_topk_prob", False),  # absent is false, as transformers reads it
-        "dense_mlp": raw["intermediate_size"],
-    }
-    if not 0 < experts["experts_per_token"] <= experts["experts"]:
-        raise InputError(
-            f"{key}: {folder} has num_experts_per_tok={experts['experts_per_token']} of {experts['experts']} experts"
-        )
-    return experts
-
-
-def read_rope(raw: dict[str, Any], folder: str, key: str) -> tuple[float, Yarn | None]:
-    """(theta, YaRN or None) of a config.json. Raises InputError for another rope_type and for what it lacks.
-
-    transformers 4 has rope_theta and rope_scaling at the top, transformers 5 has both in rope_parameters.
-    """
-    nested = raw.get("rope_parameters") or {}
-    scaling = raw.get("rope_scaling") or nested
-    try:
-        return number(raw if "rope_theta" in raw else nested, "rope_theta"), _read_yarn(raw, scaling, folder, key)
-    except KeyError as error:
-        raise InputError(f"{key}: {folder}/config.json lacks {error}") from None
-
-
-def _read_yarn(raw: dict[str, Any], scaling: dict[str, Any], folder: str, key: str) -> Yarn | None:
-    """Of rope_scaling, or rope_parameters."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default" and "factor" not in scaling:
-        return None
-    if kind != "yarn":
-        raise InputError(f"{key}: {folder} asks for rope_scaling of type '{kind}'; only yarn is supported")
-    factor, magnitude = number(scaling, "factor"), scaling.get("attention_factor")
-    if magnitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        magnitude = yarn_magnitude(factor, scaling["mscale"]) / yarn_magnitude(factor, scaling["mscale_all_dim"])
-    return Yarn(
-        factor,
-        scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"],
-        float(scaling.get("beta_fast") or 32),
-        float(scaling.get("beta_slow") or 1),
-        magnitude,
-        scaling.get("truncate", True),
+            raise raw.error(f"asks for {unsupported}, which is not supported")
+    theta, yarn = read_rope(raw)
+    experts = _read_experts(raw) if kind == "qwen3_moe" else _NO_EXPERTS
+    return qwen3.Qwen3Config(
+        vocab=raw.integer("vocab_size"),
+        embed=raw.integer("hidden_size"),
+        layers=raw.integer("num_hidden_layers"),
+        heads=raw.integer("num_attention_heads"),
+        kv_heads=raw.integer("num_key_value_heads"),
+        head_dim=raw.integer("head_dim"),
+        mlp=raw.integer("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        tied=raw.flag("tie_word_embeddings", default=None),
+        max_positions=raw.integer("max_position_embeddings"),
+        rope_theta=theta,
+        norm_epsilon=raw.number("rms_norm_eps"),
+        yarn=yarn,
+        **experts,
     )
 
 
-def number(config: dict[str, Any], key: str) -> float:
-    """Raises KeyError where it is absent or not a number."""
-    if isinstance(config.get(key), bool) or not isinstance(config.get(key), int | float):
-        raise KeyError(key)
-    return float(config[key])
+class _Experts(TypedDict, total=False):
+    """Fields of Qwen3Config that only a mixture of experts sets."""
+
+    experts: int
+    experts_per_token: int
+    renormalise: bool
+    dense_mlp: int
 
 
-def rope_scaling(yarn: Yarn | None) -> dict[str, Any]:
-    """The entry of config.json that `read_rope` reads; nothing for plain positions."""
+_NO_EXPERTS = _Experts()
+
+
+def _read_experts(raw: ConfigJson) -> _Experts:
+    """Read the sizes of a mixture; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
+    if raw.values.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise raw.error(
+            "has layers without experts among those with (decoder_sparse_step, mlp_only_layers), which is not supported"
+        )
+    experts = raw.integer("num_local_experts" if "num_local_experts" in raw.values else "num_experts")
+    per_token = raw.integer("num_experts_per_tok")
+    if not 0 < per_token <= experts:
+        raise raw.error(f"has num_experts_per_tok={per_token} of {experts} experts")
+    return _Experts(
+        experts=experts,
+        experts_per_token=per_token,
+        renormalise=raw.flag("norm_topk_prob"),  # absent is false, as transformers reads it
+        dense_mlp=raw.integer("intermediate_size"),
+    )
+
+
+def read_rope(raw: ConfigJson) -> tuple[float, Yarn | None]:
+    """Return the rotary base, and the YaRN or None. Raises InputError for another rope_type and for missing entries.
+
+    transformers 4 has rope_theta and rope_scaling at the top, transformers 5 has both in rope_parameters.
+    """
+    nested = raw.section("rope_parameters")
+    scaling = raw.section("rope_scaling") if raw.get("rope_scaling") else nested
+    return (raw if "rope_theta" in raw.values else nested).number("rope_theta"), _read_yarn(raw, scaling)
+
+
+def _read_yarn(raw: ConfigJson, scaling: ConfigJson) -> Yarn | None:
+    """Read rope_scaling, or rope_parameters."""
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default" and "factor" not in scaling.values:
+        return None
+    if kind != "yarn":
+        raise raw.error(f"asks for rope_scaling of type '{kind}'; only yarn is supported")
+    factor = scaling.number("factor")
+    magnitude = None if scaling.get("attention_factor") is None else scaling.number("attention_factor")
+    if magnitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        scales = scaling.number("mscale"), scaling.number("mscale_all_dim")
+        magnitude = yarn_magnitude(factor, scales[0]) / yarn_magnitude(factor, scales[1])
+    original = "original_max_position_embeddings"
+    return Yarn(
+        factor,
+        scaling.integer(original) if scaling.get(original) else raw.integer("max_position_embeddings"),
+        scaling.number("beta_fast") if scaling.get("beta_fast") else 32.0,
+        scaling.number("beta_slow") if scaling.get("beta_slow") else 1.0,
+        magnitude,
+        scaling.flag("truncate", default=True),
+    )
+
+
+def rope_scaling(yarn: Yarn | None) -> dict[str, object]:
+    """Return the entry of config.json that `read_rope` reads; an empty one for plain positions."""
     if yarn is None:
         return {}
-    entry = {
+    entry: dict[str, object] = {
         "rope_type": "yarn",
         "factor": yarn.factor,
         "original_max_position_embeddings": yarn.original,
@@ -122,7 +125,7 @@ def rope_scaling(yarn: Yarn | None) -> dict[str, Any]:
 
 
 def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path") -> None:
-    """Raises InputError as `load_params` would, reading headers only."""
+    """Raise InputError as `load_params` would, reading headers only."""
     _folder(folder, key).check(qwen3.param_specs(config))
 
 
@@ -132,23 +135,23 @@ def load_params(
     partition: Partitioner,
     dtype: jnp.dtype | None = None,
     key: str = "policy.path",
-) -> Any:
-    """The learner's parameter tree from a local folder of safetensors.
+) -> Params:
+    """Read parameters in the training layout from a local folder of safetensors.
 
     Args:
-      dtype: of the result; None keeps each tensor's own.
+      dtype: of the result; None = each tensor's own.
     Raises:
       InputError: a missing folder, file or tensor, a tensor of another shape, or a file that is not safetensors.
     """
     return _folder(folder, key).load(qwen3.param_specs(config), partition, dtype)
 
 
-def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str, tokenizer_from: str = "") -> None:
-    """Writes a folder that `load_params` and transformers read: config.json, safetensors, and the tokenizer's files.
+def save_params(folder: str, params: Params, config: qwen3.Qwen3Config, dtype: str, tokenizer_from: str = "") -> None:
+    """Write a folder that `load_params` and transformers read: config.json, safetensors, and the tokenizer's files.
 
     Args:
       dtype: storage dtype of the tensors, "float32" or "bfloat16".
-      tokenizer_from: a folder whose tokenizer files are copied; '' for none.
+      tokenizer_from: a folder whose tokenizer files are copied; '' = none.
     """
     files = [os.path.join(tokenizer_from, name) for name in _TOKENIZER_FILES] if tokenizer_from else []
     tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
@@ -156,7 +159,7 @@ def save_params(folder: str, params: Any, config: qwen3.Qwen3Config, dtype: str,
 
 
 def _folder(path: str, key: str) -> TensorFolder:
-    # The usual layout is checkpoints/<model>; name the command that makes exactly this folder.
+    # Folders are usually called checkpoints/<model>: name the command that downloads exactly this one.
     model = os.path.basename(os.path.normpath(path))
     published = model.startswith("Qwen3-")
     return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else "")
@@ -173,9 +176,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
-    """The content of config.json."""
-    common = {
+def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, object]:
+    """Return the content of config.json."""
+    common: dict[str, object] = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": c.vocab,
@@ -192,7 +195,8 @@ def hf_config(c: qwen3.Qwen3Config, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": dtype,
-    } | rope_scaling(c.yarn)
+        **rope_scaling(c.yarn),
+    }
     if not c.experts:
         return common
     return common | {

@@ -1,8 +1,8 @@
-"""Parameter trees as folders of safetensors, in Hugging Face's names and layouts (declared in each ParamSpec).
+"""Read and write parameter trees as folders of safetensors, in the Hugging Face names and layouts of each ParamSpec.
 
-Loading streams: a tensor is read when the leaf it belongs to is built, straight into that leaf's shards, from a file
-that is opened for that tensor alone, so that mapped pages of the checkpoint do not pile up. Leaves go from largest to
-smallest, which keeps the peak near the checkpoint's size.
+Loading streams: a tensor is read when its leaf is built, straight into the leaf's shards. Its file is opened for that
+tensor alone, so that mapped pages do not accumulate. Leaves are loaded from largest to smallest, which keeps the peak
+memory near the checkpoint's size.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import einops
 import jax
@@ -20,29 +19,33 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import InputError, read_json
-from specrl_jax.models.layers import ParamSpec
+from specrl_jax.core import Params, read_json
+from specrl_jax.errors import InputError
+from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.sharding import Partitioner
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 2**30
 
+Index = tuple[slice, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorFolder:
-    """A folder to read from; `key` is the config's that named it, for messages. Every method raises InputError."""
+    """A folder to read from. Every method raises InputError."""
 
     path: str
-    key: str
-    get_it: str = ""  # what a message about a missing folder advises
+    key: str  # of our config, which names the folder, for messages
+    get_it: str = ""  # advice for the message about a missing folder
 
-    def config(self) -> dict[str, Any]:
-        """config.json."""
-        return read_json(self._require("config.json"))
+    def config(self) -> ConfigJson:
+        """Read config.json."""
+        return ConfigJson(read_json(self._require("config.json")), self.path, self.key)
 
-    def check(self, specs: Any) -> None:
-        """Every tensor of `specs` is present and of the right shape, before anything large is read."""
+    def check(self, specs: Specs) -> None:
+        """Check from headers alone that every tensor of `specs` is present and of the right shape."""
         shapes = [(spec, _hf_shape(spec)) for spec in jax.tree.leaves(specs)]
         wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
         missing = sorted(wanted.keys() - self._files.keys())
@@ -60,25 +63,25 @@ class TensorFolder:
                     if found != shape:
                         raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
 
-    def load(self, specs: Any, partition: Partitioner, dtype: jnp.dtype | None = None) -> Any:
-        """The tree of `specs`, laid out by `partition`; dtype None keeps each tensor's own."""
+    def load(self, specs: Specs, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
+        """Read the tree of `specs`, laid out by `partition`; dtype None = each tensor's own."""
         self.check(specs)
         leaves, treedef = jax.tree.flatten(specs)
-        shardings = treedef.flatten_up_to(partition.shardings(specs))
-        loaded: list[Any] = [None] * len(leaves)
+        shardings = jax.tree.leaves(partition.shardings(specs))
+        loaded: dict[int, jax.Array] = {}
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             read = self._leaf_reader(leaves[i], dtype)
-            # Waiting keeps one leaf on its way at a time; the host would otherwise read ahead of the copies to the
-            # device (measured: peak 1.36 times the checkpoint instead of 1.07).
+            # Waiting copies one leaf at a time; the host would otherwise read ahead of the copies to the device
+            # (measured: peak 1.36 times the checkpoint instead of 1.07).
             loaded[i] = jax.block_until_ready(jax.make_array_from_callback(leaves[i].shape, shardings[i], read))
-        return treedef.unflatten(loaded)
+        return jax.tree.unflatten(treedef, [loaded[i] for i in range(len(leaves))])
 
     def names(self) -> list[str]:
-        """Of every tensor."""
+        """Return the name of every tensor."""
         return list(self._files)
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor by its Hugging Face name."""
+        """Read one tensor by its Hugging Face name."""
         if name not in self._files:
             raise InputError(f"{self.key}: '{self.path}' lacks the tensor {name}")
         with self._open(self._files[name]) as file:
@@ -86,7 +89,7 @@ class TensorFolder:
 
     @functools.cached_property
     def _files(self) -> dict[str, str]:
-        """Tensor name -> path of the file that holds it."""
+        """Map each tensor's name to the path of its file."""
         if os.path.exists(os.path.join(self.path, INDEX)):
             index = read_json(os.path.join(self.path, INDEX)).get("weight_map")
             if not isinstance(index, dict):
@@ -104,24 +107,26 @@ class TensorFolder:
             raise InputError(f"{self.key}: '{self.path}' has no {name}")
         return path
 
-    def _open(self, path: str) -> Any:
+    def _open(self, path: str) -> safetensors.safe_open:
         try:
             return safetensors.safe_open(path, framework="numpy")
         except Exception as error:  # the library's own error type changed its home between versions
             raise InputError(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
 
-    def _leaf_reader(self, spec: ParamSpec, dtype: jnp.dtype | None) -> Callable[[tuple[slice, ...]], np.ndarray]:
-        """A function from a shard's index to that shard's values; only the layers and experts it covers are read."""
+    def _leaf_reader(self, spec: ParamSpec, dtype: jnp.dtype | None) -> Callable[[Index | None], np.ndarray]:
+        """Return a function from a shard's index to its values; it reads only the shard's layers and experts."""
         leading = _leading(spec)
 
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: Index | None) -> np.ndarray:
+            assert index is not None, "the sharding knows the leaf's shape"
             outer, inner = index[: len(leading)], index[len(leading) :]
             ranges = [range(size)[part] for size, part in zip(leading, outer)]
-            out: np.ndarray | None = None
-            for place in np.ndindex(*map(len, ranges)):
+            places = list(np.ndindex(*map(len, ranges)))
+            out = np.empty(0)
+            for place in places:
                 name = _slice_name(spec, tuple(r[i] for r, i in zip(ranges, place)))
                 part = _from_hf(spec, self.tensor(name))[inner]
-                if out is None:
+                if place is places[0]:
                     out = np.empty((*map(len, ranges), *part.shape), dtype or part.dtype)
                 out[place] = part
             return out
@@ -130,11 +135,11 @@ class TensorFolder:
 
 
 def save_folder(
-    folder: str, tensors: Iterable[tuple[str, np.ndarray]], config: dict[str, Any], copies: Iterable[str] = ()
+    folder: str, tensors: Iterable[tuple[str, np.ndarray]], config: dict[str, object], copies: Iterable[str] = ()
 ) -> None:
-    """Writes safetensors, config.json and copies of other files.
+    """Write safetensors, config.json and copies of other files.
 
-    Everything is written beside the folder first, so a save that fails leaves an earlier one as it was.
+    Everything is written beside the folder first, so that a save that fails leaves an earlier one unchanged.
     """
     partial = os.path.normpath(folder) + ".partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -147,8 +152,8 @@ def save_folder(
     _move_into(partial, folder)
 
 
-def hf_tensors(specs: Any, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]:
-    """(Hugging Face name, tensor) of every leaf, one after the other."""
+def hf_tensors(specs: Specs, params: Params, dtype: str) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (Hugging Face name, tensor) of every leaf."""
     for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
         array = np.asarray(leaf).astype(jnp.dtype(dtype))
         for i in np.ndindex(*_leading(spec)):
@@ -157,7 +162,7 @@ def hf_tensors(specs: Any, params: Any, dtype: str) -> Iterable[tuple[str, np.nd
 
 def _move_into(partial: str, folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
-    # Weights of an earlier save under other file names would be read instead of these, or with them.
+    # Weights of an earlier save under other file names would be read instead of these, or beside them.
     for name in os.listdir(folder):
         if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
             os.remove(os.path.join(folder, name))
@@ -171,12 +176,12 @@ def _slice_name(spec: ParamSpec, index: tuple[int, ...]) -> str:
 
 
 def _leading(spec: ParamSpec) -> tuple[int, ...]:
-    """Sizes of the axes that Hugging Face spreads over tensor names: layers, experts."""
+    """Return the sizes of the axes that Hugging Face spreads over tensor names: layers, experts."""
     return tuple(size for size, axis in zip(spec.shape, spec.axes) if axis in ("layers", "experts"))
 
 
 def _hf_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Shape of one Hugging Face tensor of this leaf."""
+    """Return the shape of one Hugging Face tensor of this leaf."""
     # Every stride is zero, so merging axes copies nothing.
     return _rearrange_to_hf(spec, np.broadcast_to(np.False_, spec.shape[len(_leading(spec)) :])).shape
 
@@ -193,7 +198,7 @@ def _from_hf(spec: ParamSpec, tensor: np.ndarray) -> np.ndarray:
 
 
 def _shards(tensors: Iterable[tuple[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-    """Tensors by Hugging Face name, dealt over files of at most MAX_FILE_BYTES."""
+    """Distribute tensors over files of at most MAX_FILE_BYTES; return them by Hugging Face name."""
     shards: list[dict[str, np.ndarray]] = [{}]
     size = 0
     for name, tensor in tensors:
@@ -210,7 +215,7 @@ def _write_shards(folder: str, shards: list[dict[str, np.ndarray]]) -> None:
     if len(shards) == 1:
         safetensors.numpy.save_file(shards[0], os.path.join(folder, SINGLE), metadata)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         safetensors.numpy.save_file(shard, os.path.join(folder, name), metadata)

@@ -14,7 +14,7 @@ from specrl_jax.rl.importance_sampling import CORRECTIONS
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 
 LONGEST = 9
-LOSSES, ESTIMATORS = ("clip", "gspo", "cispo"), ("k1", "k2", "k3")
+LOSSES, ESTIMATORS = ("clip", "gspo", "cispo"), ("k2", "k3")
 # (prompt, response) tokens of the sequences in each row, of 16.
 LAYOUT = (((2, 5), (1, 3), (3, 2)), ((4, 9),), ((1, 1), (2, 8)))
 
@@ -67,7 +67,7 @@ def reference(x, spans, o, ratio_of=None):
                     w = 0.0
                 loss *= w
             d = ref[t] - logprobs[t]
-            kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[o.kl]
+            kl = {"k2": d * d / 2, "k3": math.exp(d) - d - 1}[o.kl]
             losses.append(loss + o.kl_coef * kl - o.entropy_coef * entropy[t])
         sums.append(sum(losses))
         counts.append(n)

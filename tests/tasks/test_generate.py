@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
     save("model", hf.save_params, random_params(SMALLER, seed=3), SMALLER, "float32")
     other = qwen3.Qwen3Config(96, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
     save("other_words", hf.save_params, random_params(other), other, "float32")
-    for dialect in mtp_formats.DIALECTS:
+    for dialect in mtp_formats.FORMATS:
         head = mtp.mtp_config(NANO)
         save(f"mtp_{dialect}", mtp_formats.save, drawn(mtp.param_specs(head)), head, NANO, "float32", dialect)
     head = mtp.mtp_config(SMALLER)

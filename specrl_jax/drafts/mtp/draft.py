@@ -18,7 +18,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs, matmul
 from specrl_jax.sharding import Partitioner
 
-FORMATS = tuple(checkpoint.DIALECTS)
+FORMATS = tuple(checkpoint.FORMATS)
 
 
 def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
