@@ -74,7 +74,7 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
     def forward(params: Any, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return qwen3.forward(params, model, tokens, positions, partition).logits
+        return qwen3.forward(params, model, qwen3.Inputs(tokens, positions), partition).logits
 
     jitted = jax.jit(forward)
     return lambda tokens: jitted(params, jnp.asarray(tokens))

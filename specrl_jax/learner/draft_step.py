@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import DraftTerms, Mean
+from specrl_jax.core import DraftTerms, Mean, Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
@@ -21,7 +21,6 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import TargetDistribution, Tiling, draft_terms
-from specrl_jax.models.qwen3 import Params
 from specrl_jax.rl.draft_losses import cumulative_acceptance, draft_loss_mask, step_losses, step_means, step_weights
 from specrl_jax.sharding import Partitioner
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.microbatches import accumulate, merge, split
 from specrl_jax.learner.optimizer import apply_gradient
@@ -16,7 +17,6 @@ from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_xla
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
-from specrl_jax.models.qwen3 import Params
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
 
@@ -54,22 +54,16 @@ class PolicyForward:
 
     def apply(self, params: Params, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
-        return qwen3.forward(
-            params,
-            self.model,
-            rows.tokens,
-            rows.positions,
-            partition,
-            targets=rows.targets,
-            counted=rows.mask,
-            temperature=self.temperature,
-            aux_layers=self.aux_layers,
+        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments, rows.targets, counted=rows.mask)
+        options = qwen3.Options(
             dtype=self.dtype,
+            aux_layers=self.aux_layers,
+            attention=self.attention,
             remat=self.remat,
             vocab_tile=self.vocab_tile,
-            segment_ids=rows.segments,
-            attention=self.attention,
+            temperature=self.temperature,
         )
+        return qwen3.forward(params, self.model, inputs, partition, options)
 
 
 @flax.struct.dataclass

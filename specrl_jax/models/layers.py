@@ -1,26 +1,26 @@
-"""What every network here is made of: parameter declarations, RMSNorm, rotary positions, mixed-precision einsum."""
+"""Building blocks of every network: parameter specs, mixed-precision matmul, RMSNorm, SwiGLU, rotary positions."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from specrl_jax.core import at_least_float32
+from specrl_jax.core import Params, at_least_float32
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One weight, declared once: initialisation, shardings, restore, counts and the Hugging Face names derive from it.
+    """Declare one weight; initialisation, shardings, restore, counts and Hugging Face names derive from it.
 
     Attributes:
       shape: of the learner's array; a leading "layers" axis is scanned.
       axes: logical axis of each dimension (specrl_jax.sharding).
-      fan_in: input width, standard deviation 1 / sqrt(fan_in); 0 means ones (norm scales).
+      fan_in: input width; weights start with standard deviation 1 / sqrt(fan_in), 0 means ones (norm scales).
       hf_name: Hugging Face tensor name, `{layer}` and `{expert}` standing for the leading axes.
       hf_layout: einops pattern from one Hugging Face tensor to one slice of `shape` without those leading axes; the
         sizes of the names on its right are that slice's shape.
@@ -40,11 +40,11 @@ class ParamSpec:
 Specs = Mapping[str, ParamSpec]  # the tree of ParamSpec that describes a tree of Params
 
 
-def init_params(key: jax.Array, specs: Any, dtype: jnp.dtype = jnp.float32) -> Any:
-    """Random parameters for a tree of ParamSpec."""
+def init_params(key: jax.Array, specs: Specs, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Draw random parameters for a tree of specs."""
     leaves, treedef = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten([_init_leaf(leaf_key, spec, dtype) for leaf_key, spec in zip(keys, leaves)])
+    return jax.tree.unflatten(treedef, [_init_leaf(leaf_key, spec, dtype) for leaf_key, spec in zip(keys, leaves)])
 
 
 def _init_leaf(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
@@ -53,41 +53,41 @@ def _init_leaf(key: jax.Array, spec: ParamSpec, dtype: jnp.dtype) -> jax.Array:
     return (jax.random.normal(key, spec.shape, jnp.float32) / math.sqrt(spec.fan_in)).astype(dtype)
 
 
-def abstract_params(specs: Any, dtype: jnp.dtype, shardings: Any) -> Any:
-    """ShapeDtypeStructs of a spec tree: what a step is lowered with, and what a checkpoint is restored into."""
+def abstract_params(specs: Specs, dtype: jnp.dtype, shardings: Mapping[str, NamedSharding]) -> Params:
+    """Return the tree of ShapeDtypeStruct that a step is lowered with and a checkpoint is restored into."""
     return jax.tree.map(lambda spec, s: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=s), specs, shardings)
 
 
-def count_params(specs: Any) -> int:
+def count_params(specs: Specs) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`matmul` in the dtype of `x`: accumulated in float32 and rounded once at the end."""
+    """Compute `matmul` in the dtype of `x`: accumulated in float32 and rounded once at the end."""
     return matmul(equation, x, w).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Product of activations and a weight: operands in the narrower of the two dtypes, result at least float32.
+    """Multiply activations and a weight: operands in the narrower of the two dtypes, result at least float32.
 
-    bfloat16 results straight from the dot run at 1.5 GB/s of weights on a CPU; asking for float32 keeps it on the fast
-    path, and is what GPU and TPU matrix units do inside anyway.
+    A CPU reads weights at 1.5 GB/s where the result of the dot is bfloat16; with float32 results it keeps the fast
+    path. The matrix units of GPUs and TPUs accumulate in float32 anyway.
 
-    The derivative is the usual one, both of its products in the dtype of `x` and with their operands in place:
-    jnp.einsum's own transposes the larger one of a weight's gradient on the way, which costs a CPU a fifth of a
-    training step (4 layers, d 256: 0.43 against 0.34 s).
+    Both matmuls of the derivative have their operands in the dtype of `x` and untransposed: the derivative of
+    jnp.einsum transposes the larger operand of a weight's gradient, which costs a CPU a fifth of a training step (4
+    layers, d 256: 0.43 against 0.34 s).
     """
     dtype = narrower(x.dtype, w.dtype)
-    return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=_of_sums(dtype))
+    return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=_accumulator(dtype))
 
 
 def narrower(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
-    """What activations of one and a weight of the other are multiplied in."""
+    """Return the narrower dtype, in which activations of one and weights of the other are multiplied."""
     return min(jnp.dtype(a), jnp.dtype(b), key=lambda dtype: dtype.itemsize)
 
 
-def _of_sums(dtype: jnp.dtype) -> jnp.dtype:
+def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -102,9 +102,9 @@ def _matmul_backward(
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     gradient = gradient.astype(x.dtype)
-    exact = {"preferred_element_type": _of_sums(x.dtype)}
-    dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), **exact)
-    dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, **exact)
+    sums = _accumulator(x.dtype)
+    dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), preferred_element_type=sums)
+    dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=sums)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
@@ -112,22 +112,25 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def project_heads(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [B, T, N, H] and w [N, H, D] -> [B, T, D]: contracted over one axis, since over two XLA copies w each time."""
+    """Project heads x [B, T, N, H] by w [N, H, D] to [B, T, D].
+
+    The contraction is over one merged axis: over two, XLA copies w each time.
+    """
     return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), w.reshape(-1, w.shape[-1]))
 
 
-def swiglu(x: jax.Array, w: Any) -> jax.Array:
-    """down(silu(gate x) * up x).
+def swiglu(x: jax.Array, w: Params) -> jax.Array:
+    """Compute down(silu(gate x) * up x), x [B, T, D] -> [B, T, D].
 
-    Gate and up stay two products in every form: on a CPU they run beside each other, and one of twice the width takes
-    1.7 times as long as both (8 to 32 rows, d 192).
+    Gate and up stay two matmuls in both layouts: a CPU runs them in parallel, and one of twice the width takes 1.7
+    times as long as both (8 to 32 rows, d 192).
     """
     gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
     return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """RMSNorm over the last axis: statistics in float32 at least, scaled after rounding back, the order Qwen3 uses."""
+    """Apply RMSNorm over the last axis: statistics in float32 at least, scaled after rounding back, as in Qwen3."""
     wide = at_least_float32(x)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     scale = jnp.expand_dims(scale, range(x.ndim - 1))
@@ -136,33 +139,33 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al., arXiv 2309.00071): rotary positions stretched beyond those of the pretraining.
+    """YaRN (Peng et al., arXiv 2309.00071): rotary positions beyond those of the pretraining.
 
-    A dimension that turns more than `beta_fast` times within `original` positions keeps its frequency, one that turns
-    less than `beta_slow` times has it divided by `factor`, and those between are mixed; queries and keys are scaled.
-    Keys and defaults are config.json's. Qwen3 was pretrained on 32,768 positions (its max_position_embeddings, 40,960,
-    adds room for an answer): for four times the length, Yarn(4.0, 32_768).
+    A dimension that turns more than `beta_fast` times within `original` positions keeps its frequency; one that turns
+    less than `beta_slow` times has it divided by `factor`; between them the two are interpolated. Queries and keys are
+    scaled. Keys and defaults are those of config.json. Qwen3 was pretrained on 32,768 positions (its
+    max_position_embeddings, 40,960, includes an answer): for four times the length, Yarn(4.0, 32_768).
     """
 
     factor: float
     original: int  # tokens, of the pretraining
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # of queries and keys each; None: 0.1 ln(factor) + 1
-    truncate: bool = True  # the bounds of the mix are whole dimensions
+    attention_factor: float | None = None  # scale of queries and of keys; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # round the bounds of the interpolation to whole dimensions
 
     @property
     def reach(self) -> int:
-        """Tokens of a stretched sequence."""
+        """Tokens of the longest sequence."""
         return int(self.factor * self.original)
 
     @property
     def magnitude(self) -> float:
-        """Of sine and cosine."""
+        """Scale of sine and cosine."""
         return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
     def slowed(self, head_dim: int, theta: float) -> np.ndarray:
-        """[H/2] float32 in 0..1: how much of each dimension's frequency is the divided one."""
+        """Return the weight [H/2] float32, 0..1, of the divided frequency in each dimension."""
 
         def dimension(turns: float) -> float:
             return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -176,14 +179,14 @@ class Yarn:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """What the paper recommends, 0.1 ln(factor) + 1; 1 where nothing is stretched."""
+    """Return the paper's recommended scale, 0.1 ln(factor) + 1; 1 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotary_angles(
     positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
+    """Return (sin, cos), each [B, T, 1, H/2] float32, of positions [B, T] in tokens.
 
     float32 whatever the model's dtype: position 257 is not a bfloat16 number.
     """
@@ -198,9 +201,9 @@ def rotary_angles(
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotary embedding of x [B, T, heads, H]; halves are rotated against each other, as Hugging Face stores them."""
+    """Apply the rotary embedding to x [B, T, heads, H]; dimension i is paired with i + H/2, as in Hugging Face."""
     sin, cos = angles
     halves = at_least_float32(x).reshape(*x.shape[:-1], 2, -1)
-    # Reversed, not split and concatenated: that is one pass, which a CPU takes with vectors.
+    # Reversed, not split and concatenated: one pass, which XLA vectorises on a CPU.
     turned = jnp.stack([-sin, sin], axis=-2) * halves[..., ::-1, :]
     return (halves * cos[..., None, :] + turned).reshape(x.shape).astype(x.dtype)

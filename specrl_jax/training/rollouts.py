@@ -142,17 +142,13 @@ class Target:
         self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any, return_logits: bool = True
     ) -> tuple[jax.Array | None, Any]:
         """(logits, cache); the draft keeps of the forward what it needs."""
-        out = qwen3.forward(
-            params.policy,
-            self.model,
-            tokens,
-            positions,
-            self.partition,
-            cache=cache.target if self.draft else cache,
-            aux_layers=self.draft.aux_layers if self.draft else (),
+        options = qwen3.Options(
             dtype=self.config.compute_dtype,
+            aux_layers=self.draft.aux_layers if self.draft else (),
             return_logits=return_logits,
         )
+        own = cache.target if self.draft else cache
+        out = qwen3.forward(params.policy, self.model, qwen3.Inputs(tokens, positions), self.partition, options, own)
         if not self.draft:
             return out.logits, out.cache
         return out.logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))

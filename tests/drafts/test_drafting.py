@@ -31,7 +31,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
-from tests.helpers.policies import compiled, random_params, row_positions
+from tests.helpers.policies import compiled, forward, random_params, row_positions
 
 TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
@@ -179,7 +179,7 @@ def compiled_unrolled(kind):
     model, draft = MODELS[kind], DRAFTS[kind]
 
     def logits(policy, params, rows):
-        out = qwen3.forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
+        out = forward(policy, model, rows.tokens, rows.positions, LEARNS, aux_layers=draft.aux_layers)
         tables = TargetTables(policy["embed"], policy["embed"])
         outputs, unembed = draft.unrolled(params, tables, out, rows, K, jnp.dtype("float32"), LEARNS)
         return jnp.einsum("SBTD,VD->SBTV", outputs, unembed)

@@ -40,12 +40,19 @@ def random_params(config, seed=0, dtype=np.float32):
     return params | {"embed": params["embed"] * np.array(2, dtype)}
 
 
+def forward(params, config, tokens, positions, partition, cache=None, **named):
+    """`qwen3.forward`, its further inputs and options by name."""
+    arrays = {name: named.pop(name) for name in qwen3.Inputs._fields if name in named}
+    inputs = qwen3.Inputs(tokens, positions, **arrays)
+    return qwen3.forward(params, config, inputs, partition, qwen3.Options(**named), cache)
+
+
 @functools.cache
 def compiled(config, partition, **static):
-    """Return `qwen3.forward`, jitted once for each set of static arguments."""
+    """Return `forward`, jitted once for each set of static arguments."""
 
     def run(params, tokens, positions, **arrays):
-        return qwen3.forward(params, config, tokens, positions, partition, **arrays, **static)
+        return forward(params, config, tokens, positions, partition, **arrays, **static)
 
     return jax.jit(run)
 

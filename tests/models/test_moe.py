@@ -11,7 +11,16 @@ import pytest
 from specrl_jax.models import cache as kv
 from specrl_jax.models import grouped, moe, qwen3
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from tests.helpers.policies import MOE, SMALL, compiled, numpy_forward, numpy_logprobs, random_params, row_positions
+from tests.helpers.policies import (
+    MOE,
+    SMALL,
+    compiled,
+    forward,
+    numpy_forward,
+    numpy_logprobs,
+    random_params,
+    row_positions,
+)
 
 B, T = 5, 12
 # As in test_qwen3: float32 through three layers, logits that reach 7; three products more in each.
@@ -115,7 +124,7 @@ def test_one_expert_is_the_dense_mlp(partition):
 def score(params, config, tokens, partition, **static):
     """A fixed weighting of the targets' log-probs, summed: something to differentiate."""
     targets, weights = draw_tokens(1, tokens.shape), jnp.asarray(np.random.default_rng(2).normal(size=tokens.shape))
-    out = qwen3.forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
+    out = forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
     return (out.logprobs * weights.astype(jnp.float32)).sum()
 
 

@@ -13,7 +13,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from tests.helpers.policies import SMALL, compiled, numpy_forward, numpy_logprobs, random_params, row_positions
+from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
 B, T = 5, 12  # rows and tokens of most tests
@@ -162,7 +162,7 @@ def test_greedy_rollouts_are_scored_at_temperature_one(tokens, partition):
 def score(params, config, tokens, partition, **static):
     """A fixed weighting of the targets' log-probs, summed: something to differentiate."""
     targets, weights = draw_tokens(1), jnp.asarray(np.random.default_rng(2).normal(size=(B, T)), jnp.float32)
-    out = qwen3.forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
+    out = forward(params, config, tokens, row_positions(tokens), partition, targets=targets, **static)
     return (out.logprobs * weights).sum()
 
 
@@ -239,7 +239,7 @@ def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, parti
     def peak(**static):
         def loss(params, tokens):
             at = row_positions(tokens)
-            return qwen3.forward(params, config, tokens, at, partition, targets=tokens, **static).logprobs.sum()
+            return forward(params, config, tokens, at, partition, targets=tokens, **static).logprobs.sum()
 
         return jax.jit(jax.grad(loss)).lower(params, rows).compile().memory_analysis().temp_size_in_bytes
 
@@ -273,7 +273,7 @@ def test_features_are_absent_unless_asked_for(params, config, tokens, partition)
 @pytest.mark.parametrize("remat", [False, True])
 def test_features_carry_no_gradient(remat, params, config, tokens, partition):
     def size_of_features(params):
-        out = qwen3.forward(
+        out = forward(
             params,
             config,
             tokens,
@@ -494,7 +494,7 @@ def test_padding_reaches_no_gradient(params, config, tokens, partition):
     """Of a loss over the real tokens: the same whatever the padding holds, and finite."""
 
     def loss(params, rows, segments):
-        out = qwen3.forward(params, config, rows, row_positions(rows), partition, segment_ids=segments, targets=tokens)
+        out = forward(params, config, rows, row_positions(rows), partition, segment_ids=segments, targets=tokens)
         return jnp.where(segments > 0, out.logprobs, 0.0).sum()
 
     gradient = jax.jit(jax.grad(loss))

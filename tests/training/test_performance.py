@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import abstract_params, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -36,10 +37,10 @@ def test_operations_are_those_that_the_compiler_counts():
     specs = qwen3.param_specs(c)
     # Layers one by one: the compiler counts the body of a scan once.
     params = abstract_params(qwen3.inference_specs(c), jnp.float32, partition.shardings(qwen3.inference_specs(c)))
-    cache = jax.eval_shape(lambda: qwen3.kv.init_cache(c.layers, B, T, c.kv_heads, c.head_dim, jnp.float32))
+    cache = jax.eval_shape(lambda: kv.init_cache(c.layers, B, T, c.kv_heads, c.head_dim, jnp.float32))
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
     compiled = (
-        jax.jit(lambda *x: qwen3.forward(x[0], c, x[1], x[2], partition, cache=x[3]).logits)
+        jax.jit(lambda *x: qwen3.forward(x[0], c, qwen3.Inputs(x[1], x[2]), partition, cache=x[3]).logits)
         .lower(params, tokens, tokens, cache)
         .compile()
     )

@@ -83,16 +83,9 @@ class SmallModelDraft:
         partition: Partitioner,
     ) -> tuple[jax.Array, jax.Array]:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
-        out = qwen3.forward(
-            params,
-            self.config,
-            rows.tokens,
-            rows.positions,
-            partition,
-            segment_ids=rows.segments,
-            dtype=dtype,
-            return_logits=False,
-        )
+        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments)
+        options = qwen3.Options(dtype=dtype, return_logits=False)
+        out = qwen3.forward(params, self.config, inputs, partition, options)
         outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
         return outputs, qwen3.lm_head_weight(params, self.config)
 
@@ -124,16 +117,8 @@ def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Draf
     def forward(
         params: Weights, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        out = qwen3.forward(
-            params.draft,
-            model,
-            tokens,
-            positions,
-            config.partition,
-            cache=cache,
-            dtype=config.dtype,
-            return_logits=False,
-        )
+        options = qwen3.Options(dtype=config.dtype, return_logits=False)
+        out = qwen3.forward(params.draft, model, qwen3.Inputs(tokens, positions), config.partition, options, cache)
         assert out.cache is not None, "a forward over a cache returns it"
         return out.hidden, out.cache
 

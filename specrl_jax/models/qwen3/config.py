@@ -1,0 +1,85 @@
+"""Sizes of Qwen3 models, and the presets that policy.preset names."""
+
+import dataclasses
+
+from specrl_jax.errors import InputError
+from specrl_jax.models.layers import Yarn
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config:
+    """Sizes, in the letters of specrl_jax.core. `experts` = 0 is the dense model."""
+
+    vocab: int  # V
+    embed: int  # D
+    layers: int  # L
+    heads: int  # N
+    kv_heads: int  # K
+    head_dim: int  # H
+    mlp: int  # F; of one expert in a mixture of experts
+    tied: bool  # the lm_head is the embedding table
+    max_positions: int  # tokens
+    rope_theta: float = 1e6
+    norm_epsilon: float = 1e-6
+    experts: int = 0  # E
+    experts_per_token: int = 0
+    renormalise: bool = True  # the weights of the chosen experts are divided by their sum
+    dense_mlp: int = 0  # F in config.json of layers without experts, and of a draft head; 0: the model is dense
+    yarn: Yarn | None = None  # positions beyond those of the pretraining
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the rotary positions support."""
+        return max(self.max_positions, self.yarn.reach if self.yarn else 0)
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def _published(embed: int, layers: int, heads: int, mlp: int, tied: bool) -> Qwen3Config:
+    return Qwen3Config(151_936, embed, layers, heads, 8, 128, mlp, tied, max_positions=40_960)
+
+
+def _published_mixture(embed: int, layers: int, heads: int, mlp: int, dense_mlp: int) -> Qwen3Config:
+    return dataclasses.replace(
+        _published(embed, layers, heads, mlp, tied=False),
+        kv_heads=4,
+        experts=128,
+        experts_per_token=8,
+        dense_mlp=dense_mlp,
+    )
+
+
+PRESETS = {
+    # For tests: compiles in seconds.
+    "nano": Qwen3Config(128, 64, 2, 4, 2, 16, 128, tied=True, max_positions=4096),
+    # The smallest depth that an EAGLE-3 head can read.
+    "nano_deep": Qwen3Config(128, 64, 7, 4, 2, 16, 128, tied=True, max_positions=4096),
+    # The same two with experts: the two of a token are together as wide as the mlp that they replace.
+    "nano_moe": Qwen3Config(
+        128, 64, 2, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+    ),
+    "nano_moe_deep": Qwen3Config(
+        128, 64, 7, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
+    ),
+    # 3.5 M parameters, for the examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
+    "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
+    # 20 M parameters, larger than the CPU's cache: decoding starts to be bound by reading the weights.
+    "small": Qwen3Config(128, 384, 12, 6, 2, 64, 1152, tied=True, max_positions=4096),
+    "qwen3_0p6b": _published(embed=1024, layers=28, heads=16, mlp=3072, tied=True),
+    "qwen3_1p7b": _published(embed=2048, layers=28, heads=16, mlp=6144, tied=True),
+    "qwen3_4b": _published(embed=2560, layers=36, heads=32, mlp=9728, tied=True),
+    "qwen3_8b": _published(embed=4096, layers=36, heads=32, mlp=12288, tied=False),
+    "qwen3_14b": _published(embed=5120, layers=40, heads=40, mlp=17408, tied=False),
+    "qwen3_32b": _published(embed=5120, layers=64, heads=64, mlp=25600, tied=False),
+    "qwen3_30b_a3b": _published_mixture(embed=2048, layers=48, heads=32, mlp=768, dense_mlp=6144),
+    "qwen3_235b_a22b": _published_mixture(embed=4096, layers=94, heads=64, mlp=1536, dense_mlp=12288),
+}
+
+
+def preset(name: str, key: str = "policy.preset") -> Qwen3Config:
+    """Return the sizes that a config's `key` names. Raises InputError where there is no such preset."""
+    if name not in PRESETS:
+        raise InputError(f"{key}: no preset '{name}'; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,216 @@
+"""The forward pass of Qwen3, over either layout of the parameters (models/qwen3/params.py)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import Params, branch, branches
+from specrl_jax.models import cache as kv
+from specrl_jax.models import moe
+from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
+from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
+from specrl_jax.models.lm_head import Tiling, token_scores
+from specrl_jax.models.lora import merged
+from specrl_jax.models.qwen3.config import Qwen3Config
+from specrl_jax.sharding import Partitioner
+
+
+class Inputs(NamedTuple):
+    """The text of a forward pass. Segments, targets and counted tokens are for the training layout."""
+
+    tokens: jax.Array  # [B, T] int32
+    positions: jax.Array  # [B, T] int32
+    # [B, T] int32; attention stays inside a segment. None: one segment per row, which may be padded on the right, since
+    # no token reads later ones.
+    segment_ids: jax.Array | None = None
+    targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
+    counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to run a forward pass. Hashable: static under jit."""
+
+    dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
+    aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)
+    attention: RowAttention = by_xla  # one of `attention.ATTENTION`; for the training layout
+    remat: bool = False  # recompute each layer in the backward pass instead of keeping its activations
+    vocab_tile: int = 0  # with targets: lm_head entries at a time, so that [B, T, V] never exists; 0: all at once
+    temperature: float = 1.0  # of the targets' log-probs and the entropy
+    return_logits: bool = True  # False skips the lm_head: prefill needs the cache only
+
+
+DEFAULT = Options()
+
+
+class Output(NamedTuple):
+    """Results of `forward`; None where not asked for."""
+
+    logits: jax.Array | None  # [B, T, V] float32
+    logprobs: jax.Array | None  # [B, T] float32, of `targets`
+    entropy: jax.Array | None  # [B, T] float32, nats
+    normaliser: jax.Array | None  # [B, T] float32, logsumexp of logits / temperature
+    aux: jax.Array | None  # [B, T, A, D], residual stream entering each of aux_layers, behind stop_gradient
+    hidden: jax.Array  # [B, T, D], input of the lm_head
+    cache: kv.KVCache | None
+    routing: jax.Array | None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
+
+
+def forward(
+    params: Params,
+    config: Qwen3Config,
+    inputs: Inputs,
+    partition: Partitioner,
+    options: Options = DEFAULT,
+    cache: kv.KVCache | None = None,
+) -> Output:
+    """Run the policy over tokens [B, T].
+
+    Args:
+      params: the training layout without a cache, the inference layout with one.
+      cache: each query reads it up to its own position; keys and values are written at `positions`, and the updated
+        cache is returned.
+    """
+    angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
+    mlp = feed_forward(config, partition, inputs.counted)
+
+    def block(x: jax.Array, w: Params, attend: AttendRows) -> tuple[jax.Array, jax.Array | None]:
+        return layer(x, w, config, angles, attend, mlp)
+
+    x = params["embed"][inputs.tokens].astype(options.dtype)
+    x = partition.constrain(x, "batch", "sequence", None)
+    if cache is None:
+        attend = options.attention(inputs.segment_ids, partition)
+        x, aux, routing = _scanned(branch(params, "layers"), x, block, attend, options, partition)
+    else:
+        layers = branches(params, "layers")
+        x, aux, routing, cache = _unrolled(layers, x, block, inputs.positions, cache, options.aux_layers)
+    x = rms_norm(x, params["final_norm"], config.norm_epsilon)
+    logits = logprobs = entropy = normaliser = None
+    if inputs.targets is not None:
+        tiling = Tiling(options.vocab_tile, options.temperature, partition)
+        logprobs, entropy, normaliser = token_scores(x, lm_head_weight(params, config), inputs.targets, tiling)
+    elif options.return_logits:
+        logits = lm_head_logits(params, config, x, partition)
+    return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)
+
+
+def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
+    """Return logits [B, T, V] float32 of hidden [B, T, D]; params in either layout."""
+    if "to_logits" in params:
+        logits = matmul("BTD,DV->BTV", hidden, params["to_logits"])
+    else:
+        logits = matmul("BTD,VD->BTV", hidden, lm_head_weight(params, config))
+    return partition.constrain(logits, "batch", "sequence", "vocab")
+
+
+def lm_head_weight(params: Params, config: Qwen3Config) -> jax.Array:
+    """Return the lm_head's table [V, D] of the training layout."""
+    return params["embed" if config.tied else "unembed"]
+
+
+# (x [B, T, D], layer) -> (the mlp's output [B, T, D], copies of tokens per expert [E]; None: dense).
+FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, jax.Array | None]]
+
+
+def dense(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
+    return swiglu(x, w), None
+
+
+def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array | None = None) -> FeedForward:
+    """Return the mlp of this config's layers."""
+    if not config.experts:
+        return dense
+    return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
+
+
+# (x [B, T, D], layer, attention) -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
+Block = Callable[[jax.Array, Params, AttendRows], tuple[jax.Array, jax.Array | None]]
+
+
+def _scanned(
+    stacked: Params, x: jax.Array, block: Block, attend: AttendRows, options: Options, partition: Partitioner
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Scan the layers of the training layout: (x, aux, routing)."""
+
+    def apply(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
+        # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
+        x, copies = block(x, merged(w), attend)
+        return partition.constrain(x, "batch", "sequence", None), copies
+
+    if options.remat:
+        apply = jax.checkpoint(apply)
+    wanted = jnp.array(options.aux_layers, jnp.int32)
+
+    Carry = tuple[jax.Array, jax.Array]
+
+    def body(carry: Carry, inputs: tuple[jax.Array, Params]) -> tuple[Carry, jax.Array | None]:
+        x, aux = carry
+        index, w = inputs
+        # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
+        aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
+        x, copies = apply(x, w)
+        return (x, aux), copies
+
+    L = len(stacked["attention_norm"])
+    empty = jnp.zeros((*x.shape[:2], len(options.aux_layers), x.shape[2]), x.dtype)
+    (x, aux), routing = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked))
+    return x, aux if options.aux_layers else None, routing
+
+
+def _unrolled(
+    layers: Sequence[Params],
+    x: jax.Array,
+    block: Block,
+    positions: jax.Array,
+    cache: kv.KVCache,
+    aux_layers: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
+    """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
+    keys: list[jax.Array] = []
+    values: list[jax.Array] = []
+    entering, copies = [], []
+    for index, w in enumerate(layers):
+        entering.append(x)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
+            keys.append(kv.write_keys(cache.keys[index], positions, k))
+            values.append(kv.write_values(cache.values[index], positions, v))
+            return kv.attend(q, keys[-1], values[-1], positions)
+
+        x, got = block(x, w, attend)
+        if got is not None:
+            copies.append(got)
+    aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
+    return x, aux, jnp.stack(copies) if copies else None, kv.KVCache(tuple(keys), tuple(values))
+
+
+def layer(
+    x: jax.Array,
+    w: Params,
+    config: Qwen3Config,
+    angles: tuple[jax.Array, jax.Array],
+    attend: AttendRows,
+    mlp: FeedForward = dense,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense)."""
+    q, k, v = _qkv(rms_norm(x, w["attention_norm"], config.norm_epsilon), w, config)
+    q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
+    k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
+    x = x + project_heads(attend(q, k, v), w["o"])
+    added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
+    return x + added, copies
+
+
+def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q [B, T, N, H], and k and v [B, T, K, H], from either layout."""
+    if "qkv" not in w:
+        q = einsum("BTD,DNH->BTNH", x, w["q"])
+        return q, einsum("BTD,DKH->BTKH", x, w["k"]), einsum("BTD,DKH->BTKH", x, w["v"])
+    fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
+    R = config.queries_per_kv
+    q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
+    return q, fused[..., R, :], fused[..., R + 1, :]
