@@ -97,7 +97,7 @@ def layer(
         rms_norm(hidden, params["hidden_norm"], config.norm_epsilon),
     )
     x = einsum("BTCE,CED->BTD", jnp.stack(normed, axis=2), params["eh_proj"])
-    x, *_ = qwen3.layer(x, _block(params), config.block, angles, lambda q, k, v: (attend(q, k, v), None))
+    x, _ = qwen3.layer(x, _block(params), config.block, angles, attend)
     return rms_norm(x, params["final_norm"], config.norm_epsilon)
 
 
