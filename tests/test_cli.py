@@ -11,7 +11,8 @@ import safetensors.numpy
 import tokenizers
 from absl.testing import flagsaver
 
-import main as command_line
+from specrl_jax import cli
+from specrl_jax.config import Config, keys
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.io import hf
@@ -101,12 +102,18 @@ def test_a_variant_is_another_run_by_default(monkeypatch, variant, folder):
     argv = ["main.py", "--config", f"{ROOT / 'configs/rlzero_tiny.py'}{variant}"]
     monkeypatch.setattr(sys, "argv", argv)
     with flagsaver.flagsaver():
-        assert command_line.parse(argv)[1] == f"runs/{folder}"
+        assert cli.parse(argv)[1] == f"runs/{folder}"
 
 
 def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work):
     line_words = ["smok'", "there are small, smoke"]
     assert_refused(call, tmp_path, [], line_words, config=SMOKE.replace(":smoke", ":smok"))
+
+
+def test_help_lists_every_key(call):
+    status, out, err = call(["main.py", "--help"])
+    assert (status, err) == (0, "")
+    assert all(f"--config.{key.name}=" in out for key in keys(Config))
 
 
 def test_a_config_is_needed(call):

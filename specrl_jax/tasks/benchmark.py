@@ -3,6 +3,7 @@ decoding. Nothing learns.
 """
 
 import contextlib
+import dataclasses
 import threading
 from typing import Any
 
@@ -10,19 +11,30 @@ import numpy as np
 import rich.console
 import rich.table
 
+from specrl_jax.config import Config
 from specrl_jax.core import Stopped
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display
-from specrl_jax.training.build import Setup
-from specrl_jax.training.plan import draft_lengths
+from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.workdir import open_workdir
+from specrl_jax.training.build import Setup, build
+from specrl_jax.training.plan import draft_lengths, open_mesh
 from specrl_jax.training.speedup import timed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 # Name -> (engine, what chooses its draft lengths)
 Sides = dict[str, tuple[Engine, Lengths | None]]
+
+
+def run(config: Config, workdir: str) -> None:
+    """task=benchmark: compare generation with the draft and without, and print the result."""
+    setup = build(config, open_mesh(config))
+    setup.check_problems()
+    open_workdir(workdir, dataclasses.asdict(config))
+    print_benchmark(benchmark(setup, workdir, stop_on_signal()))
 
 
 def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Makes a draft for a policy from the policy's own text: the law that the draft will be verified against."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -9,19 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.config import Config
 from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.features import FeatureStore
 from specrl_jax.io.progress import Display
-from specrl_jax.io.workdir import open_output
+from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, collect, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Setup
+from specrl_jax.training.build import Setup, build
 from specrl_jax.training.metrics import speculation_metrics
+from specrl_jax.training.plan import open_mesh
 from specrl_jax.training.speedup import compare_with_plain
 
 LENGTH = "spec/acceptance_length"
+
+
+def run(config: Config, workdir: str) -> None:
+    """task=draft_pretrain: train a draft on recorded features into `pretrain.output`."""
+    setup = build(config, open_mesh(config))
+    setup.check_problems()
+    check_draft_pretrain(setup)
+    open_workdir(workdir, dataclasses.asdict(config))
+    draft_pretrain(setup, workdir, stop_on_signal())
 
 
 def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:

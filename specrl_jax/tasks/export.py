@@ -1,13 +1,24 @@
 """A run's policy and draft as Hugging Face folders, for transformers, vLLM and SGLang."""
 
+import dataclasses
 import os
 from typing import Any
 
-from specrl_jax.config import ExportConfig
+from specrl_jax.config import Config, ExportConfig
 from specrl_jax.core import InputError
 from specrl_jax.io import hf
+from specrl_jax.io.workdir import check_workdir, open_output
 from specrl_jax.models.lora import merged
-from specrl_jax.training.build import Setup
+from specrl_jax.training.build import Setup, build
+from specrl_jax.training.plan import open_mesh
+
+
+def run(config: Config, workdir: str) -> None:
+    """task=export: write the policy and the draft of the run in `workdir` as Hugging Face folders."""
+    setup = build(config, open_mesh(config))
+    check_workdir(workdir, dataclasses.asdict(config))
+    open_output("export.output", output_folder(config.export, workdir))
+    export(setup, workdir)
 
 
 def export(setup: Setup, workdir: str) -> list[str]:

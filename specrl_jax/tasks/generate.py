@@ -19,22 +19,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from specrl_jax.config import Config
 from specrl_jax.config.model import DTYPES
 from specrl_jax.data.tokenizers import Messages, Tokenizer, load_tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.engine import Engine, Lengths, check_prompts
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
+from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.build import Setup
+from specrl_jax.training.build import Setup, build
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import batch_limits, draft_lengths
+from specrl_jax.training.plan import batch_limits, draft_lengths, open_mesh
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+
+
+def run(config: Config, workdir: str) -> None:
+    """task=generate: answer `generate.prompts`, or the validation problems, without training."""
+    setup = build(config, open_mesh(config))
+    if config.generate.prompts:
+        prompts = [setup.tokenizer.encode(prompt) for prompt in config.generate.prompts]
+        check_prompts(prompts, config.rollout.max_prompt_tokens)
+    else:
+        setup.check_problems(train=False)
+    open_workdir(workdir, dataclasses.asdict(config))
+    run_generation(setup, workdir)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Makes a small base policy by next-token prediction on worked solutions of a built-in task, many of them wrong."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -9,20 +10,34 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from specrl_jax.config import Config
 from specrl_jax.core import InputError, Mean, Stopped, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
+from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Setup
+from specrl_jax.training.build import Setup, build
 from specrl_jax.training.loop import evaluation_row
+from specrl_jax.training.plan import open_mesh
 
 LOG_EVERY = 50  # steps
+
+
+def run(config: Config, workdir: str) -> None:
+    """task=pretrain: train a policy from random weights into `pretrain.output`."""
+    setup = build(config, open_mesh(config))
+    open_output("pretrain.output", config.pretrain.output)
+    setup.check_problems()
+    open_workdir(workdir, dataclasses.asdict(config))
+    with setup.scorer:
+        pretrain(setup, workdir, stop_on_signal())
 
 
 def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:

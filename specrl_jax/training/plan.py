@@ -2,20 +2,34 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from specrl_jax.config import Config, PolicyConfig
+from specrl_jax.config.validate import draft_options
 from specrl_jax.core import InputError
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.drafts.base import DraftModel
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
-from specrl_jax.sharding import Partitioner
+from specrl_jax.sharding import Partitioner, learner_devices, make_mesh
 from specrl_jax.training.rollouts import check_cache_length
 
 # Draft lengths that the controller chooses from.
 LENGTHS = (0, 1, 2, 3, 5, 7)
 # A batch that has thinned goes on in one of num_slots / 4 and / 16 rows.
 SHRINK = (4, 16)
+
+
+def open_mesh(config: Config) -> Mesh:
+    """Return the learner's mesh over the devices that do not only generate.
+
+    Checks the folders of policy and draft first: on a machine without the weights, they are what is missing. Raises
+    InputError.
+    """
+    make_method(draft_options(config.draft), policy_sizes(config.policy))
+    return make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
 
 
 def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:

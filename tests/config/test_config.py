@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax.config import Config, base, from_config_dict, keys
+from specrl_jax.config.page import page
 from specrl_jax.config.validate import validate
 from specrl_jax.data.prompts import SCHEMAS
 from specrl_jax.data.tasks import TASKS
@@ -72,6 +73,11 @@ def test_help_texts_name_every_built_in_reward_and_schema():
 def test_every_key_says_what_it_is_and_has_a_good_default():
     assert all(key.help and not key.help.endswith(".") for key in KEYS.values())
     assert from_config_dict(base()) == Config()
+
+
+def test_the_committed_page_is_current():
+    """`python -m specrl_jax.config` writes it."""
+    assert (ROOT / "docs/config.md").read_text() == page()
 
 
 def test_the_config_imports_without_jax():

@@ -1,0 +1,98 @@
+"""The command: parse the flags, check the config, run its task. `python main.py` and `specrl` are the same.
+
+    specrl --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...]
+
+The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resumes its run.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from absl import flags
+from ml_collections import config_flags
+
+from specrl_jax.config import Config, from_config_dict
+from specrl_jax.config.page import table
+from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "join the other processes of a TPU pod, Kubernetes or MPI job; Slurm's join by themselves"
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    argv = sys.argv if argv is None else argv
+    # The files in configs/ import each other; an installed command does not have the current folder on its path.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if {"--help", "-h", "-help"} & set(argv[1:]):
+        print(f"{__doc__}\n{table()}")
+        return 0
+    try:
+        config, workdir = parse(argv)
+        run(config, workdir, distributed=_DISTRIBUTED.value)
+    except (InputError, RunFailed) as error:
+        return fail(str(error))
+    except Stopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[Config, str]:
+    """Return the final config and the workdir. Raise InputError for a mistake on the command line."""
+    try:
+        rest = flags.FLAGS(argv)
+        if len(rest) > 1:
+            raise InputError(f"unexpected argument '{rest[1]}'; overrides look like --config.key=value")
+        if _CONFIG.value is None:
+            raise InputError("--config is needed: python main.py --config configs/rlzero_tiny.py")
+        # A file that is missing shows at the first access only.
+        _ = _CONFIG.value.task
+    except InputError:
+        raise
+    except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
+        raise InputError(one_line(error)) from None
+    # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
+    name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
+    return from_config_dict(_CONFIG.value), _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
+
+
+def run(config: Config, workdir: str, distributed: bool = False) -> None:
+    """Check the config and run its task. Raise InputError, RunFailed or Stopped."""
+    # After the flags: a mistake in them answers without JAX's seconds.
+    import jax
+
+    from specrl_jax.config.validate import validate
+    from specrl_jax.distributed import initialize
+
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    validate(config)
+    if config.task != "dry_run":  # which has none of this machine's devices
+        initialize(distributed)
+        if jax.process_count() > 1 and config.task != "train":
+            raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
+    tasks()[config.task](config, workdir)
+
+
+def tasks() -> dict[str, Callable[[Config, str], None]]:
+    """Return what each value of `task` does."""
+    from specrl_jax.tasks import benchmark, draft_pretrain, dry_run, evaluate, export, generate, pretrain, train
+
+    return {
+        "train": train.run,
+        "evaluate": evaluate.run,
+        "benchmark": benchmark.run,
+        "pretrain": pretrain.run,
+        "draft_pretrain": draft_pretrain.run,
+        "generate": generate.run,
+        "export": export.run,
+        "dry_run": dry_run.run,
+    }
