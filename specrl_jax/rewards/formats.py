@@ -1,4 +1,4 @@
-"""Rewards for the form of a response, whatever its answer: for use beside one that reads the answer."""
+"""Rewards for the format of a response, whatever its answer; to be combined with a reward for the answer."""
 
 import re
 
@@ -8,9 +8,9 @@ _AFTER_BOX = re.compile(r"(?:[\s.$*]|\\[)\]])*")
 
 
 def boxed_format(response: str, answer: str) -> float:
-    """1 where the response has exactly one \\boxed{...}, not empty, and ends with it; else 0.
+    """Return 1 if the response ends with its only \\boxed{...}, which is not empty; else 0.
 
-    Closing brackets of a formula, a period and `*` may follow it.
+    Closing brackets of a formula, a period and `*` may follow.
     """
     box = last_box(response)
     once = response.count("\\boxed") == 1
@@ -18,14 +18,14 @@ def boxed_format(response: str, answer: str) -> float:
 
 
 def answer_line_format(response: str, answer: str) -> float:
-    """1 where the response's last line is "Answer: X" and it says "Answer:" nowhere else; else 0."""
+    """Return 1 if the last line is "Answer: X" and "Answer:" occurs nowhere else; else 0."""
     last = response.rstrip().rpartition("\n")[2].strip()
     return float(response.count("Answer:") == 1 and last.startswith("Answer:") and last != "Answer:")
 
 
 def think_format(response: str, answer: str) -> float:
-    """1 where the response is <think>, a text, </think> and an answer, both not blank, each tag once; else 0."""
+    """Return 1 if the response is <think>, text, </think> and an answer, neither blank, each tag once; else 0."""
     before, _, rest = response.partition("<think>")
-    thoughts, closing, stated = rest.partition("</think>")
+    thoughts, closing, answered = rest.partition("</think>")
     once = response.count("<think>") == response.count("</think>") == 1
-    return float(once and not before.strip() and bool(closing and thoughts.strip() and stated.strip()))
+    return float(once and not before.strip() and bool(closing and thoughts.strip() and answered.strip()))

@@ -1,10 +1,10 @@
-"""Worker processes that score answers: pebble's pools, and what to do when one hangs, dies or grows.
+"""Worker processes that score answers, in pebble's pools, and recovery when a worker hangs, dies or leaks.
 
-Answers travel in chunks, since handing one over costs more than scoring an integer. A chunk has a short limit; when it
-is over, or its worker dies, the chunk's answers are scored again one by one, each with the whole limit. So an answer
-fails only alone, and an answer that is merely slow is not lost.
+Answers travel in chunks, since sending one costs more than scoring an integer. A chunk has a short time limit; if it
+expires or the worker dies, the answers of the chunk are scored again one by one, each with the full limit. So a bad
+answer fails alone, and a slow one is not lost.
 
-Each worker is a pool of its own with one task at a time: with more, pebble may blame a death on the task before.
+Each worker is its own pool with one task at a time: with more, pebble may attribute a death to the previous task.
 """
 
 import atexit
@@ -21,40 +21,39 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import context, reduction, spawn
-from typing import Any, NamedTuple
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
 from specrl_jax.rewards import worker
 from specrl_jax.rewards.worker import Outcome, Row
 
-MOST_ROWS = 32  # of a chunk
-CHUNK_SECONDS = 2.0  # at most, for a chunk; half of it to begin an answer in
-START_SECONDS = 120.0  # a worker may take to start and import
-ATTEMPTS = 3  # of a chunk whose worker ended without a word
-LOSSES = 5  # such ends in a row, per worker, after which nothing can be hoped for
+MAX_ROWS = 32  # of a chunk
+CHUNK_SECONDS = 2.0  # limit of a chunk; no answer starts in its second half
+START_SECONDS = 120.0  # limit for a worker to start and import
+ATTEMPTS = 3  # of a chunk whose worker ended without a result
+LOSSES = 5  # consecutive such ends per worker after which the run fails
 
 
 class Chunk(NamedTuple):
-    rows: list[int]  # indices of the call's answers
+    rows: list[int]  # indices into the answers of the call
     attempts: int = 0
 
 
 class Task(NamedTuple):
-    """A chunk in the hands of a worker."""
+    """A chunk that a worker is scoring."""
 
     worker: int
     chunk: Chunk
-    deadline: float  # of the monotonic clock; later only if pebble fails
+    deadline: float  # on the monotonic clock; exceeded only if pebble fails
 
 
 class Workers:
     """`count` processes that score with the rewards `names`; they start when first needed.
 
     Args:
-      names: rewards, see `worker.begin`.
-      timeout: seconds that one answer may take, for all rewards together. The pool looks ten times a second.
-      count: of processes.
+      timeout: seconds for all rewards of one answer; the pool checks ten times a second.
       memory: bytes that a worker may take beyond its imports.
     """
 
@@ -66,16 +65,16 @@ class Workers:
         self._losses = 0  # since a worker last did something
 
     def start(self) -> None:
-        """Starts the processes and does not wait for them."""
+        """Start the processes without waiting for them."""
         with self._calls:
             if not self._pools:
-                # The kernel ends a worker with the thread that started it: this one lives until `close`.
+                # The kernel kills a worker when the thread that started it ends: this thread lives until `close`.
                 self._starter = ThreadPoolExecutor(1, "reward workers")
                 self._pools = [self._start_one() for _ in range(self.count)]
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the processes and, with RuntimeError, a call in another thread. A later call starts new ones."""
+        """End the processes; a call in another thread raises RuntimeError. A later call starts new ones."""
         pools, self._pools = self._pools, []
         if pools:
             atexit.unregister(self.close)
@@ -86,7 +85,7 @@ class Workers:
             self._starter.shutdown()
 
     def problem(self) -> str:
-        """Why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
+        """Return why a worker cannot load the rewards, in one line; "" if it can. Waits for a worker."""
         with self._calls:
             self.start()
             try:
@@ -99,7 +98,7 @@ class Workers:
             return f"loading {', '.join(self.names)} {cause}"
 
     def score(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Their outcomes, in order. Raises RuntimeError where no worker can be started, and when closed meanwhile."""
+        """Return the outcomes in order. Raises RuntimeError if no worker can be started or the pool is closed meanwhile."""
         with self._calls:
             self.start()
             outcomes: dict[int, Outcome] = {}
@@ -117,17 +116,17 @@ class Workers:
 
     def _start_one(self) -> ProcessPool:
         arguments = self.names, self.memory, os.getpid()
-        pool = ProcessPool(1, initializer=worker.begin, initargs=arguments, context=_Spawn())
-        self._starter.submit(getattr, pool, "active").result()  # the first look starts it
+        pool = ProcessPool(1, initializer=worker.initialise, initargs=arguments, context=_Spawn())
+        self._starter.submit(getattr, pool, "active").result()  # the first access starts it
         return pool
 
     def _split(self, rows: Sequence[int]) -> deque[Chunk]:
-        """Chunks of one size, at least two per worker where there are as many answers."""
-        size = min(MOST_ROWS, max(1, len(rows) // (2 * self.count)))
+        """Split into equal chunks, at least two per worker if there are enough answers."""
+        size = min(MAX_ROWS, max(1, len(rows) // (2 * self.count)))
         return deque(Chunk(list(rows[i : i + size])) for i in range(0, len(rows), size))
 
     def _hand_out(self, waiting: deque[Chunk], running: dict[Future, Task], rows: Sequence[Row]) -> None:
-        """A chunk to each worker that has none."""
+        """Give a chunk to each idle worker."""
         idle = set(range(self.count)) - {task.worker for task in running.values()}
         for number in sorted(idle)[: len(waiting)]:
             chunk = waiting.popleft()
@@ -139,25 +138,25 @@ class Workers:
     def _schedule(self, number: int, rows: list[Row], begin_within: float, limit: float) -> Future:
         try:
             return self._all_pools()[number].schedule(worker.score_rows, (rows, begin_within), timeout=limit)
-        except RuntimeError:  # its worker ended while it had nothing to do
+        except RuntimeError:  # the worker ended while idle
             future: Future = Future()
             future.set_exception(BrokenProcessPool())
             return future
 
     def _wait(self, running: dict[Future, Task]) -> set[Future]:
-        """Those that are done, and those that never will be, since their pool has lost them."""
+        """Return the futures that are done, and those that their pool has lost."""
         done, _ = wait(running, 1.0, FIRST_COMPLETED)
         pools, now = self._all_pools(), time.monotonic()
         return done | {f for f, task in running.items() if not pools[task.worker].active or now > task.deadline}
 
     def _settle(self, future: Future, task: Task, outcomes: dict[int, Outcome]) -> list[Chunk]:
-        """Puts what a task has brought into `outcomes`; chunks that are still to do."""
+        """Put the results of a task into `outcomes`; return the chunks that remain."""
         chunk = task.chunk
         try:
             if not future.done():
                 raise BrokenProcessPool
             found = future.result()
-        except BrokenProcessPool:  # says nothing of this chunk, unless it happens again and again
+        except BrokenProcessPool:  # the chunk is to blame only if it happens repeatedly
             self._replace(task.worker)
             if chunk.attempts + 1 < ATTEMPTS:
                 return [chunk._replace(attempts=chunk.attempts + 1)]
@@ -181,10 +180,10 @@ class Workers:
         return []
 
     def _replace(self, number: int) -> None:
-        """A new pool for one that broke down or does nothing."""
+        """Replace a pool that broke or stalled."""
         self._losses += 1
         if self._losses >= LOSSES * self.count:
-            raise RuntimeError(f"reward workers: {self._losses} in a row ended without having done anything")
+            raise RuntimeError(f"reward workers: {self._losses} in a row ended without a result")
         pools = self._all_pools()
         pools[number].stop()
         pools[number].join()
@@ -192,14 +191,14 @@ class Workers:
 
     def _all_pools(self) -> list[ProcessPool]:
         if not self._pools:
-            raise RuntimeError("reward workers: closed while they were at work")
+            raise RuntimeError("reward workers: closed during a call")
         return self._pools
 
 
 class _Process(context.SpawnProcess):
-    """Reads its arguments when it runs: one whose pool is gone by then ends without a word."""
+    """Unpickles its arguments when it runs: if its pool is gone by then, it ends silently."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_args": bytes(reduction.ForkingPickler.dumps(self._args))}
 
     def run(self) -> None:
@@ -210,13 +209,13 @@ class _Process(context.SpawnProcess):
         super().run()
 
     @staticmethod
-    def _Popen(process: Any) -> Any:
+    def _Popen(process: BaseProcess) -> object:
         with _without_main(), _without_interrupts():
             return context.SpawnProcess._Popen(process)
 
 
 class _Spawn(context.SpawnContext):
-    """Spawned processes that do not import the parent's main module, which imports jax, nor hear Ctrl-C."""
+    """Spawns processes that do not import the parent's main module, which imports jax, and ignore Ctrl-C."""
 
     Process = _Process
 
@@ -226,10 +225,10 @@ _STARTING = threading.Lock()
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that this thread starts are told of no main module; multiprocessing has no option for that."""
+    """Hide the main module from processes that this thread starts; multiprocessing has no option for that."""
     thread = threading.get_ident()
 
-    def without_main(name: str) -> dict[str, Any]:
+    def without_main(name: str) -> dict[str, object]:
         data = prepare(name)
         if threading.get_ident() == thread:
             data.pop("init_main_from_name", None)
@@ -247,7 +246,7 @@ def _without_main() -> Iterator[None]:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """SIGINT blocked in this thread; a process that it starts inherits that, for its life. It stays pending here."""
+    """Block SIGINT in this thread, where it stays pending; processes started meanwhile inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -256,7 +255,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return multiprocessing.cpu_count()

@@ -1,4 +1,4 @@
-"""Rewards of a batch of answers, computed in worker processes: an answer can cost its own reward, never the run."""
+"""Rewards of a batch of answers, computed in worker processes: a bad answer costs its own reward, never the run."""
 
 import math
 import re
@@ -13,24 +13,24 @@ from specrl_jax.rewards.pool import Workers, cores
 from specrl_jax.rewards.worker import BUILT_IN, Outcome, Row
 
 GIB = 2**30
-MOST_WORKERS = 8  # that are started unasked
-LARGEST_WEIGHT = 1e6  # with worker.LARGEST: a total is finite in float32
+MAX_WORKERS = 8  # by default
+LARGEST_WEIGHT = 1e6  # with worker.LARGEST, totals are finite in float32
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class Scores(NamedTuple):
-    """Of R answers. One that failed has 0 from every reward."""
+    """Scores of R answers. A failed one has 0 from every reward."""
 
     total: np.ndarray  # [R] float32, weighted sum
     parts: dict[str, np.ndarray]  # reward name -> [R] float32, unweighted
     correct: np.ndarray  # [R] bool: the first reward is positive
-    failures: dict[str, int]  # cause ("timeout", "died", "error", "memory") -> answers that it cost their reward
-    stated: list[str | None]  # [R] answers as stated by the first reward's reading, equal text for equal answers
-    first_failure: str = ""  # what the first answer that failed did; "" where none did
+    failures: dict[str, int]  # "timeout", "died", "error" or "memory" -> failed answers
+    extracted: list[str | None]  # [R] answers in the first reward's canonical form; None without an answer
+    first_failure: str = ""  # cause and message of the first failure
 
     def warning(self) -> str:
-        """One line of what failed; "" where nothing did."""
+        """Return one line about the failures; "" without any."""
         if not self.failures:
             return ""
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.failures.items()))
@@ -40,18 +40,18 @@ class Scores(NamedTuple):
 class Scorer:
     """Scores answers in worker processes, which start when first needed and end with `close` or the program.
 
-    A reward that hangs, raises, crashes, eats memory or returns no finite number gives its answer 0, which
-    `Scores.failures` counts; `Scores.first_failure` is what the first one said.
+    A reward that hangs, raises, crashes, exceeds its memory or returns no finite number scores 0 for that answer;
+    `Scores.failures` counts failures by cause.
 
     Args:
-      names: rewards, of `BUILT_IN` or `package.module:function` of a user's own, which is imported in workers only.
+      names: rewards of `BUILT_IN`, or `package.module:function`, which is imported in workers only.
       weights: of the rewards in the total; () is 1 for each.
-      timeout: seconds that one answer may take, for all its rewards.
+      timeout: seconds for all rewards of one answer.
       workers: processes; 0 is one per core, at most 8.
       memory: GiB that a worker may take beyond its imports.
     Raises:
-      InputError naming `reward.name`, `reward.weights`, `reward.timeout`, `reward.workers` or `reward.memory`. A user's
-      function is looked for here, in a worker: about 2 s and what importing it takes.
+      InputError: naming the key of `reward` that is wrong. A user's function is imported here, in a worker: about 2 s
+        and the time of the import.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Scorer:
         _check_limits(timeout, workers, memory)
         self.names = tuple(names)
         self.weights = tuple(weights) or (1.0,) * len(names)
-        self._workers = Workers(self.names, timeout, workers or min(cores(), MOST_WORKERS), int(memory * GIB))
+        self._workers = Workers(self.names, timeout, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
         if any(name not in BUILT_IN for name in names) and (problem := self._workers.problem()):
             self.close()
             raise InputError(f"reward.name: {problem}")
 
     def start(self) -> None:
-        """Starts the workers and does not wait for them."""
+        """Start the workers without waiting for them."""
         self._workers.start()
 
     def __call__(self, responses: Sequence[str], answers: Sequence[str]) -> Scores:
-        """Scores R responses against as many answers."""
+        """Score R responses against R answers."""
         rows = [Row(response, answer) for response, answer in zip(responses, answers, strict=True)]
         outcomes = self._workers.score(rows)
         failed = [outcome for outcome in outcomes if outcome.failure]
@@ -86,12 +86,11 @@ class Scorer:
             parts={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
             correct=rewards[:, 0] > 0,
             failures=dict(Counter(outcome.failure for outcome in failed)),
-            stated=[outcome.stated for outcome in outcomes],
+            extracted=[outcome.extracted for outcome in outcomes],
             first_failure=f"{failed[0].failure}: {failed[0].detail}" if failed else "",
         )
 
     def close(self) -> None:
-        """Ends the workers."""
         self._workers.close()
 
     def __enter__(self) -> "Scorer":
@@ -101,7 +100,7 @@ class Scorer:
         self.close()
 
     def _table(self, outcomes: Sequence[Outcome]) -> np.ndarray:
-        """[R, rewards] float64."""
+        """Return [R, rewards] float64."""
         none = (0.0,) * len(self.names)
         table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
         return np.array(table, np.float64).reshape(len(table), len(self.names))

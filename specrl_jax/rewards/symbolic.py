@@ -1,15 +1,19 @@
-"""Mathematical answers compared by value, with the library math-verify.
+"""Compare mathematical answers by value, with the library math-verify.
 
-math-verify and sympy are imported where they are used: it takes a second, and only workers need them.
+math-verify and sympy are imported inside functions: the import takes a second, and only workers need it.
 """
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-LONGEST = 1_000  # characters of a stated answer; a longer one is no answer
-TAIL = 1_000  # characters at a response's end that are searched where nothing marks the answer
-SMALL = 1e-3  # numbers that are compared by digits, not by places
+if TYPE_CHECKING:
+    from sympy import Basic
+
+LONGEST = 1_000  # characters of an extracted answer; a longer one is no answer
+TAIL = 1_000  # characters at the end of a response that are searched for an unmarked answer
+Parsed = list["Basic | str"]  # [expression, its text], [text] if it cannot be parsed, [] without answer
+SMALL = 1e-3  # smaller numbers are compared by significant digits, not by decimal places
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -25,29 +29,29 @@ _MIXED = re.compile(rf"(?<![\d.])(\d+){_SPACE}+(\d+)/(\d+)(?![\d.])", re.ASCII)
 _SIDE_BY_SIDE = re.compile(
     rf"(?:^|[^_\d])\d+{_SPACE}+\d|\d\s*\)?\s*\(\s*[+-]?\d|(?:^|[^\w\\{{}}\]^_])\{{?\d+\}}?\s*\{{\s*\d", re.ASCII
 )
-# A last letter or two, as in "2 + t" or "3ab": math-verify would take them for a unit and drop them.
+# One or two letters at the end, as in "2 + t" or "3ab": math-verify would drop them as a unit.
 _LETTERS = re.compile(r"(?<![A-Za-z\\{])(?!(?:cm|mm|km|kg|ft|lb|hr)$)[A-Za-z]{1,2}$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}\\]*)\}")
-# Three letters in a row somewhere: "p - q" is a difference.
+# At least three letters in a row: "p - q" is a difference.
 _WORDS = re.compile(r"(?!inf(?:inity)?$)(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z' -]{2,}")
 
 
 def symbolic(response: str, answer: str) -> float:
-    """1 where the response's stated answer has the value of `answer`; else 0. The reward `math`.
+    """Return 1 if the extracted answer has the value of `answer`; else 0. The reward `math`.
 
-    What a response states, by the first of these that it has:
+    The extracted answer is the first of these that the response has:
 
-    1. its final \\boxed{...}; one that is never closed states nothing, since its number may have been cut;
+    1. its final \\boxed{...}; an unclosed one gives no answer, since its number may have been cut off;
     2. its last "Answer:" line;
     3. the rest of the line after its last "####";
     4. the last mathematical expression that math-verify finds in its last 1,000 characters.
 
     `answer` is an expression ("34", "\\frac{3}{2}", "x \\in [2,5)"), also within \\boxed{} or after "####". Integers
-    are compared as such, words as text without case, all else by math-verify: exactly, decimals by six places, small
-    numbers by five digits. Its units are ignored ("50 cm" is 50), "18%" is both 18 and 0.18, and other words after a
-    number make it another answer.
+    are compared as integers, words as text without case, everything else by math-verify: exactly, decimals to six
+    places, small numbers to five digits. Known units are ignored ("50 cm" is 50), "18%" equals both 18 and 0.18, and
+    other words after a number make it a different answer.
     """
-    text, gold = stated_text(response), _clean(_gold_text(answer))
+    text, gold = extract_text(response), _clean(_gold_text(answer))
     if text is None:
         return float(_equal(_parse(gold), _parse_tail(response)))
     text = _clean(text)
@@ -61,12 +65,12 @@ def symbolic(response: str, answer: str) -> float:
     return float(_equal(_parse(gold), _parse(text)))
 
 
-def stated_value(response: str) -> str | None:
-    """What the response states, written so that most equal answers are equal text; None where it states nothing.
+def extract_value(response: str) -> str | None:
+    """Return the extracted answer in a canonical form, so that most equal answers are equal text; None without answer.
 
-    Numbers come out alike ("0.5", "\\frac12"); expressions as sympy prints them, not simplified.
+    Equal numbers get equal text ("0.5", "\\frac12"); expressions are printed by sympy, not simplified.
     """
-    text = stated_text(response)
+    text = extract_text(response)
     if text is None:
         return _canonical(_parse_tail(response))
     text = _clean(text)
@@ -75,8 +79,8 @@ def stated_value(response: str) -> str | None:
     return _integer(text) or _words(text) or _canonical(_parse(text))
 
 
-def stated_text(response: str) -> str | None:
-    """The answer as it is written, by rules 1 to 3 of `symbolic`; "" where it breaks off, None where none applies."""
+def extract_text(response: str) -> str | None:
+    """Return the answer as written, by rules 1 to 3 of `symbolic`; "" for an unclosed box, None if no rule applies."""
     if (box := last_box(response)) is not None:
         return box[0]
     if marks := list(_ANSWER.finditer(response)):
@@ -87,7 +91,7 @@ def stated_text(response: str) -> str | None:
 
 
 def last_box(text: str) -> tuple[str, int] | None:
-    """Content of the last \\boxed{...} and where it ends, ("", end of text) if it is not closed; None without one."""
+    """Return (content, end) of the last \\boxed{...}, ("", end of text) if it is not closed; None without one."""
     start = len(text)
     while (start := text.rfind("\\boxed", 0, start)) >= 0:
         if opening := _BOX.match(text, start):
@@ -96,7 +100,7 @@ def last_box(text: str) -> tuple[str, int] | None:
 
 
 def warm_up() -> None:
-    """Imports math-verify and fills its parser's tables, so that no answer's time goes into it: about 2 s."""
+    """Import math-verify and fill its parser's tables (about 2 s), so that no answer's time limit pays for it."""
     for text in ("\\frac{1}{2}+\\sqrt{x}", "[2,5)", "\\{1,2\\}"):
         _equal(_parse(text), _parse(text + "."))
     _parse_tail("so 1/2 of $x$")
@@ -122,9 +126,9 @@ def _gold_text(answer: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Without what surrounds an answer ($, *, brackets of formulas, a final period) and spaces within numbers."""
+    """Strip what surrounds an answer ($, *, formula brackets, a final period) and spaces within numbers."""
     if len(text) > 2 * LONGEST:
-        return text  # no answer, whatever is taken off
+        return text  # too long for an answer, whatever is stripped
     text = _AFTER.sub("", _BEFORE.sub("", text.replace("−", "-"))).removeprefix("+")
     if (plain := _TEXT.fullmatch(text)) and re.search(r"\d", plain[1]):
         text = plain[1]  # "\\text{5}" is a number
@@ -133,7 +137,7 @@ def _clean(text: str) -> str:
 
 
 def _integer(text: str) -> str | None:
-    """The integer that `text` writes, without leading zeros, plus sign and commas; None if it writes something else."""
+    """Return the integer in `text` without leading zeros, plus sign and commas; None for anything else."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None
@@ -142,14 +146,16 @@ def _integer(text: str) -> str | None:
 
 
 def _words(text: str) -> str | None:
-    """Words in one case, "\\text{no solution}" too; None for anything else. math-verify multiplies their letters."""
+    """Return words in lower case, also of "\\text{no solution}"; None for anything else.
+
+    math-verify would read words as products of letters.
+    """
     plain = _TEXT.fullmatch(text)
     text = " ".join((plain[1] if plain else text).split())
     return text.casefold() if _WORDS.fullmatch(text) else None
 
 
-def _parse(text: str) -> list[Any]:
-    """[sympy expression, its text], or [text] of what cannot be read."""
+def _parse(text: str) -> Parsed:
     from math_verify import LatexExtractionConfig
 
     if not _balanced(text) or _SIDE_BY_SIDE.search(text):
@@ -160,44 +166,47 @@ def _parse(text: str) -> list[Any]:
     return _read("\\boxed{" + text + "}", extraction_config=[latex]) or [text]
 
 
-def _parse_tail(response: str) -> list[Any]:
-    """As `_parse`, of the last expression in the response's end; [] where there is none."""
+def _parse_tail(response: str) -> Parsed:
+    """Parse the last expression at the end of the response."""
     tail = response[-TAIL:]
     if len(tail) < len(response):
         tail = re.sub(r"^\S+(?:\s|$)", "", tail)  # not the second half of a number
     return _read(tail)
 
 
-def _read(text: str, **options: Any) -> list[Any]:
-    """math-verify's reading of a text; [] where it fails."""
+def _read(text: str, **options: object) -> Parsed:
+    """Parse a text with math-verify; [] if it fails."""
     from math_verify import parse
 
     try:
         return parse(text, parsing_timeout=None, raise_on_error=True, **options)
     except MemoryError:
         raise
-    except Exception:  # the parser raises whatever it likes on what a model writes: no answer, not an error
+    except Exception:  # the parser raises anything on arbitrary text: no answer, not an error
         return []
 
 
-def _equal(gold: list[Any], stated: list[Any]) -> bool:
+def _equal(gold: Parsed, extracted: Parsed) -> bool:
     from math_verify import verify
     from sympy.core import random
 
     try:
-        if gold and stated and (_is_infinite(gold[0]) or _is_infinite(stated[0])):
-            return gold[0].doit() == stated[0].doit()
-        random.seed(0)  # sympy tests some terms at random points: the verdict depends on the answer alone
-        same = verify(gold, stated, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-        return same and _close(gold[0], stated[0])
+        if gold and extracted and (_is_infinite(gold[0]) or _is_infinite(extracted[0])):
+            return gold[0].doit() == extracted[0].doit()  # type: ignore[union-attr]
+        random.seed(0)  # sympy tests some terms at random points; the verdict must depend on the answer alone
+        same = verify(gold, extracted, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return same and _close(gold[0], extracted[0])
     except MemoryError:
         raise
     except Exception:  # as above
-        return bool(stated) and gold[-1:] == stated[-1:]
+        return bool(extracted) and gold[-1:] == extracted[-1:]
 
 
-def _is_infinite(value: Any) -> bool:
-    """Whether infinity is a part of it, but as a bound. sympy takes it for any number, once in a hundred times."""
+def _is_infinite(value: object) -> bool:
+    """Return whether infinity occurs in it other than as a bound.
+
+    sympy's randomised simplification found 1 % of differences with infinity to be zero.
+    """
     from sympy import Expr, Integral, Limit, Product, Sum, nan, oo, zoo
 
     if not isinstance(value, Expr) or value.has(Integral, Limit, Product, Sum):
@@ -205,20 +214,20 @@ def _is_infinite(value: Any) -> bool:
     return value.has(oo, -oo, zoo, nan)
 
 
-def _close(gold: Any, stated: Any) -> bool:
-    """False for two small numbers that differ in their first five digits: math-verify counts decimal places only."""
+def _close(gold: object, extracted: object) -> bool:
+    """Return False for two small numbers that differ in five digits: math-verify only compares decimal places."""
     from sympy import Expr
 
-    if not all(isinstance(value, Expr) and value.is_number for value in (gold, stated)):
+    if not (isinstance(gold, Expr) and isinstance(extracted, Expr) and gold.is_number and extracted.is_number):
         return True
     try:
-        a, b = complex(gold.doit().evalf()), complex(stated.doit().evalf())
+        a, b = complex(gold.doit().evalf()), complex(extracted.doit().evalf())
     except TypeError:
         return True  # infinite, or not evaluated
     return not 0 < abs(a) < SMALL or abs(a - b) <= 1e-5 * abs(a)
 
 
-def _canonical(parsed: list[Any]) -> str | None:
+def _canonical(parsed: Parsed) -> str | None:
     from sympy import Eq, Float, Rational
 
     if not parsed:
@@ -226,7 +235,7 @@ def _canonical(parsed: list[Any]) -> str | None:
     value = parsed[0]
     try:
         if isinstance(value, Eq) and value.lhs.is_Symbol:
-            value = value.rhs  # "x = 5" answers as "5" does
+            value = value.rhs  # "x = 5" is the same answer as "5"
         if isinstance(value, Float) and value.is_finite:
             value = Rational(str(value))
         return str(value)

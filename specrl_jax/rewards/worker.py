@@ -1,7 +1,7 @@
-"""What a reward worker runs. Nothing here or below imports jax: a worker is small and starts in a second.
+"""The code that a reward worker process runs, without jax: a worker is small and starts in a second.
 
-A worker scores whatever a model wrote, with functions that may hang, crash or eat memory. pool.py ends it when an
-answer takes too long; the limit of memory is set here.
+A worker scores arbitrary text with functions that may hang, crash or allocate too much. pool.py ends a worker when an
+answer takes too long; the memory limit is set here.
 """
 
 import ctypes
@@ -16,25 +16,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsFloat
 
 from specrl_jax.rewards import formats, symbolic, verifiable
 from specrl_jax.rewards.verifiable import Reward
 
-RETIRED = 77  # exit status of a worker that is full; what it was given is given to another
-LARGEST = 1e30  # of a reward: weighted sums stay finite in float32
+RETIRED = 77  # exit status of a worker that leaked too much memory; its task goes to another worker
+LARGEST = 1e30  # largest absolute reward: weighted sums stay finite in float32
 
 
 class BuiltIn(NamedTuple):
     reward: Reward
-    stated: Callable[[str], str | None] | None = None  # the response's answer in one form for equal answers
+    extract: Callable[[str], str | None] | None = None  # canonical answer of a response, for majority votes
 
 
 BUILT_IN = {
-    "exact": BuiltIn(verifiable.exact, verifiable.stated_answer),
-    "answer_line": BuiltIn(verifiable.answer_line, verifiable.stated_line),
-    "countdown": BuiltIn(verifiable.countdown, verifiable.stated_expression),
-    "math": BuiltIn(symbolic.symbolic, symbolic.stated_value),
+    "exact": BuiltIn(verifiable.exact, verifiable.extract_answer),
+    "answer_line": BuiltIn(verifiable.answer_line, verifiable.extract_answer_line),
+    "countdown": BuiltIn(verifiable.countdown, verifiable.extract_expression),
+    "math": BuiltIn(symbolic.symbolic, symbolic.extract_value),
     "boxed_format": BuiltIn(formats.boxed_format),
     "answer_line_format": BuiltIn(formats.answer_line_format),
     "think_format": BuiltIn(formats.think_format),
@@ -48,29 +48,29 @@ class Row(NamedTuple):
 
 class Outcome(NamedTuple):
     rewards: tuple[float, ...]  # one per reward; all 0 where any of them failed
-    stated: str | None = None
-    failure: str = ""  # its cause: "timeout", "died", "error" or "memory"
+    extracted: str | None = None
+    failure: str = ""  # cause: "timeout", "died", "error" or "memory"
     detail: str = ""  # one line
 
 
 class Worker(NamedTuple):
     rewards: tuple[Reward, ...]
-    stated: Callable[[str], str | None] | None
+    extract: Callable[[str], str | None] | None
     problem: str  # why the rewards could not be loaded, or ""
-    memory: int  # bytes that it may take beyond `base`
+    memory: int  # bytes allowed beyond `base`
     base: int  # bytes of address space after all imports
 
 
-_worker: Worker | None = None  # of this process, set once by `begin`: the pool hands a task nothing but its arguments
+_worker = Worker((), None, "not initialised", 0, 0)  # of this process, set by `initialise`: tasks only get arguments
 
 
-def begin(names: Sequence[str], memory: int, parent: int) -> None:
-    """Prepares this process. `memory` bytes are beyond what the imports take; `parent` is the process to die with."""
+def initialise(names: Sequence[str], memory: int, parent: int) -> None:
+    """Prepare this process; it may take `memory` bytes beyond its imports and is killed when process `parent` ends."""
     global _worker
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends C code too, and prints nothing
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # interrupts C code too, and prints nothing
     _die_with(parent)
-    _fall_silent()
-    os._exit = _exit_visibly(os._exit)
+    _silence()
+    os._exit = _exit_with_error(os._exit)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a user's reward may import jax; the accelerator is the parent's
     rewards, problem = [], ""
     try:
@@ -80,19 +80,19 @@ def begin(names: Sequence[str], memory: int, parent: int) -> None:
             symbolic.warm_up()
     except BaseException as error:
         problem = f"cannot load '{name}': {one_line(error)}"
-    stated = BUILT_IN[names[0]].stated if names[0] in BUILT_IN else None
-    _worker = Worker(tuple(rewards), stated, problem, memory, address_space())
+    extract = BUILT_IN[names[0]].extract if names[0] in BUILT_IN else None
+    _worker = Worker(tuple(rewards), extract, problem, memory, address_space())
 
 
 def problem() -> str:
-    """Why the rewards could not be loaded, in one line; "" where they could."""
+    """Return why the rewards could not be loaded, in one line; "" if they were."""
     return _worker.problem
 
 
 def load(path: str) -> Reward:
-    """The function at `package.module:function`. Raises what importing it raises, or TypeError."""
+    """Import the function `package.module:function`. Raises what the import raises, or TypeError."""
     module, _, name = path.partition(":")
-    function: Any = importlib.import_module(module)
+    function = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     if not callable(function):
@@ -100,7 +100,7 @@ def load(path: str) -> Reward:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return function  # written in C, takes what it takes
+        return function  # written in C, without a signature
     try:
         signature.bind("response", "answer")
     except TypeError:
@@ -109,15 +109,15 @@ def load(path: str) -> Reward:
 
 
 def score_rows(rows: Sequence[Row], seconds: float) -> list[Outcome]:
-    """Outcomes of the first rows, at least one; none is begun after `seconds`, so that few are lost to a slow one.
+    """Return the outcomes of the first rows, at least one; stop after `seconds`, so that a slow answer delays few.
 
-    A worker in which half the memory stays taken, by whatever answers left behind, begins no further one.
+    A worker whose answers leaked half of its memory starts no further one.
     """
     worker = _worker
     if worker.problem:
         return [Outcome((), None, "error", worker.problem)] * len(rows)
     if _is_full(worker):
-        time.sleep(0.1)  # the pool must first know whose task this is
+        time.sleep(0.1)  # the pool must first register the task with this worker
         os._exit(RETIRED)
     outcomes: list[Outcome] = []
     end = time.monotonic() + seconds
@@ -129,19 +129,19 @@ def score_rows(rows: Sequence[Row], seconds: float) -> list[Outcome]:
 
 
 def score_row(worker: Worker, row: Row) -> Outcome:
-    """All rewards of one answer within the limit of memory; whatever they raise becomes its failure."""
+    """Compute all rewards of one answer within the memory limit; any exception becomes its failure."""
     try:
         with _limited_memory(worker.base + worker.memory):
             rewards = tuple(_number(reward(row.response, row.answer)) for reward in worker.rewards)
-            return Outcome(rewards, (worker.stated(row.response) or None) if worker.stated else None)
+            return Outcome(rewards, (worker.extract(row.response) or None) if worker.extract else None)
     except MemoryError:
         return Outcome((), None, "memory", "MemoryError")
-    except BaseException as error:  # sys.exit() too
+    except BaseException as error:  # also SystemExit
         return Outcome((), None, "error", one_line(error))
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an exception within 200 characters."""
+    """Return type and text of an exception within 200 characters."""
     try:
         text = " ".join(str(error).split())
     except Exception:
@@ -154,7 +154,7 @@ def _is_full(worker: Worker) -> bool:
 
 
 def address_space() -> int:
-    """Bytes that this process has mapped; 0 where there is no /proc."""
+    """Return the bytes that this process has mapped; 0 without /proc."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -162,8 +162,8 @@ def address_space() -> int:
         return 0
 
 
-def _number(value: Any) -> float:
-    """Raises TypeError or ValueError for what is no number, not finite or beyond `LARGEST`."""
+def _number(value: SupportsFloat) -> float:
+    """Raise TypeError or ValueError unless it is a finite number within `LARGEST`."""
     if isinstance(value, str | bytes | bytearray):
         raise TypeError(f"a reward must be a number, not {type(value).__name__}")
     number = float(value)
@@ -174,7 +174,7 @@ def _number(value: Any) -> float:
 
 @contextmanager
 def _limited_memory(limit: int) -> Iterator[None]:
-    """Address space of at most `limit` bytes. The soft limit alone: pipes to the parent must work after it was met."""
+    """Limit the address space to `limit` bytes; only the soft limit, so that pipes to the parent keep working."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -186,16 +186,16 @@ def _limited_memory(limit: int) -> Iterator[None]:
 
 
 def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends, however it ends."""
+    """Ask the kernel to kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before
+        os._exit(1)  # the parent has already ended
 
 
-def _fall_silent() -> None:
-    """stdout, stderr, warnings and logs go nowhere: a console is no place for what thousands of answers provoke."""
+def _silence() -> None:
+    """Discard stdout, stderr, warnings and logs: thousands of arbitrary answers would flood the console."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -204,6 +204,6 @@ def _fall_silent() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def _exit_visibly(leave: Callable[[int], None]) -> Callable[[int], None]:
-    """os._exit(0) would look like an orderly end, which the pool does not notice."""
+def _exit_with_error(leave: Callable[[int], None]) -> Callable[[int], None]:
+    """Replace os._exit: status 0 would look like an orderly end, which the pool does not notice."""
     return lambda status: leave(status or 1)

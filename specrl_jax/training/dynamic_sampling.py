@@ -98,7 +98,7 @@ def merged_scores(parts: Sequence[Scores]) -> Scores:
                 cause: first.failures.get(cause, 0) + scores.failures.get(cause, 0)
                 for cause in first.failures | scores.failures
             },
-            first.stated + scores.stated,
+            first.extracted + scores.extracted,
             first.first_failure or scores.first_failure,
         )
     return first

@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
         """eval/*: accuracy, pass@k and maj@n of all problems, with several sets eval/<set>/* of each; lengths;
         how many answers a fault cost their reward.
         """
-        stated = [self.scores.stated[i : i + self.samples] for i in range(0, len(self.scores.stated), self.samples)]
+        stated = [self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)]
         row = accuracy_metrics(self.correct, stated, "eval/")
         first = 0
         for name, problems in sets.items() if len(sets) > 1 else ():
@@ -65,7 +65,7 @@ class Evaluation(NamedTuple):
                     "prompt": problem.prompt,
                     "answer": problem.answer,
                     "response": tokenizer.decode(self.rollouts.response(row)),
-                    "stated": self.scores.stated[row],
+                    "stated": self.scores.extracted[row],
                     "reward": float(self.scores.total[row]),
                     "correct": bool(self.scores.correct[row]),
                 }

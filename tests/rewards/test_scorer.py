@@ -56,7 +56,7 @@ def test_parts_total_and_correct():
     np.testing.assert_array_equal(scores.total, [0.0, -2.0, 1.5, -0.25])
     np.testing.assert_array_equal(scores.correct, [True, False, True, False])
     assert scores.total.dtype == scores.parts["math"].dtype == np.float32 and scores.correct.dtype == bool
-    assert scores.failures == {} and scores.stated == ["17", "18", "17", None]
+    assert scores.failures == {} and scores.extracted == ["17", "18", "17", None]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_parts_total_and_correct():
     ],
 )
 def test_stated(name, response, stated):
-    reader = worker.BUILT_IN[name].stated if name in worker.BUILT_IN else None
+    reader = worker.BUILT_IN[name].extract if name in worker.BUILT_IN else None
     outcome = worker.score_row(
         worker.Worker((lambda *_: 1.0,), reader, "", 4 * GIB, worker.address_space()), Row(response, "")
     )
@@ -89,7 +89,7 @@ def test_stated(name, response, stated):
 def test_order_is_kept(count, scorer):
     scores = scorer([f"\\boxed{{{i}}}" for i in range(count)], [str(i - i % 3) for i in range(count)])
     np.testing.assert_array_equal(scores.correct, np.arange(count) % 3 == 0)
-    assert scores.stated == [str(i) for i in range(count)]
+    assert scores.extracted == [str(i) for i in range(count)]
     assert scores.total.shape == scores.parts["math"].shape == (count,)
 
 
@@ -150,7 +150,7 @@ def test_an_answer_that_fails_has_nothing_from_any_reward():
         scores = score(scorer, ["fail", "\\boxed{17}", "return 3"])
     np.testing.assert_array_equal(scores.parts["boxed_format"], [0, 1, 0])
     np.testing.assert_array_equal(scores.parts[OBEY], [0, 1, 3])
-    assert scores.stated == [None] * 3
+    assert scores.extracted == [None] * 3
 
 
 def test_slow_answers_have_the_whole_limit():
@@ -208,9 +208,9 @@ def test_workers_killed_while_idle_are_replaced(seconds):
 
 def test_workers_that_cannot_start_end_the_run(monkeypatch):
     monkeypatch.setattr(pool, "LOSSES", 2)
-    monkeypatch.setattr(worker, "begin", os.abort)
+    monkeypatch.setattr(worker, "initialise", os.abort)
     workers = Workers(("exact",), 1.0, 1, GIB)
-    with pytest.raises(RuntimeError, match="without having done anything"):
+    with pytest.raises(RuntimeError, match="without a result"):
         workers.score([Row("#1", "1")] * 3)
     workers.close()
 

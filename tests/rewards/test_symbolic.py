@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.rewards import symbolic as module
-from specrl_jax.rewards.symbolic import stated_text, stated_value, symbolic
+from specrl_jax.rewards.symbolic import extract_text, extract_value, symbolic
 
 SAME = {
     "34": "34|$34$|34.|34.0|\\$34|34\\text{ cm}|34 \\text{ apples}|34 cm|x=34|\\text{34}|\\mathbf{34}|68/2|17\\cdot 2"
@@ -129,13 +129,13 @@ def test_an_answer_equals_itself(gold):
     ],
 )
 def test_what_a_response_states(response, stated):
-    assert stated_value(response) == stated
+    assert extract_value(response) == stated
     if stated is None:
         assert symbolic(response, "2") == 0
 
 
 def test_braces_that_latex_prints_do_not_close_a_box():
-    assert stated_text("\\boxed{\\left\\{ 1 \\right. \\\\} no }") == "\\left\\{ 1 \\right. \\\\"
+    assert extract_text("\\boxed{\\left\\{ 1 \\right. \\\\} no }") == "\\left\\{ 1 \\right. \\\\"
     assert symbolic("\\boxed{17\\}", "17") == 0
 
 
@@ -147,7 +147,7 @@ def test_unbalanced_braces_are_no_number(text):
 def test_a_number_is_not_cut_where_the_tail_begins():
     response = "a" * 10 + " 1234567" + " x" * 497
     assert len(response) > module.TAIL and response[-module.TAIL] in "1234567"
-    assert stated_value(response) != "567" and symbolic(response, "567") == 0
+    assert extract_value(response) != "567" and symbolic(response, "567") == 0
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_a_number_is_not_cut_where_the_tail_begins():
     ],
 )
 def test_equal_answers_are_stated_alike(texts):
-    assert len({stated_value(f"\\boxed{{{text}}}") for text in texts}) == 1
+    assert len({extract_value(f"\\boxed{{{text}}}") for text in texts}) == 1
 
 
 def test_other_answers_are_stated_otherwise():
     texts = ["34", "-34", "3.4", "1/3", "0.333333", "x", "(1,2)", "(2,1)", "[1,2]", "dog", "god", "2x", "2+x", "3 4"]
-    assert len({stated_value(f"\\boxed{{{text}}}") for text in texts}) == len(texts)
+    assert len({extract_value(f"\\boxed{{{text}}}") for text in texts}) == len(texts)
 
 
 ODD = ["0", "-0", "00", "7", "-7", "+7", "007", "1,000", "1000", "-1,000", "+1,000", "01,000"]
@@ -197,7 +197,7 @@ def test_integers_do_not_wake_the_library(monkeypatch):
     monkeypatch.setattr(module, "_read", lambda *_, **__: pytest.fail("read"))
     for response in ("\\boxed{1,080}", "Answer: $1080$.", "#### 1080"):
         assert symbolic(response, "1,080") == 1 and symbolic(response, "1081") == 0
-        assert stated_value(response) == "1080"
+        assert extract_value(response) == "1080"
 
 
 def test_lack_of_memory_is_no_wrong_answer(monkeypatch):
@@ -217,8 +217,8 @@ def test_lack_of_memory_is_no_wrong_answer(monkeypatch):
 def test_no_text_raises(text, form):
     response = form.format(text)
     assert symbolic(response, "123456789123456789") in (0.0, 1.0)
-    assert stated_value(response) is None or isinstance(stated_value(response), str)
-    assert stated_text(response) is None or isinstance(stated_text(response), str)
+    assert extract_value(response) is None or isinstance(extract_value(response), str)
+    assert extract_text(response) is None or isinstance(extract_text(response), str)
 
 
 @pytest.mark.parametrize("text", ["6.0\\infty", "\\infty", "6.0inf", "-\\infty", "\\frac{1}{0}", "0/0", "\\infty x"])
@@ -239,5 +239,5 @@ def test_a_verdict_depends_on_the_answer_alone(monkeypatch):
 
 def test_floats_that_are_not_finite_state_something():
     for text in ("nan", "\\infty", "\\frac{1}{0}", "0/0"):
-        assert isinstance(stated_value(f"\\boxed{{{text}}}"), str)
+        assert isinstance(extract_value(f"\\boxed{{{text}}}"), str)
         assert math.isfinite(symbolic(f"\\boxed{{{text}}}", text))

@@ -92,7 +92,7 @@ def test_memory_by_hand():
 
 
 def test_zero_slots_means_as_many_as_fit():
-    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a sequence; less 16.4 of state if shared."""
+    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a sequence; less 16.4 of state shared."""
     policy = preset("qwen3_8b")
     w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 0, microbatch=4)
     decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())

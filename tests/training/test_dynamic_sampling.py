@@ -121,7 +121,7 @@ def test_scores_of_rounds_add_up():
     one, two = scores_of(MIXED, {"timeout": 1}), scores_of(ONE, {"timeout": 2, "died": 1})
     both = merged_scores([one, two])
     assert both.total.tolist() == [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1] == both.parts["exact"].tolist()
-    assert both.failures == {"timeout": 3, "died": 1} and len(both.stated) == 12
+    assert both.failures == {"timeout": 3, "died": 1} and len(both.extracted) == 12
     faults = [scores._replace(first_failure=said) for scores, said in ((one, ""), (two, "b"), (two, "c"))]
     assert merged_scores(faults).first_failure == "b"
     assert both.correct.tolist() == (both.total > 0).tolist()
