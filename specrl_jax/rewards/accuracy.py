@@ -70,7 +70,7 @@ def accuracy_metrics(correct: np.ndarray, extracted: Sequence[Sequence[str | Non
     found |= {f"pass_at_{k}": pass_at_k(correct, k) for k in _powers(n)}
     if n > 1 and any(answer is not None for row in extracted for answer in row):
         found["majority"] = majority_at_n(correct, extracted)
-    row = {}
+    row: dict[str, float] = {}
     for name, values in found.items():
         low, high = interval(values)
         row |= {f"{prefix}{name}": float(values.mean()), f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -70,7 +69,7 @@ class Workers:
             if not self._pools:
                 # The kernel kills a worker when the thread that started it ends: this thread lives until `close`.
                 self._starter = ThreadPoolExecutor(1, "reward workers")
-                self._pools = [self._start_one() for _ in range(self.count)]
+                self._pools = [self._start_one(self._starter) for _ in range(self.count)]
                 atexit.register(self.close)
 
     def close(self) -> None:
@@ -82,6 +81,7 @@ class Workers:
                 pool.stop()
             for pool in pools:
                 pool.join()
+            assert self._starter is not None, "set with the pools"
             self._starter.shutdown()
 
     def problem(self) -> str:
@@ -98,7 +98,7 @@ class Workers:
             return f"loading {', '.join(self.names)} {cause}"
 
     def score(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Return the outcomes in order. Raises RuntimeError if no worker can be started or the pool is closed meanwhile."""
+        """Return the outcomes in order. Raises RuntimeError if no worker starts, or on `close`."""
         with self._calls:
             self.start()
             outcomes: dict[int, Outcome] = {}
@@ -114,10 +114,10 @@ class Workers:
                     future.cancel()
             return [outcomes[i] for i in range(len(rows))]
 
-    def _start_one(self) -> ProcessPool:
+    def _start_one(self, starter: ThreadPoolExecutor) -> ProcessPool:
         arguments = self.names, self.memory, os.getpid()
         pool = ProcessPool(1, initializer=worker.initialise, initargs=arguments, context=_Spawn())
-        self._starter.submit(getattr, pool, "active").result()  # the first access starts it
+        starter.submit(getattr, pool, "active").result()  # the first access starts it
         return pool
 
     def _split(self, rows: Sequence[int]) -> deque[Chunk]:
@@ -187,7 +187,8 @@ class Workers:
         pools = self._all_pools()
         pools[number].stop()
         pools[number].join()
-        pools[number] = self._start_one()
+        assert self._starter is not None, "set with the pools"
+        pools[number] = self._start_one(self._starter)
 
     def _all_pools(self) -> list[ProcessPool]:
         if not self._pools:
@@ -198,18 +199,20 @@ class Workers:
 class _Process(context.SpawnProcess):
     """Unpickles its arguments when it runs: if its pool is gone by then, it ends silently."""
 
+    _args: tuple[object, ...] | bytes
+
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_args": bytes(reduction.ForkingPickler.dumps(self._args))}
 
     def run(self) -> None:
         try:
-            self._args = pickle.loads(self._args)
+            self._args = pickle.loads(self._args)  # type: ignore[arg-type]
         except (OSError, EOFError):
             return
         super().run()
 
     @staticmethod
-    def _Popen(process: BaseProcess) -> object:
+    def _Popen(process: BaseProcess) -> object:  # type: ignore[override]
         with _without_main(), _without_interrupts():
             return context.SpawnProcess._Popen(process)
 
@@ -256,6 +259,4 @@ def _without_interrupts() -> Iterator[None]:
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return multiprocessing.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else multiprocessing.cpu_count()

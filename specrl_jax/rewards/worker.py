@@ -70,7 +70,7 @@ def initialise(names: Sequence[str], memory: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # interrupts C code too, and prints nothing
     _die_with(parent)
     _silence()
-    os._exit = _exit_with_error(os._exit)
+    os._exit = _exit_with_error(os._exit)  # type: ignore[assignment]
     os.environ["JAX_PLATFORMS"] = "cpu"  # a user's reward may import jax; the accelerator is the parent's
     rewards, problem = [], ""
     try:
