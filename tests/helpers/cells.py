@@ -112,7 +112,7 @@ class Outcome(NamedTuple):
 
 
 def run_cell(cell, seed):
-    """Compare an engine's rollouts under a cell's settings with float64 probabilities; greedy ones with plain Python."""
+    """Compare the rollouts under a cell's settings with float64 probabilities; greedy ones with plain Python."""
     longest = SEEN if cell.limit == "inside" else SEEN + K + 1
     eos = V - 1 if cell.eos == "may end" else None
     samples = SIBLINGS if cell.drafter in COPIES_OTHERS else 1

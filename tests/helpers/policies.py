@@ -63,7 +63,7 @@ def row_positions(tokens):
 
 
 def numpy_forward(params, config, tokens):
-    """Return logits [T, V] of a row of tokens [T], and the residual stream [L + 1, T, D] before each layer and the end."""
+    """Return logits [T, V] of tokens [T], and the residual stream [L + 1, T, D] before each layer and the end."""
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x = w["embed"][np.asarray(tokens)]
     stream = [x]

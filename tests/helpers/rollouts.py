@@ -43,7 +43,7 @@ def policy(preset="nano_deep"):
 
 @functools.cache
 def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep"):
-    """Return the engine of one of KINDS with drafts of k tokens, and its weights; limits grow where drafts are copied."""
+    """Return the engine of one of KINDS with drafts of k tokens, and its weights; lookup needs larger limits."""
     kind, cascade_min = KINDS[name]
     model = qwen3.preset(preset)
     preset_of_draft = "nano" if kind == "model" else ""

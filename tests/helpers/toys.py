@@ -126,10 +126,10 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
 
 
 def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
-    """A drafter that knows the whole prefix, `table` [HASHES, V, Vd], and keeps it by position in a buffer of its own.
+    """Return a drafter that reads the whole prefix, `table` [HASHES, V, Vd], from a buffer of its own, by position.
 
-    As the EAGLE-3 head does: a draft writes the last k + 1 committed tokens, and what was committed before those it
-    takes as it finds it. Where it drafted it leaves what is of no use, even if its tokens are accepted.
+    Like the EAGLE-3 head, a draft writes the last k + 1 committed tokens and relies on the buffer for earlier ones. It
+    overwrites the drafted positions with UNWRITTEN, even if their tokens are accepted.
     """
     sampling = Sampling(temperature, rule=rule)
 
