@@ -74,7 +74,7 @@ def test_a_simulated_value_is_reproduced_within_15_percent(predicted, verdict):
 def test_a_verdict_that_depends_on_a_constant_chosen_afterwards_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(scale_projection, "HERE", tmp_path)
     (tmp_path / "sensitivity.csv").write_text(
-        f"changed,\"512, k = 3: rollout\",\"512, k = 3: end to end\"\n{scale_projection.WITHOUT},2.0,1.0\n"
+        f'changed,"512, k = 3: rollout","512, k = 3: end to end"\n{scale_projection.WITHOUT},2.0,1.0\n'
     )
     (tmp_path / "validation.csv").write_text("set,cell,measured,predicted,low,high\nasync,speedup,1.2,1.1,1.0,1.2\n")
     row = {"view": scale_projection.VIEW, "lengths": scale_projection.LENGTHS, "use": "predicted", "low": 1, "high": 3}

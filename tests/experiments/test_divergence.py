@@ -1,4 +1,4 @@
-"""Plain float32 without parity: where two drafters' `coupled` rollouts part, both tokens tie."""
+"""In float32 without parity, `coupled` rollouts of two drafters diverge only where both tokens tie."""
 
 import dataclasses
 
@@ -20,18 +20,20 @@ def forward(partition):
 
 @pytest.fixture(scope="module")
 def rollouts():
-    """Of plain decoding, and of drafts of three: a few thousand tokens each."""
+    """Rollouts of plain decoding and with three drafted tokens, a few thousand tokens each."""
     runs = (engine_and_weights(kind, k, LIMITS, SAMPLING) for kind, k in (("none", 0), ("ngram", 3)))
     return [engine.generate(weights, prompts(32), 8, SEED) for engine, weights in runs]
 
 
-def test_rollouts_part_at_ties_only(rollouts, forward):
+@pytest.mark.slow
+def test_rollouts_diverge_only_at_ties(rollouts, forward):
     partings, compared = divergence.compare(*rollouts)
     assert 3000 < compared <= rollouts[0].response_length.sum()
     found = divergence.find_gaps(forward, *rollouts, partings, SEED, SAMPLING)
     assert all(parting.gap < divergence.TIE for parting in found), found
 
 
+@pytest.mark.slow
 def test_every_token_is_the_best_of_logits_and_noise_by_another_forward(rollouts, forward):
     a = rollouts[0]
     places = [(row, position) for row in range(0, 256, 16) for position in range(a.prompt_length[row], a.length[row])]
@@ -39,8 +41,9 @@ def test_every_token_is_the_best_of_logits_and_noise_by_another_forward(rollouts
     assert len(found) > 150 and max(parting.gap for parting in found) < divergence.TIE
 
 
-def test_a_parting_that_is_no_tie_is_found(rollouts, forward):
-    """Another token in one place: found there, tokens compared up to it, with the distance that it has."""
+@pytest.mark.slow
+def test_a_divergence_that_is_no_tie_is_found(rollouts, forward):
+    """One changed token: found at its position, tokens are compared up to it, and its gap is large."""
     a = rollouts[0]
     row = int(a.response_length.argmax())
     position = int(a.prompt_length[row]) + 3
@@ -54,5 +57,5 @@ def test_a_parting_that_is_no_tie_is_found(rollouts, forward):
 
 
 @pytest.mark.parametrize("count, bound", [(0, 2.996), (1, 4.744), (10, 16.962)])
-def test_the_bound_of_a_rate_is_the_known_one(count, bound):
+def test_the_upper_bound_of_a_poisson_mean(count, bound):
     assert abs(divergence.upper_bound(count) - bound) < 1e-3

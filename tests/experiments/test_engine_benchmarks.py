@@ -1,4 +1,4 @@
-"""The arithmetic of the engine's measurements, on fixed rows; nothing is timed here."""
+"""Statistics and verdicts of the engine's measurements on made-up rows, and what the timed programs contain."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def test_quartiles_of_five():
     assert str(bench.quartiles([1.0, 2.0])) == "1.500 (1.250 to 1.750)"
 
 
-def test_everyone_has_one_turn_a_round_and_no_fixed_place():
+def test_every_name_has_one_turn_per_round_in_random_order():
     turns = list(bench.in_turn("abc", 40))
     assert [i for i, _ in turns] == [i for i in range(40) for _ in "abc"]
     orders = [tuple(name for j, name in turns if j == i) for i in range(40)]
@@ -54,7 +54,7 @@ def test_rows_are_paired_by_their_round():
 
 
 @pytest.mark.parametrize("rounds", [(), (0, 2), (0, 1, 1)])
-def test_a_round_that_is_missing_or_there_twice_is_refused(rounds):
+def test_a_missing_or_repeated_round_is_refused(rounds):
     rows = [{"k": 1, "round": i, "seconds": 1.0} for i in rounds]
     with pytest.raises(ValueError, match="each once"):
         bench.by_round(rows, "seconds", k=1)
@@ -71,7 +71,7 @@ def test_csv_rows_come_back_with_their_types(tmp_path):
 
 
 def cost_rows():
-    """Two rounds, the second on a machine half as fast."""
+    """Two rounds; in the second one the machine is half as fast."""
     seconds = {("iteration", 0): 1.1, ("iteration", 2): 2.6, ("forward", 0): 1.0, ("forward", 2): 1.5}
     seconds |= {("head", 1): 0.25, ("fc", 2): 0.1, ("rest", 0): 0.11, ("rest", 2): 0.26}
     return [
@@ -87,13 +87,13 @@ def test_the_cost_table_is_the_sum_of_the_parts():
     expected = {"c": 2.6 / 1.1, "c_verify": 1.5, "k_head": 0.5, "fc": 0.1, "sum": 2.1}
     expected |= {"ratio": 2.6 / 1.1 / 2.1, "overhead": (2.6 - 2.1) / 2.6, "rest": 0.1}
     for name, value in expected.items():
-        # Drift between the rounds leaves no trace.
+        # Drift between the rounds cancels.
         np.testing.assert_allclose(two[name], [value] * 3, rtol=1e-12, err_msg=name)
     assert zero["c"].median == zero["sum"].median == 1 and zero["fc"].median == zero["k_head"].median == 0
     assert zero["overhead"].median == pytest.approx(0.1 / 1.1)
 
 
-def test_the_cost_figure_needs_the_csv_alone(tmp_path):
+def test_the_cost_figure_is_drawn_from_the_csv(tmp_path):
     path = str(tmp_path / "costs.csv")
     with bench.csv_writer(path, costs.FIELDS) as write:
         for row in cost_rows():
@@ -108,12 +108,12 @@ def case():
 
 
 def sizes(pattern, text):
-    """Sorted numbers of entries of the shapes that a pattern finds."""
+    """Sorted sizes of the shapes that a pattern finds."""
     return sorted(math.prod(map(int, shape.split(","))) for shape in re.findall(pattern, text))
 
 
 def outside_the_loop(text):
-    """The text of a compiled module's entry and of what it calls, but for the loop's body and condition."""
+    """The text of a compiled module without the loop's body and condition."""
     computations = {m[1]: m[0] for m in re.finditer(r"^(?:ENTRY )?%([\w.\-]+) .*?^}", text, re.M | re.S)}
     found, names = [], [re.search(r"^ENTRY %([\w.\-]+)", text, re.M)[1]]
     for name in names:
@@ -122,9 +122,10 @@ def outside_the_loop(text):
     return "".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "k", "products"), [("forward", 2, 7 * 7 + 1), ("head", 1, 9), ("fc", 2, 2)])
-def test_a_timed_part_does_all_its_work_in_every_turn(case, part, k, products, monkeypatch):
-    """Each compiled loop has all products of the part, whole, and none of them stands before the loop."""
+def test_a_timed_part_does_all_its_work_in_every_iteration(case, part, k, products, monkeypatch):
+    """Each compiled loop contains all matmuls of the part at full size, and none is hoisted out of it."""
     found = {}
 
     def compile_only(body, weights, state, count):
@@ -144,7 +145,7 @@ def test_a_timed_part_does_all_its_work_in_every_turn(case, part, k, products, m
 
 
 def enumerated(p_of, q_of, k, V):
-    """All drafts of k tokens as rows: tokens [V^k, k], p [V^k, k+1, V], q [V^k, k, V], and the chance of each draft."""
+    """All drafts of k tokens: tokens [V^k, k], p [V^k, k+1, V], q [V^k, k, V], and the probability of each [V^k]."""
     drafts = list(itertools.product(range(V), repeat=k))
     p = np.array([[p_of[d[:i]] for i in range(k + 1)] for d in drafts])
     q = np.array([[q_of[d[:i]] for i in range(k)] for d in drafts])
@@ -159,7 +160,7 @@ def tables(rng, k, V):
 
 
 def test_expected_counts_are_those_of_the_rules():
-    """Over all drafts, at least i are kept with chance E[prod of min(1, p / q)] by rejection, E[P_i] by block."""
+    """P(at least i accepted) is E[prod of min(1, p / q)] for rejection and E[P_i] for block, summed over all drafts."""
     k, V, rng = 3, 3, np.random.default_rng(0)
     p_of, q_of = tables(rng, k, V), tables(rng, k, V)
     tokens, p, q, chance = enumerated(p_of, q_of, k, V)
@@ -178,7 +179,7 @@ def test_expected_counts_are_those_of_the_rules():
     assert block > rejection + 0.01
 
 
-def test_gains_are_ratios_of_drafts_kept_per_verification():
+def test_gains_are_ratios_of_accepted_drafts_per_verification():
     row = {"k": 3, "seed": 0, "verifications": 100}
     rows = [
         row | {"rule": "rejection", "accepted": 200, "expected_rejection": 198.0, "expected_block": 217.8},
@@ -203,7 +204,7 @@ def test_gains_are_ratios_of_drafts_kept_per_verification():
     ],
 )
 def test_the_controller_is_judged_by_the_rounds_after_its_learning(adaptive, passed):
-    """k = 3 is best but for round 0, in which k = 0 is by far."""
+    """k = 3 is best in all rounds but 0, a learning round in which k = 0 is best by far."""
     speeds = {0: [90.0, 4.0, 4.0, 4.0], 3: [2.0, 10.0, 10.0, 10.0], "none": [5.0, 5.0, 5.0, 5.0], "adaptive": adaptive}
     verdict = controller.judge(rows_of("who", speeds))
     assert verdict.best == 3 and verdict.first_over_best == 0.1
@@ -227,14 +228,14 @@ def test_every_drafter_of_the_sweep_builds():
 
 
 @pytest.mark.parametrize("allocate", [True, False])
-def test_buffers_take_what_the_docstrings_say(allocate):
+def test_buffers_have_the_bytes_of_the_docstrings(allocate):
     limits = Limits(4, 6, 10, chunk=4, groups=2, members=3)
     rows = memory.measure("nano_deep", limits, "bfloat16", allocate)
     assert [row["bytes"] for row in rows] == [row["arithmetic"] for row in rows]
     assert len(rows) == 6 and all(row["bytes"] for row in rows)
 
 
-def test_the_speculative_side_stands_beside_the_plain_one(monkeypatch):
+def test_a_draft_adds_a_speculative_side(monkeypatch):
     monkeypatch.setattr(peers, "ours", lambda *shape: lambda: (len(shape), 1.0))
     work = peers.Workload("nano", "folder", [[1, 2]], 5, None)
     assert [row["who"] for row in peers.measure({2: work}, {}, 1)] == ["ours"]
@@ -242,6 +243,7 @@ def test_the_speculative_side_stands_beside_the_plain_one(monkeypatch):
     assert found == [("ours", 5), ("ours_speculative", 7)]
 
 
+@pytest.mark.slow
 def test_ours_speculates_with_a_head_from_its_folder(tmp_path, monkeypatch):
     policy, head = str(tmp_path / "policy"), str(tmp_path / "head")
     hf.save_params(policy, random_params(DEEP, 0), DEEP, "float32")
@@ -256,7 +258,7 @@ def test_ours_speculates_with_a_head_from_its_folder(tmp_path, monkeypatch):
     assert made[0].draft_length == 1
 
 
-def test_both_sides_of_ours_are_compared_with_everyone(capsys):
+def test_both_of_our_sides_are_compared_with_every_peer(capsys):
     speeds = {"ours": [10.0, 20.0, 30.0], "ours_speculative": [20.0, 40.0, 60.0], "tunix": [5.0, 5.0, 60.0]}
     peers.report([row | {"model": "tiny", "batch": 8} for row in rows_of("who", speeds)])
     lines = capsys.readouterr().out.splitlines()

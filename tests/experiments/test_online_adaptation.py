@@ -1,4 +1,4 @@
-"""What the report of the drafts that learn inside RL reads from its rows."""
+"""Statistics of the report of drafts that learn online."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 @pytest.mark.parametrize(
     ("chosen", "step"), [([0, 0.1, 2, 3], 3), ([0, 2, 0, 3], 4), ([2, 2], 1), ([0, 3, 0.2], None), ([0, 0], None)]
 )
-def test_the_step_from_which_on_a_draft_is_used(chosen, step):
+def test_the_step_from_which_on_the_controller_drafts(chosen, step):
     rows = [{"step": i, "spec/draft_length_mean": x} for i, x in enumerate(chosen, 1)]
-    # The row of the evaluation before the first step has none.
+    # The evaluation before the first step has no such metric.
     assert switched_on([{"step": 0}, *rows]) == step
 
 
@@ -21,6 +21,6 @@ def test_a_window_ends_with_its_step():
     assert window_mean(series, 30) == 28.0 and window_mean(series, 2) == 1.5
 
 
-def test_every_run_is_of_one_draft():
+def test_every_run_has_exactly_one_draft():
     for run in get_sweep():
         assert sum(overrides.items() <= run.items() for overrides in DRAFTS.values()) == 1

@@ -1,4 +1,4 @@
-"""The comparison with other libraries: what counts as a token, rounds in turn, and our own side of it."""
+"""The comparison with other libraries: token counts, the order of rounds, and our side of it."""
 
 import dataclasses
 import io
@@ -13,7 +13,7 @@ from specrl_jax.models import qwen3
 from tests.helpers.policies import random_params
 
 NANO = qwen3.PRESETS["nano"]
-# Answers three commands, each with one more token than the one before, and ends.
+# Answers three commands with 0, 1 and 2 tokens, then exits.
 FAKE_PEER = """
 import json, sys
 for i, line in zip(range(3), sys.stdin):
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_tokens_count_up_to_the_first_eos_and_with_it():
+def test_tokens_are_counted_up_to_and_with_the_first_eos():
     rows = [[5, 9, 9, 9], [9, 1, 1, 1], [1, 2, 3, 4], [1, 2, 3, 9]]
     assert peer_server.count_tokens(rows, 4, eos=9) == 2 + 1 + 4 + 4
     assert peer_server.count_tokens(rows, 4, eos=None) == 16
@@ -60,7 +60,7 @@ def test_prompts_of_several_lengths_need_an_eos():
         peer_server.run(lambda *_: [], prompts=[[1], [2, 3]], batch=2, new_tokens=4, eos=None)
 
 
-def test_who_goes_first_alternates_after_the_warm_up():
+def test_the_order_of_sides_rotates_after_the_warm_up():
     calls = []
     runs = {who: lambda who=who: calls.append(who) or (6, 2.0) for who in "abc"}
     rows = list(peers.rounds_of(runs, 3))
@@ -80,14 +80,16 @@ def test_a_peer_answers_until_it_ends(folder):
             run()
 
 
-def test_ours_draws_rows_of_the_length_asked_for(folder):
+@pytest.mark.slow
+def test_ours_generates_rows_of_the_requested_length(folder):
     """Three prompts over two slots, so two waves."""
     run = peers.ours(folder, [[1, 2, 3]] * 3, 5, num_slots=2)
     assert run()[0] == 15 and run()[0] == 15
 
 
+@pytest.mark.slow
 def test_ours_ends_rows_at_eos(tmp_path):
-    """Uniform over 8 ids, one of them eos: a row has 8 tokens on average, 7.5 standard deviation, its eos included."""
+    """Uniform over 8 ids, one of them eos: with its eos a row has 8 tokens on average, standard deviation 7.5."""
     model = dataclasses.replace(NANO, vocab=8)
     params = random_params(model, 0)
     hf.save_params(str(tmp_path), params | {"final_norm": 0 * params["final_norm"]}, model, "float32")
@@ -95,6 +97,7 @@ def test_ours_ends_rows_at_eos(tmp_path):
     assert abs(tokens - 64 * 8) < 6 * 7.5 * 8
 
 
-def test_each_round_of_ours_draws_anew(folder):
+@pytest.mark.slow
+def test_each_round_of_ours_has_new_noise(folder):
     run = peers.ours(folder, [[1, 2, 3]] * 8, 64, num_slots=8, eos=3)
     assert len({run()[0] for _ in range(4)}) > 1

@@ -1,4 +1,4 @@
-"""The whole reproduction: what it would run and in what order, and how it runs commands; none of them is run here."""
+"""The whole reproduction: its commands and their order, and how commands run in parallel, fail and are stopped."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from experiments.sweeps import load_sweep
 
 
 def planned(folders):
-    """By stage, the chains' commands as text without the interpreter."""
+    """The commands of each stage and chain as text without the interpreter."""
     return [[[" ".join(command[1:]) for command in chain] for chain in chains] for chains in reproduce.stages(folders)]
 
 
@@ -39,8 +39,8 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
     assert outputs(first) == [["runs/think_base"]]
 
 
-def test_heads_that_hang_together_are_one_chain(tmp_path, monkeypatch):
-    """Those that learnt in RL behind the ones they began with; the second with the same features behind the first."""
+def test_heads_that_depend_on_each_other_are_one_chain(tmp_path, monkeypatch):
+    """A head trained in RL follows its initial head; heads with the same features follow each other."""
     monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
     _, heads, *_ = planned(["draft_init", "drafting_method"])
     assert sorted(outputs(heads)) == [
@@ -53,17 +53,17 @@ def test_heads_that_hang_together_are_one_chain(tmp_path, monkeypatch):
 
 
 def outputs(chains):
-    """What each chain makes; a head that learns in RL is there once it is exported."""
+    """The outputs of each chain; a head trained in RL exists once it is exported."""
     return [[text.split("output=")[1].split()[0] for text in chain if "output=" in text] for chain in chains]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system ties no process to CPUs")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind processes to CPUs")
 def test_chains_share_the_cpus_and_a_failure_is_named(tmp_path):
     def command(name, after="pass"):
         where = f"open({str(tmp_path / name)!r}, 'w').write(' '.join(map(str, os.sched_getaffinity(0))))"
         return [sys.executable, "-c", f"import os, time; {where}; {after}"]
 
-    # Each waits for the other: one after the other, neither would end.
+    # Each waits for the other, so neither would end if they ran one after the other.
     waits = [f"\nwhile not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)" for other in "ba"]
     bad = [sys.executable, "-c", "raise SystemExit(3)"]
     with Signals() as signals:
@@ -78,7 +78,7 @@ def test_chains_share_the_cpus_and_a_failure_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_what_runs_and_starts_nothing_more(tmp_path, capsys, number):
+def test_a_signal_stops_the_running_commands_and_starts_no_more(tmp_path, capsys, number):
     begun = tmp_path / "begun"
     waits = [sys.executable, "-c", f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"]
     chains = [[waits, [sys.executable, "-c", "never"]]]

@@ -1,4 +1,4 @@
-"""The committed numbers of experiments/scale_projection are those that its scripts compute, and say what is claimed."""
+"""The performance model fitted to our measurements and to the paper's tables still gives the published predictions."""
 
 import csv
 import pathlib
@@ -55,7 +55,7 @@ def test_the_simulators_vllm_is_the_fitted_one():
 
 
 def test_the_simulators_fused_engine_is_our_measured_one():
-    """A look of the host, as fitted to our rollouts, over the iterations between two of them in the large configs."""
+    """Seconds per host synchronisation, fitted to our rollouts, over the iterations of a chunk in the large configs."""
     kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "rollouts"}
     chunk = rlzero_8b.get_config().rollout.chunk
     assert ENGINES["fused"].host_seconds == pytest.approx(kept["chunk_seconds"] / chunk, rel=0.01)
@@ -68,7 +68,7 @@ def test_the_effect_of_captured_graphs_is_reproduced(calibrated):
     assert all(abs(r["error"]) <= validate.PAPER_TARGET for r in effect.rows)
 
 
-def test_the_simulated_rows_are_reached_without_a_constant_of_their_own(calibrated):
+def test_the_simulated_rows_are_within_their_target_without_a_fitted_constant(calibrated):
     found = large.large_rows(large.assumed(calibrated), "zero", free=True)
     kept = [r for r in committed("large.csv") if (r["view"], r["lengths"]) == ("free verification", "zero")]
     assert [r["predicted"] for r in found] == pytest.approx([float(r["predicted"]) for r in kept], rel=1e-2)
@@ -76,14 +76,7 @@ def test_the_simulated_rows_are_reached_without_a_constant_of_their_own(calibrat
     assert len(claimed) == 6 and all(abs(r["error"]) <= validate.LARGE_TARGET for r in claimed)
 
 
-@pytest.mark.parametrize("name", validate.TARGETS)
-def test_our_own_grids_are_within_their_targets(name):
-    kept = [r for r in committed("validation.csv") if (r["set"], r["use"]) == (name, "held out")]
-    median, worst = validate.TARGETS[name]
-    assert off(kept).median <= median and off(kept).worst <= worst
-
-
-def test_iterations_are_fitted_again():
+def test_the_fit_to_iterations_is_reproduced():
     fit = ours.fit_iterations()
     kept = {r["constant"]: float(r["value"]) for r in committed("constants.csv") if r["fitted_to"] == "iterations"}
     assert fit.values == pytest.approx(kept, rel=1e-2) and fit.points == 5
@@ -92,30 +85,22 @@ def test_iterations_are_fitted_again():
     assert len(held) == 6 and off(held).worst < 0.12
 
 
-def test_held_out_cells_are_not_fitted_to():
+def test_held_out_cells_are_not_fitted():
     assert {c["slots"] for c in ours.rollouts() if not c["fitted"]} == {2, 8, 32}
     assert {r["seed"] for r in ours.steps() if not r["fitted"]} == {1, 2}
 
 
-def test_grids_hold_what_their_columns_say(calibrated):
-    scale, draft = committed("scale.csv"), committed("draft.csv")
-    assert len(scale) == 72 and len(draft) == 200
-    for r in scale + draft:
-        assert float(r["end_to_end_low"]) < float(r["end_to_end_high"])
-        assert 0 < float(r["rollout_speedup"]) <= float(r["acceptance"]) + 1e-6
+def test_the_scale_grid_is_reproduced(calibrated):
     case = grid.CASES[0]
     again = grid.scale_rows(case.scenario(large.fused(calibrated)), case.all_devices, (0,), case.k, case.acceptance)
-    kept = [r for r in scale if r["case"] == "8B, our loop" and r["lag"] == "0"]
+    assert all(0 < r["rollout_speedup"] <= case.acceptance for r in again)
+    kept = [r for r in committed("scale.csv") if r["case"] == "8B, our loop" and r["lag"] == "0"]
     values = [[float(r[x]) for r in rows] for rows in (again, kept) for x in ("rollout_speedup", "end_to_end_speedup")]
     assert np.allclose(values[:2], values[2:], rtol=1e-2)
 
 
-def test_ten_thousand_configurations_were_measured():
-    assert all(int(r["configurations"]) == 10_000 and float(r["seconds"]) < 30 for r in committed("speed.csv"))
-
-
-def test_steps_ahead_follow_from_the_phases_and_one_constant():
-    """Generation 6 s, the learner 4 s: sync 10; where half of the shorter is paid for, a step ahead takes 8."""
+def test_asynchronous_steps_follow_from_the_phases_and_one_constant():
+    """Generation 6 s, learner 4 s: a synchronous step takes 10 s, at contention 0.5 an asynchronous one 8 s."""
     phases = dict(zip(apart.PHASES, ([0.0, 0.0], [0.0, 0.0], [6.0, 6.6], [1.0, 1.0], [3.0, 3.0])))
     totals = {"sync": [10.0, 10.0], "lag 1": [8.0, 9.0], "lag 2": [8.0, 8.0]}
     found = apart.Measured(*({k: np.array(v) for k, v in x.items()} for x in (phases, totals)))

@@ -1,4 +1,4 @@
-"""Counting the operations of traced programs, and the share of draft learning that follows from it."""
+"""Operation counts of traced programs, and draft learning's share computed from them."""
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,9 @@ def looped(a, b):
     ("function", "expected"),
     [
         (lambda a, b: a @ b, ONE),
-        # Both factors get a gradient, of as many operations each.
+        # Both factors get a gradient of equally many operations.
         (jax.grad(lambda a, b: ((a @ b) ** 2).sum(), argnums=(0, 1)), 3 * ONE),
-        # And is done again where only its operands were kept.
+        # With rematerialisation the product is computed again.
         (jax.grad(jax.checkpoint(lambda a, b: ((a @ b) ** 2).sum()), argnums=(0, 1)), 4 * ONE),
         (jax.jit(looped), 7 * ONE),
         (lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: 2 * (a @ b) + a @ b), 2 * ONE),
@@ -35,7 +35,7 @@ def looped(a, b):
         (lambda a, b: a + a, 0),
     ],
 )
-def test_products_are_counted(function, expected):
+def test_matmul_operations_are_counted(function, expected):
     assert counted(function, A, B) == expected
 
 
@@ -47,8 +47,9 @@ def test_a_loop_without_a_length_is_refused():
         counted(endless, A, B)
 
 
+@pytest.mark.slow
 def test_the_tiny_share_by_hand():
-    """Of the head's matrices over every pair of every unrolled step, forward and backward, and the tables."""
+    """Count by hand: the head's matmuls at every position of every unrolled step, both passes, and the tables."""
     config = without_files("rlzero_tiny", 3)
     config.draft.kind, config.draft.path = "eagle3", ""
     setup = build(from_config_dict(config), bench.one_device())
@@ -57,8 +58,8 @@ def test_the_tiny_share_by_hand():
     pairs = row["rows"] * row["tokens"]
     attention = D * 2 * head.head_dim * (2 * head.heads + 2 * head.kv_heads)
     layer = attention - D * head.head_dim * head.heads + 3 * D * head.mlp
-    words = head.draft_vocab * D
-    products = 3 * (3 * layer + 3 * D * D) + 3 * 3 * words + words
+    lm_head = head.draft_vocab * D
+    products = 3 * (3 * layer + 3 * D * D) + 3 * 3 * lm_head + lm_head
     assert row["draft_operations"] == pytest.approx(2 * pairs * products, rel=0.25)
     forward = m.layers * (D * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + 3 * D * m.mlp) + m.vocab * D
     assert row["policy_operations"] == pytest.approx(2 * pairs * 4 * forward, rel=0.25)

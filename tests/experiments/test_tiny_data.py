@@ -1,4 +1,4 @@
-"""The carried files are what their script makes."""
+"""The committed problem files are those that their script makes, with disjoint splits."""
 
 import json
 

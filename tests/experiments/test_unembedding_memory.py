@@ -1,4 +1,6 @@
-"""What the memory script reads from a program."""
+"""Buffer sizes that the memory script reads from a compiled program."""
+
+import pytest
 
 from experiments.unembedding.memory import compile_gradient, largest_buffer, run
 
@@ -10,7 +12,8 @@ def test_the_largest_buffer_is_read_from_the_text():
     assert largest_buffer(text) == 30
 
 
-def test_whole_logits_are_seen_and_tiles_have_none():
+@pytest.mark.slow
+def test_tiles_allocate_no_full_logits():
     logits = 4 * SIZES["tokens"] * SIZES["vocab"]
     assert largest_buffer(compile_gradient(**SIZES, tile=0).as_text()) == logits
     tiled = compile_gradient(**SIZES, tile=16)

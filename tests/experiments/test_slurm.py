@@ -1,4 +1,4 @@
-"""Runs as Slurm jobs: what is submitted, with a fake sbatch, and what happens inside a job, with submitit's own."""
+"""Slurm jobs: submission with a fake sbatch, and execution with submitit's local executors."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import submitit
 from experiments import launch, slurm
 from tests.helpers.runs import ROOT, arguments, run_process
 
-# In main.py's place: at its first start it holds until SIGTERM, saves and leaves; at its second it is done.
+# Instead of main.py: the first start waits for SIGTERM, saves and exits; the second one finishes.
 FAKE = """
 import os, pathlib, signal, sys, time
 
@@ -48,11 +48,11 @@ PROGRAMS = {
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A folder in which a fake sbatch leaves its scripts, and `states` is what sacct says."""
+    """A folder with the scripts given to a fake sbatch, and the file `states` that a fake sacct prints."""
     folder = tmp_path / "cluster"
     folder.mkdir()
     (folder / "states").touch()
-    submitit.SlurmJob.watcher.clear()  # it remembers the states of the last cluster's jobs
+    submitit.SlurmJob.watcher.clear()  # it caches the states of the previous test's jobs
     for name, text in PROGRAMS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -139,11 +139,11 @@ def test_a_dry_run_prints_commands_and_starts_nothing(cluster, argv, tmp_path, c
     assert not (tmp_path / "root").exists() and not scripts(cluster)
 
 
-def test_without_a_cluster_it_says_so(argv, tmp_path, monkeypatch, capfd):
+def test_a_machine_without_slurm_is_refused(argv, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launch.main([*argv, "--executor", "slurm"]) == 1
     err = capfd.readouterr().err
-    assert err.startswith("error: --executor slurm: there is no sbatch here") and err.count("\n") == 1
+    assert err.startswith("error: --executor slurm: sbatch is not installed") and err.count("\n") == 1
     assert not (tmp_path / "root").exists()
 
 
@@ -159,7 +159,7 @@ def test_without_a_cluster_it_says_so(argv, tmp_path, monkeypatch, capfd):
         (["--executor=gke"], ["--executor", "gke"]),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(cluster, argv, tmp_path, capfd, more, words):
+def test_incompatible_flags_are_refused(cluster, argv, tmp_path, capfd, more, words):
     assert launch.main([*argv, *more]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -168,7 +168,8 @@ def test_flags_that_do_not_go_together_are_refused(cluster, argv, tmp_path, capf
     assert not (tmp_path / "root").exists()
 
 
-def test_processes_that_do_not_find_each_other_say_so_in_one_line(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_processes_that_cannot_join_end_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     status, out, err = run_process(arguments(workdir=tmp_path / "run"))
     assert (status, out) == (1, "") and err.startswith("error: several processes (") and err.count("\n") == 1
@@ -196,18 +197,20 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_a_job_that_is_preempted_saves_and_finishes_when_queued_again(job, tmp_path):
+@pytest.mark.slow
+def test_a_preempted_job_saves_and_finishes_when_queued_again(job, tmp_path):
     submitted = submitit.LocalExecutor(tmp_path / "log").submit(job())
     wait_for((tmp_path / "run/parent").exists)
     os.kill(int((tmp_path / "run/parent").read_text()), signal.SIGUSR2)
-    # submitit's local executor queues it again at once.
+    # submitit's local executor queues it again immediately.
     assert submitted.result() == "finished"
     assert (tmp_path / "run/saved").exists() and "Requeued job" in submitted.stderr() + submitted.stdout()
     assert json.loads((tmp_path / "run/finished.json").read_text())["command"] == []
     assert (tmp_path / "run/output.log").read_text().count("$ ") == 2
 
 
-def test_a_job_that_fails_says_how(job, tmp_path):
+@pytest.mark.slow
+def test_a_failed_job_reports_its_last_line(job, tmp_path):
     submitted = submitit.LocalExecutor(tmp_path / "log").submit(job("--config.do=fail"))
     with pytest.raises(submitit.core.utils.FailedJobError, match="failed: exit status 1: error: no such thing"):
         submitted.result()
@@ -215,7 +218,7 @@ def test_a_job_that_fails_says_how(job, tmp_path):
 
 
 def test_a_job_in_this_process_finishes(job, tmp_path):
-    """submitit's debug executor, on a run that has been saved before."""
+    """submitit's debug executor, on a run that saved before."""
     (tmp_path / "run/saved").touch()
     before = signal.getsignal(signal.SIGUSR2)
     assert submitit.DebugExecutor(tmp_path / "log").submit(job()).result() == "finished"

@@ -1,4 +1,4 @@
-"""The launcher of sweeps: with a program of milliseconds in main.py's place, and once with main.py itself."""
+"""The launcher of sweeps, with a fast fake program instead of main.py, and once with main.py."""
 
 import csv
 import datetime
@@ -18,7 +18,7 @@ import pytest
 from experiments import launch, runs, sweeps
 from tests.helpers.runs import ROOT, SMOKE, compile_cache
 
-# What main.py promises a launcher, and `do` for what a run should do. Times are seconds of the machine's own clock.
+# Behaves as main.py does for a launcher; `do` selects what a run does. Times are seconds of the monotonic clock.
 FAKE = """
 import json, os, pathlib, signal, sys, time
 
@@ -53,7 +53,7 @@ if do == "fail":
     sys.exit(1)
 if do == "leave":
     sys.exit(143)
-if do == "meet":  # needs a second run beside it
+if do == "meet":  # waits for a second run
     wait_for(lambda: len(list(folder.parent.glob("*/starts"))) >= 2)
 if do == "sleep":
     time.sleep(0.4)
@@ -72,7 +72,7 @@ print("cut", flags.get("steps"))
 
 
 class Sweep:
-    """A sweep of the fake program, in a folder of its own."""
+    """A sweep of the fake program in its own folder."""
 
     def __init__(self, folder, entries):
         self.root = folder / "root"
@@ -91,10 +91,10 @@ class Sweep:
         return launch.main([*self.argv, *more], self.program)
 
     def start(self, *more, **options):
-        """The launcher as a process."""
+        """Start the launcher as a process."""
         code = f"import sys; from experiments import launch; sys.exit(launch.main(sys.argv[1:], {self.program!r}))"
         command = [sys.executable, "-c", code, *self.argv, *more]
-        # A suite under nohup hands SIGHUP down ignored, and the launcher then leaves it so.
+        # Under nohup SIGHUP is inherited as ignored, and the launcher would keep ignoring it.
         hangup = {"preexec_fn": functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | hangup | options
         return subprocess.Popen(command, cwd=ROOT, **options)
@@ -140,7 +140,7 @@ def test_results_have_a_row_per_run_in_the_sweeps_order(make, capfd):
     assert lines == ["running   seed=1", "finished  seed=1  N s"]
 
 
-def test_a_run_gets_its_flags_from_the_repositorys_root(make):
+def test_a_run_starts_in_the_repository_with_its_flags(make):
     sweep = make({"seed": 1})
     assert sweep.launch("--", "--config.steps=7") == 0
     command, *output = (sweep.root / "seed=1/output.log").read_text().splitlines()
@@ -175,7 +175,7 @@ def test_a_metric_does_not_hide_an_override_of_its_name(make):
     assert sweep.results()[0]["a"] == "7"
 
 
-def test_a_damaged_metrics_file_is_named_when_all_is_done(make, capfd):
+def test_a_damaged_metrics_file_is_named_after_all_runs(make, capfd):
     sweep = make({"seed": 0, "do": "damage"}, {"seed": 1})
     assert sweep.launch() == 1
     err = capfd.readouterr().err
@@ -184,7 +184,7 @@ def test_a_damaged_metrics_file_is_named_when_all_is_done(make, capfd):
     assert not (sweep.root / "results.csv").exists()
 
 
-# ---- what is run again
+# ---- resuming
 
 
 def test_a_finished_run_is_not_run_twice(make, capfd):
@@ -196,7 +196,7 @@ def test_a_finished_run_is_not_run_twice(make, capfd):
     assert [sweep.starts(name) for name in ("seed=0", "seed=1")] == [1, 1]
     assert (sweep.root / "results.csv").read_bytes() == before
     assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["finished", "finished"]
-    # A longer sweep adds to it.
+    # A longer sweep keeps the finished runs.
     sweep.write("def get_sweep():\n    return [{'seed': s} for s in (2, 1, 0)]\n")
     assert sweep.launch() == 0
     assert [sweep.starts(f"seed={seed}") for seed in range(3)] == [1, 1, 1]
@@ -224,11 +224,11 @@ def test_a_run_that_fails_with_a_changed_command_is_no_longer_finished(make):
     assert sweep.starts("seed=0") == 3
 
 
-# ---- several at once
+# ---- parallel runs
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_never_more_than_jobs_at_once(make, jobs):
+def test_at_most_jobs_run_at_the_same_time(make, jobs):
     sweep = make(*[{"seed": seed, "do": "sleep"} for seed in range(4)])
     assert sweep.launch(f"--jobs={jobs}") == 0
     times = [json.loads(path.read_text()) for path in sweep.root.glob("*/times")]
@@ -237,16 +237,16 @@ def test_never_more_than_jobs_at_once(make, jobs):
 
 
 def test_two_jobs_overlap(make):
-    """Each waits for the other."""
+    """Each run waits for the other to start."""
     sweep = make({"seed": 0, "do": "meet"}, {"seed": 1, "do": "meet"})
     assert sweep.launch("--jobs", "2") == 0
     assert len(sweep.results()) == 2
 
 
-# ---- what goes wrong
+# ---- failures and signals
 
 
-def test_a_failure_is_told_and_the_others_go_on(make, capfd, monkeypatch):
+def test_a_failure_is_reported_and_the_others_go_on(make, capfd, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     sweep = make({"seed": 0, "do": "fail"}, {"seed": 1}, {"seed": 2, "do": "fail"}, {"seed": 3})
     assert sweep.launch() == 1
@@ -262,12 +262,12 @@ def test_a_failure_is_told_and_the_others_go_on(make, capfd, monkeypatch):
     assert [sweep.starts(name) for name in ("seed=0,do=fail", "seed=1", "seed=3")] == [2, 1, 1]
 
 
-def test_a_run_that_somebody_else_has_stopped_is_a_failure(make, capfd):
+def test_a_run_stopped_from_outside_is_a_failure(make, capfd):
     assert make({"do": "leave"}).launch() == 1
     assert "failed: do=leave: exit status 143: " in capfd.readouterr().err
 
 
-def test_a_run_that_says_nothing_has_no_last_line_of_an_earlier_start(make, capfd):
+def test_a_silent_failure_does_not_show_the_output_of_an_earlier_start(make, capfd):
     sweep = make({"seed": 0})
     assert sweep.launch("--", "--config.do=fail") == 1
     sweep.program[:] = [sys.executable, "-c", "raise SystemExit(3)"]
@@ -276,13 +276,20 @@ def test_a_run_that_says_nothing_has_no_last_line_of_an_earlier_start(make, capf
     assert "failed: seed=0: exit status 3: no output (" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_runs_in_good_order_and_the_next_launch_resumes(make, capfd, number, status):
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_stops_the_runs_with_sigterm_and_the_next_launch_resumes(make, capfd, number, status):
     sweep = make({"seed": 0}, {"seed": 1, "do": "hold"}, {"seed": 2})
     process = sweep.start(start_new_session=True)
     held = sweep.root / "seed=1,do=hold"
     wait_for((held / "ready").exists)
-    # To the whole group, as a terminal does.
+    # Sent to the whole process group, as a terminal does.
     os.killpg(process.pid, number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == status, err
@@ -299,6 +306,7 @@ def test_a_signal_ends_the_runs_in_good_order_and_the_next_launch_resumes(make, 
     assert (held / "output.log").read_text().count("$ ") == 2
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills(make):
     sweep = make({"do": "stubborn"})
     process = sweep.start()
@@ -334,10 +342,10 @@ def test_an_error_of_the_launcher_leaves_no_run_behind(make, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("get_swep = 3", ["no get_sweep()"]),
-        ("def get_sweep(): return []", ["gave []"]),
+        ("get_swep = 3", ["does not define get_sweep()"]),
+        ("def get_sweep(): return []", ["returned []"]),
         ("def get_sweep(): return {'seed': 1}", ["expected a list"]),
-        ("def get_sweep(): pass", ["gave None"]),
+        ("def get_sweep(): pass", ["returned None"]),
         ("def get_sweep(): return [{'seed': 1}, 'seed=2']", ["entry 1", "seed=2", "dict"]),
         ("def get_sweep(): return [{1: 'seed'}]", ["entry 0", "dict"]),
         ("def get_sweep(): return [{'a': 1, 'b': 2}, {'a': 2}, {'b': 2, 'a': '1'}]", ["entries 0 and 2 are equal"]),
@@ -381,7 +389,7 @@ def assert_refused(sweep, capfd, more, words):
     assert not sweep.root.exists()
 
 
-def test_arguments_that_are_missing_are_named(capfd):
+def test_missing_arguments_are_named(capfd):
     assert launch.main([]) == 1
     err = capfd.readouterr().err
     assert err.startswith("error: ") and "--config, --sweep" in err and err.count("\n") == 1
@@ -400,7 +408,7 @@ def test_a_damaged_record_is_named(make, capfd):
 # ---- names
 
 
-# Written down: a name that changes makes a finished sweep run again.
+# Fixed: a changed name would run a finished sweep again.
 NAMES = [
     ({"seed": 0, "rollout.seed": 0, "draft.kind": "none"}, "seed=0,rollout.seed=0,draft.kind=none"),
     ({"optimizer.learning_rate": 1e-06, "policy.remat": True}, "optimizer.learning_rate=1e-06,policy.remat=True"),
@@ -426,16 +434,13 @@ NAMES = [
 def test_a_name_is_stable_and_safe(overrides, name):
     assert sweeps.make_name(overrides) == name
     assert re.fullmatch(r"[A-Za-z0-9_.,=+-]{1,100}", name)
-
-
-def test_names_are_unique():
-    assert len({sweeps.make_name(overrides) for overrides, _ in NAMES}) == len(NAMES)
+    assert [sweeps.make_name(other) for other, _ in NAMES].count(name) == 1
 
 
 # ---- a terminal
 
 
-def test_the_table_begins_with_what_runs_now(tmp_path):
+def test_the_table_shows_running_runs_first(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.25, "eval/accuracy": null}\n')
     table = [runs.Run(state, tmp_path, {}, [], state) for state in ("finished", "waiting", "running", "failed")]
     table[0].values, table[0].seconds = {"step": 9, "eval/accuracy": 0.5}, 12.4
@@ -449,6 +454,7 @@ def test_the_table_begins_with_what_runs_now(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_table(make):
     sweep = make({"seed": 4}, {"seed": 5, "do": "fail"}, {"seed": 6, "do": "hold"})
     ours, theirs = pty.openpty()
@@ -471,12 +477,12 @@ def test_a_terminal_shows_a_table(make):
 
 
 def read_until(terminal, text):
-    """What is written there up to `text`; all of it for None."""
+    """Read a terminal up to `text`, or to its end for None; return the text without control sequences."""
     screen = b""
     while text is None or text.encode() not in screen:
         try:
             part = os.read(terminal, 4096)
-        except OSError:  # the other side is closed
+        except OSError:  # the process closed the terminal
             part = b""
         if not part:
             assert text is None, screen.decode()
@@ -485,9 +491,10 @@ def read_until(terminal, text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode(errors="replace"))
 
 
-# ---- the real program
+# ---- main.py
 
 
+@pytest.mark.slow
 def test_two_seeds_of_the_smoke_config(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compile_cache()))
