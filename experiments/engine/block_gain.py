@@ -25,6 +25,7 @@ import numpy as np
 
 from experiments.engine import bench
 from kernels_pallas.verify import rules
+from kernels_pallas.verify.op import Verified, VerifyInputs
 from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Limits, Model, empty_slots, refill
@@ -65,14 +66,13 @@ def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
     def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
         found = []
 
-        def verify(
-            noise: Any, tokens: Any, logits: Any, one_hot: Any, vocab_map: Any, target: Any, sampling: Any
-        ) -> Any:
-            p = jax.nn.softmax(final_logits(target, sampling), axis=-1)
-            drafted = jax.nn.softmax(logits / sampling.temperature, axis=-1)
-            q = jnp.zeros((*drafted.shape[:2], p.shape[-1])).at[:, :, vocab_map].set(drafted)
-            found.extend(expected_accepted(p, q, tokens))
-            return parts.verify(noise, tokens, logits, one_hot, vocab_map, target, sampling)
+        def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
+            draft = inputs.draft
+            p = jax.nn.softmax(final_logits(inputs.target_logits, sampling), axis=-1)
+            drafted = jax.nn.softmax(draft.logits / sampling.temperature, axis=-1)
+            q = jnp.zeros((*drafted.shape[:2], p.shape[-1])).at[:, :, draft.vocab_map].set(drafted)
+            found.extend(expected_accepted(p, q, draft.tokens))
+            return parts.verify(inputs, sampling)
 
         models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
         new = speculative_step(slots, seed, *models, parts.sampling, parts.eos_ids, verify)

@@ -30,7 +30,7 @@ import numpy as np
 from experiments.engine import bench, cost_parts
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference, tpu
-from kernels_pallas.verify.op import Kernels, Noise, kernels_of, verify
+from kernels_pallas.verify.op import Draft, Kernels, Noise, VerifyInputs, kernels_of, verify
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
@@ -81,19 +81,8 @@ FULL = Shapes(
 SMALL = Shapes(1_500, 400, ((4, 3),), 2**16, 128, 64, 32, (256, 4, 2, 128), "nano_deep", (1,), 3, 2)
 
 
-class Batch(NamedTuple):
-    """Arguments of `verify` before `sampling`."""
-
-    noise: Noise
-    draft_tokens: jax.Array
-    draft_logits: jax.Array
-    one_hot: jax.Array
-    vocab_map: jax.Array
-    target_logits: jax.Array
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> Batch:
+def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> VerifyInputs:
     """Draw drafts from draft logits, which are the target's logits plus noise."""
     V, Vd = sizes
     keys = jax.random.split(jax.random.key(seed), 5)
@@ -102,7 +91,7 @@ def random_batch(seed: int, B: int, k: int, sizes: tuple[int, int]) -> Batch:
     draft = target[:, :k][..., vocab_map] + 0.5 * jax.random.normal(keys[2], (B, k, Vd))
     tokens = vocab_map[jax.random.categorical(keys[3], draft)]
     noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
-    return Batch(noise, tokens, draft, jnp.zeros(B, bool), vocab_map, target)
+    return VerifyInputs(noise, Draft(tokens, draft, jnp.zeros(B, bool), vocab_map), target)
 
 
 def check(shapes: Shapes, kernels: Kernels, seeds: int = 4) -> Iterator[dict[str, Any]]:
@@ -112,13 +101,10 @@ def check(shapes: Shapes, kernels: Kernels, seeds: int = 4) -> Iterator[dict[str
         differ, error = 0, 0.0
         for seed in range(seeds):
             batch = random_batch(seed, B, k, (shapes.vocab, shapes.draft_vocab))
-            found = jax.device_get(jax.jit(functools.partial(verify, sampling=sampling, kernels=kernels))(*batch))
+            found = jax.device_get(jax.jit(functools.partial(verify, sampling=sampling, kernels=kernels))(batch))
             with jax.enable_x64(True):
-                exact = batch._replace(
-                    draft_logits=batch.draft_logits.astype(jnp.float64),
-                    target_logits=batch.target_logits.astype(jnp.float64),
-                )
-                expected = jax.device_get(jax.jit(functools.partial(reference.verify, sampling=sampling))(*exact))
+                exact = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, batch)
+                expected = jax.device_get(jax.jit(functools.partial(reference.verify, sampling=sampling))(exact))
             emitted = np.arange(k + 1) <= expected.num_accepted[:, None]
             same = ((found.tokens == expected.tokens) | ~emitted).all(axis=1)
             same &= found.num_accepted == expected.num_accepted
@@ -174,7 +160,7 @@ def bytes_of(rule: str, B: int, k: int, V: int, Vd: int) -> int:
 
 def time_verify(shapes: Shapes, kernels: Kernels, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
     for B, k in shapes.verified:
-        batches = [random_batch(seed, B, k, (shapes.vocab, shapes.draft_vocab)) for seed in range(3)]
+        batches = [(random_batch(seed, B, k, (shapes.vocab, shapes.draft_vocab)),) for seed in range(3)]
         for rule in ("rejection", "block", "coupled", "greedy"):
             sampling = CHECKED[rule]
             by_kernels = timed(
@@ -295,7 +281,7 @@ def main() -> None:
     device = jax.devices()[0]
     kernels = kernels_of(device)
     if a.small:
-        kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.excess)))
+        kernels = Kernels(*(functools.partial(f, interpret=True) for f in (tpu.statistics, tpu.residual)))
     if kernels is None:
         parser.error(f"no kernels for {device.device_kind}: a Hopper or newer GPU or a TPU is needed, or --small")
     shapes = SMALL if a.small else FULL

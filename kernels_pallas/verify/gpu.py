@@ -1,12 +1,12 @@
-"""The tiles' kernels on an NVIDIA GPU, Hopper and newer: Pallas Mosaic GPU.
+"""Kernels per tile for NVIDIA GPUs, Hopper and newer: Pallas Mosaic GPU.
 
-One warpgroup goes over eight tiles of one row: all are asked for at once (TMA, 16 KiB in flight a block, fourteen
-blocks a multiprocessor), then each is reduced in registers, four logits a thread. Columns beyond the vocabulary arrive
-as zeros and are masked.
+One warpgroup handles eight tiles of one row: it starts all their copies at once (TMA, 16 KiB in flight per block,
+fourteen blocks per multiprocessor), then reduces each tile in registers, four logits per thread. Columns beyond the
+vocabulary arrive as zeros and are masked.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +16,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.noise import HALF
 from kernels_pallas.verify import tiles
 from kernels_pallas.verify.sampling import TILE
-from kernels_pallas.verify.tiles import Options, Statistics
+from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
+from kernels_pallas.verify.types import Noise
 
-TILES = 8  # of a block
-ALIGNED = 4  # columns: TMA wants rows to begin at multiples of 16 bytes
+TILES = 8  # per block
+ALIGNED = 4  # columns: TMA needs rows that begin at multiples of 16 bytes
 
 
 def statistics(
-    options: Options,
+    options: TileOptions,
     logits: jax.Array,
     cut: jax.Array | None = None,
     outside: jax.Array | None = None,
-    noise: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    interpret: Any = None,
+    noise: Noise | None = None,
+    interpret: object = None,
 ) -> Statistics:
-    """Of every tile of every row; see `tiles.statistics`.
+    """Return `tiles.statistics` of every tile of every row.
 
-    Reads 4 R V bytes. With noise about 75 integer operations for two logits, three times what an H200 does while it
-    reads them (132 x 64 a cycle against 2,400 bytes).
+    Reads 4 R V bytes. Noise takes about 75 integer operations per two logits, three times as long as an H200 takes to
+    read them (132 x 64 operations a cycle against 2,400 bytes).
 
     Args:
       logits: [R, V] float32.
       cut: [R] float32.
       outside: [V] float32.
-      noise: seed [] uint32, rollout_id [R] uint32, position [R] int32.
-      interpret: parameters of the interpreter, on a machine without such a GPU.
+      noise: of R rows.
+      interpret: parameters of Pallas's interpreter, on a machine without such a GPU.
     Returns:
       [R, T] each.
     """
@@ -48,19 +49,19 @@ def statistics(
     R, blocks = len(logits), _blocks(options.V)
     asked = {
         "cut": cut,
-        "ids": noise and noise[1],
-        "positions": noise and noise[2].astype(jnp.uint32),
-        "seed": noise and noise[0].astype(jnp.uint32).reshape(1),
+        "ids": noise and noise.rollout_id,
+        "positions": noise and noise.position.astype(jnp.uint32),
+        "seed": noise and noise.seed.astype(jnp.uint32).reshape(1),
         "outside": _padded(outside, blocks),
     }
     arrays = {name: x for name, x in asked.items() if x is not None}
     n = len(options.results)
 
-    def body(logits_ref: Any, lanes_ref: Any, *refs: Any) -> None:
+    def body(logits_ref: jax.Ref, lanes_ref: jax.Ref, *refs: jax.Ref) -> None:
         given, refs = dict(zip(arrays, refs)), refs[len(arrays) :]
         results, (buffer, barriers) = refs[:n], refs[n:]
         r, block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
-        _ask(options.V, block, [(logits_ref, r, buffer)], barriers)
+        _start_copies(options.V, block, [(logits_ref, r, buffer)], barriers)
 
         def reduce(i: jax.Array, start: jax.Array) -> None:
             columns = _columns(lanes_ref, start)
@@ -78,7 +79,7 @@ def statistics(
             for result, value in zip(results, found, strict=True):
                 result[r, block * TILES + i] = value
 
-        _each(options.V, block, barriers, reduce)
+        _reduce_each(options.V, block, barriers, reduce)
 
     found = plgpu.kernel(
         body,
@@ -94,49 +95,44 @@ def statistics(
     return options.named(found)
 
 
-def excess(
-    options: Options,
+def residual(
+    options: TileOptions,
     target: jax.Array,
     row: jax.Array,
     draft: jax.Array,
-    scale: jax.Array,
-    p_norm: jax.Array,
-    q_norm: jax.Array,
-    cut: jax.Array | None = None,
-    interpret: Any = None,
+    terms: ResidualTerms,
+    interpret: object = None,
 ) -> jax.Array:
-    """Of every tile of some rows; see `tiles.excess`. Reads 8 N V bytes.
+    """Return `tiles.residual` of every tile of selected rows. Reads 8 N V bytes.
 
     Args:
       target: [R, V] float32 raw logits.
-      row: [N] int32, rows of it.
+      row: [N] int32, selected rows of `target`.
       draft: [N, V] float32 raw logits.
-      scale, p_norm, q_norm, cut: [N] float32.
+      terms: [N] each.
     Returns:
       [N, T] float32.
     """
     target, draft = _aligned(target), _aligned(draft)
     N, blocks = len(row), _blocks(options.V)
-    per_row = [scale, p_norm, q_norm, *([cut] if options.cut else [])]
+    per_row, structure = jax.tree.flatten(terms)
 
-    def body(target_ref: Any, draft_ref: Any, lanes_ref: Any, row_ref: Any, *refs: Any) -> None:
+    def body(target_ref: jax.Ref, draft_ref: jax.Ref, lanes_ref: jax.Ref, row_ref: jax.Ref, *refs: jax.Ref) -> None:
         numbers, (result, x, d, barriers) = refs[: len(per_row)], refs[len(per_row) :]
         n, block = jax.lax.axis_index("row"), jax.lax.axis_index("block")
-        _ask(options.V, block, [(target_ref, row_ref[n], x), (draft_ref, n, d)], barriers)
+        _start_copies(options.V, block, [(target_ref, row_ref[n], x), (draft_ref, n, d)], barriers)
 
         def reduce(i: jax.Array, start: jax.Array) -> None:
-            values = [number[n] for number in numbers]
-            result[n, block * TILES + i] = tiles.excess(
+            result[n, block * TILES + i] = tiles.residual(
                 options,
                 [x[i, 0], x[i, 1]],
                 [d[i, 0], d[i, 1]],
                 _columns(lanes_ref, start),
-                values[3] if options.cut else None,
-                *values[:3],
+                jax.tree.unflatten(structure, [number[n] for number in numbers]),
                 keepdims=False,
             )
 
-        _each(options.V, block, barriers, reduce)
+        _reduce_each(options.V, block, barriers, reduce)
 
     buffer = functools.partial(plgpu.SMEM, (TILES, 2, HALF), jnp.float32)
     found = plgpu.kernel(
@@ -150,8 +146,10 @@ def excess(
     return found[:, : -(-options.V // TILE)]
 
 
-def _ask(V: int, block: jax.Array, sources: list[tuple[Any, jax.Array, Any]], barriers: Any) -> None:
-    """Begins the copies of a block's tiles: (matrix, row of it, [TILES, 2, HALF] to copy to) each."""
+def _start_copies(
+    V: int, block: jax.Array, sources: list[tuple[jax.Ref, jax.Array, jax.Ref]], barriers: jax.Ref
+) -> None:
+    """Start the copies of a block's tiles; each source is (matrix, its row, [TILES, 2, HALF] destination)."""
     for i in range(TILES):
         start = (block * TILES + i) * TILE
 
@@ -163,10 +161,10 @@ def _ask(V: int, block: jax.Array, sources: list[tuple[Any, jax.Array, Any]], ba
                     plgpu.copy_gmem_to_smem(half, buffer.at[i, h], barriers.at[i])
 
 
-def _each(V: int, block: jax.Array, barriers: Any, reduce: Any) -> None:
-    """Calls `reduce` (place in the block, first column) for each tile once it is there.
+def _reduce_each(V: int, block: jax.Array, barriers: jax.Ref, reduce: Callable[[jax.Array, jax.Array], None]) -> None:
+    """Call reduce(place in the block, first column) for each tile once its copy has arrived.
 
-    A loop, not unrolled: how long layouts take to be inferred grows with the square of a kernel's length (jax 0.12).
+    A loop, not unrolled: the time of layout inference grows with the square of a kernel's length (jax 0.12).
     """
 
     @pl.loop(0, TILES)
@@ -180,11 +178,11 @@ def _each(V: int, block: jax.Array, barriers: Any, reduce: Any) -> None:
 
 
 def _lanes() -> jax.Array:
-    # Read from memory, they have the layout of everything else that is.
+    # Read from memory, lane numbers get the same layout as everything else read from memory.
     return jnp.arange(HALF, dtype=jnp.int32)
 
 
-def _columns(lanes_ref: Any, start: jax.Array) -> list[jax.Array]:
+def _columns(lanes_ref: jax.Ref, start: jax.Array) -> list[jax.Array]:
     lanes = lanes_ref[...]
     return [lanes + start, lanes + (start + HALF)]
 
@@ -198,5 +196,5 @@ def _padded(outside: jax.Array | None, blocks: int) -> jax.Array | None:
 
 
 def _aligned(matrix: jax.Array) -> jax.Array:
-    """A copy for vocabularies that no one has: all published ones are multiples of 64."""
+    """Pad columns. Copies only unusual vocabularies: all published ones are multiples of 64."""
     return jnp.pad(matrix, ((0, 0), (0, -matrix.shape[1] % ALIGNED)))

@@ -1,9 +1,9 @@
-"""Verification from what the kernels say of tiles: all here is of the size of rows and tiles, not of vocabularies.
+"""Verification from the kernels' results per tile: arrays here have the size of rows and tiles, not of vocabularies.
 
-One pass over the target's logits serves the normalisers, the log-probs, the plain and the bonus draws and the best
-token. The ratio rules add a pass over the draft's logits, `block` one over its vocabulary in the target's rows before
-the last, and the token emitted after the last draft kept one over a single row of each: the tile is drawn by its sum,
-the token inside it as in `draws.draw`.
+One pass over the target's logits gives the normalisers, the log-probs, the plain and the bonus draws and the best
+token. The ratio rules add a pass over the draft's logits; `block` adds one over the draft's vocabulary in the target's
+rows before the last; the token emitted after the last accepted draft adds one over a single row of each: its tile is
+drawn by the tile's sum, the token inside the tile as in `sampling.draw`.
 
 Bytes at Qwen3-8B (V = 151,936, Vd = 32,000, k = 3), B = 64: 155.6 MB of target and 24.6 MB of draft logits once; the
 last row's 38.9 MB of target once and of the draft, spread to the whole vocabulary, written and read; `block` 16.4 MB
@@ -18,232 +18,223 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.reference import Noise, Verified, by_exact_match, leading
-from kernels_pallas.verify.sampling import TILE, Sampling, first_above, smallest_kept
-from kernels_pallas.verify.tiles import Options, Statistics
+from kernels_pallas.verify.reference import Emitted, by_exact_match, choose_rows, count_leading_true, whole_draft
+from kernels_pallas.verify.sampling import TILE, first_above, smallest_kept
+from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
+from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
 
 
 class Kernels(NamedTuple):
-    """Of one back end; `gpu` and `tpu` say what they take."""
+    """Kernels of one backend; `gpu` documents their arguments."""
 
     statistics: Callable[..., Statistics]
-    excess: Callable[..., jax.Array]
+    residual: Callable[..., jax.Array]
 
 
 class _Rows(NamedTuple):
-    """Rows of logits of one width and what is known of each, [R]."""
+    """R rows of logits of one width, with their statistics."""
 
     logits: jax.Array  # [R, V] float32, raw
     temperature: float
-    cut: jax.Array | None  # smallest raw logit kept
-    top: jax.Array  # largest logits / temperature
-    norm: jax.Array  # log-sum-exp of those kept
-    tiles: jax.Array  # [R, T]: exp of those kept, over exp(top)
+    cut: jax.Array | None  # [R] smallest raw logit kept by top-k and top-p
+    top: jax.Array  # [R] largest logits / temperature
+    norm: jax.Array  # [R] log-sum-exp of the kept ones
+    tiles: jax.Array  # [R, T] sums of exp(kept logits / temperature - top)
 
     def pick(self, row: jax.Array, token: jax.Array) -> jax.Array:
-        """Raw logits at tokens; -inf for those below zero."""
+        """Return raw logits at tokens; -inf for negative ids."""
         return jnp.where(token < 0, -jnp.inf, self.logits[row, jnp.maximum(token, 0)])
 
     def scaled(self, logits: jax.Array, row: jax.Array) -> jax.Array:
-        """Over the temperature; -inf where cut."""
+        """Return logits / temperature; -inf where top-k or top-p cut them."""
         x = logits / self.temperature
         return x if self.cut is None else jnp.where(logits >= self.cut[row], x, -jnp.inf)
 
     def window(self, row: jax.Array, tile: jax.Array) -> jax.Array:
-        """[..., TILE] kept logits / temperature of one tile of each `row` [...]; -inf beyond the vocabulary."""
+        """Return [..., TILE] kept logits / temperature of one tile of each `row` [...]; -inf beyond the vocabulary."""
         columns = _columns(tile)
         inside = self.logits.at[row[..., None], columns].get(mode="fill", fill_value=-jnp.inf)
         return self.scaled(inside, row[..., None])
 
 
-def verify(
-    noise: Noise,
-    draft_tokens: jax.Array,
-    draft_logits: jax.Array | None,
-    one_hot: jax.Array,
-    vocab_map: jax.Array | None,
-    target_logits: jax.Array,
-    sampling: Sampling,
-    kernels: Kernels,
-) -> Verified:
-    """`reference.verify` of float32 logits. Random bits are the same; tokens too but where two are within rounding."""
-    B, Q, V = target_logits.shape
-    k = draft_tokens.shape[1]
+class _Target(NamedTuple):
+    """The target's B * Q rows, and where each position's row is."""
+
+    rows: _Rows
+    index: jax.Array  # [B, Q] int32
+    outside: jax.Array | None  # [B, Q] probability of ids outside the draft's vocabulary; None: it has all
+
+
+class _Draft(NamedTuple):
+    """The draft's B * k rows, and where each position's row is."""
+
+    rows: _Rows
+    index: jax.Array  # [B, k] int32
+    vocab_map: jax.Array | None
+
+
+def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verified:
+    """Compute `reference.verify` of float32 logits by kernels.
+
+    Random bits are the same; tokens differ only where two are within rounding.
+    """
+    noise, draft = inputs.noise, inputs.draft
+    B, Q, V = inputs.target_logits.shape
+    k = draft.tokens.shape[1]
     temperature = sampling.temperature or 1.0
-    cut = smallest_kept(target_logits, sampling) if sampling.temperature else None
+    cut = smallest_kept(inputs.target_logits, sampling) if sampling.temperature else None
     cut = None if cut is None else cut.reshape(-1)
-    logits = target_logits.reshape(B * Q, V)
+    logits = inputs.target_logits.reshape(B * Q, V)
     by_best = sampling.temperature == 0 or sampling.rule == "coupled"
-    by_ratio = not by_best and draft_logits is not None and k > 0
+    by_ratio = not by_best and draft.logits is not None and k > 0
     outside = None
-    if by_ratio and sampling.rule == "block" and vocab_map is not None:
-        outside = jnp.ones(V, jnp.float32).at[vocab_map].set(0.0)
-    options = Options(
+    if by_ratio and sampling.rule == "block" and draft.vocab_map is not None:
+        outside = jnp.ones(V, jnp.float32).at[draft.vocab_map].set(0.0)
+    options = TileOptions(
         V, temperature, cut is not None, outside is not None, by_best, by_best and sampling.temperature != 0
     )
     ids = jnp.repeat(noise.rollout_id, Q)
     positions = (noise.position[:, None] + jnp.arange(Q)[None]).reshape(-1)
-    found = kernels.statistics(options, logits, cut, outside, (noise.seed, ids, positions) if options.noise else None)
-    target, whole_norm = _rows(logits, temperature, cut, found)
-    row = jnp.arange(B)[:, None] * Q + jnp.arange(Q)[None]
+    found = kernels.statistics(
+        options, logits, cut, outside, Noise(noise.seed, ids, positions) if options.noise else None
+    )
+    rows, full_norm = _rows(logits, temperature, cut, found)
+    index = jnp.arange(B)[:, None] * Q + jnp.arange(Q)[None]
 
-    def plain() -> tuple[jax.Array, jax.Array]:
+    def plain() -> Emitted:
         uniforms = counter.uniforms(noise.seed, ids, positions, 0, counter.RESIDUAL)
-        return by_exact_match(draft_tokens, _draw(target, uniforms).reshape(B, Q))
+        return by_exact_match(draft, _draw(rows, uniforms).reshape(B, Q))
 
     if by_best:
         tile = jnp.argmax(found.best, axis=-1)
         token = jnp.take_along_axis(found.token, tile[:, None], axis=-1)[:, 0]
-        tokens, num_accepted = by_exact_match(draft_tokens, token.reshape(B, Q))
+        emitted = by_exact_match(draft, token.reshape(B, Q))
     elif not by_ratio:
-        tokens, num_accepted = plain()
+        emitted = plain()
     else:
-        outside_share = None
-        if outside is not None:
-            outside_share = _total(found.top, found.outside, target.norm).reshape(B, Q)
-        ratio = _by_ratio(
-            noise, draft_tokens, draft_logits, vocab_map, target, row, outside_share, sampling.rule, kernels
-        )
-        equal = jax.lax.cond(one_hot.any(), plain, lambda: ratio)
-        tokens = jnp.where(one_hot[:, None], equal[0], ratio[0])
-        num_accepted = jnp.where(one_hot, equal[1], ratio[1])
-    logprobs = target.pick(row, tokens) / temperature - whole_norm.reshape(B, Q)
-    return Verified(tokens[:, : k + 1], num_accepted, logprobs[:, : k + 1])
+        share = None if outside is None else _probability(found.top, found.outside, rows.norm).reshape(B, Q)
+        ratio = _by_ratio(noise, draft, _Target(rows, index, share), sampling.rule, kernels)
+        match = jax.lax.cond(draft.deterministic.any(), plain, lambda: ratio)
+        emitted = choose_rows(draft.deterministic, match, ratio)
+    logprobs = rows.pick(index, emitted.tokens) / temperature - full_norm.reshape(B, Q)
+    return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1])
 
 
 def _rows(logits: jax.Array, temperature: float, cut: jax.Array | None, found: Statistics) -> tuple[_Rows, jax.Array]:
-    """Rows, and the log-sum-exp [R] before any cut."""
+    """Return rows, and their log-sum-exp [R] before top-k and top-p."""
     top = found.top.max(axis=-1)
     scale = jnp.exp(found.top - top[:, None])
-    tiles = scale * (found.whole if found.kept is None else found.kept)
+    tiles = scale * (found.total if found.kept is None else found.kept)
     norm = jnp.log(tiles.sum(axis=-1)) + top
-    whole_norm = norm if found.kept is None else jnp.log((scale * found.whole).sum(axis=-1)) + top
-    return _Rows(logits, temperature, cut, top, norm, tiles), whole_norm
+    full_norm = norm if found.kept is None else jnp.log((scale * found.total).sum(axis=-1)) + top
+    return _Rows(logits, temperature, cut, top, norm, tiles), full_norm
 
 
 def _columns(tile: jax.Array) -> jax.Array:
-    """[..., TILE] tokens of tiles [...]."""
+    """Return [..., TILE] token ids of tiles [...]."""
     return jnp.expand_dims(tile, -1) * TILE + jax.lax.broadcasted_iota(jnp.int32, (*tile.shape, TILE), tile.ndim)
 
 
-def _total(top: jax.Array, sums: jax.Array, norm: jax.Array) -> jax.Array:
-    """[R] probability of what `sums` [R, T] of exp(x - top) are over."""
+def _probability(top: jax.Array, sums: jax.Array, norm: jax.Array) -> jax.Array:
+    """Return [R] probability of the tokens in `sums` [R, T] of exp(x - top)."""
     return (jnp.exp(top - norm[:, None]) * sums).sum(axis=-1)
 
 
 def _draw(rows: _Rows, uniforms: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """[R] tokens, one of each row's distribution."""
+    """Draw one token of each row's distribution, [R]."""
     tile = first_above(rows.tiles, uniforms[0])
     row = jnp.arange(len(tile))
     weights = jnp.exp(rows.window(row, tile) - rows.top[:, None])
     return tile * TILE + first_above(weights, uniforms[1])
 
 
-def _by_ratio(
-    noise: Noise,
-    draft_tokens: jax.Array,
-    draft_logits: jax.Array,
-    vocab_map: jax.Array | None,
-    target: _Rows,
-    row: jax.Array,
-    outside: jax.Array | None,
-    rule: str,
-    kernels: Kernels,
-) -> tuple[jax.Array, jax.Array]:
-    """(tokens [B, Q], num_accepted [B]).
-
-    Args:
-      row: [B, Q], the target's entries among its rows.
-      outside: [B, Q], the probability that they give to tokens the draft has not; None: it has all.
-    """
-    (B, k), Q = draft_tokens.shape, row.shape[1]
-    draft_options = Options(draft_logits.shape[-1], target.temperature)
-    flat = draft_logits.reshape(B * k, -1)
-    draft, _ = _rows(flat, target.temperature, None, kernels.statistics(draft_options, flat))
-    draft_row = jnp.arange(B)[:, None] * k + jnp.arange(k)[None]
-    drafted = row[:, :k]
-    p_x = jnp.exp(target.scaled(target.pick(drafted, draft_tokens), drafted) - target.norm[drafted])
-    index = _draft_index(draft_tokens, vocab_map)
-    q_x = jnp.exp(draft.scaled(draft.pick(draft_row, index), draft_row) - draft.norm[draft_row])
+def _by_ratio(noise: Noise, draft: Draft, target: _Target, rule: str, kernels: Kernels) -> Emitted:
+    """Apply rule A or C, k >= 1."""
+    (B, k), Q = draft.tokens.shape, target.index.shape[1]
+    rows = target.rows
+    draft_options = TileOptions(draft.logits.shape[-1], rows.temperature)
+    flat = draft.logits.reshape(B * k, -1)
+    draft_rows, _ = _rows(flat, rows.temperature, None, kernels.statistics(draft_options, flat))
+    drafted = _Draft(draft_rows, jnp.arange(B)[:, None] * k + jnp.arange(k)[None], draft.vocab_map)
+    before = target.index[:, :k]
+    p_x = jnp.exp(rows.scaled(rows.pick(before, draft.tokens), before) - rows.norm[before])
+    ids = _draft_ids(draft.tokens, draft.vocab_map)
+    q_x = jnp.exp(
+        draft_rows.scaled(draft_rows.pick(drafted.index, ids), drafted.index) - draft_rows.norm[drafted.index]
+    )
     places = jnp.arange(k, dtype=jnp.int32)[None]
     u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
     if rule == "block":
         scales = rules.block_scales(p_x, q_x)
-        mass = jnp.zeros((B, 0), jnp.float32)
-        if k > 1:
-            mass = _inner_mass(target, draft, row[:, 1:k], draft_row[:, 1:], scales[:, 1:-1], vocab_map, kernels)
-            mass = mass if outside is None else mass + scales[:, 1:-1] * outside[:, 1:k]
-        num_accepted = jnp.max(jnp.where(u < rules.block_chances_of(scales, mass), places + 1, 0), axis=1)
+        mass = _inner_mass(target, drafted, scales[:, 1:-1], kernels) if k > 1 else jnp.zeros((B, 0), jnp.float32)
+        chances = rules.block_chances_from_mass(scales, mass, draft.num_drafted)
+        num_accepted = jnp.max(jnp.where(u < chances, places + 1, 0), axis=1)
         scale = jnp.take_along_axis(scales, num_accepted[:, None], axis=1)[:, 0]
     else:
-        num_accepted = leading(u < rules.rejection_chances(p_x, q_x))
+        num_accepted = count_leading_true(u < rules.rejection_chances(p_x, q_x, draft.num_drafted))
         scale = jnp.ones(B, jnp.float32)
-    last = jnp.take_along_axis(row, num_accepted[:, None], axis=1)[:, 0]
-    refused = draft_row[:, 0] + jnp.minimum(num_accepted, k - 1)
     uniforms = counter.uniforms(noise.seed, noise.rollout_id, noise.position, num_accepted, counter.RESIDUAL)
-    final = _draw_residual(target, draft, last, refused, scale, num_accepted == k, vocab_map, uniforms, kernels)
-    tokens = jnp.pad(draft_tokens, ((0, 0), (0, Q - k)))
-    return jnp.where(jnp.arange(Q)[None] == num_accepted[:, None], final[:, None], tokens), num_accepted
+    bonus = whole_draft(draft, num_accepted)
+    final = _draw_residual(target, drafted, num_accepted, scale, bonus, uniforms, kernels)
+    tokens = jnp.pad(draft.tokens, ((0, 0), (0, Q - k)))
+    tokens = jnp.where(jnp.arange(Q)[None] == num_accepted[:, None], final[:, None], tokens)
+    return Emitted(tokens, num_accepted)
 
 
-def _draft_index(tokens: jax.Array, vocab_map: jax.Array | None) -> jax.Array:
-    """[B, k] index of tokens [B, k] in the draft's vocabulary, -1 where they are not in it."""
+def _draft_ids(tokens: jax.Array, vocab_map: jax.Array | None) -> jax.Array:
+    """Return [B, k] draft-vocabulary ids of tokens [B, k], -1 for tokens that it lacks."""
     if vocab_map is None:
         return tokens
     same = vocab_map[None, None] == tokens[..., None]
     return jnp.where(same.any(axis=-1), jnp.argmax(same, axis=-1), -1)
 
 
-def _inner_mass(
-    target: _Rows,
-    draft: _Rows,
-    row: jax.Array,
-    draft_row: jax.Array,
-    scale: jax.Array,
-    vocab_map: jax.Array | None,
-    kernels: Kernels,
-) -> jax.Array:
-    """[B, k-1]: sum of max(scale p - q, 0) over the draft's vocabulary, of entries `row` and `draft_row` [B, k-1]."""
-    row, draft_row = row.reshape(-1), draft_row.reshape(-1)
+def _inner_mass(target: _Target, draft: _Draft, scale: jax.Array, kernels: Kernels) -> jax.Array:
+    """Return S_i of i = 1 .. k-1, [B, k-1]: the sum of max(scale p - q, 0) over the target's vocabulary."""
+    k = draft.index.shape[1]
+    row, draft_row = target.index[:, 1:k].reshape(-1), draft.index[:, 1:].reshape(-1)
     p, at = (
-        (target.logits, row)
-        if vocab_map is None
-        else (target.logits[row[:, None], vocab_map[None]], jnp.arange(len(row)))
+        (target.rows.logits, row)
+        if draft.vocab_map is None
+        else (target.rows.logits[row[:, None], draft.vocab_map[None]], jnp.arange(len(row)))
     )
-    options = Options(draft.logits.shape[1], target.temperature, target.cut is not None)
-    norms = target.norm[row], draft.norm[draft_row]
-    cut = None if target.cut is None else target.cut[row]
-    found = kernels.excess(options, p, at, draft.logits[draft_row], scale.reshape(-1), *norms, cut)
-    return found.sum(axis=-1).reshape(scale.shape)
+    options = TileOptions(draft.rows.logits.shape[1], target.rows.temperature, target.rows.cut is not None)
+    terms = _terms(target, draft, row, draft_row, scale.reshape(-1))
+    mass = kernels.residual(options, p, at, draft.rows.logits[draft_row], terms).sum(axis=-1).reshape(scale.shape)
+    return mass if target.outside is None else mass + scale * target.outside[:, 1:k]
 
 
 def _draw_residual(
-    target: _Rows,
-    draft: _Rows,
-    row: jax.Array,
-    draft_row: jax.Array,
+    target: _Target,
+    draft: _Draft,
+    num_accepted: jax.Array,
     scale: jax.Array,
     bonus: jax.Array,
-    vocab_map: jax.Array | None,
     uniforms: tuple[jax.Array, jax.Array],
     kernels: Kernels,
 ) -> jax.Array:
-    """[B] tokens of weights max(scale p - q, 0), rows `row` and `draft_row` [B]; p where `bonus` or nothing is left."""
-    V = target.logits.shape[1]
-    d = draft.logits[draft_row]
-    if vocab_map is not None:
-        d = jnp.full((len(row), V), -jnp.inf, jnp.float32).at[:, vocab_map].set(d)
-    options = Options(V, target.temperature, target.cut is not None)
-    norms = target.norm[row], draft.norm[draft_row]
-    cut = None if target.cut is None else target.cut[row]
-    left = kernels.excess(options, target.logits, row, d, scale, *norms, cut)
+    """Draw [B] tokens of weights max(scale p - q, 0) after num_accepted drafts; of p if `bonus` or nothing is left."""
+    rows, k = target.rows, draft.index.shape[1]
+    row = jnp.take_along_axis(target.index, num_accepted[:, None], axis=1)[:, 0]
+    draft_row = draft.index[:, 0] + jnp.minimum(num_accepted, k - 1)
+    V = rows.logits.shape[1]
+    d = draft.rows.logits[draft_row]
+    if draft.vocab_map is not None:
+        d = jnp.full((len(row), V), -jnp.inf, jnp.float32).at[:, draft.vocab_map].set(d)
+    options = TileOptions(V, rows.temperature, rows.cut is not None)
+    terms = _terms(target, draft, row, draft_row, scale)
+    left = kernels.residual(options, rows.logits, row, d, terms)
     from_p = bonus | ~(left > 0).any(axis=-1)
-    tile = first_above(jnp.where(from_p[:, None], target.tiles[row], left), uniforms[0])
-    columns = _columns(tile)
-    p = jnp.exp(target.window(row, tile) - norms[0][:, None])
-    inside = d.at[jnp.arange(len(row))[:, None], columns].get(mode="fill", fill_value=-jnp.inf)
-    q = jnp.exp(inside / target.temperature - norms[1][:, None])
-    residual = rules.excess(p, q, scale)
-    # A kernel's exponential may find a last bit of weight in a tile where this one finds none.
-    from_p |= ~(residual > 0).any(axis=-1)
-    return tile * TILE + first_above(jnp.where(from_p[:, None], p, residual), uniforms[1])
+    tile = first_above(jnp.where(from_p[:, None], rows.tiles[row], left), uniforms[0])
+    p = jnp.exp(rows.window(row, tile) - terms.p_norm[:, None])
+    inside = d.at[jnp.arange(len(row))[:, None], _columns(tile)].get(mode="fill", fill_value=-jnp.inf)
+    q = jnp.exp(inside / rows.temperature - terms.q_norm[:, None])
+    weights = rules.residual(p, q, scale)
+    # The kernel's exponential may leave a last bit of weight in a tile where this one leaves none.
+    from_p |= ~(weights > 0).any(axis=-1)
+    return tile * TILE + first_above(jnp.where(from_p[:, None], p, weights), uniforms[1])
+
+
+def _terms(target: _Target, draft: _Draft, row: jax.Array, draft_row: jax.Array, scale: jax.Array) -> ResidualTerms:
+    cut = None if target.rows.cut is None else target.rows.cut[row]
+    return ResidualTerms(scale, target.rows.norm[row], draft.rows.norm[draft_row], cut)

@@ -1,11 +1,12 @@
-"""The arithmetic of one tile of the vocabulary, the same lines in every kernel.
+"""Arithmetic of one tile of the vocabulary, shared by all kernels.
 
-A tile is `draws.TILE` = 512 logits, given as its two halves of `noise.HALF` = 256, because the two words of a noise
-block belong to tokens that are 256 apart. Halves are [256] on a GPU and [rows, 256] on a TPU; what is known of a row is
-a scalar or [rows, 1], and a tile's results have that shape.
+A tile is `sampling.TILE` = 512 logits, given as its two halves of `noise.HALF` = 256, because the two words of a noise
+block belong to tokens that are 256 apart. Halves are [256] on a GPU and [rows, 256] on a TPU; values per row are
+scalars or [rows, 1], and a tile's results have that shape.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,48 +17,60 @@ from kernels_pallas.noise import HALF
 from kernels_pallas.verify.sampling import TILE
 
 Halves = Sequence[jax.Array]
+Reduce = Callable[..., jax.Array]
 
 
-class Options(NamedTuple):
-    """Static: which parts of `Statistics` are asked for."""
+class TileOptions(NamedTuple):
+    """Static: width, temperature and the requested fields of `Statistics`."""
 
-    V: int  # columns from here on are not the vocabulary's
+    V: int  # vocabulary entries; columns beyond it are padding
     temperature: float
-    cut: bool = False  # the distribution has a smallest raw logit
-    outside: bool = False  # a draft vocabulary is smaller than the target's
-    best: bool = False  # the best token is asked for
-    noise: bool = False  # and Gumbel noise is added before
+    cut: bool = False  # logits below a row's threshold have probability 0
+    outside: bool = False  # sum what the draft's vocabulary lacks
+    best: bool = False  # find the best token
+    noise: bool = False  # add Gumbel noise before taking the best
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Fields of `Statistics` that there are, in order."""
+        """Return the names of the requested fields of `Statistics`, in order."""
         asked = {"kept": self.cut, "outside": self.outside, "best": self.best, "token": self.best}
         return tuple(name for name in Statistics._fields if asked.get(name, True))
 
     def shapes(self, rows: int, tiles: int) -> list[jax.ShapeDtypeStruct]:
-        """Of the results of a kernel that writes `tiles` a row."""
+        """Return the results' shapes for a kernel that writes `tiles` per row."""
         dtypes = [jnp.int32 if name == "token" else jnp.float32 for name in self.results]
         return [jax.ShapeDtypeStruct((rows, tiles), dtype) for dtype in dtypes]
 
     def named(self, found: Sequence[jax.Array]) -> "Statistics":
-        """A kernel's results, without the tiles beyond the vocabulary."""
+        """Return a kernel's results as `Statistics`, without tiles beyond the vocabulary."""
         cropped = {name: x[:, : -(-self.V // TILE)] for name, x in zip(self.results, found, strict=True)}
         return Statistics(*(cropped.get(name) for name in Statistics._fields))
 
 
 class Statistics(NamedTuple):
-    """Of each tile; x = logits / temperature, and sums are of exp(x - top)."""
+    """Values per tile; x = logits / temperature, sums are of exp(x - top)."""
 
-    top: jax.Array  # largest x; -inf where there is none
-    whole: jax.Array  # sum over the tile
-    kept: jax.Array | None  # over logits >= cut
-    outside: jax.Array | None  # over kept tokens that the draft's vocabulary has not
-    best: jax.Array | None  # largest x kept, with its noise where that is added
-    token: jax.Array | None  # int32, the first that reaches it
+    top: jax.Array  # largest x; -inf in a tile without any
+    total: jax.Array  # sum over the tile
+    kept: jax.Array | None  # sum over logits >= cut
+    outside: jax.Array | None  # sum over kept tokens outside the draft's vocabulary
+    best: jax.Array | None  # largest kept x, plus its noise if noise is added
+    token: jax.Array | None  # int32, first token that reaches it
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ResidualTerms:
+    """Values per row of the residual max(scale p - q, 0)."""
+
+    scale: jax.Array  # float32
+    p_norm: jax.Array  # float32, log-sum-exp of the target's kept logits / temperature
+    q_norm: jax.Array  # float32, log-sum-exp of the draft's logits / temperature
+    cut: jax.Array | None  # float32, smallest raw target logit kept
 
 
 def statistics(
-    options: Options,
+    options: TileOptions,
     logits: Halves,
     columns: Halves,
     cut: jax.Array | None,
@@ -65,17 +78,17 @@ def statistics(
     noise: Halves | None,
     keepdims: bool,
 ) -> tuple[jax.Array, ...]:
-    """`options.results` of one tile: two passes over it in registers, 512 exponentials.
+    """Return `options.results` of one tile: two passes over it in registers, 512 exponentials.
 
     Args:
       logits: raw.
-      columns: int32, the tokens.
+      columns: int32, the token ids.
       cut: smallest raw logit kept.
-      outside: 1.0 at tokens that the draft's vocabulary has not, else 0.0.
+      outside: 1.0 at tokens outside the draft's vocabulary, else 0.0.
       noise: added before the best is taken.
     """
 
-    def reduced(reduce, halves: Halves, join) -> jax.Array:
+    def reduced(reduce: Reduce, halves: Halves, join: Reduce) -> jax.Array:
         return reduce(join(*halves), axis=-1, keepdims=keepdims)
 
     def total(halves: Halves) -> jax.Array:
@@ -99,41 +112,36 @@ def statistics(
     if options.best:
         x = [h + g for h, g in zip(x, noise)] if options.noise else x
         best = largest(x)
-        # Columns are exact in float32, and a maximum of those is what every back end has.
+        # Columns are exact in float32, and every backend has a maximum of float32.
         first = largest([jnp.where(h == best, -c.astype(jnp.float32), -jnp.inf) for h, c in zip(x, columns)])
         found += [best, jnp.where(best > -jnp.inf, -first, 0.0).astype(jnp.int32)]
     return tuple(found)
 
 
-def excess(
-    options: Options,
-    target: Halves,
-    draft: Halves,
-    columns: Halves,
-    cut: jax.Array | None,
-    scale: jax.Array,
-    p_norm: jax.Array,
-    q_norm: jax.Array,
-    keepdims: bool,
+def residual(
+    options: TileOptions, target: Halves, draft: Halves, columns: Halves, terms: ResidualTerms, keepdims: bool
 ) -> jax.Array:
-    """Sum over one tile of max(scale p - q, 0), p = exp(x - p_norm) where kept, q = exp(d - q_norm).
+    """Return the sum over one tile of max(scale p - q, 0), p = exp(x - p_norm) where kept, q = exp(d - q_norm).
 
     1,024 exponentials.
 
     Args:
-      target, draft: raw logits; -inf where the draft has no such token.
+      target, draft: raw logits; -inf at tokens outside the draft's vocabulary.
     """
     left = []
     for h, d, column in zip(target, draft, columns):
-        p = jnp.exp(h / options.temperature - p_norm)
-        p = jnp.where(h >= cut, p, 0.0) if options.cut else p
-        q = jnp.exp(d / options.temperature - q_norm)
-        left.append(jnp.where(column < options.V, jnp.maximum(scale * p - q, 0.0), 0.0))
+        p = jnp.exp(h / options.temperature - terms.p_norm)
+        p = jnp.where(h >= terms.cut, p, 0.0) if options.cut else p
+        q = jnp.exp(d / options.temperature - terms.q_norm)
+        left.append(jnp.where(column < options.V, jnp.maximum(terms.scale * p - q, 0.0), 0.0))
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)
 
 
 def halves_of_noise(seed: jax.Array, rollout_id: jax.Array, position: jax.Array, columns: Halves) -> Halves:
-    """Gumbel noise of a tile whose first half's tokens are columns[0]: 256 blocks, about 75 integer operations each."""
-    # Of tile t they begin at 2 HALF t, and its blocks at HALF t; a shift, since back ends divide by asking for signs.
+    """Return the Gumbel noise of a tile whose first half's tokens are columns[0].
+
+    256 blocks, about 75 integer operations each.
+    """
+    # Tokens of tile t start at 2 HALF t, its blocks at HALF t; a shift, since backends divide by looking at signs.
     block = columns[0] - (columns[0] >> (HALF.bit_length())) * HALF
     return counter.gumbel_halves(seed, rollout_id, position, block)

@@ -1,10 +1,10 @@
-"""The tiles' kernels on a TPU: Pallas Mosaic TPU.
+"""Kernels per tile for TPUs: Pallas Mosaic TPU.
 
 A block is eight rows of up to 128 tiles, 2 MiB, so that its results are one [8, 128] register tile. Columns beyond the
-vocabulary and rows beyond the last hold anything; the former are masked, the latter never written.
+vocabulary and rows beyond the last hold arbitrary values: the columns are masked, the rows never written.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,47 +13,48 @@ from jax.experimental import pallas as pl
 from kernels_pallas.noise import HALF
 from kernels_pallas.verify import tiles
 from kernels_pallas.verify.sampling import TILE
-from kernels_pallas.verify.tiles import Options, Statistics
+from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
+from kernels_pallas.verify.types import Noise
 
-ROWS, MOST_TILES = 8, 128  # of a block
+ROWS, MOST_TILES = 8, 128  # per block
 
 
 def statistics(
-    options: Options,
+    options: TileOptions,
     logits: jax.Array,
     cut: jax.Array | None = None,
     outside: jax.Array | None = None,
-    noise: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    interpret: Any = False,
+    noise: Noise | None = None,
+    interpret: object = False,
 ) -> Statistics:
-    """As `gpu.statistics`."""
+    """Compute as `gpu.statistics` does."""
     R, (blocks, n) = len(logits), _blocks(options.V)
-    column = {"cut": cut, "ids": noise and noise[1], "positions": noise and noise[2].astype(jnp.uint32)}
+    column = {"cut": cut, "ids": noise and noise.rollout_id, "positions": noise and noise.position.astype(jnp.uint32)}
     column = {name: x[:, None] for name, x in column.items() if x is not None}
-    row = {"seed": noise and noise[0].astype(jnp.uint32), "outside": outside}
+    row = {"seed": noise and noise.seed.astype(jnp.uint32), "outside": outside}
     row = {name: x.reshape(1, -1) for name, x in row.items() if x is not None}
     specs = [_block(n), *(pl.BlockSpec((ROWS, 1), lambda r, b: (r, 0)) for _ in column)]
     specs += [pl.BlockSpec((1, 1), lambda r, b: (0, 0)) if name == "seed" else _block(n, 1) for name in row]
     names, shapes = [*column, *row], options.shapes(R, blocks * n)
 
-    def body(logits_ref: Any, *refs: Any) -> None:
+    def body(logits_ref: jax.Ref, *refs: jax.Ref) -> None:
         given, results = dict(zip(names, refs)), refs[len(names) :]
-        whole = {name: given[name][...] for name in ("cut", "ids", "positions", "seed") if name in given}
+        per_row = {name: given[name][...] for name in ("cut", "ids", "positions", "seed") if name in given}
 
         def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array, ...]:
             return tiles.statistics(
                 options,
                 _halves(logits_ref, i),
                 columns,
-                whole.get("cut"),
+                per_row.get("cut"),
                 _halves(given["outside"], i) if options.outside else None,
-                tiles.halves_of_noise(whole["seed"], whole["ids"], whole["positions"], columns)
+                tiles.halves_of_noise(per_row["seed"], per_row["ids"], per_row["positions"], columns)
                 if options.noise
                 else None,
                 keepdims=True,
             )
 
-        _each([shape.dtype for shape in shapes], results, n, reduce)
+        _reduce_each([shape.dtype for shape in shapes], results, n, reduce)
 
     found = pl.pallas_call(
         body,
@@ -66,37 +67,28 @@ def statistics(
     return options.named(found)
 
 
-def excess(
-    options: Options,
+def residual(
+    options: TileOptions,
     target: jax.Array,
     row: jax.Array,
     draft: jax.Array,
-    scale: jax.Array,
-    p_norm: jax.Array,
-    q_norm: jax.Array,
-    cut: jax.Array | None = None,
-    interpret: Any = False,
+    terms: ResidualTerms,
+    interpret: object = False,
 ) -> jax.Array:
-    """As `gpu.excess`, after one copy of the rows asked for: a block is eight rows that follow each other."""
+    """Compute as `gpu.residual` does, after one copy of the selected rows: a block is eight consecutive rows."""
     N, (blocks, n) = len(row), _blocks(options.V)
-    per_row = [scale, p_norm, q_norm, *([cut] if options.cut else [])]
+    per_row, structure = jax.tree.flatten(terms)
 
-    def body(target_ref: Any, draft_ref: Any, *refs: Any) -> None:
-        values = [ref[...] for ref in refs[: len(per_row)]]
+    def body(target_ref: jax.Ref, draft_ref: jax.Ref, *refs: jax.Ref) -> None:
+        values = jax.tree.unflatten(structure, [ref[...] for ref in refs[: len(per_row)]])
 
         def reduce(i: jax.Array, columns: list[jax.Array]) -> tuple[jax.Array]:
-            found = tiles.excess(
-                options,
-                _halves(target_ref, i),
-                _halves(draft_ref, i),
-                columns,
-                values[3] if options.cut else None,
-                *values[:3],
-                keepdims=True,
+            found = tiles.residual(
+                options, _halves(target_ref, i), _halves(draft_ref, i), columns, values, keepdims=True
             )
             return (found,)
 
-        _each([jnp.float32], refs[len(per_row) :], n, reduce)
+        _reduce_each([jnp.float32], refs[len(per_row) :], n, reduce)
 
     found = pl.pallas_call(
         body,
@@ -109,8 +101,13 @@ def excess(
     return found[:, : -(-options.V // TILE)]
 
 
-def _each(dtypes: list[Any], results: Any, n: int, reduce: Any) -> None:
-    """Writes what `reduce` (tile of the block, its columns) returns, [ROWS, 1] each, for all n tiles."""
+def _reduce_each(
+    dtypes: Sequence[jax.typing.DTypeLike],
+    results: Sequence[jax.Ref],
+    n: int,
+    reduce: Callable[[jax.Array, list[jax.Array]], tuple[jax.Array, ...]],
+) -> None:
+    """Write the results of reduce(tile of the block, its columns), [ROWS, 1] each, for all n tiles."""
     first = pl.program_id(1) * n
     place = jax.lax.broadcasted_iota(jnp.int32, (ROWS, n), 1)
     lanes = jax.lax.broadcasted_iota(jnp.int32, (ROWS, HALF), 1)
@@ -125,13 +122,13 @@ def _each(dtypes: list[Any], results: Any, n: int, reduce: Any) -> None:
         result[...] = values
 
 
-def _halves(ref: Any, i: jax.Array) -> list[jax.Array]:
+def _halves(ref: jax.Ref, i: jax.Array) -> list[jax.Array]:
     start = pl.multiple_of(i * TILE, TILE)
     return [ref[:, pl.ds(start + h * HALF, HALF)] for h in (0, 1)]
 
 
 def _blocks(V: int) -> tuple[int, int]:
-    """How many blocks a row has, and their tiles."""
+    """Return the number of blocks per row, and of tiles per block."""
     n = min(MOST_TILES, -(-V // TILE))
     return -(-V // (TILE * n)), n
 

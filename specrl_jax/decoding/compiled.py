@@ -270,7 +270,7 @@ def run(
     # Half a chunk at most, so that the other half is left to be gone over.
     looked_at = min(drafter.length, limits.chunk // 2)
     if drafter.copies and not k and looked_at:
-        replayed = replay(before, slots, lambda then: drafter.draft(params, then, seed, looked_at)[0].tokens, looked_at)
+        replayed = replay(before, slots, lambda then: drafter.draft(params, then, seed, looked_at)[0], looked_at)
     return slots, ChunkStatistics(slots.done, count, *counted, replayed)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.decoding.step import Slots
+from kernels_pallas.verify.reference import within
+from specrl_jax.decoding.step import Draft, Slots
 
-# slots -> [B, k] int32 drafted tokens, -1: nothing
-CopyFn = Callable[[Slots], jax.Array]
+# slots -> deterministic draft of k tokens
+CopyFn = Callable[[Slots], Draft]
 
 
 def replay(before: Slots, after: Slots, copy_fn: CopyFn, k: int) -> jax.Array:
@@ -35,7 +36,8 @@ def replay(before: Slots, after: Slots, copy_fn: CopyFn, k: int) -> jax.Array:
     def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         length, counts = carry
         following = jnp.take_along_axis(after.tokens, length[:, None] + jnp.arange(k)[None], axis=1, mode="clip")
-        kept = jnp.cumprod(copy_fn(_rewound(after, length)) == following, axis=1, dtype=jnp.int32)
+        draft = copy_fn(_rewound(after, length))
+        kept = jnp.cumprod(within(draft, draft.tokens == following), axis=1, dtype=jnp.int32)
         counted = (going(length) & (length > before.length))[:, None]
         counts += (counted * jnp.pad(kept, ((0, 0), (1, 0)), constant_values=1)).sum(axis=0, dtype=jnp.int32)
         return jnp.minimum(length + 1 + kept.sum(axis=1, dtype=jnp.int32), after.length), counts

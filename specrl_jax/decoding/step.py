@@ -6,13 +6,13 @@ decoding is the same iteration with nothing drafted.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import Noise, Verified, verify
+from kernels_pallas.verify.op import Draft, Noise, Verified, VerifyInputs, verify
 from specrl_jax.decoding.lookup_cache import LookupCache, record
 from specrl_jax.decoding.sampling import Sampling
 
@@ -37,25 +37,17 @@ class Slots:
     cache: Any  # the target's and the drafter's, opaque here
 
 
-class Draft(NamedTuple):
-    tokens: jax.Array  # [B, k] int32, target-vocabulary ids; -1: nothing drafted here nor after, in one-hot rows only
-    logits: jax.Array | None  # [B, k, Vd] float32
-    one_hot: jax.Array  # [B] bool
-    vocab_map: jax.Array | None  # [Vd] int32
-
-
 # (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # (slots, seed) -> (draft, cache)
 DraftFn = Callable[[Slots, jax.Array], tuple[Draft, Any]]
-# The signature of `kernels_pallas.verify.op.verify`, up to `sampling`
-VerifyFn = Callable[..., Verified]
+VerifyFn = Callable[[VerifyInputs, Sampling], Verified]
 
 
 def no_draft(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:
     """Plain decoding: k = 0."""
     B = slots.length.shape[0]
-    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool), None), slots.cache
+    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool)), slots.cache
 
 
 def speculative_step(
@@ -82,17 +74,17 @@ def speculative_step(
         positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
         logits, cache = target_fn(inputs, positions, cache)
         noise = Noise(seed, slots.rollout_id, slots.length)
-        verified = verify_fn(noise, draft.tokens, draft.logits, draft.one_hot, draft.vocab_map, logits, sampling)
+        verified = verify_fn(VerifyInputs(noise, draft, logits), sampling)
     with jax.named_scope("commit"):
-        slots = _count(slots.replace(cache=cache), draft.tokens, verified.num_accepted)
+        slots = _count(slots.replace(cache=cache), draft, verified.num_accepted)
         return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
 
 
-def _count(slots: Slots, drafted: jax.Array, num_accepted: jax.Array) -> Slots:
+def _count(slots: Slots, draft: Draft, num_accepted: jax.Array) -> Slots:
     """Counts drafts of rows that were not done, before any cut at end-of-text or limit."""
     place = jnp.arange(slots.drafted.shape[1])[None]
     active = ~slots.done[:, None]
-    count = (drafted >= 0).sum(axis=1, dtype=jnp.int32)[:, None]
+    count = draft.tokens.shape[1] if draft.num_drafted is None else draft.num_drafted[:, None]
     return slots.replace(
         drafted=slots.drafted + (active & (place < count)),
         accepted=slots.accepted + (active & (place < num_accepted[:, None])),

@@ -36,8 +36,8 @@ def draft_tokens(
         # Sample with a row's whole vocabulary on one device, as verification does, and move the token back at once.
         logits.append(constrain(scores, "sampled_rows", None))
         tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, config.sampling), "batch"))
-    one_hot = jnp.zeros(slots.done.shape, bool)
-    return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), one_hot, vocab_map)
+    deterministic = jnp.zeros(slots.done.shape, bool)
+    return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map)
 
 
 def in_blocks(update: Callable[[jax.Array, Cache], Cache], tokens: jax.Array, count: jax.Array, cache: Cache) -> Cache:

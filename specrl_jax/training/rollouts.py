@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import Noise, Verified, verify
+from kernels_pallas.verify.op import Verified, VerifyInputs, verify
 from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.compiled import Limits, Model, Prompts
@@ -202,25 +202,16 @@ def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = 
         )
 
 
-def sharded_verify(
-    partition: Partitioner,
-    noise: Noise,
-    draft_tokens: jax.Array,
-    draft_logits: jax.Array | None,
-    one_hot: jax.Array,
-    vocab_map: jax.Array | None,
-    target_logits: jax.Array,
-    sampling: Sampling,
-) -> Verified:
+def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampling) -> Verified:
     """`verify` with each row's whole vocabulary on one device: one all-to-all of the logits, then no communication.
 
     Where the batch has become too small to be split that finely, it stays split as it is, and logits are gathered. The
     results go back to where the rows live at once; otherwise the finer split would spread into the whole loop.
     """
-    rows = "batch" if len(draft_tokens) % partition.num_shards("sampled_rows") else "sampled_rows"
-    target_logits = partition.constrain(target_logits, rows, None, None)
-    arguments = noise, draft_tokens, draft_logits, one_hot, vocab_map, target_logits, sampling
-    verified = verify(*arguments, mesh=partition.mesh, rows=partition.spec((rows,))[0])
+    rows = "batch" if len(inputs.draft.tokens) % partition.num_shards("sampled_rows") else "sampled_rows"
+    target_logits = partition.constrain(inputs.target_logits, rows, None, None)
+    inputs = dataclasses.replace(inputs, target_logits=target_logits)
+    verified = verify(inputs, sampling, mesh=partition.mesh, rows=partition.spec((rows,))[0])
     return Verified(
         tokens=partition.constrain(verified.tokens, "batch", None),
         num_accepted=partition.constrain(verified.num_accepted, "batch"),

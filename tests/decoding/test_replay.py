@@ -13,6 +13,7 @@ from specrl_jax.decoding.engine import Batch
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.decoding.step import Draft
 from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.drafts.test_lookup import make_slots
 from tests.helpers import toys
@@ -57,8 +58,9 @@ def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
     def one_token_a_turn(then):
         """Nothing is ever accepted, so every moment is visited."""
         lengths.append(np.asarray(then.length))
-        drafts.append(copied(drafter, then))
-        return jnp.full((6, K), -1)
+        draft = copied(drafter, then)
+        drafts.append(draft)
+        return Draft(draft, None, jnp.ones(6, bool), num_drafted=jnp.zeros(6, jnp.int32))
 
     with jax.disable_jit():
         replay(before, after, one_token_a_turn, K)
@@ -80,8 +82,8 @@ def test_counts_are_of_verifications_after_the_first():
 
     def draft(then):
         right = jnp.take_along_axis(after.tokens, then.length[:, None] + jnp.arange(3)[None], axis=1, mode="clip")
-        two = jnp.where(jnp.arange(3)[None] < 2, right, -1)
-        return jnp.where((then.length == 4)[:, None] & (jnp.arange(3) != 1)[:, None], two, -1)
+        num_drafted = jnp.where((then.length == 4) & (jnp.arange(3) != 1), 2, 0)
+        return Draft(right, None, jnp.ones(3, bool), num_drafted=num_drafted)
 
     found = replay(before, after, draft, 3)
     # Row 0 counts 3 and 4; row 1 counts 3 (4 has too few tokens after it).

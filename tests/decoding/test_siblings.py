@@ -99,10 +99,10 @@ def test_copies_that_are_kept_too_willingly_are_seen(monkeypatch):
     """In every eighth rollout all of them are."""
     right = reference.by_exact_match
 
-    def willing(draft_tokens, drawn):
-        drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)), constant_values=-1)
+    def willing(draft, drawn):
+        drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)), constant_values=-1)
         always = (jnp.arange(len(drafted)) % 8 == 0)[:, None] & (drafted >= 0)
-        return right(draft_tokens, jnp.where(always, drafted, drawn))
+        return right(draft, jnp.where(always, drafted, drawn))
 
     monkeypatch.setattr(reference, "by_exact_match", willing)
     with pytest.raises(AssertionError, match="total variation"):

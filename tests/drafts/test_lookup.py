@@ -195,7 +195,7 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_corpus):
         *map(np.asarray, (slots.tokens, slots.length, slots.group, slots.member)), slots.corpus, 2, 1, 4
     )
     np.testing.assert_array_equal(draft.tokens, wanted)
-    assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.one_hot).all()
+    assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
     assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
 
@@ -261,19 +261,19 @@ def test_looking_up_in_a_loop_copies_no_corpus():
     assert memory.temp_size_in_bytes < corpus.tokens.size * 4 / 4
 
 
-def fixed_drafter(one_hot, logits=True):
+def fixed_drafter(deterministic, logits=True):
     """Drafts 100, 101, ... in every row and counts its calls in the cache."""
 
     def draft(params, slots, seed, k):
         tokens = jnp.broadcast_to(100 + jnp.arange(k), (B, k))
-        drafted = Draft(tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, one_hot), jnp.arange(7))
+        drafted = Draft(tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, deterministic), jnp.arange(7))
         return drafted, slots.cache + 1
 
     return Drafter(3, draft, lambda params, tokens, length, cache: cache + length.sum())
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
-def test_a_cascade_copies_where_the_match_is_long_and_only_there(one_hot):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cascade_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))
     arrays = (slots.tokens, slots.length, slots.group, slots.member, slots.corpus)
     copied, matched = (np.asarray(x) for x in look_up(*arrays, 3, 1, 4))
@@ -281,11 +281,11 @@ def test_a_cascade_copies_where_the_match_is_long_and_only_there(one_hot):
     long = matched >= threshold
     assert long.any() and (matched == threshold).any() and (matched == threshold - 1).any()
     assert (copied[long] == -1).any(), "a copy that ends early"
-    neural = fixed_drafter(one_hot)
+    neural = fixed_drafter(deterministic)
     drafter = lookup_override(neural, threshold, 4)
     draft, cache = drafter.draft(None, slots, jnp.uint32(0), 3)
     np.testing.assert_array_equal(draft.tokens, np.where(long[:, None], copied, 100 + np.arange(3)))
-    np.testing.assert_array_equal(draft.one_hot, long | one_hot)
+    np.testing.assert_array_equal(draft.deterministic, long | deterministic)
     plain, _ = neural.draft(None, slots, jnp.uint32(0), 3)
     np.testing.assert_array_equal(draft.logits, plain.logits)
     np.testing.assert_array_equal(draft.vocab_map, plain.vocab_map)

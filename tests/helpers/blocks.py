@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.verify.op import Noise, verify
+from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.exact import final_probs, flat_index, softmax
@@ -94,19 +94,19 @@ def make_model(kind, V, k, seed=0, none=NO):
 QUICKLY = {"xla_backend_optimization_level": 0}
 
 
-def run_block(model, sampling, ids, seed=1, position=17, one_hot=False):
+def run_block(model, sampling, ids, seed=1, position=17, deterministic=False):
     """Draft and verify one block of each rollout in `ids`; return (drafts [B, k], Verified)."""
     B = len(ids)
     target, draft = ([jnp.array(t) for t in tables] for tables in (model.target, model.draft))
     positions = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (B,))
-    one_hot = jnp.broadcast_to(jnp.asarray(one_hot), (B,))
+    deterministic = jnp.broadcast_to(jnp.asarray(deterministic), (B,))
     noise = Noise(jnp.uint32(seed), jnp.asarray(ids, jnp.uint32), positions)
-    return _one_block(noise, target, draft, one_hot, model.jax_map(), sampling, model.k)
+    return _one_block(noise, target, draft, deterministic, model.jax_map(), sampling, model.k)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "k"), compiler_options=QUICKLY)
-def _one_block(noise, target, draft, one_hot, vocab_map, sampling, k):
-    B, tables = len(one_hot), []
+def _one_block(noise, target, draft, deterministic, vocab_map, sampling, k):
+    B, tables = len(deterministic), []
     drafts = jnp.zeros((B, 0), jnp.int32)
     for i in range(k):
         tables.append(draft[i][tuple(drafts.T)] if i else jnp.broadcast_to(draft[0], (B, *draft[0].shape)))
@@ -115,20 +115,28 @@ def _one_block(noise, target, draft, one_hot, vocab_map, sampling, k):
     rows = [jnp.broadcast_to(target[0], (B, *target[0].shape))]
     rows += [target[i][tuple(drafts[:, :i].T)] for i in range(1, k + 1)]
     logits = jnp.stack(tables, axis=1) if k else None
-    return drafts, verify(noise, drafts, logits, one_hot, vocab_map, jnp.stack(rows, axis=1), sampling)
+    drafted = Draft(drafts, logits, deterministic, vocab_map)
+    return drafts, verify(VerifyInputs(noise, drafted, jnp.stack(rows, axis=1)), sampling)
 
 
-def run_drafts(model, sampling, ids, drafts, one_hot=True, seed=1, position=17):
-    """Verify given drafts [B, k], with or without -1 among them."""
+def run_drafts(model, sampling, ids, drafts, deterministic=True, seed=1, position=17):
+    """Verify given drafts [B, k]; -1: nothing was drafted at this position nor after it."""
     B, k = drafts.shape
+    num_drafted = jnp.array((drafts >= 0).sum(axis=1), jnp.int32)
+    drafts = np.where(drafts >= 0, drafts, model.V - 1)  # ignored
     noise = Noise(jnp.uint32(seed), jnp.asarray(ids, jnp.uint32), jnp.full(B, position, jnp.int32))
     logits = jnp.array(model.along(model.draft[:k], drafts)) if k and model.draft else None
     target = jnp.array(model.along(model.target[: k + 1], drafts))
-    one_hot = jnp.broadcast_to(jnp.asarray(one_hot), (B,))
-    return jitted_verify(noise, jnp.array(drafts), logits, one_hot, model.jax_map(), target, sampling)
+    deterministic = jnp.broadcast_to(jnp.asarray(deterministic), (B,))
+    draft = Draft(jnp.array(drafts), logits, deterministic, model.jax_map(), num_drafted)
+    return jitted_verify(VerifyInputs(noise, draft, target), sampling)
 
 
 jitted_verify = jax.jit(verify, static_argnames="sampling", compiler_options=QUICKLY)
+
+
+def nothing_drafted(B):
+    return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros(B, bool))
 
 
 def plain_tokens(model, sampling, ids, length, seed=1, position=17):
@@ -137,8 +145,7 @@ def plain_tokens(model, sampling, ids, length, seed=1, position=17):
     for i in range(length):
         row = jnp.array(model.along(model.target[: i + 1], tokens)[:, i:])
         noise = Noise(jnp.uint32(seed), jnp.asarray(ids, jnp.uint32), jnp.full(len(ids), position + i, jnp.int32))
-        nothing = jnp.zeros((len(ids), 0), jnp.int32)
-        out = jitted_verify(noise, nothing, None, jnp.zeros(len(ids), bool), None, row, sampling)
+        out = jitted_verify(VerifyInputs(noise, nothing_drafted(len(ids)), row), sampling)
         tokens = np.concatenate([tokens, np.asarray(out.tokens)], axis=1)
     return tokens
 

@@ -13,7 +13,7 @@ GPU = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized",
 
 
 def interpreted(module, interpret):
-    return Kernels(*(functools.partial(f, interpret=interpret) for f in (module.statistics, module.excess)))
+    return Kernels(*(functools.partial(f, interpret=interpret) for f in (module.statistics, module.residual)))
 
 
 # The plain TPU interpreter shows unwritten blocks; the other one simulates memory and copies, with NaN where a last

@@ -96,7 +96,7 @@ def toy_drafter(table, k, temperature, rule="rejection"):
             rows.append(table[token])
             token = sample_draft(noise, rows[-1], i, None, sampling)
             tokens.append(token)
-        return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), None), slots.cache
+        return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool)), slots.cache
 
     return Drafter(k, draft, lambda params, tokens, length, cache: cache)
 

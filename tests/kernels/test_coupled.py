@@ -10,10 +10,10 @@ import pytest
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
-from kernels_pallas.verify.op import Noise, verify
+from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
-from tests.helpers.blocks import SAMPLINGS, completed, make_model, plain_tokens, run_block, run_drafts
+from tests.helpers.blocks import SAMPLINGS, completed, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
 from tests.helpers.exact import flat_index, joint, sequences, softmax
 from tests.helpers.statistics import assert_drawn_from
 
@@ -33,7 +33,7 @@ def test_what_is_emitted_depends_on_neither_draft_nor_k(name, with_logits):
         drafts = sequences(4, k) - 1
         drafts = drafts[((drafts[:, :-1] >= 0) | (drafts[:, 1:] < 0)).all(axis=1)]  # -1 up to the end
         rows, path = (index.ravel() for index in np.indices((len(ids), len(drafts))))
-        out = run_drafts(model, sampling, ids[rows], drafts[path], one_hot=rows % 2 == 0)
+        out = run_drafts(model, sampling, ids[rows], drafts[path], deterministic=rows % 2 == 0)
         accepted = np.asarray(out.num_accepted)
         np.testing.assert_array_equal(accepted, np.cumprod(drafts[path] == plain[rows, :k], axis=1).sum(axis=1))
         assert set(accepted.tolist()) == set(range(k + 1))
@@ -72,7 +72,8 @@ def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, na
     target = model.along(model.target, tiled)
     rows = len(tiled)
     noise = Noise(jnp.uint32(0), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
-    out = verify(noise, jnp.array(tiled), None, jnp.zeros(rows, bool), None, jnp.array(target), sampling)
+    draft = Draft(jnp.array(tiled), None, jnp.zeros(rows, bool))
+    out = verify(VerifyInputs(noise, draft, jnp.array(target)), sampling)
     tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
 
     probs = model.along(p, tiled)
@@ -100,8 +101,7 @@ def test_the_best_of_logits_and_noise_has_the_law_of_the_softmax(monkeypatch, lo
     rows = 2**20
     logits = jnp.broadcast_to(jnp.array([0, logit], jnp.float32), (rows, 1, 2))
     noise = Noise(jnp.uint32(0), jnp.zeros(rows, jnp.uint32), jnp.zeros(rows, jnp.int32))
-    nothing = jnp.zeros((rows, 0), jnp.int32)
-    out = verify(noise, nothing, None, jnp.zeros(rows, bool), None, logits, COUPLED["plain"])
+    out = verify(VerifyInputs(noise, nothing_drafted(rows), logits), COUPLED["plain"])
     assert abs(np.asarray(out.tokens).mean() - softmax([0, logit])[1]) < 1e-3
 
 
@@ -131,9 +131,8 @@ def test_a_draft_that_equals_the_target_is_always_kept_also_on_a_reduced_vocabul
     for sampling in (COUPLED["plain"], COUPLED["cold"]):
         given = [sample_draft(noise, jnp.array(draft[:, i]), i, jnp.array(vocab_map), sampling) for i in range(k)]
         tokens = jnp.stack(given, axis=1)
-        out = verify(
-            noise, tokens, jnp.array(draft), jnp.zeros(B, bool), jnp.array(vocab_map), jnp.array(target), sampling
-        )
+        drafted = Draft(tokens, jnp.array(draft), jnp.zeros(B, bool), jnp.array(vocab_map))
+        out = verify(VerifyInputs(noise, drafted, jnp.array(target)), sampling)
         np.testing.assert_array_equal(out.num_accepted, k)
         assert set(np.asarray(tokens).ravel().tolist()) == set(vocab_map.tolist())
 
@@ -164,9 +163,9 @@ def test_it_uses_no_uniform_and_nothing_else_uses_its_noise(monkeypatch):
     def forbidden(*_):
         raise AssertionError("noise of another rule")
 
-    def block(sampling, noise, logits, certain):
+    def block(sampling, noise, logits, deterministic):
         drafts = jnp.stack([sample_draft(noise, logits[:, i], i, None, sampling) for i in range(2)], axis=1)
-        return verify(noise, drafts, logits[:, :2], certain, None, logits, sampling)
+        return verify(VerifyInputs(noise, Draft(drafts, logits[:, :2], deterministic), logits), sampling)
 
     noise = Noise(jnp.uint32(3), jnp.arange(5, dtype=jnp.uint32), jnp.full(5, 7))
     for rule, name in [("coupled", "uniforms"), ("rejection", "gumbel_rows"), ("block", "gumbel_rows")]:
@@ -184,8 +183,7 @@ def test_float64_logits_are_compared_in_float64(monkeypatch):
         monkeypatch.setattr(counter, "gumbel", lambda seed, ids, p, token: jnp.full((1, 2), 3.0, jnp.float32))
         noise = Noise(jnp.uint32(0), jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32))
         logits = jnp.array([[[1, 1 + 1e-9]]], jnp.float64)
-        nothing = jnp.zeros((1, 0), jnp.int32)
-        out = verify(noise, nothing, None, jnp.zeros(1, bool), None, logits, COUPLED["warm"])
+        out = verify(VerifyInputs(noise, nothing_drafted(1), logits), COUPLED["warm"])
         assert out.tokens.tolist() == [[1]]
         for vocab_map in (None, jnp.array([0, 1])):
             assert sample_draft(noise, logits[:, 0], 0, vocab_map, COUPLED["warm"]).tolist() == [1]

@@ -12,7 +12,7 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify import sampling as draws
-from kernels_pallas.verify.op import Noise, verify
+from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import exact
@@ -84,16 +84,16 @@ def equality_grids(p_path):
 
 
 @functools.partial(jax.jit, static_argnames="sampling", compiler_options=QUICKLY)
-def verify_with(uniform, drafts, draft_logits, one_hot, vocab_map, target_logits, sampling):
+def verify_with(uniform, draft, target_logits, sampling):
     """`verify` with uniform [rows, stream, position, offset] for its noise; NaN is noise that may not be used."""
 
     def tabulated(seed, rollout_id, position, offset, stream):
         return (uniform[rollout_id, stream, position, offset],) * 2
 
-    rows = len(drafts)
+    rows = len(draft.tokens)
     noise = Noise(jnp.uint32(0), jnp.arange(rows), jnp.zeros(rows, jnp.int32))
     with mock.patch.object(reference.counter, "uniforms", tabulated):
-        return verify(noise, drafts, draft_logits, one_hot, vocab_map, target_logits, sampling)
+        return verify(VerifyInputs(noise, draft, target_logits), sampling)
 
 
 def emitted_law(model, sampling, drafts, draft_weights, certain=None):
@@ -123,15 +123,14 @@ def emitted_law(model, sampling, drafts, draft_weights, certain=None):
         for stream, position, offset in places:
             uniform[:, stream, position, offset] = middle[path, w]
 
-    out = verify_with(
-        jnp.array(uniform),
-        jnp.array(drafts[path]),
+    draft = Draft(
+        jnp.array(np.where(drafts >= 0, drafts, V - 1)[path]),
         None if certain == "no logits" else jnp.array(model.draft_logits(drafts)[path]),
         jnp.full(len(path), bool(certain)),
         model.jax_map(),
-        jnp.array(model.along(model.target, drafts)[path]),
-        sampling,
+        jnp.array((drafts >= 0).sum(axis=1)[path]) if (drafts < 0).any() else None,
     )
+    out = verify_with(jnp.array(uniform), draft, jnp.array(model.along(model.target, drafts)[path]), sampling)
     tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
     law = np.zeros(V ** (k + 1))
     for n in range(k + 1):
@@ -211,15 +210,9 @@ def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
     found = np.flatnonzero((p <= q).all(axis=1) & (p < q).any(axis=1))
     draft, lower = drafts[found[0]], np.flatnonzero(p < q[found[0]])
 
-    out = verify_with(
-        jnp.full((1, 3, 2, 2), 1 - 2**-24, jnp.float32),
-        jnp.array([[int(lower[0])]]),
-        jnp.array(draft)[None, None],
-        jnp.zeros(1, bool),
-        None,
-        jnp.broadcast_to(jnp.array(target), (1, 2, 3)),
-        with_rule(rule),
-    )
+    uniform = jnp.full((1, 3, 2, 2), 1 - 2**-24, jnp.float32)
+    drafted = Draft(jnp.array([[int(lower[0])]]), jnp.array(draft)[None, None], jnp.zeros(1, bool))
+    out = verify_with(uniform, drafted, jnp.broadcast_to(jnp.array(target), (1, 2, 3)), with_rule(rule))
     emitted = np.asarray(out.tokens)[0, : int(out.num_accepted[0]) + 1]
     assert 0 not in emitted.tolist()
 
@@ -228,7 +221,7 @@ def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
 
 
 @pytest.mark.parametrize(
-    "rule, kind, V, k, name, one_hot",
+    "rule, kind, V, k, name, deterministic",
     [
         *(("rejection", "random", 3, 2, name, False) for name in SAMPLINGS if name != "all three"),
         ("rejection", "random", 3, 0, "plain", False),
@@ -247,14 +240,14 @@ def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
         ),
     ],
 )
-def test_the_joint_law_with_real_noise_is_the_targets(rule, kind, V, k, name, one_hot):
+def test_the_joint_law_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
     """At most 27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, V, k), with_rule(rule, name)
-    drafts, out = run_block(model, sampling, np.arange(50_000), one_hot=one_hot)
+    drafts, out = run_block(model, sampling, np.arange(50_000), deterministic=deterministic)
     probs = joint(model.p(sampling)).ravel()
     # The outcomes that exist: top-k and top-p remove some, which must not occur at all.
     assert_drawn_from(completed(model, sampling, out.tokens, out.num_accepted + 1), probs, at_most=0.02)
-    if k and not one_hot:
+    if k and not deterministic:
         assert_drawn_from(flat_index(drafts, V), joint(model.q(sampling)).ravel(), at_most=0.02)
 
 
@@ -326,15 +319,8 @@ def two_blocks(model, sampling, ids, k):
                 drafts.append(sample_draft(noise, draft[nodes[-1]], i, None, sampling))
                 nodes.append(V * nodes[-1] + drafts[-1] + 1)
             nodes = jnp.stack(nodes, axis=1)
-            out = verify(
-                noise,
-                jnp.stack(drafts, axis=1),
-                draft[nodes[:, :-1]],
-                jnp.zeros(B, bool),
-                None,
-                target[nodes],
-                sampling,
-            )
+            drafted = Draft(jnp.stack(drafts, axis=1), draft[nodes[:, :-1]], jnp.zeros(B, bool))
+            out = verify(VerifyInputs(noise, drafted, target[nodes]), sampling)
             places = count[:, None] + jnp.arange(k + 1)[None]
             tokens = tokens.at[jnp.arange(B)[:, None], places].set(out.tokens)
             last = jnp.take_along_axis(out.tokens, out.num_accepted[:, None], axis=1)[:, 0]
@@ -437,15 +423,25 @@ def test_where_nothing_was_drafted_nothing_is_accepted(sampling, reduced):
     np.testing.assert_array_equal(out.logprobs, 0)
 
 
-@pytest.mark.parametrize("rule", RATIO_RULES)
-def test_beside_rows_with_probabilities_a_missing_draft_is_not_accepted_either(rule):
-    """-1 does not occur where probabilities count; if it did, it would still be no token."""
-    model = make_model("equal", 4, 2)
-    for table in model.target + model.draft:
-        table[...] = np.where(np.arange(4) == 3, 0, NO)
-    drafts = np.array([[3, 3], [3, -1], [-1, -1]], np.int32)
-    out = run_drafts(model, with_rule(rule), np.arange(3), drafts, one_hot=False)
-    assert out.num_accepted.tolist() == [2, 1, 0]
+@pytest.mark.parametrize("kind", ["random", "equal", "reduced"])
+@pytest.mark.parametrize("rule", [*RATIO_RULES, "coupled"])
+def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule, kind):
+    """Rows of 0 to 3 drafted tokens in one call emit what calls with k = 0 to 3 emit: so each keeps its law."""
+    model, sampling, ids = make_model(kind, 4, 3), with_rule(rule, "warm"), np.arange(2000)
+    drafts, _ = run_block(model, sampling, ids)
+    drafts, num_drafted = np.asarray(drafts), ids % 4
+    ragged = np.where(np.arange(3) < num_drafted[:, None], drafts, -1)
+    together = run_drafts(model, sampling, ids, ragged, deterministic=False)
+    for k in range(4):
+        rows = num_drafted == k
+        alone = run_drafts(model, sampling, ids[rows], drafts[rows, :k], deterministic=False)
+        accepted = np.asarray(alone.num_accepted)
+        assert kind == "equal" or set(accepted.tolist()) == set(range(k + 1))
+        np.testing.assert_array_equal(np.asarray(together.num_accepted)[rows], accepted)
+        emitted = np.arange(k + 1) <= accepted[:, None]
+        for name in ("tokens", "logprobs"):
+            got, expected = np.asarray(getattr(together, name))[rows, : k + 1], np.asarray(getattr(alone, name))
+            np.testing.assert_allclose(got[emitted], expected[emitted], rtol=0, atol=4e-6 if name == "logprobs" else 0)
 
 
 # --- what is returned
@@ -481,11 +477,11 @@ def test_rows_without_probabilities_among_others_are_verified_as_such(rule, some
     """Rows of both sorts in one call give what each sort gives alone."""
     model, sampling = make_model("random", 4, 2), with_rule(rule)
     mixed = (np.arange(500) % 3 == 0) & some
-    _, certain = run_block(model, sampling, np.arange(500), one_hot=True)
-    _, sampled = run_block(model, sampling, np.arange(500), one_hot=False)
-    _, out = run_block(model, sampling, np.arange(500), one_hot=mixed)
+    _, certain = run_block(model, sampling, np.arange(500), deterministic=True)
+    _, sampled = run_block(model, sampling, np.arange(500), deterministic=False)
+    _, out = run_block(model, sampling, np.arange(500), deterministic=mixed)
     assert (np.asarray(certain.num_accepted) != np.asarray(sampled.num_accepted)).mean() > 0.1
-    for got, a, b in zip(out, certain, sampled, strict=True):
+    for got, a, b in zip(*map(jax.tree.leaves, (out, certain, sampled)), strict=True):
         keep = mixed.reshape(-1, *(1,) * (got.ndim - 1))
         np.testing.assert_array_equal(got, np.where(keep, a, b))
 
@@ -499,7 +495,8 @@ def test_float64_logits_stay_float64(sampling):
     with jax.enable_x64(True):
         noise = Noise(jnp.uint32(0), jnp.arange(50, dtype=jnp.uint32), jnp.zeros(50, jnp.int32))
         certain = jnp.arange(50) % 2 == 0
-        out = jitted_verify(noise, jnp.array(drafts), jnp.array(draft), certain, None, jnp.array(target), sampling)
+        drafted = Draft(jnp.array(drafts), jnp.array(draft), certain)
+        out = jitted_verify(VerifyInputs(noise, drafted, jnp.array(target)), sampling)
     assert (out.tokens.dtype, out.num_accepted.dtype, out.logprobs.dtype) == (jnp.int32, jnp.int32, jnp.float64)
     expected = np.take_along_axis(log_softmax(target), np.asarray(out.tokens)[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.logprobs, expected, rtol=0, atol=1e-14)
@@ -510,18 +507,12 @@ def test_float64_logits_stay_float64(sampling):
 
 def greedy_block(target_logits, drafts):
     B = len(drafts)
-    return jitted_verify(
-        Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.int32)),
-        jnp.array(drafts),
-        None,
-        jnp.zeros(B, bool),
-        None,
-        jnp.array(target_logits),
-        Sampling(0.0),
-    )
+    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.int32))
+    draft = Draft(jnp.array(drafts), None, jnp.zeros(B, bool))
+    return jitted_verify(VerifyInputs(noise, draft, jnp.array(target_logits)), Sampling(0.0))
 
 
-def test_greedy_accepts_theleading_matches_and_emits_the_argmax():
+def test_greedy_accepts_the_leading_matches_and_emits_the_argmax():
     best = np.array([2, 0, 3, 1])
     logits = np.broadcast_to(3.0 * np.eye(4, dtype=np.float32)[best], (5, 4, 4))
     drafts = np.array([[2, 0, 3], [2, 0, 1], [2, 1, 3], [0, 0, 3], [1, 1, 1]], np.int32)
@@ -560,7 +551,7 @@ def test_a_row_depends_on_nothing_but_itself(sampling):
     drafts = (draft + rng.gumbel(size=draft.shape)).argmax(axis=-1).astype(np.int32)
     drafts[: B // 2] = target[: B // 2, :k].argmax(axis=-1)
     ids, positions = np.arange(50, 50 + B, dtype=np.uint32), rng.integers(0, 40, B).astype(np.int32)
-    one_hot = np.arange(B) % 4 == 3
+    deterministic = np.arange(B) % 4 == 3
 
     jitted = jax.jit(verify, static_argnames="sampling")
 
@@ -568,8 +559,9 @@ def test_a_row_depends_on_nothing_but_itself(sampling):
         given = {"target": target, "draft": draft, "drafts": drafts, "ids": ids} | changes
         target_rows, draft_rows, draft_tokens, id_rows = (jnp.array(x[rows]) for x in given.values())
         noise = Noise(jnp.uint32(9), id_rows, jnp.array(positions[rows]))
-        out = jitted(noise, draft_tokens, draft_rows, jnp.array(one_hot[rows]), None, target_rows, sampling)
-        return [np.asarray(x) for x in out]
+        drafted = Draft(draft_tokens, draft_rows, jnp.array(deterministic[rows]))
+        out = jitted(VerifyInputs(noise, drafted, target_rows), sampling)
+        return [np.asarray(x) for x in jax.tree.leaves(out)]
 
     together = run(np.arange(B))
     assert len(set(together[1].tolist())) > 1

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.verify import tiled
-from kernels_pallas.verify.op import KERNELS, Noise
+from kernels_pallas.verify.op import KERNELS, Draft, Noise, VerifyInputs
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import targets
 
@@ -30,8 +30,8 @@ def arguments(k):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     noise = Noise(of(jnp.uint32), of(jnp.uint32, B), of(jnp.int32, B))
-    drafts = of(jnp.int32, B, k), of(jnp.float32, B, k, VD), of(jnp.bool_, B), of(jnp.int32, VD)
-    return noise, *drafts, of(jnp.float32, B, k + 1, V)
+    draft = Draft(of(jnp.int32, B, k), of(jnp.float32, B, k, VD), of(jnp.bool_, B), of(jnp.int32, VD))
+    return (VerifyInputs(noise, draft, of(jnp.float32, B, k + 1, V)),)
 
 
 def verification(platform, sampling):

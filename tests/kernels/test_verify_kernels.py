@@ -1,5 +1,6 @@
 """The kernels against their definition, and verification by them against the reference, in every interpreter."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify.op import KERNELS as PLATFORMS
-from kernels_pallas.verify.op import Noise, kernels_of, verify
+from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, kernels_of, verify
 from kernels_pallas.verify.sampling import TILE
-from kernels_pallas.verify.tiles import Options, Statistics
+from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import QUICKLY, jitted_verify
 from tests.helpers.interpreted import KERNELS
@@ -33,7 +34,7 @@ def tiled(x, fill):
 
 def noise_of(rows):
     ids = np.arange(rows, dtype=np.uint32) * 7 + 3
-    return jnp.uint32(5), jnp.array(ids), jnp.arange(rows, dtype=jnp.int32) + 11
+    return Noise(jnp.uint32(5), jnp.array(ids), jnp.arange(rows, dtype=jnp.int32) + 11)
 
 
 # --- the kernels
@@ -48,7 +49,7 @@ def test_statistics_equal_the_definition(backend, V):
     x[1, -200:] = -np.inf
     cut = np.array([-1.0, -np.inf, 2.0], np.float32)
     outside = (np.random.default_rng(0).random(V) < 0.3).astype(np.float32)
-    options = Options(V, temperature, cut=True, outside=True, best=True, noise=True)
+    options = TileOptions(V, temperature, cut=True, outside=True, best=True, noise=True)
     found = KERNELS[backend].statistics(options, x, cut, outside, noise_of(R))
     scaled = x / np.float32(temperature)
     top = tiled(scaled, -np.inf).max(axis=-1)
@@ -58,7 +59,7 @@ def test_statistics_equal_the_definition(backend, V):
     noisy = np.where(x >= cut[:, None], scaled, -np.inf) + np.asarray(counter.gumbel_rows(seed, ids, positions, V))
     noisy = tiled(noisy, -np.inf)
     np.testing.assert_allclose(found.top, top, rtol=3e-7)
-    np.testing.assert_allclose(found.whole, weights.sum(axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(found.total, weights.sum(axis=-1), rtol=1e-5)
     np.testing.assert_allclose(found.kept, kept.sum(axis=-1), rtol=1e-5)
     np.testing.assert_allclose(found.outside, (kept * tiled(outside[None], 0)).sum(axis=-1), rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(found.best, noisy.max(axis=-1), rtol=1e-6)
@@ -69,30 +70,30 @@ def test_statistics_equal_the_definition(backend, V):
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_only_what_is_asked_for_is_made(backend):
-    found = KERNELS[backend].statistics(Options(600, 1.0), logits_of(0, 2, 600))
-    assert [name for name in Statistics._fields if getattr(found, name) is not None] == ["top", "whole"]
+    found = KERNELS[backend].statistics(TileOptions(600, 1.0), logits_of(0, 2, 600))
+    assert [name for name in Statistics._fields if getattr(found, name) is not None] == ["top", "total"]
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_of_equal_tokens_the_first_is_the_best(backend):
     x = np.zeros((1, 1200), np.float32)
     x[0, [3, 300, 700]] = 5.0
-    found = KERNELS[backend].statistics(Options(1200, 1.0, best=True), x)
+    found = KERNELS[backend].statistics(TileOptions(1200, 1.0, best=True), x)
     assert np.asarray(found.token)[0].tolist() == [3, 700, 1024]
 
 
 @pytest.mark.parametrize("cut", [None, 0.5])
 @pytest.mark.parametrize("V", [300, 700, 5000])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_excess_equals_the_definition(backend, V, cut):
+def test_residual_equals_the_definition(backend, V, cut):
     N, temperature = 5, 1.3
     target, draft = logits_of(V, 4, V), logits_of(V + 1, N, V, impossible=0.6)
     row = np.array([2, 0, 0, 3, 1], np.int32)
     scale = np.array([1.0, 0.3, 0.9, 0.0, 1.0], np.float32)
     p_norm, q_norm = np.full(N, 9.0, np.float32), np.linspace(8, 10, N).astype(np.float32)
     cuts = None if cut is None else np.full(N, cut, np.float32)
-    options = Options(V, temperature, cut is not None)
-    found = KERNELS[backend].excess(options, target, row, draft, scale, p_norm, q_norm, cuts)
+    options = TileOptions(V, temperature, cut is not None)
+    found = KERNELS[backend].residual(options, target, row, draft, ResidualTerms(scale, p_norm, q_norm, cuts))
     p = np.exp(target[row].astype(np.float64) / temperature - 9.0) * (target[row] >= (-np.inf if cut is None else cut))
     q = np.exp(draft.astype(np.float64) / temperature - q_norm[:, None])
     expected = tiled(np.maximum(scale[:, None] * p - q, 0), 0).sum(axis=-1)
@@ -117,19 +118,25 @@ def case(k, seed, reduced, kind="drawn"):
     tokens = ids[noisy.argmax(axis=-1)].astype(np.int32)
     if kind == "refused":
         np.put_along_axis(target[:, :k], tokens[..., None], -np.inf, axis=-1)
-    return jnp.array(tokens), jnp.array(draft), None if vocab_map is None else jnp.array(vocab_map), jnp.array(target)
+    draft = Draft(
+        jnp.array(tokens), jnp.array(draft), jnp.zeros(B, bool), None if vocab_map is None else jnp.array(vocab_map)
+    )
+    noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32) * 5 + seed, jnp.arange(B, dtype=jnp.int32) + 30)
+    return VerifyInputs(noise, draft, jnp.array(target))
+
+
+def with_draft(inputs, **changes):
+    return dataclasses.replace(inputs, draft=dataclasses.replace(inputs.draft, **changes))
 
 
 by_kernels = jax.jit(verify, static_argnames=("sampling", "kernels"), compiler_options=QUICKLY)
 
 
-def compare(backend, sampling, tokens, draft, one_hot, vocab_map, target, seed=0):
-    noise = Noise(jnp.uint32(seed), jnp.arange(B, dtype=jnp.uint32) * 5 + seed, jnp.arange(B, dtype=jnp.int32) + 30)
-    arguments = noise, tokens, draft, jnp.asarray(one_hot), vocab_map, target, sampling
-    expected = jitted_verify(*arguments)
-    found = by_kernels(*arguments, kernels=KERNELS[backend])
+def compare(backend, sampling, inputs):
+    expected = jitted_verify(inputs, sampling)
+    found = by_kernels(inputs, sampling, kernels=KERNELS[backend])
     np.testing.assert_array_equal(found.num_accepted, expected.num_accepted)
-    emitted = np.arange(tokens.shape[1] + 1)[None] <= np.asarray(expected.num_accepted)[:, None]
+    emitted = np.arange(found.tokens.shape[1])[None] <= np.asarray(expected.num_accepted)[:, None]
     np.testing.assert_array_equal(np.asarray(found.tokens)[emitted], np.asarray(expected.tokens)[emitted])
     np.testing.assert_allclose(np.asarray(found.logprobs)[emitted], np.asarray(expected.logprobs)[emitted], atol=1e-5)
     return np.asarray(found.num_accepted)
@@ -143,50 +150,55 @@ SAMPLINGS = {
     "top-k 1": Sampling(1.0, 1),
     "greedy": Sampling(0.0),
 }
-NONE, ALL, SOME = np.zeros(B, bool), np.ones(B, bool), np.arange(B) % 2 == 0
+SOME = jnp.arange(B) % 2 == 0
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 def test_verification_is_the_references(backend, name):
-    """Neural and one-hot rows mixed, a reduced vocabulary that fills no tile."""
-    tokens, draft, vocab_map, target = case(3, 1, True)
-    accepted = compare(backend, SAMPLINGS[name], tokens, draft, SOME, vocab_map, target)
+    """Rows with and without probabilities mixed, a reduced vocabulary that fills no tile."""
+    accepted = compare(backend, SAMPLINGS[name], with_draft(case(3, 1, True), deterministic=SOME))
     assert accepted.max() > 0
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
+    num_drafted = jnp.array([0, 1, 2, 3, 1, 2], jnp.int32)
+    inputs = with_draft(case(3, 3, False, "equal"), deterministic=SOME, num_drafted=num_drafted)
+    accepted = compare(backend, SAMPLINGS[name], inputs)
+    assert (accepted <= num_drafted).all() and (accepted[[1, 3]] == [1, 3]).all() | (name not in ("rejection", "block"))
 
 
 @pytest.mark.parametrize("k, rule", [(0, "block"), (1, "block"), (2, "rejection"), (5, "rejection"), (7, "block")])
 def test_every_draft_length(k, rule):
-    tokens, draft, vocab_map, target = case(k, 2, True)
-    compare("tpu", Sampling(rule=rule), tokens, draft, NONE, vocab_map, target)
+    compare("tpu", Sampling(rule=rule), case(k, 2, True))
 
 
 @pytest.mark.parametrize("kind, wanted", [("equal", 3), ("refused", 0)])
 @pytest.mark.parametrize("backend, rule", [("gpu", "block"), ("tpu", "rejection")])
 def test_all_kept_and_all_refused(backend, rule, kind, wanted):
-    tokens, draft, vocab_map, target = case(3, 3, False, kind)
-    accepted = compare(backend, Sampling(rule=rule), tokens, draft, NONE, vocab_map, target)
+    accepted = compare(backend, Sampling(rule=rule), case(3, 3, False, kind))
     assert (accepted == wanted).all()
 
 
 @pytest.mark.parametrize("backend, rule", [("gpu", "rejection"), ("tpu", "block")])
 def test_without_draft_logits_and_with_empty_drafts(backend, rule):
-    tokens, _, _, target = case(3, 4, True)
-    tokens = tokens.at[1, 1:].set(-1).at[2].set(-1)
-    compare(backend, Sampling(rule=rule), tokens, None, ALL, None, target)
+    deterministic, num_drafted = jnp.ones(B, bool), jnp.array([3, 1, 0, 3, 3, 3], jnp.int32)
+    changes = {"logits": None, "deterministic": deterministic, "vocab_map": None, "num_drafted": num_drafted}
+    compare(backend, Sampling(rule=rule), with_draft(case(3, 4, True), **changes))
 
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_each_device_verifies_its_own_rows(rule):
-    tokens, draft, vocab_map, target = case(2, 8, True)
+    inputs = with_draft(case(2, 8, True), deterministic=SOME, num_drafted=jnp.arange(B, dtype=jnp.int32) % 3)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "rows")
-    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B, dtype=jnp.int32))
-    arguments = noise, tokens, draft, jnp.asarray(SOME), vocab_map, target, Sampling(rule=rule)
+    arguments = inputs, Sampling(rule=rule)
     split = functools.partial(verify, mesh=mesh, rows="rows")
     found = jax.jit(split, static_argnames=("sampling", "kernels"))(*arguments, kernels=KERNELS["tpu"])
     assert len(found.tokens.sharding.device_set) == 2
-    for a, b in zip(found, by_kernels(*arguments, kernels=KERNELS["tpu"]), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    expected = by_kernels(*arguments, kernels=KERNELS["tpu"])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
 
 class Device(NamedTuple):
@@ -210,34 +222,26 @@ def test_a_device_takes_its_kernels_or_the_definition(device, found):
 
 
 def test_without_kernels_verification_is_the_definition():
-    tokens, draft, vocab_map, target = case(2, 5, True)
-    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B))
-    arguments = noise, tokens, draft, jnp.asarray(NONE), vocab_map, target, Sampling()
-    for a, b in zip(verify(*arguments), reference.verify(*arguments), strict=True):
-        np.testing.assert_array_equal(a, b)
+    arguments = case(2, 5, True), Sampling()
+    jax.tree.map(np.testing.assert_array_equal, verify(*arguments), reference.verify(*arguments))
 
 
 WRONG = {
-    "one_hot": r"one_hot is \[5\], expected \[6\]",
-    "draft_logits": r"draft_logits is \[6, 2, 400\], expected \[6, 3, 400\]",
-    "vocab_map": r"draft_logits is \[6, 3, 400\], expected \[6, 3, 399\]",
+    "deterministic": r"draft.deterministic is \[5\], expected \[6\]",
+    "num_drafted": r"draft.num_drafted is \[5\], expected \[6\]",
+    "logits": r"draft.logits is \[6, 2, 400\], expected \[6, 3, 400\]",
+    "vocab_map": r"draft.logits is \[6, 3, 400\], expected \[6, 3, 399\]",
     "target_logits": r"target_logits is \[6, 3, 1100\], expected \[6, 4, 1100\]",
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_shapes_that_do_not_fit_are_refused(name):
-    tokens, draft, vocab_map, target = case(3, 6, True)
-    noise = Noise(jnp.uint32(0), jnp.arange(B, dtype=jnp.uint32), jnp.arange(B))
-    given = {"one_hot": jnp.asarray(NONE), "draft_logits": draft, "vocab_map": vocab_map, "target_logits": target}
-    given[name] = given[name][:, :-1] if name in ("draft_logits", "target_logits") else given[name][:-1]
+    inputs = with_draft(case(3, 6, True), num_drafted=jnp.ones(B, jnp.int32))
+    if name == "target_logits":
+        inputs = dataclasses.replace(inputs, target_logits=inputs.target_logits[:, :-1])
+    else:
+        whole = getattr(inputs.draft, name)
+        inputs = with_draft(inputs, **{name: whole[:, :-1] if name == "logits" else whole[:-1]})
     with pytest.raises(ValueError, match=WRONG[name]):
-        verify(
-            noise,
-            tokens,
-            given["draft_logits"],
-            given["one_hot"],
-            given["vocab_map"],
-            given["target_logits"],
-            Sampling(),
-        )
+        verify(inputs, Sampling())

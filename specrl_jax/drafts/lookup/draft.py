@@ -48,7 +48,8 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
 
     def draft(params: object, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, object]:
         tokens, _ = _look_up(slots, k, min_match, max_match)
-        return Draft(tokens, None, jnp.ones(slots.length.shape, bool), None), slots.cache
+        deterministic, num_drafted = jnp.ones(slots.length.shape, bool), (tokens >= 0).sum(axis=1, dtype=jnp.int32)
+        return Draft(tokens, None, deterministic, num_drafted=num_drafted), slots.cache
 
     return Drafter(length, draft, _keep_cache, copies=True)
 
@@ -65,7 +66,10 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
         copied, matched = _look_up(slots, k, min_match, max_match)
         override = matched >= min_match
         tokens = jnp.where(override[:, None], copied, drafted.tokens)
-        return drafted._replace(tokens=tokens, one_hot=drafted.one_hot | override), cache
+        num_drafted = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
+        deterministic = drafted.deterministic | override
+        draft = dataclasses.replace(drafted, tokens=tokens, deterministic=deterministic, num_drafted=num_drafted)
+        return draft, cache
 
     return Drafter(neural.length, draft, neural.sync_cache)
 

@@ -1,0 +1,63 @@
+"""Inputs and outputs of verification.
+
+Letters: B rows, k drafted tokens, Q >= k + 1 verified positions, V the target's vocabulary, Vd the draft's.
+"""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import jax
+
+
+class Sampling(Protocol):
+    """How tokens are sampled: temperature, then top-k, then top-p. Static and validated by its constructor.
+
+    `specrl_jax.decoding.sampling.Sampling` is the implementation.
+    """
+
+    temperature: float  # 0: greedy
+    top_k: int  # 0: off
+    top_p: float  # 1.0: off
+    rule: str  # rejection, block or coupled
+
+
+class Noise(NamedTuple):
+    """Keys of the randomness of one verification."""
+
+    seed: jax.Array  # [] uint32
+    rollout_id: jax.Array  # [B] uint32
+    position: jax.Array  # [B] int32, absolute position of the first token that this verification emits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Drafted tokens. Tokens of rows with probabilities are samples of softmax(logits / temperature)."""
+
+    tokens: jax.Array  # [B, k] int32 ids of the target's vocabulary; k may be 0
+    logits: jax.Array | None  # [B, k, Vd] float32 before temperature; None: no row has probabilities
+    deterministic: jax.Array  # [B] bool, rows without probabilities: their logits are ignored
+    vocab_map: jax.Array | None = None  # [Vd] int32 target id of each draft id; None: Vd = V
+    num_drafted: jax.Array | None = None  # [B] int32, `tokens` beyond it are ignored (any number); None: k
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VerifyInputs:
+    """Arguments of `verify` that are arrays."""
+
+    noise: Noise
+    draft: Draft
+    # [B, Q, V] float32 (float64); entry i follows the i-th drafted token. Entries beyond k only fix the shape, which
+    # makes float32 sums equal to the last bit between calls with different k.
+    target_logits: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """Result of `verify`: the first num_accepted + 1 tokens of each row are emitted, the others are undefined."""
+
+    tokens: jax.Array  # [B, k+1] int32
+    num_accepted: jax.Array  # [B] int32 in 0..k
+    logprobs: jax.Array  # [B, k+1] float32 (float64), nats, of `tokens` at the temperature, before top-k and top-p
