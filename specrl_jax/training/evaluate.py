@@ -42,7 +42,9 @@ class Evaluation(NamedTuple):
         """eval/*: accuracy, pass@k and maj@n of all problems, with several sets eval/<set>/* of each; lengths;
         how many answers a fault cost their reward.
         """
-        stated = [self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)]
+        stated = [
+            self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)
+        ]
         row = accuracy_metrics(self.correct, stated, "eval/")
         first = 0
         for name, problems in sets.items() if len(sets) > 1 else ():
