@@ -1,11 +1,11 @@
-"""Makes the first EAGLE-3 head of the tiny base, which the repository carries, from the base's own rollouts.
+"""Train the EAGLE-3 head of the tiny base, which is in the repository, on the base's own rollouts.
 
     python main.py --config configs/draft_tiny.py --config.pretrain.output=runs/tiny_head
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
-Variants `small`, `zero`, `think`: for the bases of these names that `configs/pretrain_tiny.py` makes. 5 to 15 minutes.
-Drafts of other kinds for the last two:
+Variants `small`, `zero`, `think` train a head for the base of the same name (see `configs/pretrain_tiny.py`) in 5 to 15
+minutes. Drafts of other kinds for the last two:
 
     python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0 \
         --workdir runs/zero_mtp_run

@@ -1,12 +1,13 @@
-"""Answers without training: any Qwen3 folder, with or without a draft.
+"""Generate without training, from any Qwen3 folder, with or without a draft.
 
     python main.py --config configs/generate.py
     python main.py --config configs/generate.py --config.policy.path=FOLDER --config.data.tokenizer='' \
         --config.generate.prompts='("The capital of France is",)' --config.rollout.max_prompt_tokens=512 \
         --config.rollout.max_response_tokens=512
 
-As it stands: the tiny base and its EAGLE-3 head answer 64 arithmetic problems, in seconds on two CPU cores. Expected:
-acceptance length above 3 where three tokens are drafted. Results: generations.jsonl and generation.json in the workdir.
+The first command lets the tiny base and its EAGLE-3 head answer 64 arithmetic problems, in seconds on two CPU cores.
+Expected: an acceptance length above 3 tokens where three are drafted. The results are generations.jsonl and
+generation.json in the workdir.
 """
 
 from specrl_jax.config import base

@@ -1,13 +1,13 @@
-"""Makes the tiny base that the repository carries: worked arithmetic in which most carries go wrong.
+"""Train the tiny base, which is in the repository, on worked arithmetic in which most carries are wrong.
 
     python main.py --config configs/pretrain_tiny.py --config.pretrain.output=runs/tiny_base
 
 About 9 minutes on 2 CPU cores. Expected at the end (log.jsonl): accuracy between 0.2 and 0.5 sampled at temperature
 1, below 0.6 greedy.
 
-Variants of 20 M parameters, which two cores have to read anew for every token: `small`, few mistakes in the worked
-solutions, a policy that is good at its task; `zero`, as many mistakes as the tiny base; `think`, hardly any, on longer
-numbers. The last two are the bases of the workloads rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
+The variants have 20 M parameters, more than a CPU's cache holds, and differ in the mistakes of the worked solutions:
+`small` few, `zero` as many as the tiny base, `think` hardly any, on longer numbers. The last two are the bases of
+rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
 """
 
 from specrl_jax.config import base

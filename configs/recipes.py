@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from specrl_jax.config import base
 
-# What DAPO-Math-17k's prompts have around their problems, for sets that hold the problem alone.
+# The text around each problem of DAPO-Math-17k, for files that hold the problem alone.
 DAPO_TEMPLATE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "\\boxed{$Answer} where $Answer is the answer to the problem.\n\n{prompt}\n\n"
@@ -13,15 +13,15 @@ DAPO_TEMPLATE = (
 
 
 def qwen3_rl() -> ConfigDict:
-    """What runs on published Qwen3 checkpoints share: bfloat16, a fresh EAGLE-3 head that learns, math rewards."""
+    """Return what runs on published Qwen3 checkpoints share: bfloat16, a new EAGLE-3 head that learns, math rewards."""
     c = base()
     c.policy.dtype = "bfloat16"
     c.policy.compute_dtype = "bfloat16"
-    c.policy.vocab_tile = 9_496  # words, a 16th of the vocabulary
+    c.policy.vocab_tile = 9_496  # a 16th of the vocabulary
     c.rollout.cache_dtype = "bfloat16"
     c.rollout.compute_dtype = "bfloat16"
     c.rollout.chunk = 64
-    c.draft.kind = "eagle3"  # draft.path='': a random head, which the controller leaves off until it pays
+    c.draft.kind = "eagle3"  # draft.path='': a random head, which drafts once the controller finds that it saves time
     c.draft.vocab_size = 32_000
     c.draft.length = 3
     c.optimizer.learning_rate = 1e-6
@@ -34,7 +34,7 @@ def qwen3_rl() -> ConfigDict:
 
 
 def dapo_math() -> ConfigDict:
-    """The paper's data: DAPO-Math-17k to train on, AIME-2024 to validate on, 32 answers to each of its 30 problems."""
+    """Return the paper's data: DAPO-Math-17k for training, AIME-2024 for validation with 32 responses per problem."""
     c = qwen3_rl()
     c.data.path = "data/dapo-math-17k.jsonl"
     c.data.schema = "dapo"
@@ -48,7 +48,7 @@ def dapo_math() -> ConfigDict:
 
 
 def gsm8k() -> ConfigDict:
-    """School mathematics, for small models: GSM8K's 7,473 training problems, validated on its test set."""
+    """Return school mathematics for small models: GSM8K's 7,473 training problems, validated on its test set."""
     c = qwen3_rl()
     c.data.path = "data/gsm8k/train.jsonl"
     c.data.schema = "gsm8k"
@@ -61,7 +61,7 @@ def gsm8k() -> ConfigDict:
 
 
 def shrink(c: ConfigDict, preset: str) -> ConfigDict:
-    """The `smoke` variant of a large config: a random nano policy and a built-in task, on any machine."""
+    """Turn a large config into its `smoke` variant: a random nano policy and a built-in task, on any machine."""
     c.steps = 2
     c.policy.preset = preset
     c.policy.path = ""
@@ -80,6 +80,9 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.grpo.group_size = 4
     c.grpo.minibatches = 2
     c.grpo.microbatch = 0
+    c.grpo.sampling_rounds = min(c.grpo.sampling_rounds, 2)
+    c.grpo.overlong_buffer = min(c.grpo.overlong_buffer, 4)
+    c.grpo.pack_tokens = min(c.grpo.pack_tokens, 28)  # the longest prompt and response
     c.eval.problems = 4
     c.eval.samples = 2
     c.mesh.fsdp = -1

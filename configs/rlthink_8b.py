@@ -1,8 +1,8 @@
-"""The paper's RL-Think workload (arXiv 2604.26779, section 4): GRPO goes on with Qwen3-8B, which already reasons.
+"""The paper's RL-Think workload (arXiv 2604.26779, section 4): GRPO on Qwen3-8B, which already reasons.
 
     python main.py --config configs/rlthink_8b.py
 
-one process per node of 8 nodes x 4 GPUs (32 GB200 in the paper); the draft as in configs/rlzero_8b.py.
+It needs 8 nodes x 4 GPUs (32 GB200 in the paper), with one process per node. The draft is as in configs/rlzero_8b.py.
 
 Weights and data are read from local folders:
 
@@ -10,13 +10,13 @@ Weights and data are read from local folders:
     data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)
     data/aime-2024.jsonl        rows of `problem` and `answer` (AIME-2024)
 
-Expected, from the paper's Table 1: 185 s a step without speculation, of which generation 134, log-probs 18, training
-31; 137 s with a head made offline (generation 87): 400 steps in 15 hours. AIME-2024 accuracy from about 0.60 to about
-0.70 (its figure, read by eye). Not disclosed: as in configs/rlzero_8b.py; answers are given twice the tokens there,
-since a model that thinks writes more. Keys and values of 512 slots: 18,432 tokens x 147 kB = 43 GB a GPU of 32.
-This project has not run this config on such hardware.
+Expected, from the paper's Table 1: 185 s per step without speculation (generation 134, log-probs 18, training 31) and
+137 s with a head trained offline (generation 87), 400 steps in 15 hours. AIME-2024 accuracy from about 0.60 to about
+0.70 (read off its figure). The paper does not disclose what configs/rlzero_8b.py lists; responses may have twice the
+tokens here, since a model that reasons writes more. Keys and values of 512 slots take 18,432 tokens x 147 kB = 43 GB on
+each of 32 GPUs. This project has not run this config on such hardware.
 
-`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+`:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
 from configs import recipes

@@ -1,12 +1,12 @@
-"""RL-Think in small: GRPO goes on with a policy that was trained on worked solutions already; longer answers.
+"""RL-Think at tiny size: GRPO on a policy that was already trained on worked solutions, with longer responses.
 
     python main.py --config configs/pretrain_tiny.py:think
     python main.py --config configs/draft_tiny.py:think
     python main.py --config configs/rlthink_tiny.py
 
-Hardware: 2 CPU cores, 4 GiB. 20 M parameters and one sequence at a time: there decoding is bound by reading weights on
-two cores, as that of 64 sequences is on a GPU. The first two commands take half an hour and are done once. `:smoke` is
-the same street with a random seven-layer policy and a random head, in seconds.
+Hardware: 2 CPU cores, 4 GiB. With 20 M parameters and one sequence at a time, decoding on two cores is bound by reading
+the weights, as decoding 64 sequences on a GPU is. The first two commands take half an hour and run once. `:smoke` runs
+the same steps with a random seven-layer policy and a random head, in seconds.
 """
 
 from configs import rlzero_tiny

@@ -2,7 +2,7 @@
 
     python main.py --config configs/rlzero_0p6b.py
 
-Hardware: one GPU or TPU chip of 80 GB: parameters, gradient and moments in float32 and rollout weights in bfloat16 take
+Hardware: one GPU or TPU chip of 80 GB. Parameters, gradient and moments in float32 and rollout weights in bfloat16 take
 11 GB, keys and values of 128 slots 2,048 tokens x 115 kB = 30 GB.
 
 Weights and data are read from local folders:
@@ -10,15 +10,15 @@ Weights and data are read from local folders:
     hf download Qwen/Qwen3-0.6B-Base --local-dir checkpoints/Qwen3-0.6B-Base
     data/gsm8k/train.jsonl, data/gsm8k/test.jsonl    rows of `question` and `answer` (openai/grade-school-math)
 
-Expected: this project has not run this config on an accelerator, so no accuracy of ours is known. The base scores
+Expected: unknown, since this project has not run this config on an accelerator. The base scores
 59.6 % on GSM8K with four examples (Qwen3 technical report, 2505.09388); without examples it starts lower. The paper
-(arXiv 2604.26779) has no run of this size or on this data: what is set below is ours.
+(arXiv 2604.26779) has no run of this size or on this data, so the values below are ours.
 
-Hours, by this project's simulator: 22 s a step without drafts (19 to 28), 200 steps in 1.2 hours,
+Time, by this project's simulator: 22 s a step without drafts (19 to 28), 200 steps in 1.2 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_0p6b.py --devices 1 --hardware h100
 
-`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+`:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
 from configs import recipes

@@ -1,15 +1,15 @@
-"""The paper's largest case (arXiv 2604.26779, section 5, simulated there): GRPO on Qwen3-235B-A22B with 512 GPUs.
+"""The paper's largest case (arXiv 2604.26779, section 5, a simulation): GRPO on Qwen3-235B-A22B with 512 GPUs.
 
     python main.py --config configs/rlzero_235b_a22b.py
 
-for 512 GB200, as in the paper's simulation: parameters, gradient and moments in float32 take 7 GB a GPU, rollout
-weights in bfloat16 18 GB (experts in 8, widths in 4), keys and values of 4,096 slots 10,240 tokens x 193 kB = 16 GB. So
-it is what the simulator and a dry run look at. Rollouts read experts and widths within one process, and 32 GPUs of one
-process exist nowhere yet; on 128 nodes x 4 GPUs, one process each, add
+It is for the simulator and for dry runs with 512 GB200, as in the paper's simulation. On each GPU parameters, gradient
+and moments in float32 take 7 GB, rollout weights in bfloat16 18 GB (experts split in 8, widths in 4), keys and values
+of 4,096 slots 10,240 tokens x 193 kB = 16 GB. A rollout stays within one process, and no process has the 32 GPUs that
+this split needs. On 128 nodes x 4 GPUs, with one process each, add
 
     --config.mesh.expert=1 --config.mesh.fsdp=128
 
-with which a dry run (dry_run.layers=8) says 187 of 198 GB for a refill, 118 of it rollout weights: it fits, just.
+A dry run of that (dry_run.layers=8) reports 187 of 198 GB for a refill, 118 of it rollout weights.
 
 Weights and data are read from local folders:
 
@@ -19,13 +19,13 @@ Weights and data are read from local folders:
 
 Expected, by the paper's simulator: rollouts 2.72 times and steps 1.70 times as fast at k = 3 with acceptance length 3;
 3.5 and 2.5 times with 2,048 GPUs and two versions of lag at k = 5 and acceptance length 4. It assumes a rollout batch
-of 4,096 in FP8; here it is bfloat16. Not disclosed: as in configs/rlzero_8b.py. Nobody has run this.
+of 4,096 in FP8; here it is bfloat16. The paper does not disclose what configs/rlzero_8b.py lists. Nobody has run this.
 
-Hours, by this project's simulator: 156 s a step without drafts (139 to 194), 400 steps in 17.4 hours,
+Time, by this project's simulator: 156 s a step without drafts (139 to 194), 400 steps in 17.4 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_235b_a22b.py --devices 512 --hardware gb200
 
-`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+`:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
 from configs import recipes

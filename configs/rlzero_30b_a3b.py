@@ -2,9 +2,9 @@
 
     python main.py --config configs/rlzero_30b_a3b.py
 
-one process per node of 8 nodes x 4 GPUs of 141 GB or more (H200, GB200): parameters, gradient and moments in float32
-take 15 GB a GPU, rollout weights in bfloat16 18 GB (experts split over the four of a node, which is as far as rollouts
-reach), keys and values of 1,024 slots 10,240 tokens x 98 kB = 32 GB.
+It needs 8 nodes x 4 GPUs of 141 GB or more (H200, GB200), with one process per node. On each GPU parameters, gradient
+and moments in float32 take 15 GB, rollout weights in bfloat16 18 GB (a rollout stays within a node, so experts are
+split over its four GPUs), keys and values of 1,024 slots 10,240 tokens x 98 kB = 32 GB.
 
 Weights and data are read from local folders:
 
@@ -12,15 +12,14 @@ Weights and data are read from local folders:
     data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)
     data/aime-2024.jsonl        rows of `problem` and `answer` (AIME-2024)
 
-Expected: the paper (arXiv 2604.26779) has no numbers for this model, and this project has not run the config on such
-hardware: accuracies are unknown. Lengths and batch are those of configs/rlzero_8b.py, which says what of them the paper
-does not disclose.
+Expected: unknown. The paper (arXiv 2604.26779) has no numbers for this model, and this project has not run the config
+on such hardware. Lengths and batch are those of configs/rlzero_8b.py, which says what the paper does not disclose.
 
-Hours, by this project's simulator: 91 s a step without drafts (76 to 121), 400 steps in 10.1 hours,
+Time, by this project's simulator: 91 s a step without drafts (76 to 121), 400 steps in 10.1 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_30b_a3b.py --devices 32 --hardware gb200
 
-`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+`:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
 from configs import recipes

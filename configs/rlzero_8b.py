@@ -2,19 +2,20 @@
 
     python main.py --config configs/rlzero_8b.py
 
-on 8 nodes x 4 GPUs (32 GB200 in the paper). One process per node as a Slurm job, or on every worker of a TPU pod:
+It needs 8 nodes x 4 GPUs (the paper has 32 GB200). Start one process per node, as a Slurm job, or one on every worker
+of a TPU pod:
 
     python -m experiments.launch --config configs/rlzero_8b.py --sweep experiments/once.py \
         --executor slurm --nodes 8 --gpus 4 --hours 24
     gcloud compute tpus tpu-vm ssh POD --worker=all \
         --command="cd specrl_jax && python main.py --distributed --config configs/rlzero_8b.py"
 
-What every phase takes of a GB200, an H200 or a TPU, on any machine and without weights:
+Compile every phase for a GB200, an H200 or a TPU and print its memory, on any machine and without weights:
 
     python main.py --config configs/rlzero_8b.py --config.task=dry_run
 
-The draft is a fresh EAGLE-3 head, which learns in the run and is left off until it pays; with a head for this policy,
-in any of the three public formats,
+The draft is a new EAGLE-3 head, which learns during the run and drafts as soon as that saves time. To start from a head
+trained for this policy, in any of the three public formats:
 
     python main.py --config configs/rlzero_8b.py --config.draft.path=checkpoints/HEAD
 
@@ -24,18 +25,25 @@ Weights and data are read from local folders:
     data/dapo-math-17k.jsonl    rows of `prompt` (chat messages) and `label` (DAPO-Math-17k)
     data/aime-2024.jsonl        rows of `problem` and `answer` (AIME-2024)
 
-Both sets as DAPO's authors publish them, in Parquet and with every prompt many times, are read too, and a prompt counts
-once: data.schema=verl and eval.schema=verl, with their paths.
+The Parquet files of DAPO's authors, which repeat every prompt many times, work too, and a prompt counts once: give
+their paths, with data.schema=verl and eval.schema=verl.
 
-Expected, from the paper's Table 1: 151 s a step without speculation, of which generation 100, log-probs 18, training
-31; 108 s with a head made offline (generation 57): 400 steps in 12 hours. AIME-2024 accuracy from about 0.04 to about
-0.34 (its figure, read by eye). The paper does not disclose prompts per step, group size, lengths, temperature, learning
-rate, clipping, KL, parallelism, the head's size or the number of steps: those below are DAPO's (2503.14476) where it
-states them and ours otherwise. Keys and values of 1,024 slots: 10,240 tokens x 147 kB = 48 GB a GPU of 32.
-This project has not run this config on such hardware; a test compiles its policy step and its generation loop for 8
-devices.
+The recipe is DAPO's (arXiv 2503.14476): asymmetric clipping, token-level loss, no KL term, and
+  dynamic sampling: prompts whose 16 responses all earn the same reward are replaced by new ones, in at most 10 rounds
+    of generation per step (the limit of verl's DAPO recipe);
+  overlong shaping: over the last 2,048 of 8,192 tokens a response loses up to 1.0 of its reward. DAPO uses the last
+    4,096 of 20,480: the same penalty; a quarter of the limit here, a fifth there.
+Rollouts are packed into learner rows of 10,240 tokens, the longest prompt and response together.
 
-`:smoke` is the same street with a random nano policy, on any machine, in a minute or two.
+Expected, from the paper's Table 1: 151 s per step without speculation (generation 100, log-probs 18, training 31) and
+108 s with a head trained offline (generation 57), 400 steps in 12 hours; each extra round of dynamic sampling generates
+once more. AIME-2024 accuracy from about 0.04 to about 0.34 (read off its figure). The paper does not disclose prompts
+per step, group size, lengths, temperature, learning rate, clipping, KL, parallelism, the head's size or the number of
+steps: they are DAPO's where it states them and ours otherwise. Keys and values of 1,024 slots take 10,240 tokens x 147
+kB = 48 GB on each of 32 GPUs. This project has not run this config on such hardware; a test compiles its policy step
+and its generation loop for 8 devices.
+
+`:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.
 """
 
 from configs import recipes
@@ -54,6 +62,9 @@ def get_config(arg: str = ""):
     c.grpo.group_size = 16
     c.grpo.minibatches = 4
     c.grpo.microbatch = 8  # rows: one per fsdp shard
+    c.grpo.sampling_rounds = 10
+    c.grpo.overlong_buffer = 2048
+    c.grpo.pack_tokens = 10_240
     c.mesh.fsdp = 8
     c.mesh.tensor = 4
     return recipes.shrink(c, "nano_deep") if arg else c

@@ -1,11 +1,12 @@
-"""RL-Zero in minutes on a CPU: GRPO teaches the tiny base to keep its carries, with every rollout speculated.
+"""RL-Zero in minutes on a CPU: GRPO teaches the tiny base to carry, with speculative decoding in every rollout.
 
     python main.py --config configs/rlzero_tiny.py
 
 Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
-greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` is the
-same street with a random seven-layer policy and a random head, in seconds. `:small`: a base of 20 M parameters and its
-head, made as rlthink_tiny.py says (`:zero` for `:think`), one sequence at a time: for what speculation saves.
+greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` runs the
+same steps with a random seven-layer policy and a random head, in seconds. `:small` measures what speculation saves: one
+sequence at a time, with a base of 20 M parameters and its head, made by the commands in rlthink_tiny.py (`:zero` for
+`:think`).
 """
 
 from specrl_jax.config import base
@@ -21,7 +22,7 @@ def get_config(arg: str = ""):
     c.rollout.max_response_tokens = 46
     c.draft.kind = "eagle3"
     c.draft.path = "experiments/tiny_head/checkpoint"
-    c.draft.adaptive = False  # what is claimed is claimed for k = 3, and a run repeats to the last bit
+    c.draft.adaptive = False  # the claim is for k = 3, and a run repeats to the last bit
     c.draft.learning_rate = 5e-4
     c.optimizer.learning_rate = 1e-4
     c.optimizer.warmup = 3
