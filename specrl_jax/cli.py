@@ -14,7 +14,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from specrl_jax.config import Config, from_config_dict
-from specrl_jax.config.page import table
+from specrl_jax.config.page import page
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if {"--help", "-h", "-help"} & set(argv[1:]):
-        print(f"{__doc__}\n{table()}")
+        print(f"{__doc__}\n{page()}")
         return 0
     try:
         config, workdir = parse(argv)

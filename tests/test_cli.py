@@ -12,7 +12,8 @@ import tokenizers
 from absl.testing import flagsaver
 
 from specrl_jax import cli
-from specrl_jax.config import Config, keys
+from specrl_jax.config import Config
+from specrl_jax.config.schema import keys
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.io import hf
@@ -113,7 +114,7 @@ def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work
 def test_help_lists_every_key(call):
     status, out, err = call(["main.py", "--help"])
     assert (status, err) == (0, "")
-    assert all(f"--config.{key.name}=" in out for key in keys(Config))
+    assert all(f"`{key.name}=" in out for key in keys(Config))
 
 
 def test_a_config_is_needed(call):

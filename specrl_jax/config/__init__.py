@@ -5,16 +5,14 @@ config.from_config_dict(c)   # the frozen Config that the library takes, each va
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from specrl_jax.config.data import DataConfig, EvalConfig, RewardConfig
 from specrl_jax.config.learning import GRPOConfig, OptimizerConfig, PipelineConfig, RolloutConfig
 from specrl_jax.config.model import DraftConfig, MeshConfig, PolicyConfig
-from specrl_jax.config.schema import Key, key, keys
+from specrl_jax.config.schema import build, key
 from specrl_jax.config.tasks import (
     BenchmarkConfig,
     CheckpointConfig,
@@ -24,7 +22,6 @@ from specrl_jax.config.tasks import (
     LoggingConfig,
     PretrainConfig,
 )
-from specrl_jax.errors import InputError
 
 __all__ = [
     "BenchmarkConfig",
@@ -37,7 +34,6 @@ __all__ = [
     "ExportConfig",
     "GRPOConfig",
     "GenerateConfig",
-    "Key",
     "LoggingConfig",
     "MeshConfig",
     "OptimizerConfig",
@@ -47,8 +43,8 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "base",
+    "check_values",
     "from_config_dict",
-    "keys",
 ]
 
 TASKS = ("train", "evaluate", "benchmark", "pretrain", "draft_pretrain", "generate", "export", "dry_run")
@@ -87,32 +83,9 @@ def base() -> ConfigDict:
 
 def from_config_dict(c: ConfigDict) -> Config:
     """Return the frozen config. Raise InputError naming the first key that is unknown, missing or has a wrong value."""
-    return from_flat(dict(_flat(c.to_dict())))
-
-
-def from_flat(values: Mapping[str, object]) -> Config:
-    """Return the config of {"section.key": value} with all keys. Raise InputError as `from_config_dict` does."""
-    declared = {key.name: key for key in keys(Config)}
-    if unknown := sorted(values.keys() - declared.keys()):
-        raise InputError(f"{unknown[0]}: there is no such key")
-    if missing := sorted(declared.keys() - values.keys()):
-        raise InputError(f"{missing[0]}: the key is missing")
-    sections: dict[str, dict[str, Any]] = {}
-    for name, declaration in declared.items():
-        section, _, key_name = name.rpartition(".")
-        sections.setdefault(section, {})[key_name] = declaration.convert(values[name])
-    types = {section.name: section.type for section in dataclasses.fields(Config)}
-    return Config(**sections.pop(""), **{name: types[name](**fields) for name, fields in sections.items()})
+    return build(Config, c.to_dict())
 
 
 def check_values(config: Config) -> None:
     """Raise InputError naming the first key whose value has the wrong type or is outside its bounds."""
-    from_flat(dict(_flat(dataclasses.asdict(config))))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    build(Config, dataclasses.asdict(config))

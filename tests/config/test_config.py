@@ -8,8 +8,9 @@ import sys
 import pytest
 from ml_collections import ConfigDict
 
-from specrl_jax.config import Config, base, from_config_dict, keys
+from specrl_jax.config import Config, base, from_config_dict
 from specrl_jax.config.page import page
+from specrl_jax.config.schema import keys
 from specrl_jax.config.validate import validate
 from specrl_jax.data.prompts import SCHEMAS
 from specrl_jax.data.tasks import TASKS
@@ -58,11 +59,11 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
     ],
 )
 def test_the_choices_of_a_key_are_the_librarys(key, table):
-    assert sorted(KEYS[key].bounds.choices) == sorted(table)
+    assert sorted(KEYS[key].choices) == sorted(table)
 
 
 def test_the_longest_match_is_the_librarys():
-    assert KEYS["draft.match_max"].bounds.high == MAX_MATCH
+    assert KEYS["draft.match_max"].high == MAX_MATCH
 
 
 def test_help_texts_name_every_built_in_reward_and_schema():

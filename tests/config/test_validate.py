@@ -1,4 +1,4 @@
-"""A config is refused by its values alone, in milliseconds, with one line that names the key and what would be right."""
+"""A config is refused by its values alone, in milliseconds: one line names the key and says what would be right."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(key, value, known):
         ("policy.remat", 1, "True or False"),
         ("policy.path", None, "text"),
         ("draft.length", None, "a whole number"),
-        ("reward.weights", 1.0, "numbers"),
+        ("reward.weights", 1.0, "a list of numbers"),
         ("reward.weights", ("one",), "numbers"),
         ("data.weights", (True,), "numbers"),
         ("benchmark.lengths", (1.5,), "whole numbers"),
