@@ -1,15 +1,17 @@
-"""What the pages show exists: files, links, config keys and commands; one shown command is run."""
+"""Files, links, config keys and commands in README.md, docs/ and experiments/ exist; one shown command is run."""
 
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
-from ml_collections import ConfigDict
+from absl import flags
+from ml_collections import ConfigDict, config_flags
 
-from specrl_jax.config import base
+from specrl_jax.config import base, from_config_dict
 from tests.helpers.runs import ROOT, process_environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")])
@@ -29,6 +31,34 @@ def has_key(tree, name):
     return True
 
 
+def code_blocks(text):
+    """Return fenced and indented code with continued lines joined and the variables that it sets substituted."""
+    fence = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
+    lines = "\n".join([*fence.findall(text), *re.findall(r"^    (.*)$", fence.sub("", text), re.M)])
+    lines = lines.replace("\\\n", " ")
+    for name, value in re.findall(r'^([A-Z]+)="(.*)"$', lines, re.M):
+        lines = lines.replace(f"${name}", value)
+    return lines
+
+
+def shown_arguments(text, program):
+    """Return the arguments of each shown `python PROGRAM ...`, those in tables included."""
+    commands = [*code_blocks(text).splitlines(), *code_spans(text)]
+    found = [re.match(rf"(?:[A-Z_]+=\S+ +)*python {re.escape(program)}(.*)", line.strip()) for line in commands]
+    # bash's $'...' is beyond shlex; "..." leaves arguments out.
+    words = [shlex.split(match[1].replace("$'", "'"), comments=True) for match in found if match]
+    return [[word for word in arguments if word != "..."] for arguments in words]
+
+
+def parse_config(arguments):
+    """Return the config of a command line, read as main.py reads it."""
+    parser, argv = flags.FlagValues(), ["main.py", *arguments]
+    config_flags.DEFINE_config_file("config", flag_values=parser, sys_argv=argv)
+    flags.DEFINE_string("workdir", None, "", flag_values=parser)
+    assert parser(argv) == ["main.py"]
+    return from_config_dict(parser["config"].value)
+
+
 def code_spans(text):
     """Return the inline code of a page; fenced blocks are not inline."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
@@ -39,6 +69,10 @@ def test_links_and_paths_exist(page):
     text = page.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     missing = [link for link in links if link and not (page.parent / link).exists()]
+    for path, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text):
+        headings = re.findall(r"^#+ (.*)$", ((page.parent / path) if path else page).read_text(), re.M)
+        slugs = [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+        missing += [f"{path}#{anchor}"] if anchor not in slugs else []
     paths = [span for span in code_spans(text) if re.fullmatch(r"[\w./-]+", span) and span.startswith(FOLDERS)]
     missing += [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()]
     assert not missing
@@ -56,11 +90,32 @@ def test_config_keys_exist(page):
 
 
 @pages
-def test_commands_name_configs_and_modules_that_exist(page):
+def test_shown_runs_have_a_valid_config(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
     text = page.read_text()
-    configs = {path for path in re.findall(r"configs/\w+\.py", text) if not (ROOT / path).exists()}
-    modules = {name for name in re.findall(r"python -m ([\w.]+)", text) if importlib.util.find_spec(name) is None}
-    assert not configs and not modules
+    assert not {path for path in re.findall(r"configs/\w+\.py", text) if not (ROOT / path).exists()}
+    for arguments in shown_arguments(text, "main.py"):
+        parse_config(arguments)
+
+
+@pages
+def test_shown_modules_exist_and_have_the_shown_flags(page):
+    shared = "".join(path.read_text() for path in (ROOT / "experiments").glob("*.py"))
+    for module, *arguments in shown_arguments(page.read_text(), "-m "):
+        spec = importlib.util.find_spec(module)
+        assert spec, module
+        if not module.startswith(("experiments.", "specrl_jax.")):
+            continue
+        source = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        source = source if source.exists() else source.with_suffix("") / "__main__.py"
+        declared = set(re.findall(r'"(?:--)?([\w-]+)"', source.read_text() + shared))
+        own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        named = {word[2:].partition("=")[0] for word in own if word.startswith("--")}
+        assert named <= declared, f"{module}: {named - declared}"
+
+
+def test_the_readme_has_at_most_ten_kilobytes():
+    assert (ROOT / "README.md").stat().st_size <= 10_240
 
 
 def shown_command(words):
