@@ -1,12 +1,12 @@
-"""Products and collectives of one compiled program, counted on its HLO text, every loop as often as it turns.
+"""Count FLOPs and collective bytes of one compiled program from its HLO text, with every loop iteration.
 
-XLA's own cost analysis sees the body of a loop once. Here a `while` counts its body and condition as often as XLA's
-annotation `known_trip_count` says, also inside other loops. A loop whose turns are known only at run time (the chunk
-of an engine, a refill) is kept apart, with what one of its turns does.
+XLA's own cost analysis counts the body of a loop once. Here a `while` multiplies its body and condition by XLA's
+annotation `known_trip_count`, also inside other loops. A loop whose trip count is known only at run time (the chunk of
+an engine, a refill) is reported separately, with the cost of one iteration.
 
-FLOPs are those of matrix products and convolutions, two per multiply-add, on one device. Bytes of a collective are
-those of its larger side on one device: the result of an all-gather, the operand of everything else. Custom calls are
-listed by name, since their insides are not in the text; cuBLAS' products and cuDNN's attention are counted, too.
+FLOPs are those of matmuls and convolutions, two per multiply-add, on one device. Bytes of a collective are those of its
+larger side on one device: the result of an all-gather, the operand of everything else. Custom calls are listed by name;
+the FLOPs of cuBLAS matmuls and cuDNN attention are counted.
 """
 
 import collections
@@ -15,7 +15,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 COLLECTIVES = (
@@ -27,16 +27,16 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Custom calls that are a product, with its dimensions in their backend_config.
-PRODUCTS = ("__cublas$gemm", "__cublas$lt$matmul")
-# Custom calls that are cuDNN's attention, with or without a bias: products of [T, S] for each head, two forward, five
-# backward, of which a causal one leaves out half.
+# Custom calls that are matmuls, with dimensions in their backend_config.
+MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
+# cuDNN's attention, with or without a bias: matmuls of [T, S] for each head, two forward, five backward; a causal mask
+# halves them.
 ATTENTION = re.compile(r"__cudnn\$fmha(?:ScaleBias)?Softmax(Backward)?")
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r" +(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-# Attributes that name computations which run as often as the instruction. What reduces or sorts holds no product.
+# Attributes that name computations executed once per instruction. Reducers and comparators hold no matmul.
 _CALLED = re.compile(r"(?:calls|to_apply|called_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 _BRANCHES = re.compile(r"(?:branch_computations|true_computation|false_computation)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 _CALLS = ("fusion", "call", "async-start", "custom-call")
@@ -44,19 +44,19 @@ _CALLS = ("fusion", "call", "async-start", "custom-call")
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What one run of a computation does on one device."""
+    """Work of one execution of a computation on one device."""
 
     flops: int = 0
     collectives: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # bytes
-    custom_calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # times
-    loops: tuple["Loop", ...] = ()  # not in the sums: how often they turn is known at run time only
+    custom_calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls
+    loops: tuple["Loop", ...] = ()  # of unknown trip count; not in the sums
 
     def __add__(self, other: "Count") -> "Count":
         return Count(
             self.flops + other.flops,
             self.collectives + other.collectives,
             self.custom_calls + other.custom_calls,
-            _together((*self.loops, *other.loops)),
+            _merge_loops((*self.loops, *other.loops)),
         )
 
     def times(self, n: int) -> "Count":
@@ -68,15 +68,15 @@ class Count:
 
 
 class Loop(NamedTuple):
-    """A loop that turns an unknown number of times."""
+    """A loop of unknown trip count."""
 
     name: str  # in the program, such as "jit(run)/while"
-    entered: int  # times in one run of the program, or in one turn of the loop around it
-    turn: Count  # of its body and condition, once
+    entered: int  # times per program execution, or per iteration of the enclosing loop
+    turn: Count  # one iteration: body and condition
 
 
-def _together(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    """Loops that do the same in a turn, such as those of equal layers, as one that is entered more often."""
+def _merge_loops(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    """Merge equal loops, such as those of equal layers, into one that is entered more often."""
     found: list[Loop] = []
     for loop in loops:
         for i, other in enumerate(found):
@@ -96,7 +96,7 @@ class Instruction(NamedTuple):
 
 
 def count(hlo: str) -> Count:
-    """Of a program's entry computation. `hlo`: what `jax.stages.Compiled.as_text()` gives."""
+    """Count the entry computation of the text that `jax.stages.Compiled.as_text()` returns."""
     computations, entry = parse(hlo)
 
     @functools.cache
@@ -108,7 +108,7 @@ def count(hlo: str) -> Count:
 
 
 def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """(instructions by name, by computation; the name of the entry computation)."""
+    """Return ({computation: {name: instruction}}, name of the entry computation)."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in hlo.splitlines():
@@ -122,14 +122,14 @@ def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
 
 
 def _parse_instruction(text: str) -> Instruction:
-    opcode = _OPCODE.search(text)
+    opcode = _found(_OPCODE.search(text))
     end = _closing(text, opcode.end() - 1)
     operands = re.findall(r"%([\w.\-]+)", text[opcode.end() : end])
     return Instruction(opcode[1], text[: opcode.start()], tuple(operands), text[end + 1 :])
 
 
 def _closing(text: str, begin: int) -> int:
-    """Where the parenthesis at `begin` closes."""
+    """Return the position where the parenthesis at `begin` closes."""
     depth = 0
     for found in re.finditer(r"[()]", text[begin:]):
         depth += 1 if found[0] == "(" else -1
@@ -138,13 +138,13 @@ def _closing(text: str, begin: int) -> int:
     raise ValueError(f"HLO with an open parenthesis: {text[:200]}")
 
 
-def _count_one(i: Instruction, symbols: dict[str, Instruction], total: functools._lru_cache_wrapper) -> Count:
+def _count_one(i: Instruction, symbols: dict[str, Instruction], total: Callable[[str], Count]) -> Count:
     if i.opcode == "while":
         return _count_loop(i, total)
     if i.opcode == "conditional":
         return _largest([total(name) for name in _names(_BRANCHES, i.attributes)])
     if i.opcode == "dot":
-        return Count(flops=_dot_flops(i, symbols, re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)))
+        return Count(flops=_dot_flops(i, symbols, r"lhs_contracting_dims=\{([\d,]*)\}"))
     if i.opcode == "convolution":
         return Count(flops=_convolution_flops(i, symbols))
     own = Count()
@@ -152,18 +152,17 @@ def _count_one(i: Instruction, symbols: dict[str, Instruction], total: functools
     if kind in COLLECTIVES:
         return Count(collectives=collections.Counter({kind: _collective_bytes(i, kind, symbols)}))
     if i.opcode == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
-        if target in PRODUCTS:
-            contracted = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', i.attributes)
-            return Count(flops=_dot_flops(i, symbols, contracted))
+        target = _attribute(r'custom_call_target="([^"]*)"', i)
+        if target in MATMULS:
+            return Count(flops=_dot_flops(i, symbols, r'"lhs_contracting_dimensions":\[([\d",]*)\]'))
         own = Count(_attention_flops(i, symbols, target), custom_calls=collections.Counter([target]))
     if i.opcode in _CALLS:
         return sum((total(name) for name in _names(_CALLED, i.attributes)), own)
     return own
 
 
-def _count_loop(i: Instruction, total: functools._lru_cache_wrapper) -> Count:
-    body, condition = (total(re.search(rf"{key}=%?([\w.\-]+)", i.attributes)[1]) for key in ("body", "condition"))
+def _count_loop(i: Instruction, total: Callable[[str], Count]) -> Count:
+    body, condition = (total(_attribute(rf"{key}=%?([\w.\-]+)", i)) for key in ("body", "condition"))
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', i.attributes):
         return body.times(int(known[1])) + condition.times(int(known[1]) + 1)
     name = re.search(r'op_name="([^"]*)"', i.attributes)
@@ -171,13 +170,22 @@ def _count_loop(i: Instruction, total: functools._lru_cache_wrapper) -> Count:
 
 
 def _largest(branches: list[Count]) -> Count:
-    """Of branches, one of which runs: at most so much of each."""
+    """Return an upper bound on branches of which one runs: the maximum of each field."""
     return Count(
         max(b.flops for b in branches),
         functools.reduce(lambda a, b: a | b, (b.collectives for b in branches)),
         functools.reduce(lambda a, b: a | b, (b.custom_calls for b in branches)),
-        _together(sum((b.loops for b in branches), ())),
+        _merge_loops(sum((b.loops for b in branches), ())),
     )
+
+
+def _found(match: re.Match[str] | None) -> re.Match[str]:
+    assert match is not None, "HLO of an unknown form"
+    return match
+
+
+def _attribute(pattern: str, i: Instruction) -> str:
+    return _found(re.search(pattern, i.attributes))[1]
 
 
 def _names(pattern: re.Pattern[str], attributes: str) -> Iterator[str]:
@@ -189,12 +197,12 @@ def _names(pattern: re.Pattern[str], attributes: str) -> Iterator[str]:
 
 
 def dimensions(text: str) -> tuple[int, ...]:
-    """Of the first array in a type such as "f32[8,16]{1,0}"."""
-    return tuple(int(n) for n in _ARRAY.search(text)[2].split(",") if n)
+    """Return the dimensions of the first array in a type such as "f32[8,16]{1,0}"."""
+    return tuple(int(n) for n in _found(_ARRAY.search(text))[2].split(",") if n)
 
 
 def type_bytes(text: str) -> int:
-    """Of all arrays in a type, tuples included; what has no bytes (token[], opaque[]) counts none."""
+    """Return the bytes of all arrays in a type, including tuples; token[] and opaque[] have none."""
     return sum(math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8 for dtype, sizes in _arrays(text))
 
 
@@ -203,21 +211,21 @@ def _arrays(text: str) -> list[tuple[str, str]]:
 
 
 def _bits(dtype: str) -> int:
-    """s32 -> 32, bf16 -> 16, f8e4m3fn -> 8, c64 -> 64; pred is a byte."""
-    return 8 if dtype == "pred" else int(re.match(r"[a-z]+(\d+)", dtype)[1])
+    """Return the bits of a dtype: s32 -> 32, bf16 -> 16, f8e4m3fn -> 8, c64 -> 64; pred is a byte."""
+    return 8 if dtype == "pred" else int(_found(re.match(r"[a-z]+(\d+)", dtype))[1])
 
 
 def _collective_bytes(i: Instruction, kind: str, symbols: dict[str, Instruction]) -> int:
     given = sum(type_bytes(symbols[name].type) for name in i.operands)
     if kind != "all-gather":
         return given
-    # The start of an asynchronous one has the operands in its type, too.
+    # The type of an asynchronous start includes the operands.
     return type_bytes(i.type) - (given if i.opcode.endswith("-start") else 0)
 
 
-def _dot_flops(i: Instruction, symbols: dict[str, Instruction], contracted: re.Match[str]) -> int:
+def _dot_flops(i: Instruction, symbols: dict[str, Instruction], contracted: str) -> int:
     left = dimensions(symbols[i.operands[0]].type)
-    axes = [int(n) for n in json.loads(f"[{contracted[1]}]")]
+    axes = [int(n) for n in json.loads(f"[{_attribute(contracted, i)}]")]
     return 2 * math.prod(dimensions(i.type)) * math.prod(left[axis] for axis in axes)
 
 
@@ -230,9 +238,9 @@ def _attention_flops(i: Instruction, symbols: dict[str, Instruction], target: st
 
 
 def _convolution_flops(i: Instruction, symbols: dict[str, Instruction]) -> int:
-    """Multiply-adds with elements that exist: a TPU writes batched products as convolutions that are mostly padding."""
+    """Count multiply-adds with real elements: a TPU writes batched matmuls as convolutions that are mostly padding."""
     left, kernel, result = (dimensions(t) for t in (*(symbols[name].type for name in i.operands), i.type))
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    labels = _found(re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes))
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
     settings = dict(part.split("=") for part in window[1].split()) if window else {}
     groups = re.search(r"batch_group_count=(\d+)", i.attributes)
@@ -245,7 +253,7 @@ def _convolution_flops(i: Instruction, symbols: dict[str, Instruction]) -> int:
 
 
 def _window(settings: dict[str, str], axis: int) -> dict[str, int]:
-    """stride, padding before, dilation of the input and of the kernel, along one spatial dimension."""
+    """Read stride, leading padding, input and kernel dilation along one spatial dimension."""
 
     def read(key: str, default: str) -> str:
         return settings[key].split("x")[axis] if key in settings else default
@@ -260,7 +268,7 @@ def _window(settings: dict[str, str], axis: int) -> dict[str, int]:
 
 
 def _pairs(size: int, window: int, results: int, stride: int, low: int, spread: int, dilation: int) -> int:
-    """(result, window element) pairs along one dimension that fall on an element of the input."""
+    """Count the (result, window element) pairs along one dimension that read an input element."""
     last = (size - 1) * spread
     return sum(
         (at := result * stride - low + element * dilation) % spread == 0 and 0 <= at <= last

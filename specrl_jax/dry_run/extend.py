@@ -1,37 +1,35 @@
-"""From programs of few layers to the whole model's.
+"""Extrapolate programs of few layers to the whole model.
 
-Programs that unroll their layers (the rollout's, and prepare) take a compiler minutes for a hundred layers. These
-are alike, so what two depths n and n + 1 differ by is one layer, and the whole is the first plus that difference times
-the layers left out. Measured for GB200 and Qwen3-8B, from 8 and 10 layers to 36: arguments, results, FLOPs and bytes
-of every collective come out equal to the last byte; temporaries, which the compiler lets share memory as it can,
-within 256 bytes for a chunk, 10% below for prepare and 7% above for a refill (Qwen3-235B-A22B on 512, from 8 and 9
-layers to 94: 3 to 6% above for a chunk, 53% above for prepare, 11% above for a refill). Temporaries are therefore an
-estimate.
+Programs that unroll their layers (the rollout's, and prepare) take minutes to compile with a hundred layers. Layers are
+equal, so programs of n and n + 1 layers differ by one layer, and the whole is the first plus that difference times the
+remaining layers. Measured for GB200 and Qwen3-8B, from 8 and 10 layers to 36: arguments, results, FLOPs and bytes of
+every collective are exact; temporaries, which share memory as the compiler finds it, are off by 256 bytes for a chunk,
+-10 % for prepare and +7 % for a refill (Qwen3-235B-A22B on 512, from 8 and 9 layers to 94: +3 to +6 % for a chunk,
++53 % for prepare, +11 % for a refill). Temporaries are therefore an estimate.
 """
 
 import collections
 import dataclasses
-from typing import Any
 
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count, Loop
-from specrl_jax.dry_run.measure import Measured, Memory
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 
 
-def extend(few: Measured, more: Measured, times: int, resident: dict[str, int]) -> Measured:
-    """`few` plus `times` what `more` has beyond it.
+def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[str, int]) -> CompiledPhase:
+    """Return `few` plus `times` the difference between `more` and `few`.
 
     Args:
-      more: the same phase with one layer more.
-      resident: of the whole model, from its shapes.
+      more: the same phase with one more layer.
+      resident: bytes by kind of the whole model, from its shapes.
     """
     if few.memory is None or more.memory is None:
         return few if few.memory is None else more
-    memory = Memory(
+    memory = PhaseMemory(
         arguments=_numbers(few.memory.arguments, more.memory.arguments, times),
         padding=_number(few.memory.padding, more.memory.padding, times),
         results=_number(few.memory.results, more.memory.results, times),
-        temporaries=_number(few.memory.temporaries, more.memory.temporaries, times),
+        temporaries=_temporaries(few.memory, more.memory, times),
         resident=resident,
     )
     return dataclasses.replace(
@@ -54,8 +52,14 @@ def _count(few: Count, more: Count, times: int) -> Count:
     )
 
 
-def _number(few: int | None, more: int | None, times: int) -> Any:
-    return None if few is None else few + times * (more - few)
+def _temporaries(few: PhaseMemory, more: PhaseMemory, times: int) -> int | None:
+    if few.temporaries is None or more.temporaries is None:
+        return None
+    return _number(few.temporaries, more.temporaries, times)
+
+
+def _number(few: int, more: int, times: int) -> int:
+    return few + times * (more - few)
 
 
 def _numbers(few: dict[str, int], more: dict[str, int], times: int) -> dict[str, int]:

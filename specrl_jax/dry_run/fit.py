@@ -1,55 +1,58 @@
-"""Whether a phase fits into a device, and what to change where it does not."""
+"""Decide whether the phases fit into a device, and suggest what to change if not."""
 
 import dataclasses
 
 from specrl_jax.config import Config
-from specrl_jax.dry_run.measure import Measured, Memory
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.dry_run.phases import BATCH, CACHE, OPTIMIZER, PARAMETERS
-from specrl_jax.dry_run.targets import Target
+from specrl_jax.dry_run.targets import HardwareTarget
 
-# Of a device's memory at most: the rest is the driver's, the collectives' and what fragments.
+# Usable share of a device's memory; the rest goes to the driver, collectives and fragmentation.
 LARGEST_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """Of the phase that needs most."""
+class MemoryVerdict:
+    """Verdict on the phase that needs most memory."""
 
     phase: str
     fits: bool
     needed: int  # bytes on one device
     memory: int  # bytes of the device
     arithmetic: str
-    suggestion: str  # '' where there is nothing to do
+    suggestion: str  # '' without one
 
 
-def parts(memory: Memory) -> dict[str, int]:
-    """What `memory.total` is the sum of."""
+def parts(memory: PhaseMemory) -> dict[str, int]:
+    """Return the terms of `memory.total`, bytes."""
     found = memory.by_kind() | {"padding": memory.padding, "results": memory.results}
     return found | ({} if memory.temporaries is None else {"temporaries": memory.temporaries})
 
 
-def find_fit(measured: list[Measured], target: Target, settings: Config, num_shards: int) -> Fit:
-    """`num_shards`: parts that rows are split into."""
+def judge_memory(
+    measured: list[CompiledPhase], target: HardwareTarget, settings: Config, num_shards: int
+) -> MemoryVerdict:
+    """Judge all phases; a batch of rows has `num_shards` shards."""
+    known = [(m.name, m.memory) for m in measured if m.memory]
     for m in measured:
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
-            return Fit(m.name, False, 0, target.memory, f"the compiler refuses it: {m.refused}", advice)
-    worst = max(measured, key=lambda m: m.memory.total)
-    memory, share = worst.memory, worst.memory.total / target.memory
+            return MemoryVerdict(m.name, False, 0, target.memory, f"the compiler refuses it: {m.refused}", advice)
+    phase, memory = max(known, key=lambda found: found[1].total)
+    share = memory.total / target.memory
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
     fits = share <= LARGEST_SHARE
     suggestion = suggest(memory, target, settings, num_shards) if not fits else ""
     if fits and share > target.share:
         suggestion = f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGEST_SHARE}: jax takes {target.share:.0%} as it comes"
-    return Fit(worst.name, fits, memory.total, target.memory, arithmetic, suggestion)
+    return MemoryVerdict(phase, fits, memory.total, target.memory, arithmetic, suggestion)
 
 
-def suggest(memory: Memory, target: Target, settings: Config, num_shards: int) -> str:
-    """For the largest part of what is too much."""
+def suggest(memory: PhaseMemory, target: HardwareTarget, settings: Config, num_shards: int) -> str:
+    """Suggest how to shrink the largest term."""
     sizes = parts(memory)
-    largest = max(sizes, key=sizes.get)
+    largest = max(sizes, key=lambda kind: sizes[kind])
     if largest == CACHE:
         return _fewer_slots(memory, target, settings, num_shards)
     if largest in (PARAMETERS, OPTIMIZER):
@@ -59,11 +62,11 @@ def suggest(memory: Memory, target: Target, settings: Config, num_shards: int) -
     return _fewer_temporaries(settings, num_shards)
 
 
-def _fewer_slots(memory: Memory, target: Target, settings: Config, num_shards: int) -> str:
-    """The most slots that leave room for the rest, if that stays as it is."""
+def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, settings: Config, num_shards: int) -> str:
+    """Suggest the most slots that fit beside everything else."""
     slots, cache = settings.rollout.num_slots, memory.by_kind()[CACHE]
-    room = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
-    most = max(0, slots * room // cache) // num_shards * num_shards
+    free = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
+    most = max(0, slots * free // cache) // num_shards * num_shards
     narrower = ", or rollout.cache_dtype=bfloat16" if settings.rollout.cache_dtype == "float32" else ""
     if not most:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
@@ -77,12 +80,12 @@ def _fewer_temporaries(settings: Config, num_shards: int) -> str:
     if not rows or rows > num_shards:
         return f"grpo.microbatch={num_shards}: one row for each of the {num_shards} parts of a batch"
     if not settings.policy.vocab_tile:
-        return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never whole"
+        return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={settings.rollout.max_response_tokens}) or a larger mesh.tensor"
 
 
 def shown(n: int) -> str:
-    """1_234_567 -> "1.23 MB"."""
+    """Format bytes: 1_234_567 -> "1.23 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(n) >= size:
             return f"{n / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Compiles one phase and reads off it what it needs: memory by kind, products, collectives, XLA's warnings."""
+"""Compile a phase and read its memory by kind, FLOPs, collectives and XLA's warnings from the program."""
 
 import concurrent.futures
 import contextlib
@@ -10,58 +10,57 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
 from specrl_jax.dry_run.count import Count, count
 from specrl_jax.dry_run.phases import KINDS, OPTIMIZER, PARAMETERS, Phase, bytes_by_kind, shard_bytes
 
-# XLA's log lines that say an array is gathered whole, or computed again, since nothing better was found.
+# XLA's log lines about arrays that are gathered whole or recomputed for lack of a better plan.
 WARNING = re.compile(r".*\b(rematerializ|remateriali[sz]ation)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class PhaseMemory:
     """Bytes on one device while a phase runs."""
 
-    arguments: dict[str, int]  # by kind, of the program's arguments: exact, from their shapes and shardings
-    padding: int  # what the compiler's layouts of the arguments take beyond that
-    results: int  # that are not written in the place of a donated argument
-    temporaries: int | None  # of the compiler's buffer assignment, activations among them; None: not of this target
-    resident: dict[str, int]  # by kind, of what is no argument and yet there
+    arguments: dict[str, int]  # by kind: exact, from shapes and shardings
+    padding: int  # added by the compiler's layouts of the arguments
+    results: int  # not aliased with a donated argument
+    temporaries: int | None  # buffer assignment, including activations; None: unknown for this target
+    resident: dict[str, int]  # by kind: arrays on the device that are not arguments
 
     def by_kind(self) -> dict[str, int]:
-        """Arguments and residents of each kind."""
+        """Return arguments plus resident arrays by kind."""
         return {kind: self.arguments[kind] + self.resident[kind] for kind in KINDS}
 
     @property
     def total(self) -> int:
-        """At the phase's peak; without temporaries where they are not known."""
+        """Peak bytes of the phase; without temporaries if they are unknown."""
         known = sum(self.by_kind().values()) + self.padding + self.results
         return known + (self.temporaries or 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One phase."""
+class CompiledPhase:
+    """Figures of one compiled phase."""
 
     name: str
-    seconds: float  # of tracing and compiling
-    memory: Memory | None  # None: the compiler refused the program
+    seconds: float  # tracing and compiling
+    memory: PhaseMemory | None  # None: the compiler refused the program
     count: Count
     warnings: tuple[str, ...]
-    refused: str = ""  # what the compiler said
-    extended: bool = False  # from programs of fewer layers: temporaries are an estimate
+    refused: str = ""  # the compiler's message
+    extended: bool = False  # extrapolated from fewer layers: temporaries are an estimate
 
 
-def measure(phase: Phase, exact: bool) -> Measured:
-    """`exact`: whether it is compiled for the target itself, so that temporaries are the target's."""
+def measure(phase: Phase, exact: bool) -> CompiledPhase:
+    """Compile a phase; `exact` if it is compiled for the target itself, so that temporaries are known."""
     return measure_together([phase], exact)[0]
 
 
-def measure_together(phases: list[Phase], exact: bool) -> list[Measured]:
-    """The same phase of several models, compiled side by side: each has all their warnings, and the seconds of all."""
+def measure_together(phases: list[Phase], exact: bool) -> list[CompiledPhase]:
+    """Compile the same phase of several models in parallel; each reports all warnings and the total seconds."""
     start = time.perf_counter()
     with captured_stderr() as log, concurrent.futures.ThreadPoolExecutor(len(phases)) as pool:
         lowered = [phase.lower() for phase in phases]
@@ -70,13 +69,13 @@ def measure_together(phases: list[Phase], exact: bool) -> list[Measured]:
     measured = []
     for phase, before, (after, refused) in zip(phases, lowered, compiled, strict=True):
         memory = read_memory(phase, before, after, exact) if after else None
-        found = count(after.as_text()) if after else Count()
-        measured.append(Measured(phase.name, seconds, memory, found, warnings, refused))
+        found = count(after.as_text() or "") if after else Count()
+        measured.append(CompiledPhase(phase.name, seconds, memory, found, warnings, refused))
     return measured
 
 
 def try_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
-    """(the program, ''), or (None, what the compiler says) where it needs more than the device has."""
+    """Return (program, ''), or (None, the compiler's message) if it needs more memory than the device has."""
     try:
         return lowered.compile(), ""
     except jax.errors.JaxRuntimeError as error:
@@ -85,10 +84,11 @@ def try_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None
         return None, " ".join(str(error).split())[:400]
 
 
-def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> Memory:
+def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> PhaseMemory:
     arguments = argument_bytes(phase, lowered, compiled)
     found = compiled.memory_analysis()
-    return Memory(
+    assert found is not None, "every backend that compiles ahead of time analyses memory"
+    return PhaseMemory(
         arguments=arguments,
         padding=found.argument_size_in_bytes - sum(arguments.values()),
         results=found.output_size_in_bytes - found.alias_size_in_bytes,
@@ -98,40 +98,40 @@ def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.
 
 
 def argument_bytes(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> dict[str, int]:
-    """By kind, on one device, of the arguments that the program reads."""
+    """Return the bytes by kind, on one device, of the arguments that the program reads."""
     found = dict.fromkeys(KINDS, 0)
     leaves, structure = jax.tree.flatten_with_path(lowered.args_info[0])
-    placed = structure.flatten_up_to(compiled.input_shardings[0])
+    placed = structure.flatten_up_to(compiled.input_shardings[0])  # type: ignore[attr-defined]
     for (path, info), sharding in zip(leaves, placed, strict=True):
-        if sharding is not None:  # XLA drops what is not read
+        if sharding is not None:  # XLA drops unused arguments
             kind = phase.arguments[path[0].idx]
-            found[_told_apart(kind, path)] += shard_bytes(info.shape, info.dtype, sharding)
+            found[_refine_kind(kind, path)] += shard_bytes(info.shape, info.dtype, sharding)
     return found
 
 
-def _told_apart(kind: str, path: tuple[Any, ...]) -> str:
-    """Of a TrainState, all but the parameters is the optimizer's."""
+def _refine_kind(kind: str, path: tuple[object, ...]) -> str:
+    """Count everything in a TrainState but its parameters as the optimizer's."""
     field = getattr(path[1], "name", "") if len(path) > 1 else ""
     return OPTIMIZER if kind == PARAMETERS and field in ("opt_state", "step") else kind
 
 
 def warnings_in(log: str) -> tuple[str, ...]:
-    """Rematerialization that XLA did not want, each once, without the log's own prefix."""
+    """Return the distinct rematerialization warnings, without the log's prefix."""
     lines = (re.sub(r"^[EWI]\d{4} \S+ +\d+ \S+\] ", "", line) for line in log.splitlines() if WARNING.match(line))
     return tuple(dict.fromkeys(lines))
 
 
 @contextlib.contextmanager
 def captured_stderr() -> Iterator[io.StringIO]:
-    """What is written to file descriptor 2 meanwhile, where XLA logs; filled at the end."""
+    """Capture file descriptor 2, where XLA logs; the buffer is filled on exit."""
     sys.stderr.flush()
-    kept, log = os.dup(2), io.StringIO()
+    saved, log = os.dup(2), io.StringIO()
     with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
         os.dup2(file.fileno(), 2)
         try:
             yield log
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved, 2)
+            os.close(saved)
             file.seek(0)
             log.write(file.read())

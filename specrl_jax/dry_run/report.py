@@ -1,17 +1,17 @@
-"""What a dry run says: a table on the terminal, and everything again as JSON."""
+"""The report of a dry run: a table on the terminal, and everything as JSON."""
 
 import dataclasses
 import json
+import math
 import os
 import sys
-from typing import Any
 
 from specrl_jax.core import atomic_write
 from specrl_jax.dry_run.count import Count
-from specrl_jax.dry_run.fit import LARGEST_SHARE, Fit, shown
-from specrl_jax.dry_run.measure import Measured, Memory
+from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, shown
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
 from specrl_jax.dry_run.phases import KINDS
-from specrl_jax.dry_run.targets import Target
+from specrl_jax.dry_run.targets import HardwareTarget
 from specrl_jax.io.workdir import versions
 
 COLUMNS = (*KINDS, "results", "temporaries", "total")
@@ -19,19 +19,16 @@ COLUMNS = (*KINDS, "results", "temporaries", "total")
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    target: Target  # named by the config
-    compiled_for: Target  # the same, or fake CPU devices
+    target: HardwareTarget  # named by the config
+    compiled_for: HardwareTarget  # the same, or fake CPU devices
     mesh: dict[str, int]
-    measured: list[Measured]
-    fit: Fit | None  # None: the target is no device to fit into
+    measured: list[CompiledPhase]
+    fit: MemoryVerdict | None  # None: the target has no memory limit
     seconds: float  # of everything
 
     @property
     def devices(self) -> int:
-        product = 1
-        for size in self.mesh.values():
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
 
     @property
     def exact(self) -> bool:
@@ -73,8 +70,8 @@ class Report:
         line += f"most in '{self.fit.phase}': {self.fit.arithmetic}"
         return line + (f"\nsuggestion: {self.fit.suggestion}" if self.fit.suggestion else "")
 
-    def write(self, workdir: str, config: dict[str, Any]) -> str:
-        """dry_run.json in the workdir, which stays free for a run. Its path."""
+    def write(self, workdir: str, config: dict[str, object]) -> str:
+        """Write dry_run.json to the workdir, which stays free for a run. Return its path."""
         path = os.path.join(workdir, "dry_run.json")
         content = {
             "target": self.target.name,
@@ -93,7 +90,7 @@ class Report:
         return path
 
 
-def memory_row(memory: Memory, extended: bool) -> str:
+def memory_row(memory: PhaseMemory, extended: bool) -> str:
     results = memory.results + memory.padding
     temporaries = "-" if memory.temporaries is None else ("~" if extended else "") + shown(memory.temporaries)
     cells = [shown(n) for n in memory.by_kind().values()]
@@ -101,7 +98,7 @@ def memory_row(memory: Memory, extended: bool) -> str:
 
 
 def count_rows(name: str, count: Count, number: str = "") -> list[str]:
-    """One for a program, and one for what a turn of each of its open loops does."""
+    """Return a row for a program, and one for an iteration of each of its open loops."""
     kinds = ", ".join(f"{kind} {shown(n)}" for kind, n in sorted(count.collectives.items()))
     rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}"]
     for index, loop in enumerate(count.loops, 1):
@@ -110,7 +107,7 @@ def count_rows(name: str, count: Count, number: str = "") -> list[str]:
     return rows
 
 
-def phase_json(m: Measured) -> dict[str, Any]:
+def phase_json(m: CompiledPhase) -> dict[str, object]:
     memory = m.memory and dataclasses.asdict(m.memory) | {"total": m.memory.total}
     return {
         "name": m.name,
@@ -123,7 +120,7 @@ def phase_json(m: Measured) -> dict[str, Any]:
     }
 
 
-def count_json(count: Count) -> dict[str, Any]:
+def count_json(count: Count) -> dict[str, object]:
     loops = [{"name": loop.name, "entered": loop.entered, "turn": count_json(loop.turn)} for loop in count.loops]
     sums = {"flops": count.flops, "collectives": dict(count.collectives), "custom_calls": dict(count.custom_calls)}
     return sums | {"open_loops": loops}

@@ -8,8 +8,8 @@ from typing import Any
 from specrl_jax.config import Config
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.extend import extend
-from specrl_jax.dry_run.fit import find_fit
-from specrl_jax.dry_run.measure import Measured, measure, measure_together
+from specrl_jax.dry_run.fit import judge_memory
+from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
@@ -42,14 +42,14 @@ def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], wor
     exact = compiler is target and target.memory > 0
     measured = measure_all(setup, exact)
     num_shards = setup.rollout_partition.num_shards("batch")
-    fit = find_fit(measured, target, settings, num_shards) if target.memory else None
+    fit = judge_memory(measured, target, settings, num_shards) if target.memory else None
     report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
     report.print()
     say(f"written: {report.write(workdir, config)}")
     return report
 
 
-def measure_all(setup: Setup, exact: bool) -> list[Measured]:
+def measure_all(setup: Setup, exact: bool) -> list[CompiledPhase]:
     """Every phase, compiled whole, or extended from `dry_run.layers` layers where it unrolls them."""
     layers, whole = setup.settings.dry_run.layers, setup.model.layers
     shallow = [with_layers(setup, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
@@ -57,7 +57,7 @@ def measure_all(setup: Setup, exact: bool) -> list[Measured]:
     for index, phase in enumerate(find_phases(setup)):
         if shallow and phase.unrolled:
             parts = measure_together([find_phases(s)[index] for s in shallow], exact)
-            measured.append(extend(*parts, whole - layers, bytes_by_kind(phase.resident)))
+            measured.append(extend(parts[0], parts[1], whole - layers, bytes_by_kind(phase.resident)))
         else:
             measured.append(measure(phase, exact))
         say(f"{phase.name}: {measured[-1].seconds:.1f} s")

@@ -1,11 +1,12 @@
-"""The machines that a dry run compiles for without having them, and how much memory their devices have.
+"""Machines that a dry run can compile for without having them, and the memory of their devices.
 
-An NVIDIA GPU is described to XLA by the figures of its device query, a TPU by the name of its topology; both need the
-compiler of that platform (requirements-aot.txt), neither needs a driver or a device.
+An NVIDIA GPU is described to XLA by the figures of its device query, a TPU by the name of its topology. Both need the
+compiler of that platform (requirements-aot.txt), neither a driver or a device.
 """
 
 import dataclasses
 import importlib.util
+import math
 
 import jax
 from jax.experimental import topologies
@@ -15,24 +16,32 @@ from specrl_jax.core import InputError
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A kind of device."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HardwareTarget:
+    """A kind of device; the subclasses make devices for ahead-of-time compilation."""
 
     name: str
-    memory: int  # bytes of one device; 0: not a device to fit into
-    source: str  # of that number
-    share: float  # of the memory that JAX takes as it comes (XLA_PYTHON_CLIENT_MEM_FRACTION on a GPU)
-    wheels: tuple[str, ...]  # modules that compiling for it takes; none: every jax can
-    platform: str  # of that compiler, in jax
+    memory: int = 0  # bytes of one device; 0: no limit
+    source: str = ""  # of that number
+    share: float = 1.0  # of the memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION on a GPU)
+    wheels: tuple[str, ...] = ()  # modules that its compiler needs
+    platform: str = "cpu"  # of its compiler, in jax
+
+    def devices(self, count: int) -> list[jax.Device]:
+        """Return `count` devices to compile for. Raises InputError for a number that the target does not come in."""
+        raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu(Target):
-    """What XLA has to know of an NVIDIA GPU, as its device query says; openxla/xla keeps such figures, too
-    (xla/backends/gpu/target_config/specs).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu(HardwareTarget):
+    """The figures of an NVIDIA GPU's device query that XLA needs (as in openxla/xla,
+    xla/backends/gpu/target_config/specs).
     """
 
+    source: str = "device query, as in openxla/xla's target_config/specs"
+    share: float = 0.75
+    wheels: tuple[str, ...] = ("jax_plugins.xla_cuda12", "nvidia.cudnn")
+    platform: str = "cuda"
     node: int  # GPUs of one host
     capability: int  # compute capability, major
     cores: int
@@ -41,7 +50,7 @@ class Gpu(Target):
     l2: int  # bytes
 
     def description(self) -> str:
-        """A GpuTargetConfigProto as text. What Hopper and Blackwell have in common is written out."""
+        """Return a GpuTargetConfigProto as text, with the figures that Hopper and Blackwell share."""
         return f"""
             gpu_device_info {{
               cuda_compute_capability {{ major: {self.capability} }}
@@ -75,9 +84,12 @@ class Gpu(Target):
         return list(topologies.get_topology_desc(self.name, "cuda", target_config=config, topology=shape).devices)
 
 
-@dataclasses.dataclass(frozen=True)
-class Tpu(Target):
-    slices: tuple[str, ...]  # topologies that there are, by number of chips
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu(HardwareTarget):
+    source: str = "cloud.google.com/tpu/docs, HBM capacity per chip"
+    wheels: tuple[str, ...] = ("libtpu",)
+    platform: str = "tpu"
+    slices: tuple[str, ...]  # available topologies, by number of chips
 
     def devices(self, count: int) -> list[jax.Device]:
         sizes = {chips(name): name for name in self.slices}
@@ -86,67 +98,64 @@ class Tpu(Target):
         return list(topologies.get_topology_desc(f"{self.name}:{sizes[count]}", "tpu").devices)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cpu(Target):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cpu(HardwareTarget):
     def devices(self, count: int) -> list[jax.Device]:
-        """Fake ones, as many as XLA_FLAGS=--xla_force_host_platform_device_count says."""
+        """Return fake devices, at most --xla_force_host_platform_device_count of XLA_FLAGS."""
         found = jax.devices("cpu")
         if len(found) < count:
             raise InputError(f"dry_run.devices={count}: this process has {len(found)} fake CPU devices")
         return found[:count]
 
 
-_QUERY = "device query, as in openxla/xla's target_config/specs"
-_GOOGLE = "cloud.google.com/tpu/docs, HBM capacity per chip"
-_CUDA = {"source": _QUERY, "share": 0.75, "wheels": ("jax_plugins.xla_cuda12", "nvidia.cudnn"), "platform": "cuda"}
-_TPU = {"source": _GOOGLE, "share": 1.0, "wheels": ("libtpu",), "platform": "tpu"}
-_HOPPER = {"capability": 9, "cores": 132, "clock": 1.98, "l2": 52_428_800, "node": 8}
+_H100 = Gpu(
+    name="h100",
+    memory=84_942_979_072,
+    bandwidth=3_352_320_000_000,
+    capability=9,
+    cores=132,
+    clock=1.98,
+    l2=52_428_800,
+    node=8,
+)
+_H200 = dataclasses.replace(_H100, name="h200", memory=151_397_597_184, bandwidth=4_800_000_000_000)
+_GB200 = Gpu(
+    name="gb200",
+    memory=197_897_748_480,
+    bandwidth=7_928_064_000_000,
+    capability=10,
+    cores=152,
+    clock=2.062,
+    l2=135_528_448,
+    node=4,
+)
 _V5P = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
 _V6E = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_TPUS = (
+    Tpu(name="v5p", memory=95 * GIB, slices=tuple(_V5P.split())),
+    Tpu(name="v6e", memory=32 * GIB, slices=tuple(_V6E.split())),
+)
 
-TARGETS = {
-    target.name: target
-    for target in (
-        Gpu("h100", 84_942_979_072, bandwidth=3_352_320_000_000, **_CUDA, **_HOPPER),
-        Gpu("h200", 151_397_597_184, bandwidth=4_800_000_000_000, **_CUDA, **_HOPPER),
-        Gpu(
-            "gb200",
-            197_897_748_480,
-            bandwidth=7_928_064_000_000,
-            capability=10,
-            cores=152,
-            clock=2.062,
-            l2=135_528_448,
-            node=4,
-            **_CUDA,
-        ),
-        Tpu("v5p", 95 * GIB, slices=tuple(_V5P.split()), **_TPU),
-        Tpu("v6e", 32 * GIB, slices=tuple(_V6E.split()), **_TPU),
-        Cpu("cpu", 0, "", 1.0, (), "cpu"),
-    )
-}
+TARGETS = {target.name: target for target in (_H100, _H200, _GB200, *_TPUS, Cpu(name="cpu"))}
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> HardwareTarget:
     if name not in TARGETS:
         raise InputError(f"dry_run.target: no target '{name}'; there are {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
-def compiler_of(target: Target) -> Target:
-    """What is compiled for: the target, or fake CPU devices where its compiler is not installed."""
+def compiler_of(target: HardwareTarget) -> HardwareTarget:
+    """Return the target, or fake CPU devices if its compiler is not installed."""
     return target if installed(target) else TARGETS["cpu"]
 
 
-def installed(target: Target) -> bool:
+def installed(target: HardwareTarget) -> bool:
     return all(
         importlib.util.find_spec(wheel.partition(".")[0]) and importlib.util.find_spec(wheel) for wheel in target.wheels
     )
 
 
 def chips(topology: str) -> int:
-    """2x4x4 -> 32."""
-    product = 1
-    for size in topology.split("x"):
-        product *= int(size)
-    return product
+    """Return the number of chips: 2x4x4 -> 32."""
+    return math.prod(int(size) for size in topology.split("x"))

@@ -11,8 +11,8 @@ from configs import rlzero_8b
 from specrl_jax.config import from_config_dict
 from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count
-from specrl_jax.dry_run.fit import find_fit
-from specrl_jax.dry_run.measure import Measured, Memory, measure, warnings_in
+from specrl_jax.dry_run.fit import judge_memory
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, warnings_in
 from specrl_jax.dry_run.phases import Phase
 from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
 from specrl_jax.sharding import make_mesh
@@ -25,12 +25,12 @@ GB = 10**9
 def memory(parameters=0, optimizer=0, cache=0, batch=0, temporaries=0, results=0):
     arguments = {"parameters": parameters * GB, "optimizer": 0, "cache": cache * GB, "batch": batch * GB}
     resident = {"parameters": 0, "optimizer": optimizer * GB, "cache": 0, "batch": 0}
-    return Memory(arguments, 0, results * GB, temporaries * GB, resident)
+    return PhaseMemory(arguments, 0, results * GB, temporaries * GB, resident)
 
 
 def fit(*phases, settings=SETTINGS):
-    measured = [Measured(str(i), 0.0, m, Count(), ()) for i, m in enumerate(phases)]
-    return find_fit(measured, TARGET, settings, num_shards=8)
+    measured = [CompiledPhase(str(i), 0.0, m, Count(), ()) for i, m in enumerate(phases)]
+    return judge_memory(measured, TARGET, settings, num_shards=8)
 
 
 def test_the_largest_phase_decides_and_its_sum_is_shown():
@@ -85,8 +85,8 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
 
 
 def test_what_the_compiler_refuses_does_not_fit():
-    refused = Measured("train", 0.0, None, Count(), (), "RESOURCE_EXHAUSTED: 40G of 31G hbm")
-    found = find_fit([Measured("a", 0.0, memory(1), Count(), ()), refused], TARGET, SETTINGS, 8)
+    refused = CompiledPhase("train", 0.0, None, Count(), (), "RESOURCE_EXHAUSTED: 40G of 31G hbm")
+    found = judge_memory([CompiledPhase("a", 0.0, memory(1), Count(), ()), refused], TARGET, SETTINGS, 8)
     assert not found.fits and found.phase == "train" and "40G of 31G" in found.arithmetic
 
 
