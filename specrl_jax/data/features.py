@@ -1,74 +1,71 @@
-"""Rollouts on disk with what a draft learns from them: written shard by shard, read row by row in any order.
+"""Rollouts on disk with the policy's features for draft training: written in shards, read by row in any order.
 
-A shard is one safetensors file of some rollouts, cut to its longest; memory maps bring in only the rows that are read.
-Bytes a token: 4 for the text, (A + 1) D numbers for the policy's features, 4 for its normaliser (Qwen3-8B with three
-features in bfloat16: 32.8 kB).
+A shard is one safetensors file of several rollouts, truncated to the longest; memory mapping loads only the rows that
+are read. Bytes per token: 4 for the token, (A + 1) D numbers for the policy's features, 4 for its normaliser (Qwen3-8B
+with three features in bfloat16: 32.8 kB).
 """
 
 import json
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import InputError, read_json
+from specrl_jax.core import InputError, atomic_write, read_json
 
 MANIFEST = "features.json"
 
 
 class FeatureRow(NamedTuple):
-    """One rollout of T tokens, or with a leading axis several; zeros beyond `length`."""
+    """One rollout of T tokens, or several with a leading axis; zeros beyond `length`."""
 
     tokens: np.ndarray  # [T] int32, prompt then response
     prompt_length: np.ndarray  # [] int32, tokens
     length: np.ndarray  # [] int32, prompt and response
-    aux: np.ndarray  # [T, A, D], the policy's residual stream entering A layers; A may be 0
-    hidden: np.ndarray  # [T, D], what its unembedding reads
+    aux: np.ndarray  # [T, A, D], inputs of A of the policy's layers; A may be 0
+    hidden: np.ndarray  # [T, D], input of its lm_head
     normaliser: np.ndarray  # [T] float32, logsumexp of its logits / temperature
 
 
 class FeatureStore:
-    """Random access to the rows of a folder, as grain's MapDataset reads a source; `add` appends a shard.
+    """Random access to the rows of a folder, as a source of grain's MapDataset; `add` appends a shard.
 
     Args:
-      folder: made where it is not there.
-      made_from: what decides the content (policy, prompts, temperature), as JSON can hold it.
-      length: T of the rows that are given back, tokens.
+      folder: created if it does not exist.
+      made_from: everything that determines the content (policy, prompts, temperature), as JSON.
+      length: T of the returned rows, tokens.
     Raises:
-      InputError: where the folder holds rows that were made from something else.
+      InputError: if the folder holds rows that were made from something else.
     """
 
-    def __init__(self, folder: str, made_from: dict[str, Any], length: int) -> None:
+    def __init__(self, folder: str, made_from: dict[str, object], length: int) -> None:
         self._folder, self._length = folder, length
-        self._manifest: dict[str, Any] = {"made_from": made_from, "shards": []}
+        self._made_from, self._shards = made_from, list[int]()
         path = os.path.join(folder, MANIFEST)
         if os.path.exists(path):
-            self._manifest = read_json(path)
-            found = self._manifest.get("made_from", {})
+            manifest = read_json(path)
+            found, self._shards = manifest.get("made_from", {}), manifest["shards"]
             other = sorted(key for key in made_from.keys() | found.keys() if found.get(key) != made_from.get(key))
             if other:
                 raise InputError(
                     f"pretrain.features: {folder} was made from another {', '.join(other)}; name or empty a folder"
                 )
         os.makedirs(folder, exist_ok=True)
-        self._ends = np.cumsum(self._manifest["shards"], dtype=np.int64)
-        self._open: dict[int, Any] = {}
+        self._ends = np.cumsum(self._shards, dtype=np.int64)
+        self._open: dict[int, safetensors.safe_open] = {}
 
     def add(self, rows: FeatureRow) -> None:
-        """Appends `rows`, with a leading axis, as one shard. An interrupted run keeps the shards before it."""
+        """Append `rows`, with a leading axis, as one shard. An interrupted run keeps the earlier shards."""
         longest = int(rows.length.max())
         arrays = {name: x if x.ndim == 1 else x[:, :longest] for name, x in rows._asdict().items()}
-        number = len(self._manifest["shards"])
         arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        safetensors.numpy.save_file(arrays, self._path(number))
-        self._manifest["shards"].append(len(rows.length))
-        path = os.path.join(self._folder, MANIFEST)
-        with open(path + ".tmp", "w") as file:
-            json.dump(self._manifest, file, indent=2)
-        os.replace(path + ".tmp", path)
-        self._ends = np.cumsum(self._manifest["shards"], dtype=np.int64)
+        safetensors.numpy.save_file(arrays, self._path(len(self._shards)))
+        self._shards.append(len(rows.length))
+        with atomic_write(os.path.join(self._folder, MANIFEST)) as file:
+            json.dump({"made_from": self._made_from, "shards": self._shards}, file, indent=2)
+        self._ends = np.cumsum(self._shards, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -82,7 +79,7 @@ class FeatureStore:
         return FeatureRow(*[self._padded(file.get_slice(name)[row]) for name in FeatureRow._fields])
 
     def tokens(self) -> list[np.ndarray]:
-        """The responses of all rows, int32, without their features."""
+        """Return the responses of all rows, int32, without their features."""
         found = []
         for number in range(len(self._ends)):
             with safetensors.safe_open(self._path(number), framework="numpy") as file:

@@ -1,9 +1,9 @@
-"""Rows of JSONL and Parquet files, each with where it stands."""
+"""Rows of JSONL and Parquet files, with their positions for error messages."""
 
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -15,18 +15,18 @@ PARQUET = (".parquet", ".pq")
 
 class Row(NamedTuple):
     where: str  # file:line, or file:number of a Parquet row; both count from 1
-    content: dict[str, Any]
-    fault: str  # why it is no object; '' where it is one
+    content: dict[str, object]
+    fault: str  # why it is not an object; '' if it is one
 
 
 def read_rows(path: str, key: str) -> Iterator[Row]:
-    """Every row of a file, the blank lines of JSONL left out; by its ending Parquet, else JSONL.
+    """Yield every row of a file, without blank lines of JSONL; the file name decides between Parquet and JSONL.
 
     Args:
-      key: of the config that named the file, for messages.
+      key: the config key that names the file, for messages.
     Raises:
-      InputError: for a file that is missing, unreadable, empty or not Parquet though its name says so. A line that is no
-        JSON object raises nothing: it comes as a Row with a fault, since some callers go on without it.
+      InputError: for a file that is missing, unreadable, empty or not valid Parquet. A line that is not a JSON object
+        is returned as a Row with a fault, since some callers skip it.
     """
     if not os.path.isfile(path):
         raise InputError(f"{key}: no file '{path}'")
@@ -52,7 +52,7 @@ def _jsonl_rows(path: str, key: str) -> Iterator[Row]:
 def _parse(where: str, line: bytes) -> Row:
     try:
         content = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # not UTF-8 or JSON, thousands of digits or brackets
         return Row(where, {}, f"not JSON: {getattr(error, 'msg', error)}")
     return Row(where, content, "") if isinstance(content, dict) else Row(where, {}, "needs an object")
 

@@ -1,9 +1,9 @@
-"""Problems from files of prompts: which keys hold what, what is put around a prompt, and what is left out."""
+"""Read problems from prompt files: schemas, prompt templates, and rows that are left out."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from specrl_jax.core import InputError
 from specrl_jax.data.files import Row, read_rows
@@ -12,11 +12,11 @@ from specrl_jax.data.tokenizers import Messages, Tokenizer
 
 
 class Schema(NamedTuple):
-    """Where a row holds its prompt and its answer; a dot goes into an object, "reward_model.ground_truth"."""
+    """Keys of a row's prompt and answer; a dot descends into an object, as in "reward_model.ground_truth"."""
 
     prompt: str  # text, or chat messages
     answer: str  # text or number
-    answer_after: str = ""  # the answer is what follows the last of this; '' = all of it
+    answer_after: str = ""  # the answer follows the last occurrence of this; '' = all of the text
 
 
 SCHEMAS = {
@@ -29,20 +29,20 @@ SCHEMAS = {
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """What the policy reads of a row's prompt."""
+    """How a row's prompt becomes the text that the policy reads."""
 
-    template: str = "{prompt}"  # around a prompt that is text
-    chat: bool = False  # a prompt that is text becomes a user's message; messages always go through the chat template
-    system: str = ""  # system message where the messages have none
-    thinking: bool = True  # what the chat template is told of reasoning, Qwen3's enable_thinking
-    key: str = "data.template"  # of the config that names the template, for messages
+    template: str = "{prompt}"  # around a text prompt
+    chat: bool = False  # a text prompt becomes a user message; messages always go through the chat template
+    system: str = ""  # system message, if the messages have none
+    thinking: bool = True  # enable_thinking of Qwen3's chat template
+    key: str = "data.template"  # the config key of the template, for messages
 
     def __post_init__(self) -> None:
         if "{prompt}" not in self.template:
             raise InputError(f"{self.key}={self.template!r}: needs {{prompt}} where the prompt goes")
 
     def text(self, prompt: str | Messages, tokenizer: Tokenizer) -> str:
-        """The text of a prompt. Raises InputError where a chat template is needed and there is none."""
+        """Return the text of a prompt. Raises InputError if a chat template is needed and missing."""
         if isinstance(prompt, str):
             prompt = self.template.replace("{prompt}", prompt)
             if not self.chat:
@@ -55,17 +55,17 @@ class PromptFormat:
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the rows of one file."""
+    """Counts of the rows of one file."""
 
     kept: int = 0
-    repeated: int = 0  # the prompt stood in an earlier row, or in an earlier file
-    conflicting: int = 0  # of those, with another answer
+    repeated: int = 0  # the prompt occurred in an earlier row or file
+    conflicting: int = 0  # of these, with another answer
     malformed: int = 0
     long: int = 0  # more tokens than max_prompt_tokens
-    first_fault: str = ""  # of the first malformed row
+    first_fault: str = ""  # message of the first malformed row
 
     def line(self, path: str) -> str:
-        """One line for a person."""
+        """Return a one-line summary."""
         total = self.kept + self.repeated + self.malformed + self.long
         out = f"{self.repeated:,} repeated ({self.conflicting:,} with another answer), "
         out += f"{self.malformed:,} malformed, {self.long:,} too long"
@@ -78,8 +78,8 @@ class Reader:
 
     Attributes:
       max_prompt_tokens: longest prompt allowed, tokens.
-      skip_malformed, skip_long: leave such rows out and count them; else the first one is an error.
-      key: of the config that names the files, for messages.
+      skip_malformed, skip_long: count and skip such rows; otherwise the first one is an error.
+      key: the config key of the files, for messages.
     """
 
     tokenizer: Tokenizer
@@ -90,13 +90,12 @@ class Reader:
     key: str = "data.path"
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
-        """The problems of a file, in its order, the first of every prompt.
+        """Return the problems of a file in order; only the first occurrence of a prompt counts.
 
         Args:
-          answers: by prompt, those of earlier files, whose prompts do not count again; the file's are added.
+          answers: {prompt: answer} of earlier files, whose prompts are repeated; updated with this file's.
         Raises:
-          InputError: naming `file:line` for a row that is malformed or too long, unless such are left out; where nothing
-            is left.
+          InputError: naming `file:line` for a malformed or too long row that is not skipped; if no row is left.
         """
         counts, problems = Counts(), []
         answers = {} if answers is None else answers
@@ -111,7 +110,7 @@ class Reader:
         return problems, counts
 
     def _problem(self, row: Row, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
-        """The row's problem; None, and counted, where it is left out. `answers`: those of the prompts before it."""
+        """Return the row's problem, or None if it is left out and counted."""
         try:
             problem = parse_problem(row, schema, self.format, self.tokenizer)
             before = answers.get(problem.prompt)
@@ -137,7 +136,7 @@ class Reader:
 
 
 def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokenizer: Tokenizer) -> Problem:
-    """The problem of one row. Raises InputError naming where the row stands."""
+    """Return the problem of one row. Raises InputError naming its position."""
     if row.fault:
         raise InputError(f"{row.where}: {row.fault}")
     prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
@@ -149,42 +148,42 @@ def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokeniz
         raise InputError(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
     try:
         text = prompt_format.text(prompt, tokenizer)
-    except InputError as error:  # a chat template may refuse what a row has for roles
+    except InputError as error:  # a chat template may reject the roles of a row
         raise InputError(f"{row.where}: {error}") from None
-    return Problem(text, _stated(_written(answer), schema, row.where), "")
+    return Problem(text, _extract_answer(_as_text(answer), schema, row.where), "")
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a row's text. Raises InputError naming the row for text that the tokenizer cannot read."""
+    """Return the token ids of a row's text. Raises InputError naming the row if it cannot be encoded."""
     try:
         return tokenizer.encode(text)
-    except (InputError, UnicodeError, TypeError) as error:  # a lone surrogate is a TypeError in `tokenizers`
+    except (InputError, UnicodeError, TypeError) as error:  # `tokenizers` raises TypeError for a lone surrogate
         raise InputError(f"{where}: {error}") from None
 
 
 _ABSENT = object()
 
 
-def _at(content: Any, key: str) -> Any:
-    """The value of a key; of one with dots, inside the objects that it names."""
+def _at(content: object, key: str) -> object:
+    """Return the value of a key; dots descend into objects."""
     if isinstance(content, dict) and key in content:
         return content[key]
     head, _, rest = key.partition(".")
     return _at(content[head], rest) if rest and isinstance(content, dict) and head in content else _ABSENT
 
 
-def _is_answer(answer: Any) -> bool:
+def _is_answer(answer: object) -> TypeGuard[str | int | float]:
     if isinstance(answer, float):
         return math.isfinite(answer)
     return isinstance(answer, str | int) and not isinstance(answer, bool)
 
 
-def _written(answer: str | int | float) -> str:
-    """A whole number without its ".0", which a column of floats gives it: 34.0 is asked for as 34."""
+def _as_text(answer: str | int | float) -> str:
+    """Write a whole number without ".0", which a column of floats adds: 34.0 means 34."""
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
-def _stated(answer: str, schema: Schema, where: str) -> str:
+def _extract_answer(answer: str, schema: Schema, where: str) -> str:
     if schema.answer_after:
         _, mark, tail = answer.rpartition(schema.answer_after)
         answer = tail.strip() if mark else ""
@@ -194,16 +193,16 @@ def _stated(answer: str, schema: Schema, where: str) -> str:
     return answer
 
 
-def _is_chat(prompt: Any) -> bool:
+def _is_chat(prompt: object) -> TypeGuard[Messages]:
     return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
-    """One schema a file: `names` is one for all or one each, separated by commas; '' is `fallback`.
+    """Return one schema per file: `names` is one for all or one each, separated by commas; '' is `fallback`.
 
     Raises InputError naming the config's `key`.
     """
@@ -218,7 +217,7 @@ def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence
 
 
 def split_paths(paths: str, key: str) -> list[str]:
-    """Paths separated by commas, at least one. Raises InputError naming the config's `key`."""
+    """Split paths at commas. Raises InputError naming the config's `key` if there is none."""
     found = [path.strip() for path in paths.split(",") if path.strip()]
     if not found:
         raise InputError(f"{key}={paths!r} names no file")

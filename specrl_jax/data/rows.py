@@ -1,4 +1,4 @@
-"""Fixed-shape rows of tokens for the learner: a sequence a row, or several packed into one."""
+"""Fixed-shape rows of tokens for the learner: one sequence per row, or several packed into a row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,27 +12,27 @@ Array = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Rows:
-    """Token rows, padded right; entry t of `targets` and `mask` belongs to token t + 1."""
+    """Token rows, padded right; entry t of `targets` and `mask` refers to token t + 1."""
 
     tokens: Array  # [B, T] int32
     positions: Array  # [B, T] int32
     targets: Array  # [B, T] int32, the next token
     mask: Array  # [B, T] bool, true where the next token is a response token
-    segments: Array | None = None  # [B, T] int32, which sequence of a packed row, 0 padding; None: one sequence a row
+    segments: Array | None = None  # [B, T] int32, sequence of a packed row, 0 padding; None: one sequence per row
 
 
 class Places(NamedTuple):
-    """Where R sequences lie in packed rows."""
+    """Positions of R sequences in packed rows."""
 
     row: np.ndarray  # [R] int64
-    start: np.ndarray  # [R] int64, its first token there
+    start: np.ndarray  # [R] int64, position of the first token
     segment: np.ndarray  # [R] int64, from 1
     rows: int  # B
     tokens: int  # T, of a row
 
 
 def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], length: int, pad_id: int) -> Rows:
-    """One row per (prompt, response), padded right to `length` tokens. A pair that is longer is a caller's bug."""
+    """Make one row per (prompt, response), padded right to `length` tokens. Raises ValueError for a longer pair."""
     tokens = np.full((len(prompts), length), pad_id, np.int32)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
@@ -41,14 +41,14 @@ def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
 
 
 def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, pad_id: int) -> Rows:
-    """Rows from padded `tokens` [B, T] int32, whose row b is a prompt, then its response, of `length` [B] together."""
+    """Make rows from padded `tokens` [B, T] int32: prompt, then response, `length` [B] tokens together."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
     return Rows(tokens, positions, np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id), mask)
 
 
 def pack(length: np.ndarray, row_length: int) -> Places:
-    """First-fit decreasing: the longest first, each into the first row that has room (at most 11/9 of the best + 1).
+    """Pack by first-fit decreasing: longest first, each into the first row that fits (at most 11/9 of the optimum + 1).
 
     Args:
       length: [R] tokens of the sequences, at most `row_length`.
@@ -64,7 +64,7 @@ def pack(length: np.ndarray, row_length: int) -> Places:
 
 
 def packed(values: Array, places: Places, length: np.ndarray, empty: int | float | bool) -> np.ndarray:
-    """[R, S] per-token values of sequences to [B, T] of the rows they lie in; `empty` behind the last of a row."""
+    """Move per-token values [R, S] of sequences to packed rows [B, T], padded with `empty`."""
     out = np.full((places.rows, places.tokens), empty, values.dtype)
     for i, (row, start) in enumerate(zip(places.row, places.start)):
         out[row, start : start + length[i]] = values[i, : length[i]]
@@ -72,7 +72,7 @@ def packed(values: Array, places: Places, length: np.ndarray, empty: int | float
 
 
 def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> Rows:
-    """`rows` of one sequence each, of `length` [R] tokens, put where `places` says, with their segment ids."""
+    """Pack `rows` of one sequence each, `length` [R] tokens, into `places`, with segment ids."""
     segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
     return Rows(
         tokens=packed(rows.tokens, places, length, pad_id),

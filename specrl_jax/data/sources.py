@@ -1,7 +1,7 @@
-"""Batches of problems, from built-in tasks and files, resumable through grain."""
+"""Resumable batches of problems from built-in tasks and files, through grain."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import grain
 
@@ -10,7 +10,7 @@ from specrl_jax.data.tasks import Problem, TaskSource
 
 
 class Source(Protocol):
-    """Random access to problems; a TaskSource, or a list of a file's."""
+    """Random access to problems: a TaskSource, or the list of a file."""
 
     def __len__(self) -> int: ...
 
@@ -18,16 +18,15 @@ class Source(Protocol):
 
 
 class ProblemStream:
-    """Endless batches of problems: built-in tasks in order, files shuffled anew every epoch by the seed.
+    """Endless batches of problems: built-in tasks in order, files reshuffled every epoch.
+
+    Setting `position`, the start of the next batch, resumes the stream there.
 
     Args:
-      sources: several are mixed.
-      weights: how often each is drawn from, in proportion; () = by their numbers of problems. Drawing is a fixed
-        schedule, so the shares are exact over any long stretch.
+      weights: sampling proportions of the sources; () = their sizes. The schedule is deterministic, so the shares are
+        exact in the long run.
     Raises:
-      InputError: for weights that do not fit.
-
-    `position` is where the next batch starts; setting it resumes there.
+      InputError: for weights that do not match the sources.
     """
 
     def __init__(self, sources: Sequence[Source], batch_size: int, seed: int, weights: Sequence[float] = ()) -> None:
@@ -36,24 +35,24 @@ class ProblemStream:
         if any(not weight > 0 for weight in weights):
             raise InputError("data.weights: every weight must be positive")
         if not weights and len(sources) > 1:
-            sources = [[problem for source in sources for problem in source]]
-        # Each its own seed: files of one length would else be shuffled alike.
+            sources = [[source[i] for source in sources for i in range(len(source))]]
+        # One seed per source: files of equal length must not be shuffled alike.
         parts = [_shuffled(source, seed + 7919 * i) for i, source in enumerate(sources)]
         dataset = parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, list(weights))
-        # One thread, little read-ahead: a step takes seconds, a problem microseconds.
+        # One thread and little prefetch: a step takes seconds, a problem microseconds.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=batch_size)
         batches = dataset.to_iter_dataset(options).batch(batch_size, batch_fn=list)
-        self._iterator: Iterator[list[Problem]] = iter(batches)
+        self._iterator: grain.DatasetIterator[list[Problem]] = iter(batches)
 
     def __next__(self) -> list[Problem]:
         return next(self._iterator)
 
     @property
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         return self._iterator.get_state()
 
     @position.setter
-    def position(self, state: dict[str, Any]) -> None:
+    def position(self, state: dict[str, object]) -> None:
         self._iterator.set_state(state)
 
 

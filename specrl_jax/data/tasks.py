@@ -1,8 +1,8 @@
-"""Built-in tasks: problems without limit from a seed, train and validation disjoint, each with a worked solution.
+"""Built-in tasks: endless problems from a seed with worked solutions; train and validation are disjoint.
 
-A task is a function from a NumPy generator to a `Problem`. `error_rate` spoils the worked solution the way a learner
-does it, systematically: the carry is forgotten, the target is missed. A base pretrained on such text knows the right
-step and the wrong one, prefers the wrong one, and has something to gain from reinforcement.
+A task is a function from a NumPy generator to a `Problem`. `error_rate` adds systematic errors to the worked solution:
+the carry is dropped, the target is missed. A base model pretrained on such text knows the right and the wrong step,
+prefers the wrong one, and can improve by reinforcement.
 """
 
 import functools
@@ -17,15 +17,15 @@ from specrl_jax.core import InputError
 
 class Problem(NamedTuple):
     prompt: str  # what the policy reads
-    answer: str  # what the reward compares with
+    answer: str  # the answer for the reward
     solution: str  # worked steps, then "#answer"
 
 
 def arithmetic(rng: np.random.Generator, error_rate: float, shortest: int = 3, longest: int = 4) -> Problem:
-    """Addition, subtraction, or multiplication by a digit, worked digit by digit from the right: `384+257` ->
+    """Add, subtract, or multiply by a digit, worked digit by digit from the right: `384+257` ->
     `4+7=11 8+5+1=14 3+2+1=6 #641`.
 
-    With probability `error_rate` a carry (or borrow) is dropped, independently each time there is one. Numbers have
+    Each carry (or borrow) is dropped with probability `error_rate`. Numbers have
     `shortest` to `longest` digits.
     """
     digits = int(rng.integers(shortest, longest + 1))
@@ -88,7 +88,7 @@ def _multiply(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]
 def countdown(rng: np.random.Generator, error_rate: float) -> Problem:
     """Reach a target with three or four given numbers, each used once: `3 5 7 -> 22` -> `5*3=15 15+7=22 #(5*3)+7`.
 
-    With probability `error_rate` the last operation is another one, so the target is missed.
+    With probability `error_rate` the solution misses the target.
     """
     numbers = [int(n) for n in rng.integers(2, 21, size=int(rng.integers(3, 5)))]
     steps, value, expression = _combine(rng, numbers)
@@ -101,7 +101,7 @@ def countdown(rng: np.random.Generator, error_rate: float) -> Problem:
 
 
 def _combine(rng: np.random.Generator, numbers: list[int]) -> tuple[list[str], int, str]:
-    """Folds the numbers, in a random order, by random operations that stay within the positive integers."""
+    """Combine the numbers in random order with random operations whose results are positive integers."""
     order = [numbers[i] for i in rng.permutation(len(numbers))]
     steps, value, expression = [], order[0], str(order[0])
     for n in order[1:]:
@@ -115,7 +115,7 @@ def _combine(rng: np.random.Generator, numbers: list[int]) -> tuple[list[str], i
     return steps, value, expression
 
 
-TASKS = {
+TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {
     "arithmetic": arithmetic,
     "long_arithmetic": functools.partial(arithmetic, shortest=5, longest=6),
     "countdown": countdown,
@@ -123,13 +123,13 @@ TASKS = {
 
 
 class TaskSource:
-    """Random-access source of a built-in task (what grain reads): item i is a function of (seed, split, i) alone.
+    """Random-access source of a built-in task for grain: item i depends on (seed, split, i) only.
 
-    Splits are disjoint by the prompt's own hash: one prompt in sixteen belongs to validation, whatever the seed. `key`
-    is the config's that names the task, for messages.
+    A hash of the prompt decides its split: one prompt in sixteen is validation for any seed. `key` is the config key of
+    the task, for messages.
     """
 
-    LENGTH = 2**40  # practically without end, and what grain needs to know
+    LENGTH = 2**40  # grain needs a finite length
 
     def __init__(self, task: str, split: str, seed: int, error_rate: float = 0.0, key: str = "data.task") -> None:
         if task not in TASKS:

@@ -1,7 +1,4 @@
-"""Text to tokens and back: Hugging Face `tokenizer.json` with its chat template, and a character tokenizer.
-
-Both have the same few members (`Tokenizer` below), so nothing else asks which one it has.
-"""
+"""Tokenizers: Hugging Face `tokenizer.json` with its chat template, and a character tokenizer."""
 
 import json
 import os
@@ -19,7 +16,7 @@ Messages = list[dict[str, str]]
 class Tokenizer(Protocol):
     vocab_size: int  # ids are below this
     pad_id: int
-    eos_ids: tuple[int, ...]  # any of them ends a response
+    eos_ids: tuple[int, ...]  # each of them ends a response
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -33,25 +30,25 @@ class CharTokenizer:
 
     characters = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
     pad_id = 0
-    eos_ids = (1,)
+    eos_ids: tuple[int, ...] = (1,)
     vocab_size = 2 + len(characters)
 
     def __init__(self) -> None:
         self._ids = {character: 2 + i for i, character in enumerate(self.characters)}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`. Raises InputError for a character outside printable ASCII."""
+        """Return the ids of `text`. Raises InputError for a character outside printable ASCII."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise InputError(f"the character tokenizer knows printable ASCII only, not {error} in {text!r}") from None
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`; pad and eos become nothing, ids of the unused end of the model's vocabulary a '?'."""
+        """Return the text of `ids`, without pad and eos, and with '?' for ids beyond the characters."""
         return "".join(self._character(i) for i in ids)
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
-        """The built-in tasks have no roles: contents in order. There is nothing to think with."""
+        """Join the contents: the built-in tasks have no roles."""
         return "".join(message["content"] for message in messages)
 
     def _character(self, i: int) -> str:
@@ -61,10 +58,10 @@ class CharTokenizer:
 
 
 class HFTokenizer:
-    """A `tokenizer.json`, with chat template and end-of-text ids from the files beside it.
+    """A `tokenizer.json`, with chat template and end-of-text ids from the files of its folder.
 
-    End-of-text ids are those of generation_config.json (or config.json), the ones every engine stops at, and the
-    tokenizer's own eos_token. The template runs in jinja2's immutable sandbox: it comes with a downloaded checkpoint.
+    End-of-text ids are those of generation_config.json and config.json, where every engine stops, and the tokenizer's
+    own eos_token. The template runs in jinja2's immutable sandbox, since it comes with a downloaded checkpoint.
     """
 
     def __init__(self, folder: str) -> None:
@@ -88,17 +85,14 @@ class HFTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
-        """The prompt text, ending where the assistant's answer begins.
-
-        `thinking` is the variable enable_thinking of Qwen3's template; one that does not read it is as it is.
-        """
+        """Return the prompt text, up to where the assistant's answer begins; `thinking` is Qwen3's enable_thinking."""
         if self._template is None:
             raise InputError("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
             )
-        except Exception as error:  # downloaded code: a TypeError in it is its own fault, not ours
+        except Exception as error:  # downloaded code may raise anything
             reason = " ".join(str(error).split())
             raise InputError(f"data.tokenizer: the chat template fails: {reason}") from None
 
@@ -106,7 +100,7 @@ class HFTokenizer:
         return None if token is None else self._tokenizer.token_to_id(_content(token))
 
     def _find_eos(self, folder: str, settings: dict) -> tuple[int, ...]:
-        ids: list[int] = []
+        ids: list[int | None] = []
         for source in (_read_optional(folder, "generation_config.json"), _read_optional(folder, "config.json")):
             found = source.get("eos_token_id")
             ids += found if isinstance(found, list) else [found]
@@ -117,7 +111,7 @@ class HFTokenizer:
         return unique
 
 
-# Tokens that transformers gives every template.
+# Special tokens that transformers passes to every template.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -154,8 +148,8 @@ def _raise_template_error(message: str) -> None:
 
 
 def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
-    """`char`, or a folder with tokenizer.json. Raises InputError where its ids do not fit the policy's vocabulary."""
-    tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
+    """Load `char` or a folder with tokenizer.json. Raises InputError if its ids exceed the policy's vocabulary."""
+    tokenizer: Tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
     if tokenizer.vocab_size > policy_vocab:
         raise InputError(
             f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, "
