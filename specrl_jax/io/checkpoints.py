@@ -1,4 +1,4 @@
-"""Checkpoints of a run through orbax: asynchronous, and either whole or absent."""
+"""Checkpoints of a run through orbax: asynchronous and atomic."""
 
 import os
 from collections.abc import Mapping
@@ -9,25 +9,25 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from specrl_jax.core import InputError, RunFailed
+from specrl_jax.core import InputError, RunFailed, Tree
 
 
 class Host(NamedTuple):
-    """What a checkpoint holds beside the state on the devices."""
+    """The part of a checkpoint that lives on the host."""
 
     values: dict[str, Any]  # as JSON
     arrays: Mapping[str, np.ndarray]
 
 
 class Checkpoints:
-    """`checkpoints/` of a workdir.
+    """The folder `checkpoints/` of a workdir.
 
-    A save is written to a temporary folder and renamed, so a step that is listed is complete.
+    A save is written to a temporary folder and renamed, so a listed step is complete.
 
     Args:
-      keep: of the last steps.
-      keep_every: the steps that this divides too; 0: none.
-      keep_best: so many of the highest accuracy too; steps saved without one do not take part.
+      keep: number of latest steps to keep.
+      keep_every: also keep multiples of this step; 0: none.
+      keep_best: also keep so many steps of the highest accuracy.
     """
 
     def __init__(self, workdir: str, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
@@ -39,20 +39,20 @@ class Checkpoints:
             kept.append(best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(kept),
-            best_fn=_accuracy if keep_best else None,  # or those of an earlier process are not read
+            best_fn=_accuracy if keep_best else None,  # without it the accuracies of an earlier process are not read
             enable_async_checkpointing=True,
         )
         self._saving = 0
         self._manager = ocp.CheckpointManager(os.path.abspath(os.path.join(workdir, "checkpoints")), options=options)
 
     def latest(self) -> int | None:
-        """The last complete step, or None."""
+        """Return the last complete step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any, host: Host, accuracy: float | None = None) -> None:
-        """Starts saving; `state` may be donated as soon as this returns (orbax copies first).
+    def save(self, step: int, state: object, host: Host, accuracy: float | None = None) -> None:
+        """Start saving; `state` may be donated as soon as this returns, since orbax copies it first.
 
-        Raises RunFailed where this save, or the one before, could not be written.
+        Raises RunFailed if this or the previous save cannot be written.
         """
         if self._manager.latest_step() == step:
             return
@@ -68,14 +68,14 @@ class Checkpoints:
             raise self._unwritable(error) from None
 
     def _wait(self) -> None:
-        """For the save under way."""
+        """Wait for the save in progress."""
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise self._unwritable(error) from None
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, Host]:
-        """(state laid out as `abstract_state`, the host's part). Raises InputError where it does not fit."""
+    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, Host]:
+        """Return (state with the shardings of `abstract_state`, host part). Raises InputError if it does not fit."""
         items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
         if (self._manager.directory / str(step) / "arrays").exists():
             items["arrays"] = ocp.args.StandardRestore()
@@ -86,10 +86,8 @@ class Checkpoints:
         arrays = {name: np.asarray(x) for name, x in restored["arrays"].items()} if "arrays" in items else {}
         return restored["state"], Host(restored["values"], arrays)
 
-    def restore_part(self, step: int, abstract_part: Any) -> Any:
-        """Some of a step's arrays, those of `abstract_part`, whose tree is a part of the state's; the others are not
-        read. Raises InputError where there is no such step, or it does not fit.
-        """
+    def restore_part(self, step: int, abstract_part: Tree) -> Tree:
+        """Read only the arrays of `abstract_part`, a subtree of the state. Raises InputError if it does not fit."""
         if step not in self._manager.all_steps():
             there = ", ".join(map(str, self._manager.all_steps())) or "none"
             raise InputError(f"checkpoint {self._manager.directory}/{step}: there is none; there are {there}")
@@ -107,12 +105,12 @@ class Checkpoints:
         return RunFailed(f"checkpoint {self._manager.directory}/{self._saving}: {_first_line(error)}; {self.kept()}")
 
     def kept(self) -> str:
-        """What a run that ends here leaves behind, in words."""
+        """Describe the last checkpoint, for error messages."""
         latest = self.latest()
         return "no checkpoint was saved" if latest is None else f"the last good checkpoint is step {latest}"
 
     def close(self) -> None:
-        """Waits for a save under way. Raises RunFailed where it could not be written."""
+        """Wait for a save in progress. Raises RunFailed if it cannot be written."""
         try:
             self._wait()
         finally:

@@ -1,11 +1,10 @@
-"""Metrics of a run: a JSON object a step in metrics.jsonl; the same scalars, histograms and sample rollouts in
-TensorBoard and, where asked for, Weights & Biases.
+"""Metrics of a run: one JSON object per step in metrics.jsonl; scalars, histograms and sample rollouts in TensorBoard
+and, if configured, Weights & Biases.
 """
 
 import json
 import math
 import os
-from typing import Any
 
 import numpy as np
 import tensorboardX
@@ -13,14 +12,16 @@ import tensorboardX
 from specrl_jax.core import InputError, atomic_write
 from specrl_jax.io.wandb import WandbRun
 
-# Of the sample rollouts, those that TensorBoard shows.
-SHOWN = 4
+Row = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite
+Sample = dict[str, object]  # a rollout of rollouts/step_N.jsonl
+
+SHOWN = 4  # sample rollouts in TensorBoard
 
 
 class MetricsWriter:
-    """Appends rows to a workdir. Rows after `last_step` (of a run that is resumed from there) are dropped first.
+    """Appends rows to a workdir; first drops the rows after `last_step`, from which a run resumes.
 
-    A step always has exactly one row: the file is line-buffered, and a half-written last line is dropped too.
+    A step always has exactly one row: the file is line-buffered, and an incomplete last line is dropped.
     """
 
     def __init__(self, workdir: str, last_step: int, wandb: WandbRun | None = None) -> None:
@@ -34,10 +35,11 @@ class MetricsWriter:
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
         self._wandb = wandb
 
-    def write(self, row: dict[str, Any], histograms: dict[str, np.ndarray] | None = None) -> None:
-        """One step; `row` has its number under "step". Non-finite values become null: JSON has no NaN.
+    def write(self, row: Row, histograms: dict[str, np.ndarray] | None = None) -> None:
+        """Write one step; `row` has its number under "step". Non-finite values become null.
 
-        `histograms`: values by name, for TensorBoard and Weights & Biases only.
+        Args:
+          histograms: values by name, for TensorBoard and Weights & Biases only.
         """
         clean = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         self._file.write(json.dumps(clean) + "\n")
@@ -49,8 +51,8 @@ class MetricsWriter:
         if self._wandb:
             self._wandb.log(clean, histograms or {})
 
-    def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Sample rollouts: rollouts/step_N.jsonl, and a table of the first few elsewhere."""
+    def write_rollouts(self, step: int, rows: list[Sample]) -> None:
+        """Write sample rollouts to rollouts/step_N.jsonl, and the first few as a table to TensorBoard."""
         with open(os.path.join(self._rollouts, f"step_{step}.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         self._board.add_text("rollouts", _markdown(rows[:SHOWN]), step)
@@ -65,35 +67,35 @@ class MetricsWriter:
 
 
 class NoMetrics:
-    """Takes the same calls and writes nothing."""
+    """Accepts the same calls and writes nothing."""
 
-    def write(self, row: dict[str, Any], histograms: dict[str, np.ndarray] | None = None) -> None:
+    def write(self, row: Row, histograms: dict[str, np.ndarray] | None = None) -> None:
         pass
 
-    def write_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def write_rollouts(self, step: int, rows: list[Sample]) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def _markdown(rows: list[dict[str, Any]]) -> str:
-    """A table whose cells are literal text."""
+def _markdown(rows: list[Sample]) -> str:
+    """Return a table with literal cells."""
 
-    def cell(text: str) -> str:
-        return "`" + " ".join(text.split()).replace("`", "'").replace("|", "/") + "`"
+    def cell(text: object) -> str:
+        return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "/") + "`"
 
     lines = [f"| {row['reward']:.3g} | {cell(row['prompt'])} | {cell(row['response'])} |" for row in rows]
     return "\n".join(["| reward | prompt | response |", "|---|---|---|", *lines])
 
 
-def read_metrics(workdir: str) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; an incomplete last line (a killed run's) is left out."""
+def read_metrics(workdir: str) -> list[Row]:
+    """Read the rows of metrics.jsonl, without an incomplete last line of a killed run."""
     path = os.path.join(workdir, "metrics.jsonl")
     if not os.path.exists(path):
         return []
     with open(path) as file:
-        lines = file.read().split("\n")[:-1]  # what follows the last newline is incomplete
+        lines = file.read().split("\n")[:-1]  # text after the last newline is incomplete
     rows = []
     for number, line in enumerate(lines, 1):
         try:

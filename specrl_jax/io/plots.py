@@ -1,7 +1,6 @@
 """Figures of one run, from its metrics rows."""
 
 import os
-from typing import Any
 
 import matplotlib
 
@@ -9,10 +8,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from specrl_jax.core import PHASES
+from specrl_jax.io.metrics import Row
 
 
-def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
-    """Writes plots/run.png: learning, time, lengths, mismatch and speculation over steps. Returns its path."""
+def plot_run(rows: list[Row], workdir: str) -> str:
+    """Plot accuracy, time, lengths, rollout-learner KL and speculation over steps. Return the path of plots/run.png."""
     speculates = any("spec/acceptance_length" in row for row in rows)
     columns = 3 if speculates else 2
     figure, axes = plt.subplots(2, columns, figsize=(5.5 * columns, 7), layout="constrained")
@@ -35,12 +35,12 @@ def plot_run(rows: list[dict[str, Any]], workdir: str) -> str:
     return path
 
 
-def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _learning(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+def _learning(axis: plt.Axes, rows: list[Row]) -> None:
     axis.plot(*_series(rows, "reward/mean"), label="training reward", color="tab:gray")
     axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation, sampled")
     axis.plot(*_series(rows, "eval/accuracy_greedy"), "s", label="validation, greedy")
@@ -49,20 +49,20 @@ def _learning(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
     axis.legend()
 
 
-def _phases(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+def _phases(axis: plt.Axes, rows: list[Row]) -> None:
     values = [[row[f"time/{phase}"] for row in rows] for phase in PHASES]
     axis.stackplot([row["step"] for row in rows], values, labels=PHASES)
-    # The first step compiles; it would flatten the rest.
+    # The first step compiles and would dominate the scale.
     later = [row["time/total"] for row in rows[1:]] or [row["time/total"] for row in rows] or [1.0]
     axis.set_ylim(0, 1.2 * max(later))
     axis.set_title("seconds per step, by phase (step 1 compiles)")
     axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
 
 
-def _acceptance(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
+def _acceptance(axis: plt.Axes, rows: list[Row]) -> None:
     rates = sorted({name for row in rows for name in row if name.startswith("spec/acceptance_rate_pos_")})
     for name in rates:
-        axis.plot(*_series(rows, name), label=f"drafted token {name.rpartition('_')[2]} kept", alpha=0.8)
+        axis.plot(*_series(rows, name), label=f"draft {name.rpartition('_')[2]} accepted", alpha=0.8)
     axis.set_ylim(0, 1.02)
     axis.set_ylabel("share of verifications")
     axis.legend(loc="lower left", fontsize=8)
@@ -73,7 +73,7 @@ def _acceptance(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
     axis.set_title("acceptance")
 
 
-def _pair(axis: plt.Axes, rows: list[dict[str, Any]], left: str, left_label: str, right: str, right_label: str) -> None:
+def _pair(axis: plt.Axes, rows: list[Row], left: str, left_label: str, right: str, right_label: str) -> None:
     axis.plot(*_series(rows, left), color="tab:blue")
     axis.set_ylabel(left_label, color="tab:blue")
     other = axis.twinx()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar for the run, a bar for the phase, and the clock behind both."""
+"""Progress on the terminal: a bar for the run and one for the phase; the clock of the phases."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ import rich.progress
 
 
 class Display:
-    """Two live bars on a terminal; one line a step where output is a file; nothing where not `shown`."""
+    """Two live bars on a terminal, or one line per step in a file; nothing if not `shown`."""
 
     def __init__(self, steps: int, done: int, shown: bool = True) -> None:
         self.console = rich.console.Console(quiet=not shown)
@@ -33,12 +33,12 @@ class Display:
         self._bars.stop()
 
     def start_phase(self, name: str) -> None:
-        # A new bar: rich's reset keeps the total of the phase before.
+        # A new bar: rich's reset keeps the previous total.
         self._bars.remove_task(self._phase)
         self._phase = self._bars.add_task(name, total=None, note="")
 
     def say(self, line: str) -> None:
-        # What a reward or a file said is text, brackets and all.
+        # Messages of rewards and files are literal text, not markup.
         self.console.print(line, highlight=False, markup=False)
 
     def update_phase(self, done: int, total: int) -> None:
@@ -51,7 +51,7 @@ class Display:
 
 
 class PhaseClock:
-    """Seconds of each phase of one step."""
+    """Measures the seconds of each phase of one step."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -60,12 +60,12 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times a phase. The body must block until its results are ready."""
+        """Time a phase. The body must block until its results are ready."""
         self._display.start_phase(name)
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:
-        """Seconds since the step began, the glue between phases included."""
+        """Return the seconds since the step began."""
         return time.perf_counter() - self._start

@@ -1,16 +1,15 @@
 """The closing table of a run."""
 
-from typing import Any
-
 import numpy as np
 import rich.console
 import rich.table
 
 from specrl_jax.core import PHASES
+from specrl_jax.io.metrics import Row
 
 
-def print_report(rows: list[dict[str, Any]], figure: str) -> None:
-    """Accuracy before and after, reward, speculation, seconds and share of each phase; then where the plot is."""
+def print_report(rows: list[Row], figure: str) -> None:
+    """Print accuracy before and after, reward, speculation, the time of each phase, and the path of the plot."""
     console = rich.console.Console()
     steps = [row for row in rows if "time/total" in row]
     if not steps:
@@ -23,13 +22,13 @@ def print_report(rows: list[dict[str, Any]], figure: str) -> None:
     console.print(f"plot: {figure}", soft_wrap=True)
 
 
-def _learning_table(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> rich.table.Table:
+def _learning_table(rows: list[Row], steps: list[Row]) -> rich.table.Table:
     table = rich.table.Table(title=f"{len(steps)} RL steps", title_justify="left")
     for column in ("", "before", "after", "change"):
         table.add_column(column, justify="left" if not column else "right")
     last = rows[-1]
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
-        if name not in last:  # `steps` was set to what had been done already: that step was not the last one then
+        if name not in last:  # the run was resumed with `steps` already done: that row has no evaluation
             continue
         before, after = rows[0][name], last[name]
         table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
@@ -38,25 +37,25 @@ def _learning_table(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> 
     return table
 
 
-def _speculation_table(steps: list[dict[str, Any]]) -> rich.table.Table:
+def _speculation_table(steps: list[Row]) -> rich.table.Table:
     table = rich.table.Table(title="speculation", title_justify="left")
     for column in ("", "first step", "last step"):
         table.add_column(column, justify="left" if not column else "right")
-    labels = {"tokens per verification": "spec/acceptance_length"}
+    labels = {"tokens per verification (1 = nothing accepted)": "spec/acceptance_length"}
     rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
-    labels |= {f"drafted token {name.rpartition('_')[2]} kept": name for name in rates}
+    labels |= {f"draft {name.rpartition('_')[2]} accepted": name for name in rates}
     labels["draft loss"] = "draft/loss"
     for label, name in labels.items():
         if name in steps[-1]:
             table.add_row(label, *(f"{row[name]:.3f}" if name in row else "" for row in (steps[0], steps[-1])))
     if "spec/speedup" in steps[-1]:
         low, median, high = (steps[-1][f"spec/speedup{end}"] for end in ("_low", "", "_high"))
-        table.add_row("generation, times as fast as draft.kind=none", "", f"{median:.2f} ({low:.2f} to {high:.2f})")
+        table.add_row("generation speedup over draft.kind=none", "", f"{median:.2f} ({low:.2f} to {high:.2f})")
     return table
 
 
-def _time_table(steps: list[dict[str, Any]]) -> rich.table.Table:
-    # The first step compiles: medians over the others, where there are others.
+def _time_table(steps: list[Row]) -> rich.table.Table:
+    # The first step compiles: medians over the others, if there are any.
     timed = steps[1:] or steps
     total = float(np.median([row["time/total"] for row in timed]))
     table = rich.table.Table(title="median step", title_justify="left")

@@ -1,8 +1,7 @@
-"""A run at Weights & Biases, where the config asks for one. WANDB_MODE=offline keeps it on this disk."""
+"""Logging to Weights & Biases, if configured. WANDB_MODE=offline keeps the run on disk."""
 
 import importlib
 import os
-from typing import Any
 
 import numpy as np
 
@@ -10,14 +9,14 @@ from specrl_jax.core import InputError
 
 
 class WandbRun:
-    """One run of a project, resumed where the workdir has been before.
+    """One run of a project, resumed if the workdir has been logged before.
 
-    Raises InputError where the package is missing or refuses.
+    Raises InputError if the package is missing or fails.
     """
 
-    def __init__(self, project: str, workdir: str, config: dict[str, Any]) -> None:
+    def __init__(self, project: str, workdir: str, config: dict[str, object]) -> None:
         try:
-            # Only here: the package is no requirement of this project.
+            # Imported here: the package is not a requirement.
             self._wandb = importlib.import_module("wandb")
         except ImportError:
             raise InputError(f"logging.wandb_project={project}: needs `pip install wandb`") from None
@@ -31,19 +30,19 @@ class WandbRun:
                 id=_read(path) or None,
                 resume="allow",
             )
-        except Exception as error:  # its errors are of many kinds; none is worth a traceback
+        except Exception as error:  # wandb raises errors of many types
             raise InputError(f"logging.wandb_project={project}: {' '.join(str(error).split())}") from None
         with open(path, "w") as file:
             file.write(self._run.id)
-        # Its own counter may only grow; a run that was killed goes back to its checkpoint.
+        # wandb's own step counter cannot go back, and a killed run resumes from its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, row: dict[str, Any], histograms: dict[str, np.ndarray]) -> None:
+    def log(self, row: dict[str, float | None], histograms: dict[str, np.ndarray]) -> None:
         """`row` has "step"."""
         shown = {f"{name}_histogram": self._wandb.Histogram(values) for name, values in histograms.items()}
         self._run.log({name: value for name, value in row.items() if value is not None} | shown)
 
-    def log_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rows: list[dict[str, object]]) -> None:
         columns = ["id", "reward", "prompt", "response"]
         table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({"step": step, "rollouts": table})

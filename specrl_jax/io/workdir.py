@@ -1,27 +1,28 @@
-"""A run's folder: made once, belongs to one config, and to one process at a time."""
+"""The folder of a run: it belongs to one config, and to one process at a time."""
 
 import fcntl
 import json
 import os
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
 import jax
 
 import specrl_jax
 from specrl_jax.core import InputError, atomic_write, read_json
 
-# What may change between two starts of one run.
+# Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
 
 
-# Folders that this process is at work in; open, since the system lets go of a lock with its file, however that happens.
+# Lock files of the workdirs in use; kept open, since the system releases a lock when its file is closed.
 _held: dict[str, TextIO] = {}
 
 
-def open_workdir(path: str, config: dict[str, Any]) -> None:
-    """Makes `path` and its config.json, or checks that it belongs to `config`; holds it until this process ends.
+def open_workdir(path: str, config: Mapping[str, object]) -> None:
+    """Create `path` and its config.json, or check that it belongs to `config`; lock it until this process ends.
 
-    Raises InputError for an unwritable path, for a run of another config, and while another process is at work there.
+    Raises InputError for an unwritable path, another config, and a folder that another process uses.
     """
     file = os.path.join(path, "config.json")
     try:
@@ -29,7 +30,7 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
         if os.path.exists(file):
             with open(file) as f:
                 _check_same(path, json.load(f)["config"], config)
-            _check_steps(path, config)
+            _check_steps(path, config["steps"])
         _hold(path)
         with atomic_write(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
@@ -42,7 +43,7 @@ def open_workdir(path: str, config: dict[str, Any]) -> None:
 def _hold(path: str) -> None:
     if (place := os.path.realpath(path)) in _held:
         return
-    lock = open(os.path.join(path, "lock"), "a")  # noqa: SIM115 (open for good)
+    lock = open(os.path.join(path, "lock"), "a")  # noqa: SIM115 (stays open)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,14 +52,14 @@ def _hold(path: str) -> None:
     _held[place] = lock
 
 
-def check_workdir(path: str, config: dict[str, Any]) -> None:
-    """Raises InputError unless `path` is the folder of a run of `config`, whatever its task; writes nothing."""
+def check_workdir(path: str, config: Mapping[str, object]) -> None:
+    """Raise InputError unless `path` is the folder of a run of `config` with any task; write nothing."""
     file = os.path.join(path, "config.json")
     if not os.path.exists(file):
         raise InputError(f"--workdir {path}: there is no run (it has no config.json)")
     try:
         before = read_json(file)["config"]
-        _check_same(path, before, config | {"task": before["task"]})
+        _check_same(path, before, {**config, "task": before["task"]})
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
 
@@ -75,7 +76,7 @@ def versions() -> dict[str, str]:
     return {"specrl_jax": specrl_jax.__version__, "jax": jax.__version__}
 
 
-def _check_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
@@ -85,15 +86,15 @@ def _check_same(path: str, before: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def _check_steps(path: str, config: dict[str, Any]) -> None:
+def _check_steps(path: str, steps: object) -> None:
     folder = os.path.join(path, "checkpoints")
     done = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0) if os.path.isdir(folder) else 0
-    if done > config["steps"]:
-        raise InputError(f"steps={config['steps']}, but the run in --workdir {path} has already done {done}")
+    if isinstance(steps, int) and done > steps:
+        raise InputError(f"steps={steps}, but the run in --workdir {path} has already done {done}")
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
