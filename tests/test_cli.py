@@ -18,12 +18,7 @@ from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
-from specrl_jax.tasks import draft_pretrain, generate, pretrain
-from specrl_jax.training import build as setup
-from specrl_jax.training import evaluate, loop
 from tests.helpers.runs import ROOT, SMOKE, arguments, finished_run, make_call, run_process, snapshot
-
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("__init__", "recipes"))
 
 
 @pytest.fixture
@@ -34,19 +29,18 @@ def call(monkeypatch, capfd):
 
 
 @pytest.fixture
-def no_work(monkeypatch):
-    """Whatever takes long ends the test: a mistake must be found before it."""
+def no_work():
+    """Fail a test in which a program is compiled: a mistake must be found before anything that takes long."""
+    compiled = []
 
-    def began(*_, **__):
-        raise AssertionError("work began before the mistake was found")
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
 
-    monkeypatch.setattr(setup, "init_random_params", began)
-    monkeypatch.setattr(loop, "run_step", began)
-    monkeypatch.setattr(loop, "evaluation_row", began)
-    monkeypatch.setattr(evaluate, "evaluate", began)
-    monkeypatch.setattr(pretrain, "make_pretrain_step", began)
-    monkeypatch.setattr(draft_pretrain, "collect", began)
-    monkeypatch.setattr(generate, "generator_of", began)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled, "work began before the mistake was found"
 
 
 def error_line(result):
