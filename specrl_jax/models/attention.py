@@ -1,14 +1,12 @@
-"""Attention of the learner: whole rows, each token reading those of its own sequence up to itself.
+"""Causal attention of the learner over whole rows, by one of three kernels of other libraries.
 
-The kernels are kept by others; here is which one runs where, and how rows are laid out for it.
-
-    xla     `jax.nn.dot_product_attention` as XLA compiles it: any device, any dtype, rows that are split along their
-            tokens. Scores of every head are there at once: 4 B N T^2 bytes, several times.
+    xla     `jax.nn.dot_product_attention` compiled by XLA: any device, any dtype, also rows split along their tokens.
+            Materialises the scores of every head: several times 4 B N T^2 bytes.
     cudnn   the same by cuDNN: NVIDIA GPUs from Ampere on, bfloat16. No scores; packed rows take a bias, 2 B T^2 bytes.
     splash  jax's Pallas kernel for TPUs (jax.experimental.pallas.ops.tpu.splash_attention), heads of 128. No scores.
 
-Forward and backward of two rows of 4,096 tokens with Qwen3-8B's heads take 10.7 GB beside their arguments by xla and
-0.27 GB by cudnn, as the compiler for an H200 counts them (jax 0.10.2).
+Forward and backward of two rows of 4,096 tokens with Qwen3-8B's heads take 10.7 GB beside their arguments with xla and
+0.27 GB with cudnn, by the memory analysis of the compiler for an H200 (jax 0.10.2).
 """
 
 import functools
@@ -25,15 +23,15 @@ from specrl_jax.sharding import Partitioner
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H] in the dtype of q; consecutive query heads share one
 # of the K.
 AttendRows = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-# (segment_ids [B, T] int32, or None: one sequence a row; partition) -> AttendRows
+# (segment_ids [B, T] int32, None: one sequence a row; partition) -> AttendRows
 RowAttention = Callable[[jax.Array | None, Partitioner], AttendRows]
 
-# By `jax.Device.platform`: what `auto` takes where it can; elsewhere, and where it cannot, xla.
+# By `jax.Device.platform`: the first choice of `auto`; elsewhere, and where that cannot run, xla.
 KERNELS = {"gpu": "cudnn", "tpu": "splash"}
 OLDEST_GPU = 8.0  # compute capability: Ampere, the first with cuDNN's fused attention
-# Heads that cuDNN takes on every such GPU, and the width of a TPU's registers.
+# The widest heads that cuDNN supports on all of these GPUs, and the width of a TPU's registers.
 LARGEST_CUDNN_HEAD, LANES = 128, 128
-# Tokens of a tile of splash: as many as hide its overhead at eight heads and fit in a v5p's VMEM, forward and backward.
+# Tokens of a tile of splash: enough to hide its overhead at eight heads, and fitting a v5p's VMEM in both directions.
 TILE = 512
 
 
@@ -41,7 +39,7 @@ def by_xla(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRows:
     mask = _same_segment(segment_ids)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        # Where a row is split along its tokens, every part of it reads the keys and values of all.
+        # Where a row is split along its tokens, each part reads the keys and values of all.
         k, v = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
 
@@ -53,12 +51,12 @@ def by_cudnn(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRow
         mask = _same_segment(segment_ids)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
 
-    # Packed rows have an even length there.
+    # cuDNN needs an even length for packed rows.
     return _on_each_device(here, 2, segment_ids, partition)
 
 
 def by_splash(segment_ids: jax.Array | None, partition: Partitioner, interpret: bool = False) -> AttendRows:
-    """`interpret`: by Pallas' interpreter, on any platform; for tests."""
+    """Attend by splash; `interpret`: in Pallas' interpreter, on any platform, for tests."""
 
     def here(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         T, N, H = q.shape[1:]
@@ -74,10 +72,10 @@ ATTENTION: dict[str, RowAttention] = {"xla": by_xla, "cudnn": by_cudnn, "splash"
 
 
 def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> RowAttention:
-    """What policy.attention=`name` stands for with activations of `dtype` on the devices of `partition`.
+    """Return the attention of policy.attention=`name`, for activations of `dtype` on the devices of `partition`.
 
-    Raises InputError where there is no such attention, or it does not run so. `auto` always runs, and warns where that is
-    not by the kernel of its platform.
+    Raises InputError where the name is unknown or the kernel cannot run. `auto` always runs, and warns where it falls
+    back to xla.
     """
     if name == "auto":
         name = KERNELS.get(partition.mesh.devices.flat[0].platform, "xla")
@@ -92,7 +90,7 @@ def find_attention(name: str, head_dim: int, dtype: jnp.dtype, partition: Partit
 
 
 def _obstacle(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner) -> str:
-    """Why the attention does not run; '': it does."""
+    """Return the reason why the attention cannot run, '' where it can."""
     if name == "xla":
         return ""
     device = partition.mesh.devices.flat[0]
@@ -112,7 +110,7 @@ def _obstacle(name: str, head_dim: int, dtype: jnp.dtype, partition: Partitioner
 
 
 def _same_segment(segment_ids: jax.Array | None) -> jax.Array | None:
-    """[B, 1, T, T] bool: query t may read key s of its own segment. None: one segment, causality alone decides."""
+    """Return a mask [B, 1, T, T], true where query and key are of one segment; None: one segment a row."""
     if segment_ids is None:
         return None
     return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
@@ -121,9 +119,9 @@ def _same_segment(segment_ids: jax.Array | None) -> jax.Array | None:
 def _on_each_device(
     kernel: Callable[..., jax.Array], multiple: int | None, segment_ids: jax.Array | None, partition: Partitioner
 ) -> AttendRows:
-    """`kernel` on each device's own rows and heads, of a length that is a multiple (None: of `_tile`).
+    """Run `kernel` on each device's own rows and heads, padded to a multiple of a length (None: of `_tile`).
 
-    XLA cannot split a kernel over devices. Rows are made longer at their end, which nobody before it reads, and some of
+    XLA cannot split a kernel over devices. Rows are padded at their end, which no earlier token reads, and rows of
     zeros are added where they do not divide over the devices.
     """
 
@@ -154,8 +152,16 @@ def _tile(T: int) -> int:
 
 def _splash_kernel(T: int, heads: int, interpret: bool) -> Callable[..., jax.Array]:
     tile = _tile(T)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes = splash_attention.BlockSizes(**{f"block_{name}": tile for name in names})
+    sizes = splash_attention.BlockSizes(
+        block_q=tile,
+        block_kv=tile,
+        block_kv_compute=tile,
+        block_q_dkv=tile,
+        block_kv_dkv=tile,
+        block_kv_dkv_compute=tile,
+        block_q_dq=tile,
+        block_kv_dq=tile,
+    )
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))] * heads)
     make = functools.partial(splash_attention.make_splash_mha, head_shards=1, q_seq_shards=1)
     return make(mask, block_sizes=sizes, interpret=interpret)

@@ -1,34 +1,37 @@
-"""What one device's experts add to its tokens, with the products grouped by expert: two ways to the same sums.
+"""Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in two implementations.
 
-    tiles        copies of tokens in tiles of one expert each, products of whole tiles; any platform
+    tiles        copies of tokens in tiles of one expert each, batched matmuls of tiles; any platform
     ragged_dot   copies sorted by expert, `jax.lax.ragged_dot`; TPU, where that is a kernel
 
-Elsewhere than on a TPU, XLA expands a ragged_dot to the product of every copy with every expert: at the sizes of
-Qwen3-30B-A3B, 8,192 tokens of 8 experts each in bfloat16, the operand of one product alone takes 32 GiB on a GPU (its
-compiler's own account, jax 0.10.2, whatever the flags for it say). On a CPU, one product of 4,096 copies of width 192
-takes 6 ms in tiles and 62 by ragged_dot among 8 experts, 7.5 and 517 among 64.
+Off TPU, XLA expands a ragged_dot to the matmul of every copy with every expert. At the sizes of Qwen3-30B-A3B, 8,192
+tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by its compiler's memory analysis, jax
+0.10.2, whatever the flags). On a CPU, one matmul of 4,096 copies of width 192 takes 6 ms in tiles and 62 by ragged_dot
+with 8 experts, 7.5 and 517 with 64.
 
-Both take (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) and give [n, D] float32, differentiably in x,
-share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts that are here, out of `total`. A copy whose
-`chosen` is E belongs to a device elsewhere and adds nothing.
+Both map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
+share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this device, out of `total`. A copy with
+`chosen` = E belongs to another device and adds nothing.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import at_least_float32
+from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.layers import einsum, matmul, narrower
 
-Sums = Callable[[jax.Array, jax.Array, jax.Array, Any, int], jax.Array]
+Carry = TypeVar("Carry")
+# (x, share, chosen, w, total) -> [n, D] float32, as above.
+ExpertSum = Callable[[jax.Array, jax.Array, jax.Array, Params, int], jax.Array]
+Inputs = tuple[jax.Array, jax.Array, jax.Array, Params]  # (x, share, chosen, w)
 
-# Copies in a tile: about as many as an expert gets, so that few rows of a tile are empty, within these bounds. Below, a
-# tile reads its expert's matrices for too few rows; above, matrix units are full.
+# Copies in a tile: about as many as an expert gets, so that few rows are empty, within these bounds. Smaller tiles read
+# an expert's matrices for too few rows; larger ones do not fill matrix units any better.
 SMALLEST, LARGEST = 8, 128
-# Copies in the tiles that are multiplied at once, beside a copy of the matrices of each: enough to fill a GPU.
+# Copies in the tiles of one batched matmul, which copies the matrices of each tile: enough to fill a GPU.
 AT_ONCE = 4096
 
 
@@ -37,12 +40,12 @@ AT_ONCE = 4096
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def by_tiles(
-    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int, at_once: int = AT_ONCE
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, at_once: int = AT_ONCE
 ) -> jax.Array:
-    """Goes over as many tiles as there are at run time; the copies elsewhere cost nothing.
+    """Sum by tiles. Loops over the tiles in use at run time; copies of other devices cost nothing.
 
-    Nothing is kept for the backward pass, which multiplies each tile again. Largest buffers: [n, D] float32 and what
-    `at_once` copies take. The copies of a token are added in the order of their experts, whatever else there is.
+    The backward pass recomputes each tile. Largest buffers: [n, D] float32 and those of `at_once` copies. A token's
+    copies are added in the order of their experts, whatever the other tokens choose.
     """
     tiles, w = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
 
@@ -55,61 +58,65 @@ def by_tiles(
 
 
 def _by_tiles_forward(
-    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int, at_once: int
-) -> tuple[jax.Array, Any]:
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, at_once: int
+) -> tuple[jax.Array, Inputs]:
     return by_tiles(x, share, chosen, w, total, at_once), (x, share, chosen, w)
 
 
 def _by_tiles_backward(
-    total: int, at_once: int, saved: Any, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None, Any]:
+    total: int, at_once: int, saved: Inputs, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, Params]:
     x, share, chosen, w = saved
     tiles, narrow = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
 
-    def body(copies: jax.Array, owners: jax.Array, sums: Any) -> Any:
-        to_x, to_share, to_w = sums
-        # Wide, so that their gradients are: the products narrow them again.
+    def body(
+        copies: jax.Array, owners: jax.Array, sums: tuple[jax.Array, jax.Array, Params]
+    ) -> tuple[jax.Array, jax.Array, Params]:
+        d_x, d_share, d_w = sums
+        # At least float32, so that the gradients are; the matmuls narrow them again.
         mine = jax.tree.map(lambda m: at_least_float32(m[owners]), narrow)
         rows, kept = _taken(x, copies // tiles.k), _taken(share.reshape(-1), copies)
         _, pull = jax.vjp(_outputs, rows, kept, mine)
         rows, kept, mine = pull(_taken(gradient, copies // tiles.k))
-        to_x = to_x.at[copies // tiles.k].add(rows.astype(jnp.float32), mode="drop")
-        to_w = jax.tree.map(lambda total, part: total.at[owners].add(part), to_w, mine)
-        return to_x, to_share.at[copies].set(kept, mode="drop"), to_w
+        d_x = d_x.at[copies // tiles.k].add(rows.astype(jnp.float32), mode="drop")
+        d_w = jax.tree.map(lambda total, part: total.at[owners].add(part), d_w, mine)
+        return d_x, d_share.at[copies].set(kept, mode="drop"), d_w
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(share.size, share.dtype)
-    to_w = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), w)
-    to_x, to_share, to_w = tiles.fold(body, (*zeros, to_w))
-    to_w = jax.tree.map(lambda g, m: g.astype(m.dtype), to_w, w)
-    return to_x.astype(x.dtype), to_share.reshape(share.shape), None, to_w
+    d_w = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), w)
+    d_x, d_share, d_w = tiles.fold(body, (*zeros, d_w))
+    d_w = jax.tree.map(lambda g, m: g.astype(m.dtype), d_w, w)
+    return d_x.astype(x.dtype), d_share.reshape(share.shape), None, d_w
 
 
 by_tiles.defvjp(_by_tiles_forward, _by_tiles_backward)
 
 
 class Tiles(NamedTuple):
-    """n k copies of tokens, laid out by expert; the tiles that are used come first."""
+    """n k copies of tokens, laid out by expert; the tiles in use come first."""
 
-    copies: jax.Array  # [J, M] int32, token * k + which of its experts; n k where a tile has room left
+    copies: jax.Array  # [J, M] int32, token * k + which of its experts; n k in empty rows
     owners: jax.Array  # [J] int32, the expert of each tile
     used: jax.Array  # [] int32, tiles that hold a copy
     k: int
-    at_once: int  # tiles; divides J
+    at_once: int  # tiles of one batched matmul; divides J
 
-    def fold(self, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
-        """carry <- body(copies [at_once, M], owners [at_once], carry), until no tile is left that is used."""
+    def fold(self, body: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+        """Fold `carry = body(copies [at_once, M], owners [at_once], carry)` over the tiles in use."""
 
-        def step(i: jax.Array, carry: Any) -> Any:
-            parts = [jax.lax.dynamic_slice_in_dim(a, i * self.at_once, self.at_once) for a in self[:2]]
-            return body(*parts, carry)
+        def step(i: jax.Array, carry: Carry) -> Carry:
+            copies, owners = (
+                jax.lax.dynamic_slice_in_dim(a, i * self.at_once, self.at_once) for a in (self.copies, self.owners)
+            )
+            return body(copies, owners, carry)
 
         return jax.lax.fori_loop(0, -(-self.used // self.at_once), step, carry)
 
 
 def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Tiles:
-    """Tiles of chosen [n, k] int32 in 0..E, of `total` experts on all devices; E is elsewhere.
+    """Lay out the copies of chosen [n, k] int32 in 0..E, with `total` experts on all devices; E: of another device.
 
-    However the copies fall, no more than nk / M + E tiles have one.
+    At most n k / M + E tiles hold a copy, whatever the choices.
     """
     k, copies = chosen.shape[1], chosen.size
     M = min(max(1 << (copies // total).bit_length(), SMALLEST), LARGEST)
@@ -123,7 +130,7 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
     end = jnp.cumsum(tiles)
     tile = jnp.arange(J, dtype=jnp.int32)
     owners = jnp.minimum((tile[:, None] >= end[None]).sum(axis=1, dtype=jnp.int32), E - 1)
-    # Of each row: how many copies of its expert come before it.
+    # For each row: the number of copies of its expert before it.
     before = ((tile - (end - tiles)[owners]) * M)[:, None] + jnp.arange(M, dtype=jnp.int32)[None]
     place = (jnp.cumsum(sizes) - sizes)[owners][:, None] + before
     # Rows past the last copy, those of unused tiles too.
@@ -131,34 +138,34 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
     return Tiles(jnp.where(empty, copies, order[jnp.minimum(place, copies - 1)]), owners, end[-1], k, at_once)
 
 
-def _outputs(rows: jax.Array, share: jax.Array, w: Any) -> jax.Array:
-    """[J, M, D] float32: share [J, M] of what each tile's expert makes of rows [J, M, D]."""
+def _outputs(rows: jax.Array, share: jax.Array, w: Params) -> jax.Array:
+    """Return share [J, M] times each tile's expert of rows [J, M, D]: [J, M, D] float32."""
     gate, up = (einsum("JMD,JDF->JMF", rows, w[name]) for name in ("gate", "up"))
     return matmul("JMF,JFD->JMD", jax.nn.silu(gate) * up, w["down"]) * share[..., None]
 
 
 def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
-    """x[places], zeros where a place is beyond its end."""
+    """Return x[places], zeros where a place is beyond the end."""
     return x.at[places].get(mode="fill", fill_value=0)
 
 
-def _narrowed(w: Any, x: jax.Array) -> Any:
-    """The weights in the dtype of their products with x (`layers.matmul`), before tiles copy them."""
+def _narrowed(w: Params, x: jax.Array) -> Params:
+    """Cast the weights to the dtype of their matmuls with x (`layers.matmul`), before tiles copy them."""
     return jax.tree.map(lambda m: m.astype(narrower(x.dtype, m.dtype)), w)
 
 
 # ---- ragged_dot
 
 
-def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, total: int) -> jax.Array:
-    """Copies elsewhere are sorted to the end and belong to no group; their rows are not multiplied.
+def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int) -> jax.Array:
+    """Sum by ragged_dot. Copies of other devices are sorted to the end, in no group, and are not multiplied.
 
     Largest buffers: n k rows of D and of F.
     """
     E, k = len(w["gate"]), chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.zeros(E, jnp.int32).at[chosen.reshape(-1)].add(1, mode="drop")
-    # A kernel leaves the rows of no group as they were: whatever is there must reach neither a sum nor a gradient.
+    # A kernel leaves rows of no group uninitialised: they must reach neither a sum nor a gradient.
     mine = (jnp.arange(len(order)) < sizes.sum())[:, None]
     rows = jnp.where(mine, x[order // k], 0)
     gate, up = (grouped_matmul(rows, w[name], sizes).astype(x.dtype) for name in ("gate", "up"))
@@ -169,31 +176,35 @@ def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Any, tot
 
 @jax.custom_vjp
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """`layers.matmul` of rows x [C, D], sorted by group, each with its group's w [E, D, F]: [C, F] float32.
+    """Multiply rows x [C, D], sorted by group, by their group's w [E, D, F], as `layers.matmul`: [C, F] float32.
 
-    sizes [E] int32: rows of each group. Rows of no group, at the end, come out as anything.
+    sizes [E] int32: rows of each group. Rows of no group, at the end, are undefined.
     """
     dtype = narrower(x.dtype, w.dtype)
     return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
 
 
-def _grouped_matmul_forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+def _grouped_matmul_forward(
+    x: jax.Array, w: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return grouped_matmul(x, w, sizes), (x, w, sizes)
 
 
-def _grouped_matmul_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _grouped_matmul_backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
     gradient = gradient.astype(x.dtype)
-    to_x = grouped_matmul(gradient, jnp.swapaxes(w, 1, 2).astype(x.dtype), sizes)
+    d_x = grouped_matmul(gradient, jnp.swapaxes(w, 1, 2).astype(x.dtype), sizes)
     by_group = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
-    to_w = jax.lax.ragged_dot_general(x, gradient, sizes, by_group, preferred_element_type=jnp.float32)
-    return to_x.astype(x.dtype), to_w.astype(w.dtype), None
+    d_w = jax.lax.ragged_dot_general(x, gradient, sizes, by_group, preferred_element_type=jnp.float32)
+    return d_x.astype(x.dtype), d_w.astype(w.dtype), None
 
 
 grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
-# By `jax.Device.platform`; what is not here takes `by_tiles`. A CPU takes one at a time: copies of several experts'
-# matrices cost it more than the products (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).
-SUMS: dict[str, Sums] = {"cpu": functools.partial(by_tiles, at_once=1), "tpu": by_ragged_dot}
+# By `jax.Device.platform`; other platforms use `by_tiles`. A CPU multiplies one tile at a time: copying the matrices of
+# several experts costs more than the matmuls (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).
+SUMS: dict[str, ExpertSum] = {"cpu": functools.partial(by_tiles, at_once=1), "tpu": by_ragged_dot}

@@ -1,26 +1,31 @@
-"""Low-rank adapters of the policy's matrices (LoRA, Hu et al., arXiv 2106.09685): W + alpha / r * A B, W as it is.
+"""Low-rank adapters of the policy's matrices (LoRA, Hu et al., arXiv 2106.09685): W + alpha / r * A B, W frozen.
 
-A learns from random values and B from zeros, so that the policy begins as it was (section 4.1). Rollouts, export and
-verification run on the sum; only the learner's forward knows the parts, and adds them up layer by layer.
+A starts random and B zero, so that training starts at the base policy (section 4.1). Rollouts, export and verification
+use the merged weights; only the learner's forward has the parts, and merges them layer by layer.
 """
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Mapping
+from typing import cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
-from specrl_jax.models.layers import ParamSpec, init_params
+from specrl_jax.core import Leaf, Params, branch, nested, stand_in
+from specrl_jax.errors import InputError
+from specrl_jax.models.layers import ParamSpec, Specs, init_params
 
-# A B by the matrix's name: leading axes (layer, expert), inputs, outputs.
+# Einsum of A and B for each matrix: leading axes (layer, expert), inputs, outputs.
 EQUATIONS = dict.fromkeys("qkv", "...dr,...rnh->...dnh") | {"o": "...nhr,...rd->...nhd"}
 EQUATIONS |= dict.fromkeys(("gate", "up", "down"), "...ir,...ro->...io")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
+    """Options of the adapters. Raises InputError for values without a meaning."""
+
     rank: int  # r
     alpha: float
     targets: tuple[str, ...]  # of EQUATIONS
@@ -41,53 +46,56 @@ class LoRA:
 
 @flax.struct.dataclass
 class Adapted:
-    """In the place of a matrix of the learner's tree."""
+    """A matrix of the training layout with its adapters."""
 
-    weight: Any  # does not learn
-    a: Any
-    b: Any
+    weight: jax.Array  # frozen
+    a: jax.Array
+    b: jax.Array
     equation: str = flax.struct.field(pytree_node=False)
     scale: float = flax.struct.field(pytree_node=False)
 
     def merged(self) -> jax.Array:
+        """Return W + alpha / r * A B."""
         weight = jax.lax.stop_gradient(self.weight)
-        # Summed in float32, whatever the weight is stored in.
         return weight + self.scale * jnp.einsum(self.equation, self.a, self.b).astype(weight.dtype)
 
 
-def merged(tree: Any) -> Any:
-    """The tree with plain matrices, as a policy without adapters has them."""
-    return jax.tree.map(lambda w: w.merged() if isinstance(w, Adapted) else w, tree, is_leaf=_is_adapted)
+def merged(tree: Params) -> Params:
+    """Merge all adapters of a tree into plain matrices."""
+    is_adapted = lambda w: isinstance(w, Adapted)  # noqa: E731
+    return jax.tree.map(lambda w: w.merged() if is_adapted(w) else w, tree, is_leaf=is_adapted)
 
 
-def _is_adapted(w: Any) -> bool:
-    return isinstance(w, Adapted)
-
-
-def adapter_specs(specs: Any, lora: LoRA) -> dict[str, dict[str, ParamSpec]]:
-    """{"a", "b"} for each target, of the policy's `specs`."""
-    return {name: _parts(specs["layers"][name], EQUATIONS[name], lora.rank) for name in lora.targets}
+def adapter_specs(specs: Specs, lora: LoRA) -> Specs:
+    """Return the specs {"a", "b"} of each target's adapters, from the policy's specs."""
+    layers = branch(specs, "layers")
+    return nested({}, **{name: _parts(layers[name], EQUATIONS[name], lora.rank) for name in lora.targets})
 
 
 def _parts(spec: ParamSpec, equation: str, rank: int) -> dict[str, ParamSpec]:
     inputs = equation.index("r") - len("...")
     outputs = len(equation.split("->")[1]) - len("...") - inputs
     lead, middle = len(spec.shape) - inputs - outputs, len(spec.shape) - outputs
-    fan_in = 1
-    for size in spec.shape[lead:middle]:
-        fan_in *= size
-    a = ParamSpec((*spec.shape[:middle], rank), (*spec.axes[:middle], None), fan_in, "", "")
+    a = ParamSpec((*spec.shape[:middle], rank), (*spec.axes[:middle], None), math.prod(spec.shape[lead:middle]), "", "")
     shape, axes = (*spec.shape[:lead], rank, *spec.shape[middle:]), (*spec.axes[:lead], None, *spec.axes[middle:])
     return {"a": a, "b": ParamSpec(shape, axes, rank, "", "")}
 
 
-def init_adapters(key: jax.Array, specs: Any) -> Any:
-    return {name: parts | {"b": jnp.zeros_like(parts["b"])} for name, parts in init_params(key, specs).items()}
+def init_adapters(key: jax.Array, specs: Specs) -> Params:
+    """Draw A and set B to zero."""
+    drawn = init_params(key, specs)
+    return nested(
+        {}, **{name: {**branch(drawn, name), "b": jnp.zeros_like(branch(drawn, name)["b"])} for name in drawn}
+    )
 
 
-def attach(params: Any, adapters: Any, lora: LoRA) -> Any:
-    """The learner's tree with `Adapted` matrices; of arrays, specs or shardings."""
-    layers = dict(params["layers"])
-    for name, parts in adapters.items():
-        layers[name] = Adapted(layers[name], parts["a"], parts["b"], EQUATIONS[name], lora.scale)
-    return params | {"layers": layers}
+def attach(params: Mapping[str, Leaf], adapters: Mapping[str, Leaf], lora: LoRA) -> Mapping[str, Leaf]:
+    """Replace the adapted matrices of a training layout by `Adapted`; of arrays, specs or shardings."""
+    layers = dict(branch(params, "layers"))
+    for name in adapters:
+        parts = branch(adapters, name)
+        adapted = Adapted(
+            stand_in(layers[name]), stand_in(parts["a"]), stand_in(parts["b"]), EQUATIONS[name], lora.scale
+        )
+        layers[name] = cast("Leaf", adapted)
+    return nested({name: leaf for name, leaf in params.items() if name != "layers"}, layers=layers)

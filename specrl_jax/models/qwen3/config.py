@@ -63,7 +63,7 @@ PRESETS = {
     "nano_moe_deep": Qwen3Config(
         128, 64, 7, 4, 2, 16, 64, tied=True, max_positions=4096, experts=8, experts_per_token=2, dense_mlp=128
     ),
-    # 3.5 M parameters, for the examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
+    # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
     # 20 M parameters, larger than the CPU's cache: decoding starts to be bound by reading the weights.
     "small": Qwen3Config(128, 384, 12, 6, 2, 64, 1152, tied=True, max_positions=4096),
