@@ -24,6 +24,7 @@ RUN += ["--config.reward.name=tests.helpers.rewards:length", "--config.optimizer
 RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--config.checkpoint.every=2"]
 # Little to compile.
 RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
+SMALL = ["--config.policy.preset=nano", "--config.draft.kind=mtp"]
 STEPS = 5
 ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
 AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
@@ -34,14 +35,18 @@ NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "ro
 def run(folder, count, devices, *more):
     """Return the metrics rows of a run of `count` processes."""
     started = start([*RUN, "--workdir", str(folder), f"--config.steps={STEPS}", *more], count, devices, folder)
-    assert [process.wait(timeout=300) for process in started] == [0] * count, output(folder)
+    try:
+        assert [process.wait(timeout=600) for process in started] == [0] * count, output(folder)
+    finally:
+        for process in started:
+            process.kill()
     return read_metrics(str(folder))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    return folder, run(folder, 2, 4)
+    return folder, run(folder, 2, 4, *SMALL)
 
 
 def compared(rows, others):
@@ -60,18 +65,18 @@ def assert_equal_but_for_rounding(rows, others):
 
 def test_two_processes_learn_what_one_does(two, tmp_path):
     assert [row["step"] for row in two[1]] == list(range(STEPS + 1))
-    assert_equal_but_for_rounding(two[1], run(tmp_path, 1, 8))
+    assert_equal_but_for_rounding(two[1], run(tmp_path, 1, 8, *SMALL))
 
 
 @pytest.mark.slow
 def test_a_repeat_is_equal_to_the_last_bit(two, tmp_path):
-    differing = [found for found in compared(two[1], run(tmp_path, 2, 4)) if found[2] != found[3]]
+    differing = [found for found in compared(two[1], run(tmp_path, 2, 4, *SMALL)) if found[2] != found[3]]
     assert not differing
 
 
 @pytest.mark.slow
 def test_four_processes_learn_what_two_do(two, tmp_path):
-    assert_equal_but_for_rounding(two[1], run(tmp_path, 4, 2))
+    assert_equal_but_for_rounding(two[1], run(tmp_path, 4, 2, *SMALL))
 
 
 @pytest.mark.slow
@@ -110,7 +115,7 @@ def test_its_checkpoint_is_restored_on_any_mesh(two):
 @pytest.mark.slow
 def test_one_process_goes_on_where_two_stopped(two, tmp_path):
     shutil.copytree(two[0], tmp_path, dirs_exist_ok=True)
-    rows = run(tmp_path, 1, 8, f"--config.steps={STEPS + 1}")
+    rows = run(tmp_path, 1, 8, *SMALL, f"--config.steps={STEPS + 1}")
     assert rows[:-1] == two[1] and rows[-1]["step"] == STEPS + 1
 
 

@@ -56,7 +56,7 @@ def make_prepare(
         return Weights(
             policy=partition.shardings(qwen3.inference_specs(model)),
             draft=partition.shardings(draft.inference_specs) if draft else {},
-            vocab_map=partition.replicated if draft else None,
+            vocab_map=partition.replicated if draft and draft.has_vocab_map else None,
             checksum=partition.replicated,
         )
 
