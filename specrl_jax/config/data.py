@@ -30,9 +30,7 @@ class DataConfig:
     task: str = key("arithmetic", "built-in task, used where data.path is ''", choices=BUILT_IN_TASKS)
     path: str = key("", "JSONL or Parquet files of prompts, separated by commas; a repeated prompt counts once")
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0)
-    schema: str = key(
-        "", "gsm8k, dapo, verl or math: one for all files or one each, with commas; '' = the three keys below"
-    )
+    schema: str = key("", "gsm8k, dapo, verl, math: for all files, or one each with commas; '' = the keys below")
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")
     answer_after: str = key("", "the answer is what follows the last occurrence of this text; '' = all of it")
@@ -41,9 +39,7 @@ class DataConfig:
     system: str = key("", "system message for a chat that has none")
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
     skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
-    skip_long: bool = key(
-        False, "leave prompts longer than rollout.max_prompt_tokens out and count them; False = the first is an error"
-    )
+    skip_long: bool = key(False, "leave too long prompts out and count them; False = the first is an error")
     tokenizer: str = key("char", "char, or a folder with tokenizer.json; '' = policy.path")
 
 

@@ -10,12 +10,10 @@ from specrl_jax.config.schema import key
 class RolloutConfig:
     temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0)
     top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0)
-    top_p: float = key(
-        1.0, "sample from the likeliest tokens with this probability together; 1.0 = off", above=0, high=1
-    )
+    top_p: float = key(1.0, "sample from the likeliest tokens of this probability; 1.0 = off", above=0, high=1)
     rule: str = key(
         "rejection",
-        "verification rule; under coupled the tokens do not depend on the draft at all",
+        "verification; coupled tokens do not depend on the draft",
         choices=("rejection", "block", "coupled"),
     )
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
@@ -24,9 +22,7 @@ class RolloutConfig:
     num_slots: int = key(128, "sequences decoded at once", "sequences", low=1)
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1)
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
-    compute_dtype: str = key(
-        "float32", "activations of decoding between matmuls, whose operands have policy.dtype", choices=DTYPES
-    )
+    compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
     seed: int = key(0, "seed of all noise in decoding", low=0, below=2**32)
 
 
@@ -35,29 +31,21 @@ class GRPOConfig:
     prompts_per_step: int = key(16, "prompts per step", "prompts", low=1)
     group_size: int = key(8, "responses per prompt", "responses", low=1)
     advantage: str = key(
-        "grpo",
-        "group-normalised, not divided by the deviation (dr_grpo), or leave-one-out (rloo)",
-        choices=("grpo", "dr_grpo", "rloo"),
+        "grpo", "normalised, only centred (dr_grpo), or leave-one-out (rloo)", choices=("grpo", "dr_grpo", "rloo")
     )
     loss: str = key(
-        "clip",
-        "PPO's clipped ratio, one ratio per response (gspo), or clipped importance weights (cispo)",
-        choices=("clip", "gspo", "cispo"),
+        "clip", "PPO's clipped ratio, one ratio per response, or clipped weights", choices=("clip", "gspo", "cispo")
     )
     aggregation: str = key(
         "token",
         "mean over tokens, mean of response means, or sum divided by a constant (responses x longest response)",
         choices=("token", "sequence", "constant"),
     )
-    clip_low: float = key(
-        0.2, "lower clipping bound: ratios below 1 - clip_low; cispo: 1 = no lower bound", low=0, high=1
-    )
-    clip_high: float = key(0.28, "upper clipping bound: ratios above 1 + clip_high", low=0)
+    clip_low: float = key(0.2, "ratios are clipped below 1 - clip_low; cispo: 1 = no bound", low=0, high=1)
+    clip_high: float = key(0.28, "ratios are clipped above 1 + clip_high", low=0)
     kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0)
     kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k2", "k3"))
-    reference_every: int = key(
-        0, "steps after which the policy becomes the new reference; 0 = always the first", "steps", low=0
-    )
+    reference_every: int = key(0, "steps until the policy is the new reference; 0 = never", "steps", low=0)
     entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0)
     old_logprobs: str = key(
         "learner",
@@ -74,19 +62,10 @@ class GRPOConfig:
     epochs: int = key(1, "passes over the rollouts of a step", low=1)
     minibatches: int = key(1, "optimizer updates per pass", "updates", low=1)
     microbatch: int = key(0, "rows per forward and backward pass; 0 = the whole minibatch", "rows", low=0)
-    pack_tokens: int = key(
-        0, "length of a learner row that several rollouts are packed into; 0 = one rollout per row", "tokens", low=0
-    )
-    sampling_rounds: int = key(
-        1,
-        "dynamic sampling (DAPO): most rounds of generation until each group has unequal rewards; 1 = off",
-        "rounds",
-        low=1,
-    )
+    pack_tokens: int = key(0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0)
+    sampling_rounds: int = key(1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1)
     mask_truncated: bool = key(False, "exclude responses cut at the limit from the loss")
-    overlong_buffer: int = key(
-        0, "tokens before the limit in which a response loses reward for its length (DAPO); 0 = off", "tokens", low=0
-    )
+    overlong_buffer: int = key(0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0)
     overlong_penalty: float = key(1.0, "reward lost at the limit", low=0)
 
     @property
@@ -97,14 +76,10 @@ class GRPOConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    mode: str = key(
-        "sync",
-        "generate, then learn; or generate later steps while learning (async)",
-        choices=("sync", "async"),
-    )
+    mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
     lag: int = key(1, "async: largest age of the policy that drew a rollout", "policy versions", low=0)
     rollout_devices: int = key(
-        0, "devices of each process, its last ones, that only generate; 0 = all do both (sync)", "devices", low=0
+        0, "each process's last devices, that only generate; 0 = all devices do both (sync)", "devices", low=0
     )
     tensor: int = key(1, "shards of heads and widths on pipeline.rollout_devices", "devices", low=1)
     expert: int = key(1, "shards of the experts on pipeline.rollout_devices", "devices", low=1)
@@ -124,9 +99,5 @@ class OptimizerConfig:
     clip: float = key(1.0, "largest global gradient norm", above=0)
     weight_decay: float = key(0.0, "decoupled weight decay", low=0)
     b2: float = key(0.999, "decay of the second moment", low=0, below=1)
-    decay_steps: int = key(
-        0, "updates until a cosine reaches a tenth, warm-up included; 0 = constant", "updates", low=0
-    )
-    max_skipped: int = key(
-        10, "updates in a row without a finite gradient after which the run ends; 0 = it never does", "updates", low=0
-    )
+    decay_steps: int = key(0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0)
+    max_skipped: int = key(10, "non-finite updates in a row that end the run; 0 = no limit", "updates", low=0)

@@ -19,13 +19,11 @@ class PolicyConfig:
     compute_dtype: str = key("float32", "activations of the learner, whose parameters are float32", choices=DTYPES)
     attention: str = key(
         "auto",
-        "attention of the learner; auto = cudnn on a GPU and splash on a TPU where they run, else xla",
+        "attention of the learner; auto = the platform's kernel, else xla",
         choices=("auto", "xla", "cudnn", "splash"),
     )
     remat: bool = key(True, "recompute layers in the backward pass (less memory; on a CPU also faster)")
-    vocab_tile: int = key(
-        0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", "vocabulary entries", low=0
-    )
+    vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0)
     yarn_factor: float = key(0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0)
     yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1)
     lora_rank: int = key(0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0)
@@ -52,9 +50,7 @@ class DraftConfig:
         "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; '' = the first",
         choices=("", "sglang", "vllm", "speculators", "deepseek", "mimo"),
     )
-    length: int = key(
-        3, "k, tokens drafted per verification; 0 keeps the draft ready and drafts nothing", "tokens", low=0
-    )
+    length: int = key(3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0)
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
     match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
@@ -65,27 +61,20 @@ class DraftConfig:
     minibatches: int = key(1, "draft updates per pass", "updates", low=1)
     update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1)
     min_coverage: float = key(
-        0.9, "share of rollout tokens in a reduced draft vocabulary below which its ids are chosen again", low=0, high=1
+        0.9, "share of tokens that a reduced vocabulary covers, else it is chosen again", low=0, high=1
     )
     optimizer: str = key("adamw", "optimizer of the draft, as optimizer.name", choices=("adamw", "muon"))
     learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0)
     warmup: int = key(0, "length of the warm-up", "updates", low=0)
-    decay_steps: int = key(
-        0, "updates until a cosine reaches a tenth, warm-up included; 0 = constant", "updates", low=0
-    )
+    decay_steps: int = key(0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0)
     clip: float = key(0.5, "largest global gradient norm", above=0)
     loss: str = key(
         "ce",
-        "soft cross-entropy, KL (the same gradient), total variation or end-to-end total variation",
+        "soft cross-entropy, KL (same gradient), total variation, end-to-end TV",
         choices=("ce", "kl", "tv", "e2e_tv"),
     )
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1)
-    vocab_size: int = key(
-        0,
-        "size of a new eagle3 head's vocabulary, the most frequent ids of its texts; 0 = the policy's",
-        "vocabulary entries",
-        low=0,
-    )
+    vocab_size: int = key(0, "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's", low=0)
     compare_rounds: int = key(5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0)
 
 

@@ -105,7 +105,7 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def build(section: type[T], values: Mapping[str, typing.Any], prefix: str = "") -> T:
-    """Return the config dataclass of nested `values`. Raise InputError naming the first key that is wrong or missing."""
+    """Return the dataclass of nested `values`. Raise InputError naming the first key that is wrong or missing."""
     declared = dict(members(section, prefix))
     for name in sorted(values.keys() ^ declared.keys()):
         raise InputError(f"{prefix}{name}: {'there is no such key' if name in values else 'the key is missing'}")

@@ -23,15 +23,11 @@ class GenerateConfig:
 @dataclasses.dataclass(frozen=True)
 class PretrainConfig:
     batch_size: int = key(64, "rows per step: worked solutions, or texts that a draft learns from", "rows", low=1)
-    error_rate: float = key(
-        0.6, "task=pretrain: chance that a worked solution drops a carry or misses a target", low=0, high=1
-    )
+    error_rate: float = key(0.6, "chance that a worked solution has a mistake (task=pretrain)", low=0, high=1)
     rollouts: int = key(8192, "task=draft_pretrain: texts whose features are kept on disk", "texts", low=1)
     answers: str = key("", "JSONL of texts with data.prompt_key and response; '' = the policy answers the prompts")
     features: str = key("", "folder of the features, reused by a later run; '' = features/ in the workdir")
-    patience: int = key(
-        0, "evaluations without a better acceptance after which a draft is done; 0 = all steps", "evaluations", low=0
-    )
+    patience: int = key(0, "evaluations without a better acceptance that end a run; 0 = all steps", low=0)
     output: str = key("runs/base", "folder of the finished policy or draft")
     dtype: str = key("bfloat16", "storage in that folder", choices=DTYPES)
 
