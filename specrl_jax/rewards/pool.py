@@ -116,7 +116,7 @@ class Workers:
 
     def _start_one(self, starter: ThreadPoolExecutor) -> ProcessPool:
         arguments = self.names, self.memory, os.getpid()
-        pool = ProcessPool(1, initializer=worker.initialise, initargs=arguments, context=_Spawn())
+        pool = ProcessPool(1, initializer=worker.initialise, initargs=arguments, context=Spawn())
         starter.submit(getattr, pool, "active").result()  # the first access starts it
         return pool
 
@@ -217,7 +217,7 @@ class _Process(context.SpawnProcess):
             return context.SpawnProcess._Popen(process)
 
 
-class _Spawn(context.SpawnContext):
+class Spawn(context.SpawnContext):
     """Spawns processes that do not import the parent's main module, which imports jax, and ignore Ctrl-C."""
 
     Process = _Process

@@ -51,18 +51,18 @@ def symbolic(response: str, answer: str) -> float:
     places, small numbers to five digits. Known units are ignored ("50 cm" is 50), "18%" equals both 18 and 0.18, and
     other words after a number make it a different answer.
     """
-    text, gold = extract_text(response), _clean(_gold_text(answer))
+    text, gold = extract_text(response), strip_answer(_gold_text(answer))
     if text is None:
-        return float(_equal(_parse(gold), _parse_tail(response)))
-    text = _clean(text)
+        return float(equal_answers(parse_answer(gold), _parse_tail(response)))
+    text = strip_answer(text)
     if not text or not gold or len(text) > LONGEST:
         return 0.0
-    wanted, given = _integer(gold), _integer(text)
+    wanted, given = as_integer(gold), as_integer(text)
     if wanted is not None and given is not None:
         return float(wanted == given)
-    if _words(gold):
-        return float(_words(gold) == _words(text))
-    return float(_equal(_parse(gold), _parse(text)))
+    if as_words(gold):
+        return float(as_words(gold) == as_words(text))
+    return float(equal_answers(parse_answer(gold), parse_answer(text)))
 
 
 def extract_value(response: str) -> str | None:
@@ -73,10 +73,10 @@ def extract_value(response: str) -> str | None:
     text = extract_text(response)
     if text is None:
         return _canonical(_parse_tail(response))
-    text = _clean(text)
+    text = strip_answer(text)
     if not text or len(text) > LONGEST:
         return None
-    return _integer(text) or _words(text) or _canonical(_parse(text))
+    return as_integer(text) or as_words(text) or _canonical(parse_answer(text))
 
 
 def extract_text(response: str) -> str | None:
@@ -102,7 +102,7 @@ def last_box(text: str) -> tuple[str, int] | None:
 def warm_up() -> None:
     """Import math-verify and fill its parser's tables (about 2 s), so that no answer's time limit pays for it."""
     for text in ("\\frac{1}{2}+\\sqrt{x}", "[2,5)", "\\{1,2\\}"):
-        _equal(_parse(text), _parse(text + "."))
+        equal_answers(parse_answer(text), parse_answer(text + "."))
     _parse_tail("so 1/2 of $x$")
 
 
@@ -125,7 +125,7 @@ def _gold_text(answer: str) -> str:
     return answer.rpartition("####")[2]
 
 
-def _clean(text: str) -> str:
+def strip_answer(text: str) -> str:
     """Strip what surrounds an answer ($, *, formula brackets, a final period) and spaces within numbers."""
     if len(text) > 2 * LONGEST:
         return text  # too long for an answer, whatever is stripped
@@ -136,7 +136,7 @@ def _clean(text: str) -> str:
     return _MIXED.sub(r"\1\\frac{\2}{\3}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
 
 
-def _integer(text: str) -> str | None:
+def as_integer(text: str) -> str | None:
     """Return the integer in `text` without leading zeros, plus sign and commas; None for anything else."""
     match = _INTEGER.fullmatch(text)
     if not match:
@@ -145,7 +145,7 @@ def _integer(text: str) -> str | None:
     return "-" * (match[1] == "-" and digits != "0") + digits
 
 
-def _words(text: str) -> str | None:
+def as_words(text: str) -> str | None:
     """Return words in lower case, also of "\\text{no solution}"; None for anything else.
 
     math-verify would read words as products of letters.
@@ -155,7 +155,7 @@ def _words(text: str) -> str | None:
     return text.casefold() if _WORDS.fullmatch(text) else None
 
 
-def _parse(text: str) -> Parsed:
+def parse_answer(text: str) -> Parsed:
     from math_verify import LatexExtractionConfig
 
     if not _balanced(text) or _SIDE_BY_SIDE.search(text):
@@ -186,7 +186,7 @@ def _read(text: str, **options: object) -> Parsed:
         return []
 
 
-def _equal(gold: Parsed, extracted: Parsed) -> bool:
+def equal_answers(gold: Parsed, extracted: Parsed) -> bool:
     from math_verify import verify
     from sympy.core import random
 

@@ -61,12 +61,14 @@ class Worker(NamedTuple):
     base: int  # bytes of address space after all imports
 
 
-_worker = Worker((), None, "not initialised", 0, 0)  # of this process, set by `initialise`: tasks only get arguments
+this_worker = Worker(
+    (), None, "not initialised", 0, 0
+)  # set by `initialise`: tasks only get arguments
 
 
 def initialise(names: Sequence[str], memory: int, parent: int) -> None:
     """Prepare this process; it may take `memory` bytes beyond its imports and is killed when process `parent` ends."""
-    global _worker
+    global this_worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # interrupts C code too, and prints nothing
     _die_with(parent)
     _silence()
@@ -81,12 +83,12 @@ def initialise(names: Sequence[str], memory: int, parent: int) -> None:
     except BaseException as error:
         problem = f"cannot load '{name}': {one_line(error)}"
     extract = BUILT_IN[names[0]].extract if names[0] in BUILT_IN else None
-    _worker = Worker(tuple(rewards), extract, problem, memory, address_space())
+    this_worker = Worker(tuple(rewards), extract, problem, memory, address_space())
 
 
 def problem() -> str:
     """Return why the rewards could not be loaded, in one line; "" if they were."""
-    return _worker.problem
+    return this_worker.problem
 
 
 def load(path: str) -> Reward:
@@ -113,7 +115,7 @@ def score_rows(rows: Sequence[Row], seconds: float) -> list[Outcome]:
 
     A worker whose answers leaked half of its memory starts no further one.
     """
-    worker = _worker
+    worker = this_worker
     if worker.problem:
         return [Outcome((), None, "error", worker.problem)] * len(rows)
     if _is_full(worker):

@@ -1,4 +1,4 @@
-"""The character tokenizer, and tokenizer.json with its ids of the end and its chat template."""
+"""The character tokenizer, and tokenizer.json with its end-of-text ids and its chat template."""
 
 import json
 import string
@@ -217,31 +217,26 @@ def test_holes_in_the_vocabulary_count_too(folder):
 # The end
 
 
-def test_every_end_of_the_generation_config_ends_a_response(folder):
-    assert load(folder).eos_ids == (302, 300)
+IM_END = {"eos_token": "<|im_end|>"}
 
 
-def test_end_of_the_tokenizer_joins_those_of_the_generation_config(folder):
-    write(folder, "generation_config.json", {"eos_token_id": 300})
-    assert load(folder).eos_ids == (300, 302)
-
-
-def test_end_of_the_model_config_is_found(folder):
+@pytest.mark.parametrize(
+    ("generation", "config", "settings", "eos"),
+    [
+        ({"eos_token_id": [302, 300]}, None, IM_END, (302, 300)),
+        ({"eos_token_id": 300}, None, IM_END, (300, 302)),
+        ({"eos_token_id": 0}, None, IM_END, (0, 302)),
+        (None, {"eos_token_id": 301}, {}, (301,)),
+        (None, None, {"eos_token": {"content": "<|im_end|>", "special": True}}, (302,)),
+    ],
+    ids=["all-of-generation-config", "and-the-tokenizers-own", "id-0", "model-config", "added-token"],
+)
+def test_end_of_text_ids(generation, config, settings, eos, folder):
     (folder / "generation_config.json").unlink()
-    write(folder, "tokenizer_config.json", {})
-    write(folder, "config.json", {"eos_token_id": 301})
-    assert load(folder).eos_ids == (301,)
-
-
-def test_token_zero_can_be_the_end(folder):
-    write(folder, "generation_config.json", {"eos_token_id": 0})
-    assert load(folder).eos_ids == (0, 302)
-
-
-def test_end_written_as_an_added_token_is_found(folder):
-    (folder / "generation_config.json").unlink()
-    write(folder, "tokenizer_config.json", {"eos_token": {"content": "<|im_end|>", "special": True}})
-    assert load(folder).eos_ids == (302,)
+    for name, content in (("generation_config", generation), ("config", config), ("tokenizer_config", settings)):
+        if content is not None:
+            write(folder, f"{name}.json", content)
+    assert load(folder).eos_ids == eos
 
 
 def test_no_end_anywhere_is_refused(folder):
@@ -264,18 +259,9 @@ def test_pad_falls_back_to_the_first_end(settings, folder):
 # The chat template
 
 
-def test_template_of_its_own_file(folder):
-    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    assert load(folder).apply_chat_template(CONVERSATION) == RENDERED
-
-
-def test_template_inside_the_tokenizer_config(folder):
+def test_a_template_of_its_own_file_wins_over_the_tokenizer_config(folder):
     write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": QWEN_TEMPLATE})
     assert load(folder).apply_chat_template(CONVERSATION) == RENDERED
-
-
-def test_template_of_its_own_file_wins(folder):
-    write(folder, "tokenizer_config.json", {"eos_token": "<|im_end|>", "chat_template": "old"})
     (folder / "chat_template.jinja").write_text("new")
     assert load(folder).apply_chat_template(CONVERSATION) == "new"
 
@@ -314,18 +300,19 @@ def test_template_finds_what_the_format_promises(template, text, folder):
     assert load(folder).apply_chat_template(CONVERSATION) == text
 
 
-def test_exception_raised_by_the_template_is_shown(folder):
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('only one user turn') }}")
-    assert "only one user turn" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
-
-
 @pytest.mark.parametrize(
-    "template",
-    ["{{ messages.nothing.here }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{{ messages[0].content.index('zzz') }}"],
+    ("template", "reason"),
+    [
+        ("{{ messages.nothing.here }}", "nothing"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ messages[0].content.index('zzz') }}", "substring not found"),
+        ("{{ raise_exception('only one user turn') }}", "only one user turn"),
+    ],
 )
-def test_template_that_fails_is_one_clear_line(template, folder):
+def test_template_that_fails_is_one_clear_line(template, reason, folder):
     (folder / "chat_template.jinja").write_text(template)
-    assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+    message = refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
+    assert "chat template fails" in message and reason in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

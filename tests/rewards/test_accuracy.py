@@ -1,4 +1,4 @@
-"""pass@k and maj@n against enumeration, and the interval against what it promises."""
+"""pass@k and maj@n against enumeration, and the coverage of the interval."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_majority_is_the_mean_over_all_ways_to_break_ties(n):
         assert majority_at_n(correct, [answers])[0] == pytest.approx(expected)
 
 
-def test_the_interval_covers_the_mean_of_the_law():
+def test_the_interval_covers_the_true_mean():
     """400 sets of 100 problems solved with chance 0.3: the share covered is 0.95 +- 0.011 (one standard deviation), and
     the bootstrap's own bias at 100 problems about -0.01. Below 0.90 by chance less than once in 1e5; an interval for
     80 % instead of 95 would cover 0.80.
@@ -66,6 +66,6 @@ def test_metrics_of_several_samples():
     assert row["eval/a/accuracy_low"] <= 0.25 <= row["eval/a/accuracy_high"]
 
 
-def test_nothing_is_said_of_a_majority_where_nothing_is_stated():
+def test_no_majority_without_extracted_answers():
     row = accuracy_metrics(np.zeros((2, 2), bool), [[None, None]] * 2, "")
     assert "majority" not in row

@@ -1,4 +1,4 @@
-"""Rewards for a response's form: 1 for it, 0 for anything near it."""
+"""Rewards for the format of a response: 1 for the format, 0 for anything close to it."""
 
 import pytest
 
@@ -71,6 +71,6 @@ def test_think_format(response, reward):
 
 
 @pytest.mark.parametrize("form", [boxed_format, answer_line_format, think_format])
-def test_any_text_has_a_form_or_none(form):
+def test_any_text_gives_a_number(form):
     for text in ("\x00", "\ud800", "\\boxed{" * 100_000, "<think>" * 100_000, "Answer:" * 100_000, "{" * 1_000_000):
         assert form(text, "17") == 0

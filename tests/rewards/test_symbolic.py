@@ -1,4 +1,4 @@
-"""The reward `math`: which writings are one answer, and where a response states it."""
+"""The reward `math`: which forms are equal answers, and where a response gives its answer."""
 
 import itertools
 import math
@@ -128,7 +128,7 @@ def test_an_answer_equals_itself(gold):
         ("\\boxed{" + "1" * 1_001 + "}", None),
     ],
 )
-def test_what_a_response_states(response, stated):
+def test_extracted_answers(response, stated):
     assert extract_value(response) == stated
     if stated is None:
         assert symbolic(response, "2") == 0
@@ -162,11 +162,11 @@ def test_a_number_is_not_cut_where_the_tail_begins():
         ("[2,5)", "x \\in [2, 5)"),
     ],
 )
-def test_equal_answers_are_stated_alike(texts):
+def test_equal_answers_have_one_canonical_form(texts):
     assert len({extract_value(f"\\boxed{{{text}}}") for text in texts}) == 1
 
 
-def test_other_answers_are_stated_otherwise():
+def test_different_answers_have_different_forms():
     texts = ["34", "-34", "3.4", "1/3", "0.333333", "x", "(1,2)", "(2,1)", "[1,2]", "dog", "god", "2x", "2+x", "3 4"]
     assert len({extract_value(f"\\boxed{{{text}}}") for text in texts}) == len(texts)
 
@@ -177,30 +177,29 @@ WRITINGS = ["{}", "{:,}", "+{}", "{}.", "${}$", "00{}", "{:,}.", "\\text{{{}}}",
 
 
 @given(INTEGERS, INTEGERS, st.sampled_from(WRITINGS), st.sampled_from(WRITINGS), st.booleans())
-def test_the_short_way_for_integers_agrees_with_the_library(a, b, write, rewrite, equal):
+def test_the_integer_path_agrees_with_the_library(a, b, write, rewrite, equal):
     gold, text = write.format(a), rewrite.format(a if equal else b)
     short = symbolic(f"\\boxed{{{text}}}", gold)
-    gold, text = module._clean(gold), module._clean(text)
-    assert short == module._equal(module._parse(gold), module._parse(text))
-    if module._integer(gold) and module._integer(text):
+    gold, text = module.strip_answer(gold), module.strip_answer(text)
+    assert short == module.equal_answers(module.parse_answer(gold), module.parse_answer(text))
+    if module.as_integer(gold) and module.as_integer(text):
         assert short == (int(gold.replace(",", "")) == int(text.replace(",", "")))
 
 
 @pytest.mark.parametrize(("gold", "text"), itertools.product(ODD, ODD))
-def test_the_short_way_agrees_on_odd_writings(gold, text):
-    a, b = module._clean(gold), module._clean(text)
-    assert symbolic(f"\\boxed{{{text}}}", gold) == module._equal(module._parse(a), module._parse(b))
+def test_the_integer_path_agrees_on_unusual_forms(gold, text):
+    a, b = module.strip_answer(gold), module.strip_answer(text)
+    assert symbolic(f"\\boxed{{{text}}}", gold) == module.equal_answers(module.parse_answer(a), module.parse_answer(b))
 
 
-def test_integers_do_not_wake_the_library(monkeypatch):
-    monkeypatch.setattr(module, "_parse", lambda _: pytest.fail("parsed"))
-    monkeypatch.setattr(module, "_read", lambda *_, **__: pytest.fail("read"))
+def test_integers_do_not_use_the_library(monkeypatch):
+    monkeypatch.setattr("math_verify.parse", lambda *_, **__: pytest.fail("parsed"))
     for response in ("\\boxed{1,080}", "Answer: $1080$.", "#### 1080"):
         assert symbolic(response, "1,080") == 1 and symbolic(response, "1081") == 0
         assert extract_value(response) == "1080"
 
 
-def test_lack_of_memory_is_no_wrong_answer(monkeypatch):
+def test_a_memory_error_is_not_a_wrong_answer(monkeypatch):
     def starve(*_, **__):
         raise MemoryError
 
@@ -222,7 +221,7 @@ def test_no_text_raises(text, form):
 
 
 @pytest.mark.parametrize("text", ["6.0\\infty", "\\infty", "6.0inf", "-\\infty", "\\frac{1}{0}", "0/0", "\\infty x"])
-def test_infinity_is_left_to_no_chance(monkeypatch, text):
+def test_infinity_is_compared_exactly(monkeypatch, text):
     """sympy's simplification draws random points, and found 1 % of infinite differences to be zero."""
     monkeypatch.setattr("math_verify.verify", lambda *_, **__: True)
     for gold in ("5", "\\frac{1}{2}", "318083933379349285443710477955", "x"):
@@ -237,7 +236,7 @@ def test_a_verdict_depends_on_the_answer_alone(monkeypatch):
     assert len(drawn) == 3 and len(set(drawn)) == 1
 
 
-def test_floats_that_are_not_finite_state_something():
+def test_nonfinite_floats_are_extracted():
     for text in ("nan", "\\infty", "\\frac{1}{0}", "0/0"):
         assert isinstance(extract_value(f"\\boxed{{{text}}}"), str)
         assert math.isfinite(symbolic(f"\\boxed{{{text}}}", text))

@@ -1,4 +1,4 @@
-"""Rewards read what a model wrote: anything may be in there, and nothing of it is an error."""
+"""Rewards on arbitrary text: any text gives a number, never an error."""
 
 import warnings
 
@@ -63,7 +63,7 @@ def test_answer_line(response, reward):
     assert answer_line(response, "17") == reward
 
 
-def test_no_answer_line_is_not_the_empty_answer():
+def test_a_missing_answer_line_is_not_an_empty_answer():
     assert answer_line("I do not know", "") == 0
 
 
