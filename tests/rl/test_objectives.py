@@ -1,4 +1,4 @@
-"""Every option of the objective, alone and packed, against float64 written sequence by sequence from the formulas."""
+"""The policy losses: every option, padded and packed, against float64 written sequence by sequence from the papers."""
 
 import itertools
 import math
@@ -7,12 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.rl.aggregation import AGGREGATIONS
 from specrl_jax.rl.importance_sampling import CORRECTIONS
-from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
+from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss, kl_estimate
 
+LOW, HIGH = 0.2, 0.28
+PLAIN = Objective(LOW, HIGH, 0.0)
+WITH_KL = Objective(LOW, HIGH, 0.3)
 LONGEST = 9
 LOSSES, ESTIMATORS = ("clip", "gspo", "cispo"), ("k2", "k3")
 # (prompt, response) tokens of the sequences in each row, of 16.
@@ -39,11 +44,12 @@ def batch(seed=0):
 
 
 def reference(x, spans, o, ratio_of=None):
-    """The loss by the papers' formulas, one sequence after the other. `ratio_of`: log-probs behind CISPO's
-    stop-gradient, and behind the corrections'; None: the same.
+    """(loss, kl sum, clipped tokens) by the papers' formulas, one sequence after the other.
+
+    ratio_of: log-probs inside CISPO's stop-gradient, and inside the corrections'; None: the same.
     """
     fixed = x["logprobs"] if ratio_of is None else ratio_of
-    sums, counts = [], []
+    sums, counts, kl_sum, clipped = [], [], 0.0, 0
     for row, span in spans:
         logprobs, old, ref, behaviour, entropy, advantages = (
             x[name][row, span] for name in ("logprobs", "old", "ref", "behaviour", "entropy", "advantages")
@@ -56,9 +62,12 @@ def reference(x, spans, o, ratio_of=None):
             ratio = mean_ratio if o.loss == "gspo" else math.exp(logprobs[t] - old[t])
             if o.loss == "cispo":
                 ratio = math.exp(fixed[row, span][t] - old[t])
-                loss = -min(max(ratio, 1 - o.clip_low), 1 + o.clip_high) * A * logprobs[t]
+            bounded = min(max(ratio, 1 - o.clip_low), 1 + o.clip_high)
+            if o.loss == "cispo":
+                loss, is_clipped = -bounded * A * logprobs[t], bounded != ratio
             else:
-                loss = -min(ratio * A, min(max(ratio, 1 - o.clip_low), 1 + o.clip_high) * A)
+                loss, is_clipped = -min(ratio * A, bounded * A), bounded * A < ratio * A
+            clipped += is_clipped
             if o.correction != "none":
                 w = weight_of_all if o.correction.startswith("sequence") else math.exp(old[t] - behaviour[t])
                 if o.correction.endswith("truncate"):
@@ -68,26 +77,40 @@ def reference(x, spans, o, ratio_of=None):
                 loss *= w
             d = ref[t] - logprobs[t]
             kl = {"k2": d * d / 2, "k3": math.exp(d) - d - 1}[o.kl]
+            kl_sum += kl if o.kl_coef else 0.0
             losses.append(loss + o.kl_coef * kl - o.entropy_coef * entropy[t])
         sums.append(sum(losses))
         counts.append(n)
-    if o.aggregation == "token":
-        return sum(sums) / sum(counts)
-    if o.aggregation == "sequence":
-        return sum(s / n for s, n in zip(sums, counts)) / len(sums)
-    return sum(sums) / (len(sums) * o.longest)
+    loss = {
+        "token": sum(sums) / sum(counts),
+        "sequence": sum(s / n for s, n in zip(sums, counts)) / len(sums),
+        "constant": sum(sums) / (len(sums) * o.longest),
+    }
+    return loss[o.aggregation], kl_sum, clipped
+
+
+def metrics_of(x, o, logprobs=None):
+    inputs = LossInputs(x["old"], x["ref"], x["advantages"], x["behaviour"])
+    logprobs = x["logprobs"] if logprobs is None else logprobs
+    return grpo_loss(logprobs, x["entropy"], inputs, x["mask"], x["segments"], o)
 
 
 def loss_of(x, o, logprobs=None):
-    signal = LossInputs(x["old"], x["ref"], x["advantages"], x["behaviour"])
-    logprobs = x["logprobs"] if logprobs is None else logprobs
-    return grpo_loss(logprobs, x["entropy"], signal, x["mask"], x["segments"], o).loss.value()
+    return metrics_of(x, o, logprobs).loss.value()
 
 
-CASES = [
-    Objective(0.2, 0.28, 0.3, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
-    for loss, aggregation, correction in itertools.product(LOSSES, AGGREGATIONS, CORRECTIONS)
-] + [Objective(0.1, 0.4, 0.7, kl=kl, longest=LONGEST) for kl in ESTIMATORS]
+PAIRS = list(itertools.product(LOSSES, AGGREGATIONS))
+
+
+def case(loss, aggregation, correction):
+    objective = Objective(0.2, 0.28, 0.3, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
+    # `make test` has each loss with each aggregation, the corrections in turn; `make test-all` every combination.
+    fast = CORRECTIONS[PAIRS.index((loss, aggregation)) % len(CORRECTIONS)] == correction
+    return pytest.param(objective, marks=() if fast else pytest.mark.slow)
+
+
+CASES = [case(*pair, correction) for pair in PAIRS for correction in CORRECTIONS]
+CASES += [Objective(0.1, 0.4, 0.7, kl=kl, longest=LONGEST) for kl in ESTIMATORS]
 
 
 def name(o):
@@ -99,15 +122,24 @@ def test_loss_and_gradient_against_float64(o):
     x, spans = batch()
     with jax.enable_x64(True):
         arrays = {key: jnp.asarray(value) for key, value in x.items()}
-        loss, gradient = jax.value_and_grad(lambda values: loss_of(arrays, o, values))(arrays["logprobs"])
+
+        def loss_and_metrics(values):
+            metrics = metrics_of(arrays, o, values)
+            return metrics.loss.value(), metrics
+
+        (loss, metrics), gradient = jax.value_and_grad(loss_and_metrics, has_aux=True)(arrays["logprobs"])
+        expected, kl, clipped = reference(x, spans, o)
         # Float64 throughout: rounding only.
-        np.testing.assert_allclose(loss, reference(x, spans, o), rtol=1e-12)
+        np.testing.assert_allclose(loss, expected, rtol=1e-12)
+        np.testing.assert_allclose(metrics.kl.total, kl, rtol=1e-12)
+        assert float(metrics.clip_fraction.total) == clipped
+        assert float(metrics.kl.count) == float(metrics.clip_fraction.count) == x["mask"].sum()
         for row, column in ((0, 2), (0, 8), (1, 7), (2, 5), (0, 0), (2, 14)):
             step, found = 1e-6, []
             for sign in (1, -1):
                 moved = {**x, "logprobs": x["logprobs"].copy()}
                 moved["logprobs"][row, column] += sign * step
-                found.append(reference(moved, spans, o, ratio_of=x["logprobs"]))
+                found.append(reference(moved, spans, o, ratio_of=x["logprobs"])[0])
             # Central differences: the third derivative times step**2, and 1e-16 / step of rounding.
             np.testing.assert_allclose(gradient[row, column], (found[0] - found[1]) / (2 * step), atol=1e-8)
 
@@ -141,48 +173,144 @@ def test_without_old_logprobs_the_ratio_is_one():
     o = Objective(0.2, 0.28, 0.0, old_logprobs="current")
 
     def total(values):
-        terms = grpo_loss(values, x["entropy"], LossInputs(None, None, x["advantages"]), x["mask"], x["segments"], o)
-        return terms.loss.total, terms
+        metrics = grpo_loss(values, x["entropy"], LossInputs(None, None, x["advantages"]), x["mask"], x["segments"], o)
+        return metrics.loss.total, metrics
 
-    gradient, terms = jax.grad(total, has_aux=True)(jnp.asarray(x["logprobs"], jnp.float32))
+    gradient, metrics = jax.grad(total, has_aux=True)(jnp.asarray(x["logprobs"], jnp.float32))
     np.testing.assert_array_equal(gradient, np.where(x["mask"], -x["advantages"], 0).astype(np.float32))
-    assert float(terms.clip_fraction.total) == 0
+    assert float(metrics.clip_fraction.total) == 0
 
 
 def test_entropy_is_of_all_answers_also_where_none_teaches():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0)
     for loss_mask in (np.zeros_like(x["mask"]), x["mask"]):
-        signal = LossInputs(x["old"], None, x["advantages"], loss_mask=loss_mask)
-        terms = grpo_loss(x["logprobs"], x["entropy"], signal, x["mask"], x["segments"], o)
-        assert float(terms.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
+        inputs = LossInputs(x["old"], None, x["advantages"], loss_mask=loss_mask)
+        metrics = grpo_loss(x["logprobs"], x["entropy"], inputs, x["mask"], x["segments"], o)
+        assert float(metrics.entropy.value()) == pytest.approx(x["entropy"][x["mask"]].mean())
 
 
 def test_the_entropy_bonus_raises_entropy():
     x, _ = batch()
     o = Objective(0.2, 0.28, 0.0, entropy_coef=0.1)
-    signal = LossInputs(x["old"], None, x["advantages"])
+    inputs = LossInputs(x["old"], None, x["advantages"])
 
     def loss(entropy):
-        return grpo_loss(x["logprobs"], entropy, signal, x["mask"], x["segments"], o).loss.value()
+        return grpo_loss(x["logprobs"], entropy, inputs, x["mask"], x["segments"], o).loss.value()
 
     gradient = jax.grad(loss)(jnp.asarray(x["entropy"], jnp.float32))
     np.testing.assert_allclose(gradient, -0.1 * x["mask"] / x["mask"].sum(), rtol=1e-6)
 
 
+def random_batch(seed, shape=(4, 7)):
+    rng = np.random.default_rng(seed)
+    logprobs = -rng.exponential(2.0, shape).astype(np.float32)
+    old = (logprobs + rng.normal(0, 0.4, shape)).astype(np.float32)
+    ref = (logprobs + rng.normal(0, 0.4, shape)).astype(np.float32)
+    return logprobs, old, ref, rng.normal(size=shape[0]).astype(np.float32), rng.random(shape) < 0.7
+
+
+def metrics_of_rows(batch, objective):
+    logprobs, old, ref, advantages, mask = map(jnp.asarray, batch)
+    return metrics_from(logprobs, old, ref if objective.kl_coef else None, advantages, mask, objective)
+
+
+def metrics_from(logprobs, old, ref, advantages, mask, objective):
+    """Of rows of one answer each."""
+    inputs = LossInputs(old, ref, advantages[:, None])
+    return grpo_loss(logprobs, jnp.zeros_like(logprobs), inputs, mask, None, objective)
+
+
 @pytest.mark.parametrize(
-    ("options", "key"),
+    ("advantage", "ratio", "loss", "gradient", "clipped"),
     [
-        ({"loss": "ppo"}, r"grpo\.loss"),
-        ({"aggregation": "mean"}, r"grpo\.aggregation"),
-        ({"kl": "k4"}, r"grpo\.kl"),
-        ({"correction": "tis"}, r"grpo\.correction"),
-        ({"old_logprobs": "none"}, r"grpo\.old_logprobs"),
-        ({"correction": "token_mask", "old_logprobs": "rollout"}, r"grpo\.correction=token_mask"),
-        ({"correction": "token_mask", "correction_cap": 1.0}, r"grpo\.correction_cap=1\.0"),
-        ({"entropy_coef": -0.1}, "entropy_coef"),
+        (1.0, 1.0, -1.0, -1.0, 0),
+        (-1.0, 1.0, 1.0, 1.0, 0),
+        # A good token that is already likelier than the bound gets no further push ...
+        (1.0, 2.0, -(1 + HIGH), 0.0, 1),
+        # ... one that became less likely is pulled back, however far.
+        (1.0, 0.5, -0.5, -0.5, 0),
+        # A bad token that is already unlikelier than the bound gets no further push ...
+        (-1.0, 0.5, 1 - LOW, 0.0, 1),
+        # ... one that became likelier is pushed back, however far.
+        (-1.0, 2.0, 2.0, 2.0, 0),
+        # The two bounds are not the same: 1.25 is inside 1.28, 0.75 outside 0.8.
+        (1.0, 1.25, -1.25, -1.25, 0),
+        (-1.0, 0.75, 1 - LOW, 0.0, 1),
     ],
 )
-def test_an_option_that_does_not_exist_is_refused(options, key):
-    with pytest.raises(InputError, match=key):
-        Objective(0.2, 0.28, 0.0, **options)
+def test_clipping_by_sign_of_the_advantage(advantage, ratio, loss, gradient, clipped):
+    """Loss, its derivative by the log-prob (d ratio / d logprob = ratio), and whether the token counts as clipped."""
+    old, mask = jnp.full((1, 1), -1.5), jnp.ones((1, 1), bool)
+
+    def total(logprobs):
+        metrics = metrics_from(logprobs, old, None, jnp.array([advantage]), mask, PLAIN)
+        return metrics.loss.total, metrics
+
+    (got, metrics), got_gradient = jax.value_and_grad(total, has_aux=True)(old + jnp.log(ratio))
+    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    np.testing.assert_allclose(got_gradient, [[gradient]], rtol=1e-6)
+    assert float(metrics.clip_fraction.total) == clipped
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("objective", [PLAIN, WITH_KL], ids=["plain", "with_kl"])
+def test_masked_positions_carry_no_loss_and_no_gradient(junk, objective):
+    logprobs, old, ref, advantages, mask = random_batch(3)
+    spoiled = [np.where(mask, x, np.float32(junk)) for x in (logprobs, old, ref)]
+    clean = [np.where(mask, x, np.float32(0)) for x in (logprobs, old, ref)]
+
+    def total(values, old, ref):
+        return metrics_of_rows((values, old, ref, advantages, mask), objective).loss.total
+
+    loss, gradient = jax.value_and_grad(total)(*map(jnp.asarray, spoiled))
+    expected, expected_gradient = jax.value_and_grad(total)(*map(jnp.asarray, clean))
+    assert float(loss) == float(expected)
+    np.testing.assert_array_equal(gradient, expected_gradient)
+    np.testing.assert_array_equal(np.asarray(gradient)[~mask], 0.0)
+
+
+def test_an_empty_mask_gives_zeros():
+    logprobs, old, ref, advantages, mask = random_batch(4)
+    metrics = metrics_of_rows((logprobs, old, ref, advantages, np.zeros_like(mask)), WITH_KL)
+    assert [float(mean.value()) for mean in (metrics.loss, metrics.kl, metrics.clip_fraction)] == [0.0, 0.0, 0.0]
+
+
+def test_metrics_of_rows_parts_add_up():
+    batch = random_batch(5)
+    whole = metrics_of_rows(batch, WITH_KL)
+    parts = [metrics_of_rows([x[i::2] for x in batch], WITH_KL) for i in range(2)]
+    # Another order of 20 float32 additions.
+    for got, want in zip(jax.tree.leaves(parts[0] + parts[1]), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@given(st.floats(-50, 50, width=32))
+def test_k3_is_not_negative(difference):
+    value = float(
+        kl_estimate(jnp.zeros((1, 1)), jnp.full((1, 1), difference, jnp.float32), jnp.ones((1, 1), bool))[0, 0]
+    )
+    # expm1 is right to about two units in the last place of its own value.
+    assert value >= -(2**-22) * abs(difference)
+
+
+@given(st.integers(0, 2**20))
+def test_k3_is_unbiased(seed):
+    """The expectation over a vocabulary of 9, summed exactly: sum_x p(x) k3(x) = KL(p || q)."""
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.full(9, 0.7), size=2) + 1e-3
+    p, q = p / p.sum(), q / q.sum()
+    estimates = kl_estimate(
+        jnp.array(np.log(p)[None], jnp.float32), jnp.array(np.log(q)[None], jnp.float32), jnp.ones((1, 9), bool)
+    )
+    # Nine float32 metrics; exp(log q - log p) reaches 1e3 where p is small, weighed by that p.
+    np.testing.assert_allclose(np.sum(p * np.asarray(estimates[0])), np.sum(p * np.log(p / q)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option", [{"loss": "ppo"}, {"aggregation": "mean"}, {"kl": "k1"}, {"correction": "tis"}], ids=str
+)
+def test_an_unknown_name_is_refused(option):
+    (key,) = option
+    with pytest.raises(InputError, match=rf"grpo\.{key}: there is no"):
+        Objective(0.2, 0.28, 0.0, **option)

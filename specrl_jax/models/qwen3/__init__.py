@@ -1,32 +1,5 @@
 """Qwen3, dense and mixture of experts, as pure functions over a tree of parameters (arXiv 2505.09388)."""
 
 from specrl_jax.models.qwen3.config import PRESETS, Qwen3Config, preset
-from specrl_jax.models.qwen3.network import (
-    FeedForward,
-    Inputs,
-    Options,
-    Output,
-    forward,
-    layer,
-    lm_head_logits,
-    lm_head_weight,
-)
+from specrl_jax.models.qwen3.network import Inputs, Options, Output, forward, layer, lm_head_logits, lm_head_weight
 from specrl_jax.models.qwen3.params import inference_params, inference_specs, param_specs, unstacked
-
-__all__ = [
-    "PRESETS",
-    "FeedForward",
-    "Inputs",
-    "Options",
-    "Output",
-    "Qwen3Config",
-    "forward",
-    "inference_params",
-    "inference_specs",
-    "layer",
-    "lm_head_logits",
-    "lm_head_weight",
-    "param_specs",
-    "preset",
-    "unstacked",
-]
