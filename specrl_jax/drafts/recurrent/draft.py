@@ -35,8 +35,7 @@ class RecurrentHead(Protocol):
 class RecurrentDraft(RecurrentHead, Protocol):
     """The methods of `DraftModel` that are the same for every recurrent head."""
 
-    @property
-    def config(self) -> HeadConfig: ...
+    config: HeadConfig  # a field of each head's dataclass
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
         return init_cache(self.config, rows, length, dtype)
