@@ -6,7 +6,7 @@ A kind with weights implements `DraftModel`. `docs/add_a_drafter.md` adds one st
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import flax.struct
 import jax
@@ -17,11 +17,13 @@ from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs
+from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 Cache = TypeVar("Cache")
+# [Vd] int32, target id of each draft id; None = the same ids
+VocabMap = jax.Array | np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +58,15 @@ class TargetTables:
     lm_head: jax.Array  # [Vd, D], the rows of the draft's vocabulary
 
 
-class TargetFeatures(Protocol):
-    """The target's activations at every token of a row."""
+class DraftInputs(NamedTuple):
+    """What a draft learns from, along rows of tokens [B, T]."""
 
-    @property
-    def aux(self) -> jax.Array | None:
-        """[B, T, A, D] residual stream entering the draft's `aux_layers`; None where it reads none."""
-
-    @property
-    def hidden(self) -> jax.Array:
-        """[B, T, D] input of the target's lm_head."""
+    tables: TargetTables
+    aux: jax.Array | None  # [B, T, A, D], the target's residual stream entering `aux_layers`; None = reads none
+    hidden: jax.Array  # [B, T, D], input of the target's lm_head
+    rows: Rows
+    steps: int  # draft steps to unroll
+    dtype: jnp.dtype  # of the activations
 
 
 class DraftModel(Protocol[Cache]):
@@ -104,23 +105,14 @@ class DraftModel(Protocol[Cache]):
     def cache_axes(self) -> Cache:
         """Return the logical axes of `init_cache`'s arrays, as tuples in the same tree."""
 
-    def update_cache(self, params: Params, cache: Cache, positions: jax.Array, out: qwen3.Output) -> Cache:
+    def update_cache(self, params: Params, cache: Cache, positions: jax.Array, out: Output) -> Cache:
         """Write to the cache what the draft reads of a forward of the target at positions [B, Q]."""
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         """Return the engine's functions; their parameters are `Weights`, their cache `Caches`."""
 
-    def unrolled(
-        self,
-        params: Params,
-        tables: TargetTables,
-        features: TargetFeatures,
-        rows: Rows,
-        steps: int,
-        dtype: jnp.dtype,
-        partition: Partitioner,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Run `steps` draft steps from every token of training rows, on ground-truth tokens.
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
+        """Unroll draft steps from every token of training rows, on ground-truth tokens.
 
         Returns:
           outputs [steps, B, T, D] and lm_head [Vd, D]: entry (i, t) predicts token t + 2 + i.
@@ -138,17 +130,11 @@ class DraftModel(Protocol[Cache]):
     def load(self, folder: str, partition: Partitioner) -> Params:
         """Read float32 parameters in the training layout."""
 
-    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray | None:
-        """Return [Vd] int32 target ids, None without `has_vocab_map`; `folder` '' is a draft that is made here."""
+    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
+        """Return the target ids of the draft in `folder`, or of a new one where that is ''."""
 
     def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: jax.Array | np.ndarray | None,
-        target: qwen3.Qwen3Config,
-        dtype: str,
-        target_path: str = "",
+        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
     ) -> None:
         """Write a folder that `load` and other libraries read.
 

@@ -14,7 +14,7 @@ import optax
 
 from specrl_jax.core import DraftTerms, Mean, Params
 from specrl_jax.data.rows import Rows
-from specrl_jax.drafts.base import DraftModel, TargetTables
+from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
@@ -137,9 +137,8 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
 def _terms(
     forward: DraftForward, partition: Partitioner, params: Params, tables: TargetTables, features: Features, rows: Rows
 ) -> DraftTerms:
-    outputs, lm_head = forward.draft.unrolled(
-        params, tables, features, rows, forward.ttt_steps, forward.dtype, partition
-    )
+    inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype)
+    outputs, lm_head = forward.draft.unrolled(params, inputs, partition)
     target = TargetDistribution(features.hidden.astype(forward.dtype), tables.lm_head, features.normaliser)
     return draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
 

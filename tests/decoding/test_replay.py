@@ -15,7 +15,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.step import Draft
 from specrl_jax.drafts.lookup.draft import lookup_drafter
-from tests.drafts.test_lookup import make_slots
+from tests.drafts.lookup.test_lookup import make_slots
 from tests.helpers import toys
 
 TABLE = toys.make_table(seed=0, V=4, scale=2.0)

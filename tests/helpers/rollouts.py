@@ -45,9 +45,14 @@ def policy(preset="nano_deep"):
 def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep"):
     """Return the engine of one of KINDS with drafts of k tokens, and its weights; lookup needs larger limits."""
     kind, cascade_min = KINDS[name]
+    options = DraftOptions(kind, preset="nano" if kind == "model" else "", match_min=1, cascade=cascade_min)
+    return make_engine_and_weights(options, k, limits, sampling, lengths, preset)
+
+
+def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="nano_deep"):
+    """Return the engine and the weights of a draft with these options."""
     model = qwen3.preset(preset)
-    preset_of_draft = "nano" if kind == "model" else ""
-    method = make_method(DraftOptions(kind, preset=preset_of_draft, match_min=1, cascade=cascade_min), model)
+    method = make_method(options, model)
     draft = method.model
     if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)

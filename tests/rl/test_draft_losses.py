@@ -390,7 +390,7 @@ def test_a_draft_that_is_the_target_keeps_all_it_can_draft(batch):
 
 TARGET = qwen3.Qwen3Config(24, 16, 7, 4, 2, 8, 24, tied=True, max_positions=64)
 EAGLE, MTP = eagle3.eagle3_config(TARGET, draft_vocab=11), mtp.mtp_config(TARGET)
-HEADS = {"eagle3": (eagle3, EAGLE, 3), "mtp": (mtp, MTP, 1)}  # and the features it takes
+HEADS = {"eagle3": (eagle3, EAGLE, (3,)), "mtp": (mtp, MTP, ())}  # and the shape of its features before D
 LENGTHS = [[6, 7, 5], [11, 5]]  # tokens of the sequences of each packed row
 ROW = 18  # the second has two tokens of padding
 PROMPT = 2
@@ -422,7 +422,7 @@ def head_and_sequences(kind):
 
     params = jax.tree.map(draw, module.param_specs(config))
     params |= {"unembed": rng.normal(size=(11, TARGET.embed)).astype(np.float32)}
-    shapes = {"features": (features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
+    shapes = {"features": (*features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
     lengths = [length for row in LENGTHS for length in row]
     texts = {name: [rng.normal(size=(n, *shape)).astype("f4") for n in lengths] for name, shape in shapes.items()}
     # Above the logsumexp of the draft's words, by what the others have.

@@ -7,22 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import Params
-from specrl_jax.data.rows import Rows
-from specrl_jax.drafts.base import DraftMethod, DraftOptions, TargetFeatures, TargetTables
+from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, VocabMap
 from specrl_jax.drafts.eagle3 import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import RecurrentDraft
-from specrl_jax.drafts.recurrent.network import DraftCache
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
-from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs
+from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 FORMATS = tuple(checkpoint.FORMATS)
 
 
-def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
     """Return the head in draft.path, or the one that is made for the target. Raises InputError."""
     path, vocab_size = options.path, options.vocab_size
     if path:
@@ -63,38 +62,30 @@ class Eagle3Draft(RecurrentDraft):
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return network.inference_params(params, dtype)
 
-    def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: qwen3.Output) -> DraftCache:
+    def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: Output) -> DraftCache:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
         assert out.aux is not None, "the forward was asked for aux_layers"
         hidden = network.first_hidden(params, self.config, out.aux)
         return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
+
+    def layer(
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+    ) -> jax.Array:
+        return network.layer(params, self.config, hidden, embedded, angles, attend)
 
     def write_pairs(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> DraftCache:
         return network.write_pairs(params, self.config, hidden, embedded, pairs, cache)
 
-    def extend(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
-    ) -> tuple[jax.Array, DraftCache]:
-        return network.extend(params, self.config, hidden, embedded, pairs, cache)
-
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return network.draft_logits(weights.draft, self.config, a)
 
-    def unrolled(
-        self,
-        params: Params,
-        tables: TargetTables,
-        features: TargetFeatures,
-        rows: Rows,
-        steps: int,
-        dtype: jnp.dtype,
-        partition: Partitioner,
-    ) -> tuple[jax.Array, jax.Array]:
-        assert features.aux is not None, "the forward was asked for aux_layers"
-        embedded, aux = tables.embed[rows.tokens].astype(dtype), features.aux.astype(dtype)
-        outputs = network.unrolled(params, self.config, aux, embedded, steps, rows.positions, rows.segments)
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
+        rows, aux = inputs.rows, inputs.aux
+        assert aux is not None, "the forward was asked for aux_layers"
+        embedded, aux = inputs.tables.embed[rows.tokens].astype(inputs.dtype), aux.astype(inputs.dtype)
+        outputs = network.unrolled(params, self.config, aux, embedded, inputs.steps, rows.positions, rows.segments)
         return outputs, params["unembed"]
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
@@ -104,19 +95,13 @@ class Eagle3Draft(RecurrentDraft):
     def load(self, folder: str, partition: Partitioner) -> Params:
         return checkpoint.load_params(folder, self.config, partition, jnp.float32)
 
-    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> np.ndarray:
+    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
         if not folder:
             return np.arange(self.vocab, dtype=np.int32)
         return checkpoint.load_vocab_map(folder, self.config, target)
 
     def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: jax.Array | np.ndarray | None,
-        target: qwen3.Qwen3Config,
-        dtype: str,
-        target_path: str = "",
+        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
     ) -> None:
         ids = np.asarray(vocab_map)
         checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)

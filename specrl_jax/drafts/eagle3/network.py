@@ -230,22 +230,6 @@ def write_pairs(
     return recurrent.store(cache, positions, rotate(k, angles), v)
 
 
-def extend(
-    params: Params,
-    config: Eagle3Config,
-    hidden: jax.Array,
-    embedded: jax.Array,
-    positions: jax.Array,
-    cache: DraftCache,
-) -> tuple[jax.Array, DraftCache]:
-    """Apply the head to pairs `positions` [B, Q], each attending to pairs up to its own.
-
-    Returns the layer's output a [B, Q, D] and the cache as `write_pairs` does; entries beyond its length are dropped.
-    """
-    head = functools.partial(layer, params, config)
-    return recurrent.extend(head, config, hidden, embedded, positions, cache)
-
-
 def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:
     return rms_norm(a, params["final_norm"], config.norm_epsilon)
 
@@ -287,13 +271,8 @@ def unrolled(
 ) -> jax.Array:
     """Apply the head to its own outputs on ground-truth tokens (training-time test, section 3.2, `recurrent.unroll`).
 
-    Args:
-      features: [B, T, 3, D] of the target at each position.
-      embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
-      positions, segments: [B, T] int32, as in `recurrent.unroll`.
-    Returns:
-      [steps, B, T, D], inputs of the lm_head; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the end are
-      meaningless.
+    Arguments as in `recurrent.unroll`, features being those of its hidden states. Returns its outputs as one array
+    [steps, B, T, D], inputs of the lm_head.
     """
     head = functools.partial(layer, params, config)
     hidden = first_hidden(params, config, features)

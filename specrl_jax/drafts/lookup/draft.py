@@ -6,7 +6,6 @@ exact.
 """
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,6 @@ from specrl_jax.decoding.step import Draft, Slots
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.lookup.search import look_up
 from specrl_jax.models.qwen3 import Qwen3Config
-
-Cache = TypeVar("Cache")
 
 
 def make_ngram(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
@@ -51,7 +48,7 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
         deterministic, num_drafted = jnp.ones(slots.length.shape, bool), (tokens >= 0).sum(axis=1, dtype=jnp.int32)
         return Draft(tokens, None, deterministic, num_drafted=num_drafted), slots.cache
 
-    return Drafter(length, draft, _keep_cache, copies=True)
+    return Drafter(length, draft, lambda params, tokens, length, cache: cache, copies=True)
 
 
 def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:
@@ -72,10 +69,6 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
         return draft, cache
 
     return Drafter(neural.length, draft, neural.sync_cache)
-
-
-def _keep_cache(params: object, tokens: jax.Array, length: jax.Array, cache: Cache) -> Cache:
-    return cache
 
 
 def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:

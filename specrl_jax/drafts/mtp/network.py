@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested
 from specrl_jax.drafts.recurrent import network as recurrent
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.recurrent.network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm
@@ -31,7 +31,7 @@ from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm
 
 @dataclasses.dataclass(frozen=True)
 class MTPConfig(HeadConfig):
-    """Sizes of a head; letters as in specrl_jax.core, A = 1 feature, the hidden state."""
+    """Sizes of a head; letters as in specrl_jax.core."""
 
     vocab: int  # V, the target's
 
@@ -83,11 +83,6 @@ def inference_params(params: Params, dtype: jnp.dtype) -> Params:
     return jax.tree.map(lambda w: w.astype(dtype), fused)
 
 
-def project_features(params: Params, features: jax.Array) -> jax.Array:
-    """Return h [B, T, D] of the target's features [B, T, 1, D]: its hidden state unchanged."""
-    return features[:, :, 0]
-
-
 def layer(
     params: Params, config: MTPConfig, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
@@ -107,41 +102,10 @@ def _block(params: Params) -> Params:
     return branches(params, "layers")[0] if isinstance(layers, list) else jax.tree.map(lambda w: w[0], layers)
 
 
-def write_pairs(
-    params: Params,
-    config: MTPConfig,
-    hidden: jax.Array,
-    embedded: jax.Array,
-    positions: jax.Array,
-    cache: DraftCache,
-) -> DraftCache:
-    """Write keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D], to the cache.
-
-    Under jit nothing after keys and values is computed; queries are, as part of the fused product.
-    """
-    return extend(params, config, hidden, embedded, positions, cache)[1]
-
-
-def extend(
-    params: Params,
-    config: MTPConfig,
-    hidden: jax.Array,
-    embedded: jax.Array,
-    positions: jax.Array,
-    cache: DraftCache,
-) -> tuple[jax.Array, DraftCache]:
-    """Apply the head to pairs `positions` [B, Q], each attending to pairs up to its own.
-
-    Returns the output a [B, Q, D] and the cache as `write_pairs` does; entries beyond its length are dropped.
-    """
-    head = functools.partial(layer, params, config)
-    return recurrent.extend(head, config, hidden, embedded, positions, cache)
-
-
 def unrolled(
     params: Params,
     config: MTPConfig,
-    features: jax.Array,
+    hidden: jax.Array,
     embedded: jax.Array,
     steps: int,
     positions: jax.Array,
@@ -149,14 +113,8 @@ def unrolled(
 ) -> jax.Array:
     """Apply the head to its own outputs on ground-truth tokens (training-time test, `recurrent.unroll`).
 
-    Args:
-      features: [B, T, 1, D] hidden state of the target at each position.
-      embedded: [B, T, D] embedding of the token at each position; pair t of step i takes that of position t + 1 + i.
-      positions, segments: [B, T] int32, as in `recurrent.unroll`.
-    Returns:
-      [steps, B, T, D], inputs of the policy's lm_head; entry (i, t) predicts token t + 2 + i. Rows within 1 + i of the
-      end are meaningless.
+    Arguments as in `recurrent.unroll`, features being those of its hidden states. Returns its outputs as one array
+    [steps, B, T, D], inputs of the policy's lm_head.
     """
     head = functools.partial(layer, params, config)
-    hidden = project_features(params, features)
     return jnp.stack(recurrent.unroll(head, config, hidden, embedded, steps, positions, segments))

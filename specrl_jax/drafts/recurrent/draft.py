@@ -1,6 +1,6 @@
 """What draft heads of one layer share as drafts: the cache in the engine, and the drafter over it."""
 
-from typing import Protocol
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,35 +10,44 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.step import Draft, Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
-from specrl_jax.drafts.recurrent.network import DraftCache, HeadConfig, init_cache
+from specrl_jax.drafts.recurrent import network
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
 
 
-class RecurrentHead(Protocol):
-    """A head over pairs (hidden state of position t, token t + 1), fed its own outputs beyond the target's."""
+class RecurrentDraft:
+    """Base of drafts with a head over pairs (hidden state of position t, token t + 1), fed its own outputs.
 
-    def write_pairs(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
-    ) -> DraftCache:
-        """Write keys and values of pairs [B, Q]; hidden and embedded are [B, Q, D]."""
+    A head overrides `config`, `layer` and `logits`; `write_pairs` where it can do with less than the whole layer.
+    """
+
+    config: HeadConfig
+
+    def layer(
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
+    ) -> jax.Array:
+        """Apply the head to hidden and embedded [B, Q, D]; return the next application's hidden."""
+        raise NotImplementedError
+
+    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
+        """Return [B, Q, Vd] float32 of the layer's output [B, Q, D]."""
+        raise NotImplementedError
 
     def extend(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> tuple[jax.Array, DraftCache]:
-        """Return the head's output [B, Q, D] at pairs [B, Q], and the cache as `write_pairs` leaves it."""
+        """Apply the head to pairs [B, Q], each attending to pairs up to its own; return the output and the cache."""
+        return network.extend(functools.partial(self.layer, params), self.config, hidden, embedded, pairs, cache)
 
-    def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
-        """Return [B, Q, Vd] float32 of the head's output."""
-
-
-class RecurrentDraft(RecurrentHead, Protocol):
-    """The methods of `DraftModel` that are the same for every recurrent head."""
-
-    config: HeadConfig  # a field of each head's dataclass
+    def write_pairs(
+        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+    ) -> DraftCache:
+        """Write keys and values of pairs [B, Q]. Under jit nothing after them is computed."""
+        return self.extend(params, hidden, embedded, pairs, cache)[1]
 
     def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
-        return init_cache(self.config, rows, length, dtype)
+        return network.init_cache(self.config, rows, length, dtype)
 
     def cache_axes(self) -> DraftCache:
         return DraftCache(*map(stand_in, (("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)))
@@ -47,7 +56,7 @@ class RecurrentDraft(RecurrentHead, Protocol):
         return recurrent_drafter(self, config)
 
 
-def recurrent_drafter(head: RecurrentHead, config: DrafterConfig) -> Drafter:
+def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens with an EAGLE-3 or MTP head; its input embedding is the policy's."""
 
     def embed(params: Weights, tokens: jax.Array) -> jax.Array:

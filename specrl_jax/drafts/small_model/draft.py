@@ -4,24 +4,23 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specrl_jax.core import Params, shift_left, stand_in
-from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.step import Draft, Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
-from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions, TargetFeatures, TargetTables
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Specs
+from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
 
 
-def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
+def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
     """Return the model of draft.path or draft.preset. Raises InputError where its vocabulary is not the target's."""
     if options.path:
         config = hf.load_config(options.path, key="draft.path")
@@ -38,7 +37,7 @@ def make(options: DraftOptions, target: qwen3.Qwen3Config) -> DraftMethod:
 class SmallModelDraft:
     """Implement `DraftModel` for a smaller policy."""
 
-    config: qwen3.Qwen3Config
+    config: Qwen3Config
 
     aux_layers = ()
     has_vocab_map = False
@@ -66,27 +65,18 @@ class SmallModelDraft:
         layers = self.config.layers
         return kv.KVCache((stand_in(kv.KEY_AXES),) * layers, (stand_in(kv.VALUE_AXES),) * layers)
 
-    def update_cache(self, params: Params, cache: kv.KVCache, positions: jax.Array, out: qwen3.Output) -> kv.KVCache:
+    def update_cache(self, params: Params, cache: kv.KVCache, positions: jax.Array, out: Output) -> kv.KVCache:
         return cache
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         return small_model_drafter(self.config, config)
 
-    def unrolled(
-        self,
-        params: Params,
-        tables: TargetTables,
-        features: TargetFeatures,
-        rows: Rows,
-        steps: int,
-        dtype: jnp.dtype,
-        partition: Partitioner,
-    ) -> tuple[jax.Array, jax.Array]:
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
         """Run one forward: on ground-truth tokens, step i is the same pass shifted by i."""
-        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments)
-        options = qwen3.Options(dtype=dtype, return_logits=False)
-        out = qwen3.forward(params, self.config, inputs, partition, options)
-        outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(steps)])
+        rows, options = inputs.rows, qwen3.Options(dtype=inputs.dtype, return_logits=False)
+        text = qwen3.Inputs(rows.tokens, rows.positions, rows.segments)
+        out = qwen3.forward(params, self.config, text, partition, options)
+        outputs = jnp.stack([shift_left(out.hidden, 1 + i) for i in range(inputs.steps)])
         return outputs, qwen3.lm_head_weight(params, self.config)
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
@@ -96,22 +86,16 @@ class SmallModelDraft:
     def load(self, folder: str, partition: Partitioner) -> Params:
         return hf.load_params(folder, self.config, partition, jnp.float32, key="draft.path")
 
-    def load_vocab_map(self, folder: str, target: qwen3.Qwen3Config) -> None:
+    def load_vocab_map(self, folder: str, target: Qwen3Config) -> None:
         return None
 
     def save(
-        self,
-        folder: str,
-        params: Params,
-        vocab_map: jax.Array | np.ndarray | None,
-        target: qwen3.Qwen3Config,
-        dtype: str,
-        target_path: str = "",
+        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
     ) -> None:
         hf.save_params(folder, params, self.config, dtype)
 
 
-def small_model_drafter(model: qwen3.Qwen3Config, config: DrafterConfig) -> Drafter:
+def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens, each by one forward of the small model over its cache."""
 
     def forward(

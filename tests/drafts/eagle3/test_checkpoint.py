@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in three dialects: recognised, the same bits and logits through each, and every trap of interchange.
+"""EAGLE-3 heads in three formats: recognised, the same bits through each, refusals, and every trap of interchange.
 
 The traps are those of the reference notes on EAGLE-3, section 6: layers off by one, positions that are clamped,
 norm_before_residual's default, norm_output's two meanings, a yarn that was never trained, and the layout of q, k, v.
@@ -6,7 +6,6 @@ norm_before_residual's default, norm_output's two meanings, a yarn that was neve
 
 import dataclasses
 import functools
-import itertools
 import json
 import shutil
 
@@ -16,15 +15,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.core import InputError
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.errors import InputError
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
-from tests.helpers.policies import row_positions
+from tests.helpers.heads import VARIANTS, random_params, torch_layout
 
 # Every size differs from every other, and N * H from D.
 TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
@@ -33,12 +31,7 @@ IDS = np.sort(np.random.default_rng(1).choice(TARGET.vocab, HEAD.draft_vocab, re
 LAYER = {"sglang": "midlayer.", "vllm": "layers.0.", "speculators": "layers.0."}
 AUX = "eagle_aux_hidden_state_layer_ids"
 dialects = pytest.mark.parametrize("dialect", LAYER)
-dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 variants = pytest.mark.parametrize("name", VARIANTS)
-
-T, STEPS = 6, 2
-FEATURES = np.random.default_rng(2).normal(size=(1, T, 3, TARGET.embed)).astype(np.float32)
-EMBEDDED = np.random.default_rng(3).normal(size=(1, T, TARGET.embed)).astype(np.float32)
 
 
 def head_of(name):
@@ -59,12 +52,6 @@ def load_config(folder, target=TARGET):
 def load(folder, partition):
     head = load_config(folder)
     return head, eagle3_formats.load_params(str(folder), head, partition)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits(head, params):
-    outputs = eagle3.unrolled(params, head, FEATURES, EMBEDDED, STEPS, row_positions(EMBEDDED[..., 0]))
-    return jnp.einsum("SBTD,VD->SBTV", outputs, params["unembed"], preferred_element_type=jnp.float32)
 
 
 def assert_same_trees(ours, theirs):
@@ -148,40 +135,12 @@ def test_tensors_have_the_published_names_and_layouts(dialect, name, tmp_path):
 
 @dialects
 @variants
-def test_the_exported_file_gives_the_trained_logits(dialect, name, tmp_path):
-    """Trap 6: the formula on the file's tensors, in float64, against the head that was saved."""
-    head = head_of(name)
-    params = save(tmp_path, dialect, head)
-    tensors = {key: tensor for key, tensor in read_tensors(tmp_path).items() if key not in ("d2t", "t2d")}
-    drafted = numpy_draft(tensors, head, FEATURES[0], EMBEDDED[0], 3, STEPS)
-    # float32 against float64 through one layer a step: sums of at most 100 terms of order one.
-    np.testing.assert_allclose(logits(head, params)[:, 0, 3], drafted, atol=2e-5)
-
-
-@dialects
-@dtypes
-@variants
-def test_the_same_bits_and_logits_come_back(dialect, dtype, name, tmp_path, partition):
-    params = save(tmp_path, dialect, head_of(name), dtype)
+def test_the_same_head_comes_back(dialect, name, tmp_path, partition):
+    params = save(tmp_path, dialect, head_of(name), "bfloat16")
     head, loaded = load(tmp_path, partition)
     assert head == head_of(name)
     assert_same_trees(loaded, params)
-    np.testing.assert_array_equal(logits(head, loaded), logits(head_of(name), params))
     np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(tmp_path), head, TARGET), IDS)
-
-
-@pytest.mark.parametrize("route", itertools.permutations(LAYER, 2), ids="-".join)
-@variants
-def test_from_one_dialect_to_another(route, name, tmp_path, partition):
-    params = save(tmp_path / "first", route[0], head_of(name))
-    head, loaded = load(tmp_path / "first", partition)
-    ids = eagle3_formats.load_vocab_map(str(tmp_path / "first"), head, TARGET)
-    eagle3_formats.save(str(tmp_path / "second"), loaded, ids, head, TARGET, "float32", route[1])
-    head, loaded = load(tmp_path / "second", partition)
-    assert head == head_of(name)
-    assert_same_trees(loaded, params)
-    np.testing.assert_array_equal(logits(head, loaded), logits(head_of(name), params))
-    np.testing.assert_array_equal(eagle3_formats.load_vocab_map(str(tmp_path / "second"), head, TARGET), IDS)
 
 
 def test_a_sharded_load_gives_the_same_head(tmp_path):
@@ -643,3 +602,78 @@ def test_a_speculator_without_a_layer_config(copy):
     folder = copy("speculators")
     edit_config(folder, transformer_layer_config=...)
     assert "lacks 'transformer_layer_config'" in refusal(folder)
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Eagle3DraftModel"], [], None])
+def test_another_architecture(architectures, copy):
+    folder = copy("sglang")
+    edit_config(folder, architectures=architectures)
+    message = refusal(folder)
+    assert "LlamaForCausalLMEagle3" in message and str(architectures) in message
+
+
+def test_a_missing_folder(tmp_path):
+    assert "no folder" in refusal(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["config.json", tensor_folder.SINGLE])
+def test_a_missing_file(name, copy):
+    folder = copy("sglang")
+    (folder / name).unlink()
+    assert f"has no {name}" in refusal(folder)
+
+
+def test_a_file_that_is_not_safetensors(copy):
+    folder = copy("sglang")
+    (folder / tensor_folder.SINGLE).write_bytes(b"not safetensors at all")
+    assert tensor_folder.SINGLE in refusal(folder)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (72, 24)], ids=["one feature", "transposed"])
+def test_a_tensor_of_another_shape(shape, copy):
+    folder = copy("sglang")
+    edit_tensors(folder, {"fc.weight": np.zeros(shape, np.float32)})
+    with pytest.raises(InputError, match=rf"draft\.path: fc\.weight has shape \({shape[0]}, {shape[1]}\), \(24, 72\)"):
+        load_config(folder)
+
+
+def test_more_vocabulary_entries_than_the_policy_has(copy):
+    folder = copy("sglang")
+    edit_config(folder, draft_vocab_size=41)
+    with pytest.raises(InputError, match=r"draft\.vocab_size=41 must be in 1\.\.40"):
+        load_config(folder)
+
+
+def test_a_policy_that_is_too_shallow(saved):
+    with pytest.raises(InputError, match=r"draft\.kind=eagle3 .* at least 7, this one has 6"):
+        load_config(saved / "sglang", dataclasses.replace(TARGET, layers=6))
+
+
+def test_stored_in_bfloat16_and_read_in_float32(tmp_path, partition):
+    """What a run trains on: float32, with the values of the file."""
+    params = save(tmp_path, "sglang", dtype="bfloat16")
+    loaded = eagle3_formats.load_params(str(tmp_path), HEAD, partition, jnp.dtype("float32"))
+    assert_same_trees(loaded, jax.tree.map(lambda w: w.astype(np.float32), params))
+
+
+def d2t_of(ids):
+    return np.asarray(ids, np.int64) - np.arange(len(ids))
+
+
+@pytest.mark.parametrize(
+    ("d2t", "words"),
+    [
+        (None, ["lacks the tensor d2t"]),
+        (d2t_of(IDS[:-1]), ["(15,)", "(16,)"]),
+        (d2t_of([*IDS[:-1], 40]), ["16 different ids below 40"]),
+        (d2t_of([-1, *IDS[1:]]), ["16 different ids below 40"]),
+        (d2t_of([*IDS[:-1], IDS[0]]), ["16 different ids below 40"]),
+    ],
+    ids=["missing", "short", "beyond the vocabulary", "negative", "twice the same"],
+)
+def test_a_d2t_that_names_no_ids_of_the_policy(d2t, words, copy):
+    folder = copy("sglang")
+    edit_tensors(folder, {"d2t": d2t})
+    message = refusal(folder)
+    for word in words:
+        assert word in message, message

@@ -1,4 +1,4 @@
-"""Copied drafts against their definition in plain Python, in the loop that they run in, and in the engine."""
+"""Lookup drafts against their definition in plain Python, inside a loop on the device, and in the engine."""
 
 import functools
 
@@ -19,7 +19,7 @@ from specrl_jax.decoding.step import Draft, Slots, commit
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import check_options
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
-from specrl_jax.drafts.lookup.search import longest_match, look_up, recent_tokens
+from specrl_jax.drafts.lookup.search import look_up
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index, joint, sequences
 from tests.helpers.statistics import assert_drawn_from
@@ -140,14 +140,6 @@ def test_examples(name):
     assert (found[0].tolist(), int(found_matched[0])) == ([int(c) for c in draft] + [-1] * (k - len(draft)), matched)
 
 
-def test_a_match_says_which_text_and_where():
-    texts = np.array([[[1, 2, 3, 1, 2, 4], [9, 1, 2, 5, 0, 0]]], np.int32)
-    recent = recent_tokens(jnp.array([[9, 1, 2, 7]]), jnp.array([3]), 5)
-    for lengths, wanted in (((6, 6), (1, 3, 3)), ((6, 3), (0, 5, 2)), ((3, 3), (0, 2, 2))):
-        match = longest_match(recent, jnp.array(texts), jnp.array([lengths], jnp.int32))
-        assert tuple(int(x[0]) for x in match) == wanted
-
-
 # --- drafters
 
 
@@ -198,13 +190,6 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_corpus):
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
     assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
-
-
-def test_ngram_and_suffix_draft_differently_here():
-    drafts = [
-        lookup_drafter(2, 1, 4).draft(None, some_slots(with_corpus=c), jnp.uint32(0), 2)[0] for c in (True, False)
-    ]
-    assert (np.asarray(drafts[0].tokens) != np.asarray(drafts[1].tokens)).any()
 
 
 def test_in_a_loop_rows_copy_what_their_siblings_just_wrote():
@@ -273,7 +258,7 @@ def fixed_drafter(deterministic, logits=True):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_cascade_copies_where_the_match_is_long_and_only_there(deterministic):
+def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))
     arrays = (slots.tokens, slots.length, slots.group, slots.member, slots.corpus)
     copied, matched = (np.asarray(x) for x in look_up(*arrays, 3, 1, 4))
@@ -336,7 +321,7 @@ def test_the_engine_gives_the_rollouts_of_plain_decoding_with_fewer_forwards():
     assert repeated < suffix < ngram < plain.verifications.sum()
 
 
-def test_a_cascade_in_the_engine_uses_what_it_copies():
+def test_an_override_in_the_engine_uses_what_it_copies():
     neural, verifications = toys.toy_drafter(DRAFT_TABLE, 3, 1.0), np.zeros(3, int)
     for seed in range(4):
         [plain] = generate(toys.NO_DRAFTER, "coupled", seed=seed)
@@ -349,7 +334,7 @@ def test_a_cascade_in_the_engine_uses_what_it_copies():
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_joint_law_under_a_cascade_is_the_targets(rule):
+def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     """A row is verified by ratio in one block and by equality in the next, after texts that its siblings just wrote.
 
     81 outcomes, 2**17 rollouts, error rates 1e-6 at 0.0165 against 0.033. Three of the rollouts are copied from by all.

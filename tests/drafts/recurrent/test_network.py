@@ -1,0 +1,122 @@
+"""Recurrent heads: what a pair of the unrolled pass may read, long rows in parts, cache writes beyond the end."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.drafts.mtp.draft import MTPDraft
+from specrl_jax.drafts.recurrent import network as recurrent
+from specrl_jax.models import qwen3
+from specrl_jax.models.layers import init_params
+from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.policies import row_positions
+
+TARGET = qwen3.Qwen3Config(40, 24, 7, 4, 2, 8, 32, tied=True, max_positions=64)
+DRAFTS = {"eagle3": Eagle3Draft(eagle3.eagle3_config(TARGET, 16)), "mtp": MTPDraft(mtp.mtp_config(TARGET))}
+NETWORKS, FEATURES = {"eagle3": eagle3, "mtp": mtp}, {"eagle3": (3, 24), "mtp": (24,)}
+CONFIG = DRAFTS["eagle3"].config
+B, T = 2, 9
+kinds = pytest.mark.parametrize("kind", DRAFTS)
+
+
+def params_of(kind):
+    return init_params(jax.random.key(0), DRAFTS[kind].specs)
+
+
+def inputs_of(kind, T=T):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(B, T, *shape)), jnp.float32) for shape in (FEATURES[kind], (24,)))
+
+
+@kinds
+def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
+    (features, embedded), t, steps = inputs_of(kind), 3, 3
+
+    @jax.jit
+    def run(features, embedded):
+        positions = row_positions(embedded[..., 0])
+        unrolled = NETWORKS[kind].unrolled
+        return unrolled(params_of(kind), DRAFTS[kind].config, features, embedded, steps, positions)[:, :, t]
+
+    before = run(features, embedded)
+    # Step i takes the token at t + 1 + i; those after the last step's are unknown.
+    after = run(features.at[:, t + 1 :].add(1.0), embedded.at[:, t + 1 + steps :].add(1.0))
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("packed", "T"),
+    [
+        (True, 8),
+        *(pytest.param(packed, T, marks=pytest.mark.slow) for packed, T in ((True, 9), (False, 8), (False, 9))),
+    ],
+)
+def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monkeypatch):
+    """Nine pairs in three parts, or eight, whose last part is not full, on two devices that share each row."""
+    params, (features, embedded) = params_of("eagle3"), inputs_of("eagle3", T)
+    if T % 2 == 0:
+        rows = partitioner(make_mesh({"sequence": 2}, jax.devices()[:2]), LEARNER).sharding(("batch", "sequence"))
+        features, embedded = jax.device_put((features, embedded), rows)
+    positions = row_positions(embedded[..., 0])
+    segments = (positions // 5) if packed else None
+
+    def values():
+        def loss(params, features):
+            out = eagle3.unrolled(params, CONFIG, features, embedded, 3, positions, segments)
+            return jnp.sin(out).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
+
+    (_, expected), whole = values()
+    monkeypatch.setattr(recurrent, "QUERIES", 3)
+    (_, found), parts = values()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())), rtol=0)
+
+
+@pytest.mark.slow
+def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
+    T, steps = 4 * recurrent.QUERIES, 3
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.param_specs(CONFIG))
+    rows = [jax.ShapeDtypeStruct((1, T, *width, CONFIG.embed), jnp.float32) for width in ((3,), ())]
+    positions = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def temporaries():
+        def loss(params, features, embedded, positions):
+            return eagle3.unrolled(params, CONFIG, features, embedded, steps, positions).sum()
+
+        return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
+
+    parts = temporaries()
+    monkeypatch.setattr(recurrent, "QUERIES", T)
+    # A fourth of the scores of one step, instead of those of three.
+    assert parts < temporaries() / 4
+
+
+@kinds
+def test_pairs_beyond_the_cache_are_dropped_and_true_pairs_replace_provisional_ones(kind):
+    draft = DRAFTS[kind]
+    params = draft.inference_params(params_of(kind), jnp.float32)
+    _, embedded = inputs_of(kind)
+    pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def write(first, last, cache):
+        given = embedded[:, first:last], embedded[:, first + 1 : last + 1], pairs[:, first:last]
+        return draft.write_pairs(params, *given, cache)
+
+    empty = draft.init_cache(B, 4, jnp.float32)
+    whole = write(0, 4, empty)
+    jax.tree.map(np.testing.assert_array_equal, write(4, 6, whole), whole)
+    dirty = empty._replace(keys=empty.keys + 3.0, values=empty.values - 3.0)
+    over = write(0, 4, dirty)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), over, whole)
+    kept = write(0, 2, dirty)
+    np.testing.assert_array_equal(kept.keys[..., 2:], dirty.keys[..., 2:])

@@ -1,0 +1,85 @@
+"""The drafters of docs/add_a_drafter.md: their code runs, and rollouts with them equal those without."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.data.rows import make_rows
+from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts import kinds
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftOptions, TargetTables
+from specrl_jax.models.layers import init_params
+from tests.helpers import rollouts, toys
+from tests.helpers.runs import ROOT
+
+PAGE = (ROOT / "docs" / "add_a_drafter.md").read_text()
+BLOCKS = {
+    (what, name): code for what, name, code in re.findall(r"^```python (\w+)=(\w+)\n(.*?)^```", PAGE, re.M | re.S)
+}
+
+
+@pytest.fixture(params=["repeat", "bigram"])
+def kind(request, monkeypatch):
+    """The kind of one of the page's modules, registered by the page's line."""
+    module = types.ModuleType(request.param)
+    monkeypatch.setitem(__import__("sys").modules, request.param, module)  # dataclasses look their module up
+    exec(BLOCKS["file", request.param], module.__dict__)
+    line = eval("{" + BLOCKS["line", request.param] + "}", {"Kind": kinds.Kind, request.param: module})
+    monkeypatch.setattr(kinds, "KINDS", kinds.KINDS | line)
+    return request.param
+
+
+def test_the_page_has_a_module_and_a_line_for_each_kind():
+    assert set(BLOCKS) == {(what, name) for what in ("file", "line") for name in ("repeat", "bigram")}
+
+
+def test_rollouts_with_the_drafter_equal_those_without(kind):
+    """The real engine under `coupled`; float32 logits of two shapes tie rarely enough for these few tokens."""
+    limits = Limits(4, max_prompt_tokens=8, max_response_tokens=12, chunk=4)
+    sampling, prompts = Sampling(1.0, rule="coupled"), rollouts.prompts(6)
+    found = {}
+    for name in (kind, "none"):
+        engine, weights = rollouts.make_engine_and_weights(DraftOptions(name), 2, limits, sampling, preset="nano")
+        found[name] = engine.generate(weights, prompts, 2, seed=3)
+    np.testing.assert_array_equal(found[kind].tokens, found["none"].tokens)
+    np.testing.assert_array_equal(found[kind].length, found["none"].length)
+    assert found[kind].drafted.sum() > 0
+
+
+def test_the_drafter_without_weights_in_the_toy_engine(monkeypatch):
+    """A target that often repeats its last token: same tokens, some drafts accepted."""
+    module = types.ModuleType("repeat")
+    exec(BLOCKS["file", "repeat"], module.__dict__)
+    table = toys.make_table(seed=0, V=4, scale=1.0) + 2 * np.eye(4, dtype=np.float32)
+    drafter = module.repeat_drafter(DrafterConfig(2, Sampling(1.0), jnp.dtype("float32"), rollouts.partition()))
+    limits, prompts = Limits(6, 3, 16, 3), [[1, 2], [2], [1, 1, 2]]
+    for rule in ("rejection", "coupled"):  # one-hot drafts equal plain decoding under every rule
+        sampling = Sampling(1.0, rule=rule)
+        found, plain = (
+            toys.toy_engine(limits, sampling, (3,), drafter=d).generate(table, prompts, 4, seed=1)
+            for d in (drafter, NO_DRAFTER)
+        )
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
+        assert found.accepted.sum() > 0 and found.verifications.sum() < plain.verifications.sum()
+
+
+@pytest.mark.parametrize("kind", ["bigram"], indirect=True)
+def test_the_drafter_with_weights_is_trained_loaded_and_saved(kind, tmp_path, partition):
+    model = rollouts.MODEL
+    draft = kinds.make_method(DraftOptions(kind), model).model
+    params = init_params(jax.random.key(0), draft.specs)
+    draft.save(str(tmp_path), params, None, model, "float32")
+    loaded = kinds.make_method(DraftOptions(kind, str(tmp_path)), model).model.load(str(tmp_path), partition)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    # Step i of pair t reads token t + 1 + i.
+    rows = make_rows([[5, 6]], [[7, 8, 9]], 5, 0)
+    inputs = DraftInputs(TargetTables(params["embed"], params["unembed"]), None, None, rows, 2, jnp.dtype("float32"))
+    outputs, lm_head = draft.unrolled(params, inputs, partition)
+    np.testing.assert_array_equal(outputs[1, 0, 0], params["embed"][7])
+    assert lm_head is params["unembed"]
