@@ -187,7 +187,7 @@ class Target:
         def sharding(axes: tuple[str | None, ...]) -> Any:
             return self.partition.sharding((rows, *axes[1:]))
 
-        return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], str))
+        return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
 
 
 def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
