@@ -36,7 +36,7 @@ PAPER = {
 }
 
 
-def found(rows: list[Row], workload: str, side: str, what: str) -> Interval:
+def metric(rows: list[Row], workload: str, side: str, what: str) -> Interval:
     return interval(by_seed(rows, f"benchmark/{side}_{what}", workload=workload))
 
 
@@ -96,12 +96,12 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for i, (w,) in enumerate(distinct(rows, "workload")):
         name, grey = workload_name(w), ("0.0", "0.5")[i % 2]
         for axis, what, column in zip(axes, ("acceptance_length", "over_plain"), (0, 1)):
-            points = [found(rows, w, f"k_{k}", what) for k in LENGTHS]
+            points = [metric(rows, w, f"k_{k}", what) for k in LENGTHS]
             line(axis, np.array(LENGTHS) + 0.12 * i, points, STYLES[i], grey, f"{name}, here")
             paper = PAPER[name]
             values = [v[column] for v in paper.values()]
             axis.plot(list(paper), values, STYLES[i][:1] + ":", color=grey, mfc="none", label=f"{name}, paper")
-        controller = found(rows, w, "adaptive", "over_plain")
+        controller = metric(rows, w, "adaptive", "over_plain")
         line(axes[1], [CONTROLLER + 0.12 * i], [controller], STYLES[i], grey, "")
     axes[1].axhline(1, color="k", lw=0.8)
     axes[0].set(xlabel="draft length k, tokens", ylabel="tokens per verification")

@@ -35,7 +35,7 @@ PAPER = {
 }
 
 
-def of(rows: list[Row], workload: str, method: str, key: str) -> np.ndarray:
+def metric(rows: list[Row], workload: str, method: str, key: str) -> np.ndarray:
     """Return [seeds] of a metric for one workload and method."""
     # A column that only some runs set is empty in the others.
     where = {"draft.cascade": ""} | METHODS[method]
@@ -55,7 +55,7 @@ def table(rows: list[Row]) -> str:
         for w in workloads:
             paper = PAPER.get((workload_name(w), method), ("", ""))
             for key, theirs in zip(("k_3_acceptance_length", "k_3_over_plain", "adaptive_over_plain"), (*paper, "")):
-                line.append(f"{interval(of(rows, w, method, key))}" + (f" ({theirs})" if theirs else ""))
+                line.append(f"{interval(metric(rows, w, method, key))}" + (f" ({theirs})" if theirs else ""))
         lines.append(line)
     return markdown(header, lines)
 
@@ -66,15 +66,15 @@ def claims(rows: list[Row]) -> list[Claim]:
         name = workload_name(w)
         for method in METHODS:
             tokens, paper = PAPER.get((name, method), (None, None))
-            ours = interval(of(rows, w, method, "k_3_over_plain"))
+            ours = interval(metric(rows, w, method, "k_3_over_plain"))
             claim = judge_ratio(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", ours)
             if claim.verdict == "reproduced":
-                cost = interval(of(rows, w, method, "k_3_acceptance_length")).mean / ours.mean
+                cost = interval(metric(rows, w, method, "k_3_acceptance_length")).mean / ours.mean
                 # Would the paper's acceptance length at our cost of a verification give another verdict?
                 if (tokens / cost > 1) != (paper > 1):
                     claim = claim._replace(verdict="reproduced, for another reason (see folder)")
             made.append(claim)
-        ours = interval(of(rows, w, "n-gram", "adaptive_over_plain"))
+        ours = interval(metric(rows, w, "n-gram", "adaptive_over_plain"))
         made.append(judge_ratio(f"{name}: n-gram under the controller, generation over plain", None, "", ours))
     return made
 
@@ -85,7 +85,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for axis, w in zip(axes[0], workloads):
         name = workload_name(w)
         for i, (side, label) in enumerate(SIDES.items()):
-            bars(axis, i, [interval(of(rows, w, method, f"{side}_over_plain")) for method in METHODS], label)
+            bars(axis, i, [interval(metric(rows, w, method, f"{side}_over_plain")) for method in METHODS], label)
         paper = [PAPER.get((name, method), (0, 0))[1] for method in METHODS]
         axis.bar(np.arange(len(METHODS)) + 0.27, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
         axis.axhline(1, color="k", lw=0.8)

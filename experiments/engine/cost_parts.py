@@ -93,7 +93,7 @@ def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, c
     return run
 
 
-def after(x: jax.Array, result: jax.Array, i: jax.Array) -> jax.Array:
+def depend_on(x: jax.Array, result: jax.Array, i: jax.Array) -> jax.Array:
     """Return integers x unchanged, but dependent on `result`, so that XLA cannot drop or hoist an iteration."""
     number = jax.lax.dynamic_index_in_dim(result.reshape(-1), i, keepdims=False)
     return x + (number == jnp.inf).astype(x.dtype)
@@ -110,7 +110,7 @@ def forward(case: Case, k: int, count: int) -> Timed:
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         tokens, cache = state
         logits, cache = case.target.decode(weights, tokens, positions(B, k + 1), cache)
-        return after(tokens, logits, i), cache
+        return depend_on(tokens, logits, i), cache
 
     return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache().target), count)
 
@@ -123,7 +123,7 @@ def head(case: Case, k: int, count: int) -> Timed:
         token, a, cache = state
         embedded = weights.policy["embed"][token].astype(dtype)
         a, cache = case.draft.extend(weights.draft, a, embedded, positions(B, 1), cache)
-        return after(token, case.draft.logits(weights, a), i), a, cache
+        return depend_on(token, case.draft.logits(weights, a), i), a, cache
 
     a = jnp.ones((B, 1, case.draft.config.embed), dtype)
     return loop(body, case.weights, (jnp.zeros((B, 1), jnp.int32), a, case.empty_cache().draft), count)
@@ -138,7 +138,7 @@ def fc(case: Case, k: int, count: int) -> Timed:
         hidden = eagle3.first_hidden(weights.draft, case.draft.config, features)
         embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
         cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], cache)
-        return after(pairs, hidden, i), after(tokens, hidden, i), after(features, hidden, i), cache
+        return depend_on(pairs, hidden, i), depend_on(tokens, hidden, i), depend_on(features, hidden, i), cache
 
     tokens = jnp.zeros((B, k + 1), jnp.int32)
     features = jnp.ones((B, k + 1, 3, case.draft.config.embed), case.config.dtype)

@@ -36,12 +36,12 @@ CASES = {
 def size(tree: Any) -> int:
     """Return the bytes of every shard on its device, or of the shapes if there are no arrays."""
 
-    def of(leaf: Any) -> int:
+    def leaf_bytes(leaf: Any) -> int:
         if isinstance(leaf, jax.Array):
             return sum(shard.data.on_device_size_in_bytes() for shard in leaf.addressable_shards)
         return leaf.size * leaf.dtype.itemsize
 
-    return sum(map(of, jax.tree.leaves(tree)))
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def started(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
+def start_peer(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
     """Start a peer and stop it at the end of the context."""
     # Without it torch's two threads spin for each other: beside a busy process a small model took 100 times as long.
     environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
@@ -169,7 +169,7 @@ def measure(
     """
     folder = next(iter(works.values())).folder
     with contextlib.ExitStack() as stack:
-        processes = {who: stack.enter_context(started(command, folder)) for who, command in commands.items()}
+        processes = {who: stack.enter_context(start_peer(command, folder)) for who, command in commands.items()}
         for batch, work in works.items():
             shape = (work.folder, work.prompts, work.new_tokens, batch, work.eos)
             runs = {"ours": ours(*shape)}

@@ -39,7 +39,7 @@ def collect(workdir: str) -> list[dict[str, Any]]:
     return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
 
 
-def of(rows: list[dict[str, Any]], kind: str, seed: int) -> list[dict[str, Any]]:
+def run_rows(rows: list[dict[str, Any]], kind: str, seed: int) -> list[dict[str, Any]]:
     return [row for row in rows if (row["draft.kind"], row["seed"]) == (kind, seed)]
 
 
@@ -51,9 +51,9 @@ def plot(rows: list[dict[str, Any]]) -> None:
     figure, (learning, acceptance) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for seed in seeds(rows):
         for kind, style in (("eagle3", "o-"), ("none", "x--")):
-            points = [(r["step"], r["eval/accuracy"]) for r in of(rows, kind, seed) if "eval/accuracy" in r]
+            points = [(r["step"], r["eval/accuracy"]) for r in run_rows(rows, kind, seed) if "eval/accuracy" in r]
             learning.plot(*zip(*points, strict=True), style, color=f"C{seed}", label=f"seed {seed}, {KINDS[kind]}")
-        steps = of(rows, "eagle3", seed)[1:]
+        steps = run_rows(rows, "eagle3", seed)[1:]
         acceptance.plot([r["step"] for r in steps], [r["spec/acceptance_length"] for r in steps], label=f"seed {seed}")
     learning.set(xlabel="RL step", ylabel="validation accuracy, sampled, 256 problems", ylim=(0, 1.02))
     acceptance.set(xlabel="RL step", ylabel="tokens per verification, k = 3", ylim=(1, 4))
@@ -74,14 +74,14 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
     for name in ("eval/accuracy", "eval/accuracy_greedy"):
         after = {}
         for kind in KINDS:
-            ends = [(of(rows, kind, seed)[0][name], of(rows, kind, seed)[-1][name]) for seed in seeds(rows)]
+            ends = [(run_rows(rows, kind, seed)[0][name], run_rows(rows, kind, seed)[-1][name]) for seed in seeds(rows)]
             after[kind] = np.array([last for _, last in ends])
             shown = "  ".join(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})" for first, last in ends)
             print(f"{name}  {KINDS[kind]:<12} {shown}")
         difference, half = interval(after["eagle3"], after["none"])
         print(f"{name}  speculation - plain at the end: {difference:+.4f} +- {half:.4f} (95 %)")
     for seed in seeds(rows):
-        steps = of(rows, "eagle3", seed)[1:]
+        steps = run_rows(rows, "eagle3", seed)[1:]
         last = steps[-1]
         print(
             f"seed {seed}: acceptance length {steps[0]['spec/acceptance_length']:.3f} -> "
@@ -90,7 +90,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             f"{last['spec/speedup_high']:.2f}), 128 sequences"
         )
     for kind in KINDS:
-        timed = [r for seed in seeds(rows) for r in of(rows, kind, seed)[2:]]
+        timed = [r for seed in seeds(rows) for r in run_rows(rows, kind, seed)[2:]]
         shown = "  ".join(f"{p} {np.median([r[f'time/{p}'] for r in timed]):.3f}" for p in (*PHASES, "total"))
         print(f"median step, {KINDS[kind]:<12} {shown} s")
 

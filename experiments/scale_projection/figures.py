@@ -21,7 +21,7 @@ PHASES = ("data", "prepare", "generate", "logprob", "train", "total")
 VIEWS = {"free verification": "o", "this project's loop": "s", "as measured in vLLM at 8B": "v"}
 
 
-def ours(path: str, rows: Sequence[Row]) -> None:
+def plot_ours(path: str, rows: Sequence[Row]) -> None:
     """Plot predicted against measured c and predicted / measured phases; fitted cells hollow, held-out cells filled."""
     figure, grid = plt.subplots(1, 4, figsize=(16, 4.2), layout="constrained")
     for axis, (name, title) in zip(grid, PANELS.items()):
@@ -59,7 +59,7 @@ def _against(axis: plt.Axes, rows: Sequence[Row], title: str) -> None:
     axis.legend(fontsize=8, loc="upper left")
 
 
-def paper(path: str, predicted: Sequence[Row], effects: Sequence[Any], large: Sequence[Row]) -> None:
+def plot_paper(path: str, predicted: Sequence[Row], effects: Sequence[Any], large: Sequence[Row]) -> None:
     """Plot predicted / measured without and with the named effects (left) and three views of the 235B rows (right)."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7), layout="constrained", width_ratios=(3, 2))
     _measured_rows(left, predicted, effects)

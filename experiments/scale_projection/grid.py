@@ -37,14 +37,21 @@ class Case(NamedTuple):
     acceptance: float
 
 
-def held(s: Scenario) -> Scenario:
+def limited_by_memory(s: Scenario) -> Scenario:
     """Return the scenario with as many concurrent sequences as fit in memory by this project's arithmetic."""
     return dataclasses.replace(s, workload=dataclasses.replace(s.workload, slots=0))
 
 
 CASES = (
-    Case("8B", lambda c: held(c.scenario("zero")), (16, 32, 64, 128, 256), 32, 3, 3.32),
-    Case("235B", lambda c: held(large.large_scenario(c, "zero", free=False)), (256, 512, 1024, 2048), 512, 5, 4.0),
+    Case("8B", lambda c: limited_by_memory(c.scenario("zero")), (16, 32, 64, 128, 256), 32, 3, 3.32),
+    Case(
+        "235B",
+        lambda c: limited_by_memory(large.large_scenario(c, "zero", free=False)),
+        (256, 512, 1024, 2048),
+        512,
+        5,
+        4.0,
+    ),
 )
 
 
@@ -54,7 +61,7 @@ def grids(c: paper.Calibrated, graphs: effects.Effect) -> tuple[list[Row], list[
     for case in CASES:
         for loop, calibrated in (("our loop", large.fused(c)), ("vLLM", large.vllm(c, graphs))):
             s, name = case.scenario(calibrated), {"case": f"{case.name}, {loop}"}
-            known = large.known(calibrated)
+            known = large.constant_errors(calibrated)
             scale += [name | r for r in scale_rows(s, case.all_devices, LAGS, case.k, case.acceptance, known)]
             draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATES, known)]
     return scale, draft

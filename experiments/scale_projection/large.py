@@ -52,7 +52,7 @@ def large_scenario(c: Calibrated, workload: str, free: bool) -> Scenario:
     )
 
 
-def together(p: Points) -> Points:
+def colocated_plan(p: Points) -> Points:
     """Return the colocated plan without lag, which we take the paper's rollout speedups to mean."""
     return p._replace(lag=np.zeros_like(p.lag))
 
@@ -63,11 +63,11 @@ def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
     for devices, lag, k, acceptance, rollout, whole in LARGE:
         case = f"{devices} GPUs, lag {lag}, k = {k}"
         p = points(devices, k, acceptance, lag=lag)
-        found, colocated = compare(s, p), compare(s, together(p))
+        found, colocated = compare(s, p), compare(s, colocated_plan(p))
         share = {"share": round(float(colocated.plain.phases.share()[0]), 3)}
         alone, drawn = (
-            sample_speedups(s, together(p), colocated, DRAWS, known(c)),
-            sample_speedups(s, p, found, DRAWS, known(c)),
+            sample_speedups(s, colocated_plan(p), colocated, DRAWS, constant_errors(c)),
+            sample_speedups(s, p, found, DRAWS, constant_errors(c)),
         )
         out.append(row(case, "rollout", rollout, colocated.rollout[0]) | share | _interval(alone.rollout))
         out.append(row(case, "end to end", whole, found.end_to_end[0]) | share | _interval(drawn.end_to_end))
@@ -78,7 +78,7 @@ def large_rows(c: Calibrated, workload: str, free: bool) -> list[Row]:
     return out
 
 
-def known(c: Calibrated) -> dict[str, float]:
+def constant_errors(c: Calibrated) -> dict[str, float]:
     """Return the uncertainty of the fitted constants in use; the others have the ranges of the assumptions."""
     used = {name: c.fit.factors[name] for name in ("learner", "draft_seconds")}
     return {n: x for n, x in used.items() if getattr(c.hardware.attained, n) == c.fit.values[n]}
@@ -122,8 +122,8 @@ def sensitivity() -> list[Row]:
         "mixture 0.35": gb200.with_attained(mixture=0.35),
         "mixture 1": gb200.with_attained(mixture=1.0),
     }
-    rows = [_changed(name, calibrate(machine)) for name, machine in others.items()]
-    rows += [_changed(f"spread of ln(length) {x}", calibrate(gb200, x)) for x in (0.6, 1.1)]
+    rows = [changed_row(name, calibrate(machine)) for name, machine in others.items()]
+    rows += [changed_row(f"spread of ln(length) {x}", calibrate(gb200, x)) for x in (0.6, 1.1)]
     c = calibrate(gb200)
     w = large_scenario(c, "zero", free=True).workload
     x = w.lengths
@@ -132,16 +132,16 @@ def sensitivity() -> list[Row]:
         "235B: 4,096 sequences at once": dataclasses.replace(w, slots=LARGE_ROLLOUTS),
         "235B: texts half as long": dataclasses.replace(w, lengths=LogNormalLengths(x.mean / 2, x.limit / 2, x.spread)),
     }
-    return rows + [_changed(name, c, workload) for name, workload in workloads.items()]
+    return rows + [changed_row(name, c, workload) for name, workload in workloads.items()]
 
 
-def _changed(name: str, c: Calibrated, workload: Workload | None = None) -> Row:
+def changed_row(name: str, c: Calibrated, workload: Workload | None = None) -> Row:
     """Return one changed case; the workload defaults to RL-Zero's."""
     s, out = large_scenario(assumed(c), "zero", free=True), {"changed": name}
     s = dataclasses.replace(s, workload=workload or s.workload)
     for devices, lag, k, acceptance, _, _ in LARGE:
         p = points(devices, k, acceptance, lag=lag)
-        out[f"{devices}, k = {k}: rollout"] = round(float(compare(s, together(p)).rollout[0]), 3)
+        out[f"{devices}, k = {k}: rollout"] = round(float(compare(s, colocated_plan(p)).rollout[0]), 3)
         out[f"{devices}, k = {k}: end to end"] = round(float(compare(s, p).end_to_end[0]), 3)
     worst = max(abs(r["error"]) for r in captured_graphs(c).rows)
     return out | {"Table 4 with captured graphs, worst error": round(worst, 3)}

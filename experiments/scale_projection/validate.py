@@ -152,8 +152,8 @@ def main() -> None:
         "factor_90": "",
     }
     write_rows(str(HERE / "constants.csv"), [*constant_rows([*fits, c.fit]), solved])
-    figures.ours(str(HERE / "ours.png"), rows)
-    figures.paper(str(HERE / "paper.png"), predicted, added, big)
+    figures.plot_ours(str(HERE / "ours.png"), rows)
+    figures.plot_paper(str(HERE / "paper.png"), predicted, added, big)
 
 
 def _as_csv(r: Row) -> Row:

@@ -57,18 +57,18 @@ class Saved:
         seeds = [{row["seed"] for row in matching(rows, workload=workload, **{"draft.kind": k})} for k in KINDS]
         both = [row for row in timed(rows) if row["seed"] in set.intersection(*seeds)]
 
-        def of(key: str, kind: str) -> np.ndarray:
+        def by_kind(key: str, kind: str) -> np.ndarray:
             return by_seed(both, key, workload=workload, **{"draft.kind": kind})
 
-        plain, spec = ({p: of(f"time/{p}", kind) for p in (*PHASES, "total")} for kind in KINDS)
+        plain, spec = ({p: by_kind(f"time/{p}", kind) for p in (*PHASES, "total")} for kind in KINDS)
         self.share = plain["generate"] / plain["total"]
         # By tokens per second: rollouts have equal distributions, not equal tokens.
-        self.generation = of(SPEED, "eagle3") / of(SPEED, "none")
+        self.generation = by_kind(SPEED, "eagle3") / by_kind(SPEED, "none")
         self.step = plain["total"] / spec["total"]
         self.bound = 1 / (self.share / self.generation + 1 - self.share)
         rest = [p for p in PHASES if p != "generate"]
         self.others = sum(spec[p] for p in rest) / sum(plain[p] for p in rest)
-        self.acceptance = of("spec/acceptance_length", "eagle3")
+        self.acceptance = by_kind("spec/acceptance_length", "eagle3")
 
 
 def table(rows: list[Row]) -> str:

@@ -28,7 +28,7 @@ KEYS = benchmark_keys(f"k_{k}" for k in LENGTHS)
 WHAT = {"acceptance_length": "tokens per verification", "over_plain": "generation speed over plain decoding"}
 
 
-def of(rows: list[Row], workload: str, rule: str, k: int, what: str) -> np.ndarray:
+def metric(rows: list[Row], workload: str, rule: str, k: int, what: str) -> np.ndarray:
     return by_seed(rows, f"benchmark/k_{k}_{what}", workload=workload, **{"rollout.rule": rule})
 
 
@@ -39,7 +39,7 @@ def table(rows: list[Row]) -> str:
         "rule",
         *[f"{w}, k = {k}: {'tokens per verification' if 'acc' in x else 'over plain'}" for w, k, x in columns],
     ]
-    return markdown(header, [[rule, *[interval(of(rows, w, rule, k, x)) for w, k, x in columns]] for rule in RULES])
+    return markdown(header, [[rule, *[interval(metric(rows, w, rule, k, x)) for w, k, x in columns]] for rule in RULES])
 
 
 def claims(rows: list[Row]) -> list[Claim]:
@@ -47,7 +47,7 @@ def claims(rows: list[Row]) -> list[Claim]:
     for (w,) in distinct(rows, "workload"):
         for rule in RULES[1:]:
             ours = interval(
-                of(rows, w, rule, 7, "acceptance_length") / of(rows, w, "rejection", 7, "acceptance_length")
+                metric(rows, w, rule, 7, "acceptance_length") / metric(rows, w, "rejection", 7, "acceptance_length")
             )
             text = f"{workload_name(w)}: tokens per verification, k = 7, {rule} over rejection"
             made.append(judge_ratio(text, None, "", ours))
@@ -59,7 +59,7 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axis, (what, label) in zip(axes, WHAT.items()):
         for i, rule in enumerate(RULES):
-            bars(axis, i, [interval(of(rows, w, rule, k, what)) for w, k in cells], rule)
+            bars(axis, i, [interval(metric(rows, w, rule, k, what)) for w, k in cells], rule)
         axis.set(xticks=range(len(cells)), xticklabels=[f"{workload_name(w)}, k = {k}" for w, k in cells], ylabel=label)
         axis.legend(fontsize=8)
     save(figure, path)

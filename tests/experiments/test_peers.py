@@ -72,7 +72,7 @@ def test_the_order_of_sides_rotates_after_the_warm_up():
 
 def test_a_peer_answers_until_it_ends(folder):
     work = peers.Workload("nano", folder, [[1, 2]], 4, None)
-    with peers.started([sys.executable, "-c", FAKE_PEER], folder) as process:
+    with peers.start_peer([sys.executable, "-c", FAKE_PEER], folder) as process:
         run = peers.peer(process, work, batch=1)
         assert [run() for _ in range(3)] == [(0, 0.5), (1, 0.5), (2, 0.5)]
         process.wait()
