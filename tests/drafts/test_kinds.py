@@ -1,4 +1,4 @@
-"""Published variants of the EAGLE-3 head inside the engine's drafter, and the dialect that a run saves its head in."""
+"""The table of kinds: options that go together, heads from folders in the engine, the format of a saved head."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.core import InputError
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.kinds import make_method
+from specrl_jax.drafts.kinds import check_options, make_method
 from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
@@ -49,9 +49,11 @@ def one_device():
     return partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "speculators" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, partition):
-    """From the folder through the engine's own catch-up and draft, rows of two lengths; float64 numpy by its side."""
+    """From the folder through `sync_cache` and `draft`, rows of two lengths, against float64 numpy."""
     draft = draft_of("eagle3", path=str(saved / name))
     assert draft.config == dataclasses.replace(HEAD, **VARIANTS[name])
     assert draft.aux_layers == (1, 4, 8)
@@ -111,17 +113,53 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
 
 
 @pytest.mark.parametrize(
-    ("kind", "dialect", "words"),
+    ("options", "words"),
     [
-        ("eagle3", "mimo", ["'mimo'", "draft.kind=eagle3", "sglang, vllm, speculators"]),
-        ("mtp", "sglang", ["'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
-        ("model", "vllm", ["'vllm'", "draft.kind=model", "leave ''"]),
-        ("ngram", "sglang", ["'sglang'", "draft.kind=ngram", "leave ''"]),
+        ({"kind": "medusa"}, ["draft.kind", "'medusa'", "none, eagle3, mtp, model, ngram, suffix"]),
+        ({"kind": "eagle3", "dialect": "mimo"}, ["draft.dialect", "'mimo'", "draft.kind=eagle3", "sglang, vllm, spec"]),
+        ({"kind": "mtp", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
+        ({"kind": "model", "dialect": "vllm"}, ["draft.dialect", "'vllm'", "draft.kind=model", "leave ''"]),
+        ({"kind": "ngram", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=ngram", "leave ''"]),
+        ({"kind": "ngram", "path": "a/head"}, ["draft.path=a/head", "draft.kind=ngram", "leave ''"]),
+        ({"kind": "suffix", "cascade": 3}, ["draft.cascade=3", "draft.kind=suffix"]),
+        ({"kind": "model"}, ["draft.kind=model", "draft.path", "draft.preset"]),
+        ({"kind": "ngram", "match_max": 9}, ["draft.match_max=9", "8"]),
+        ({"kind": "ngram", "match_min": 0}, ["draft.match_min=0", "1 to draft.match_max=8"]),
+        ({"kind": "ngram", "match_min": 5, "match_max": 4}, ["draft.match_min=5", "1 to draft.match_max=4"]),
+        ({"kind": "eagle3", "cascade": -1}, ["draft.cascade=-1", "1 to draft.match_max=8"]),
+        ({"kind": "eagle3", "cascade": 5, "match_max": 4}, ["draft.cascade=5", "1 to draft.match_max=4"]),
     ],
+    ids=str,
 )
-def test_a_dialect_of_another_kind(kind, dialect, words):
+def test_options_that_do_not_go_together(options, words):
     with pytest.raises(InputError) as error:
-        draft_of(kind, dialect=dialect)
+        check_options(DraftOptions(**options))
     assert "\n" not in str(error.value)
-    for word in ["draft.dialect", *words]:
+    for word in words:
         assert word in str(error.value)
+
+
+def test_a_vocabulary_of_its_own_is_eagle3s_alone():
+    assert draft_of("eagle3", vocab_size=5).vocab == 5
+    with pytest.raises(InputError, match=r"draft\.vocab_size=5: draft\.kind=mtp has the policy's vocabulary"):
+        draft_of("mtp", vocab_size=5)
+
+
+def test_a_small_model_with_another_vocabulary_is_refused():
+    with pytest.raises(InputError, match="its vocabulary is 128, the policy's 40"):
+        draft_of("model", preset="nano")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"kind": "none", "cascade": 3}, False),
+        ({"kind": "ngram"}, False),
+        ({"kind": "suffix"}, True),
+        ({"kind": "eagle3"}, False),
+        ({"kind": "eagle3", "cascade": 3}, True),
+    ],
+    ids=str,
+)
+def test_which_methods_copy_from_other_rollouts(options, expected):
+    assert make_method(DraftOptions(**options), TARGET).uses_lookup_cache is expected

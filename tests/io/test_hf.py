@@ -1,4 +1,4 @@
-"""Qwen3 checkpoints in and out: the same logits as transformers, the same bytes, little memory, clear refusals."""
+"""Qwen3 checkpoints: the logits of transformers, the same bytes through load and save, low peak memory, refusals."""
 
 import dataclasses
 import functools
@@ -212,9 +212,11 @@ def test_config_of_the_released_mixture(tmp_path):
 # Load then save
 
 
-@both_tables
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("file_bytes", [tensor_folder.MAX_FILE_BYTES, 10_000], ids=["one-file", "several-files"])
+@pytest.mark.parametrize(
+    ("config", "dtype", "file_bytes"),
+    [(SMALL, "float32", tensor_folder.MAX_FILE_BYTES), (TIED, "bfloat16", 10_000)],
+    ids=["untied float32, one file", "tied bfloat16, several files"],
+)
 def test_load_then_save_keeps_every_byte(config, dtype, file_bytes, tmp_path, partition, monkeypatch):
     monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", file_bytes)
     save(tmp_path / "first", config, dtype)
@@ -222,17 +224,9 @@ def test_load_then_save_keeps_every_byte(config, dtype, file_bytes, tmp_path, pa
     first, second = (sorted(p.name for p in (tmp_path / part).iterdir()) for part in ("first", "second"))
     assert first == second
     assert (len(first) > 4) == (file_bytes == 10_000)
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "first").values()} == {jnp.dtype(dtype)}
     for name in first:
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_stored_tensors_have_the_asked_dtype(dtype, tmp_path, partition):
-    save(tmp_path, SMALL, dtype)
-    assert {tensor.dtype for tensor in tensors_of(tmp_path).values()} == {jnp.dtype(dtype)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(hf.load_params(str(tmp_path), SMALL, partition))} == {
-        jnp.dtype(dtype)
-    }
 
 
 def test_loading_as_float32_widens_exactly(tmp_path, partition):
@@ -304,7 +298,7 @@ def test_tokenizer_files_travel_along(tmp_path):
 # Onto a mesh
 
 
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (1, 2)], ids=["fsdp", "fsdp-tensor", "tensor"])
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2)], ids=["fsdp", "fsdp-tensor"])
 def test_loading_onto_a_mesh_gives_the_same_values_in_their_places(sizes, tmp_path):
     fsdp, tensor = sizes
     params = save(tmp_path)
@@ -357,6 +351,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_loading_peaks_near_the_size_of_the_checkpoint(tmp_path):
     """Peak resident memory of a process that loads, above its level before; a tiny checkpoint warms it up first.
 
@@ -435,14 +430,9 @@ def test_config_that_is_not_json_names_file_and_line(folder):
     assert f"{folder / 'config.json'}:3: not JSON" in refusal(lambda: hf.load_config(str(folder)))
 
 
-@pytest.mark.parametrize("text", ["[]", '"qwen3"', "3"])
+@pytest.mark.parametrize("text", ["[]", "3"])
 def test_config_that_is_not_an_object(text, folder):
     (folder / "config.json").write_text(text)
-    assert "config.json" in refusal(lambda: hf.load_config(str(folder)))
-
-
-def test_config_that_is_not_text(folder):
-    (folder / "config.json").write_bytes(b"\xff\xfe{}")
     assert "config.json" in refusal(lambda: hf.load_config(str(folder)))
 
 
@@ -529,13 +519,6 @@ def test_tensor_of_another_shape_names_it_and_both_shapes(name, shape, folder, p
     edit_tensors(folder, lambda tensors: tensors.update({name: np.zeros(wrong, np.float32)}))
     message = refusal(load(folder, partition))
     assert name in message and str(wrong) in message and str(shape) in message
-
-
-def test_transposed_tensor_is_refused(folder, partition):
-    name = "model.layers.2.mlp.up_proj.weight"
-    edit_tensors(folder, lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)}))
-    message = refusal(load(folder, partition))
-    assert name in message and "(24, 36)" in message and "(36, 24)" in message
 
 
 def test_missing_tensors_are_counted_and_the_first_is_named(folder, partition):

@@ -1,4 +1,4 @@
-"""MTP heads in and out: names and layouts of both dialects, the same bits and logits back, clear refusals."""
+"""MTP heads as folders: names and layouts of both formats, the same bits back, clear refusals."""
 
 import dataclasses
 import json
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.core import InputError
 from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models.layers import Yarn
@@ -31,8 +31,8 @@ both_dialects = pytest.mark.parametrize("dialect", PREFIX)
 _unrolled = jax.jit(mtp.unrolled, static_argnums=(1, 4))
 
 
-def unrolled_logits(params, features, embedded, steps, table):
-    outputs = _unrolled(params, HEAD, features, embedded, steps, row_positions(embedded[..., 0]))
+def unrolled_logits(params, hidden, embedded, steps, table):
+    outputs = _unrolled(params, HEAD, hidden, embedded, steps, row_positions(embedded[..., 0]))
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
 
@@ -163,7 +163,7 @@ def test_a_head_written_by_hand_reads_each_input_with_its_own_half(tmp_path, par
     nothing = np.zeros((D, D), np.float32)
     order = {"deepseek": [embedding, nothing], "mimo": [nothing, embedding]}
     embedded = np.random.default_rng(1).normal(size=(1, 2, D)).astype(np.float32)
-    hidden = np.random.default_rng(2).normal(size=(1, 2, 1, D)).astype(np.float32)
+    hidden = np.random.default_rng(2).normal(size=(1, 2, D)).astype(np.float32)
     for dialect, halves in order.items():
         folder = tmp_path / dialect
         save(folder, dialect)
@@ -185,20 +185,6 @@ def test_a_head_written_by_hand_reads_each_input_with_its_own_half(tmp_path, par
         expected = np.zeros(D)
         expected[3] = x / np.sqrt(x * x / D + HEAD.norm_epsilon)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
-@both_dialects
-def test_both_dialects_give_the_same_logits(dialect, saved, partition):
-    """The head that was saved, and the head that comes back: equal arrays through the same pass."""
-    rng = np.random.default_rng(3)
-    features = rng.normal(size=(1, 5, 1, TARGET.embed)).astype(np.float32)
-    embedded = rng.normal(size=(1, 5, TARGET.embed)).astype(np.float32)
-    table = rng.normal(size=(TARGET.vocab, TARGET.embed)).astype(np.float32)
-    params = jax.tree.map(jnp.asarray, random_params())
-    ours, theirs = (
-        unrolled_logits(tree, features, embedded, 2, table) for tree in (params, load(saved / dialect, partition))
-    )
-    np.testing.assert_array_equal(ours, theirs)
 
 
 @both_dialects
