@@ -12,11 +12,12 @@ import pytest
 from ml_collections import ConfigDict
 
 from specrl_jax import distributed
-from specrl_jax.config import from_config_dict
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
+from specrl_jax.training.initial import abstract_run_state
+from specrl_jax.training.loop import open_checkpoints
 from tests.helpers.cluster import output, start
+from tests.helpers.training import make_run
 
 RUN = ["--config", "configs/rlzero_tiny.py:smoke", "--config.draft.adaptive=False", "--config.draft.compare_rounds=0"]
 RUN += ["--config.reward.name=tests.helpers.rewards:length", "--config.optimizer.learning_rate=1e-3"]
@@ -99,9 +100,9 @@ def restored(folder, sizes):
     with open(folder / "config.json") as file:
         config = ConfigDict(json.load(file)["config"])
     sizes = {"data": 1, "expert": 1, "tensor": 1} | sizes
-    setup = build(from_config_dict(config), make_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))]))
-    checkpoints = setup.open_checkpoints(str(folder))
-    state, host = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
+    setup = make_run(config, make_mesh(sizes, jax.devices()[: np.prod(list(sizes.values()))]))
+    checkpoints = open_checkpoints(setup.config, str(folder))
+    state, host = checkpoints.restore(checkpoints.latest(), abstract_run_state(setup.learner))
     checkpoints.close()
     return jax.device_get(state), host.values
 

@@ -19,13 +19,14 @@ import numpy as np
 
 from configs import draft_tiny
 from experiments.engine import bench
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.io.progress import Display
 from specrl_jax.learner.state import RunState
-from specrl_jax.tasks.draft_features import batches, collect, open_store
+from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.draft_pretrain import choose_vocabulary
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_state
 
 K = (3, 5, 7)
 RATES = [f"kept_{i}" for i in range(1, max(K) + 1)]  # share of verifications that keep draft i and all before it
@@ -42,7 +43,7 @@ HEADS = [
 ]
 
 
-def make_setup(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int) -> Setup:
+def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int) -> Parts:
     c = draft_tiny.get_config()
     c.data.task, c.eval.task = prompts, "arithmetic"
     c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
@@ -50,32 +51,38 @@ def make_setup(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int,
     c.seed, c.pretrain.rollouts = seed, rollouts
     if prompts == "countdown":
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 20, 36
-    return build(from_config_dict(c), bench.one_device())
+    return make_parts(c, bench.one_device())
 
 
-def train(setups: list[Setup], folder: str) -> tuple[RunState, float]:
-    """Train a head with each setup's loss for an equal share of the updates; return (state, seconds of the updates)."""
-    setup = setups[0]
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    with Display(setup.settings.steps, 0) as display:
-        store = open_store(setup, folder, weights)
-        collect(setup, state.policy.params, weights, store, display, threading.Event())
-    state = choose_vocabulary(setup, state, store)
-    tables, data, draft = setup.read_tables(state.policy.params, state.vocab_map), batches(setup, store), state.draft
+def train(cases: list[Parts], folder: str) -> tuple[RunState, float]:
+    """Train a head with each case's loss for an equal share of the updates; return (state, seconds of the updates)."""
+    parts = cases[0]
+    state = initial_state(parts.learner)
+    weights, _ = prepare(parts.learner, parts.rollout, state)
+    with Display(parts.learner.plan.config.steps, 0) as display:
+        store, stop = open_store(parts.learner, folder, weights), threading.Event()
+        fill_store(*parts, state.policy.params, weights, store, display, stop)
+    state = choose_vocabulary(parts.learner.plan, state, store)
+    tables, data, draft = (
+        parts.learner.read_tables(state.policy.params, state.vocab_map),
+        batches(parts.learner, parts.rollout.tokenizer.pad_id, store),
+        state.draft,
+    )
     start = time.perf_counter()
-    for i in range(setup.settings.steps):
-        draft, _ = setups[i * len(setups) // setup.settings.steps].draft_step(draft, tables, *next(data))
+    for i in range(parts.learner.plan.config.steps):
+        draft, _ = cases[i * len(cases) // parts.learner.plan.config.steps].learner.draft_step(
+            draft, tables, *next(data)
+        )
     jax.block_until_ready(draft)
     return state.replace(draft=draft), time.perf_counter() - start
 
 
-def measure(setup: Setup, state: RunState, problems: int) -> Iterator[bench.Row]:
+def measure(parts: Parts, state: RunState, problems: int) -> Iterator[bench.Row]:
     """Return one row per k, over equal prompts and noise."""
-    weights, _ = setup.prepare(state)
-    prompts = bench.validation_prompts(problems, setup.tokenizer.encode)
+    weights, _ = prepare(parts.learner, parts.rollout, state)
+    prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode)
     for k in K:
-        rollouts = setup.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
+        rollouts = parts.rollout.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
         verifications = int(rollouts.verifications.sum())
         kept = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)
         rates = {name: round(float(rate), 4) for name, rate in zip(RATES, kept[:k])}
@@ -106,10 +113,10 @@ def main() -> None:
         for seed in range(a.seeds):
             for cell in HEADS:
                 prompts, losses, steps = cell
-                setups = [make_setup(prompts, x, steps, seed, a.updates, a.rollouts) for x in losses.split(THEN)]
-                state, seconds = train(setups, os.path.join(a.features, prompts))
+                cases = [make_case(prompts, x, steps, seed, a.updates, a.rollouts) for x in losses.split(THEN)]
+                state, seconds = train(cases, os.path.join(a.features, prompts))
                 row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": a.updates}
-                for found in measure(setups[0], state, a.problems):
+                for found in measure(cases[0], state, a.problems):
                     write(row | {"train_seconds": round(seconds, 2)} | found)
     report(bench.read_rows(a.output))
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.initial import initial_weights
 
 CELL = ("drafter", "slots")
 FIELDS = (*CELL, "rollouts", "who", "round", "tokens", "seconds", "tokens_per_second", "acceptance_length")
@@ -55,28 +55,28 @@ def drafters(head: str, mtp: str) -> dict[str, dict[str, Any]]:
     return found if mtp else {name: values for name, values in found.items() if name != "mtp"}
 
 
-def make_setup(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> Setup:
+def make_case(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> Parts:
     c = rlzero_tiny.get_config()
     c.policy.path = policy
     c.draft.update(draft | {"length": LONGEST, "adaptive": True})
     c.rollout.num_slots = slots
     c.grpo.group_size, c.grpo.prompts_per_step, c.eval.problems = GROUP, prompts, prompts
-    return build(from_config_dict(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
+    return make_parts(c, make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
 
 
-def measure(setup: Setup, learning: int, rounds: int) -> Iterator[bench.Row]:
+def measure(parts: Parts, learning: int, rounds: int) -> Iterator[bench.Row]:
     """Measure the rows of one cell."""
-    weights, engine = setup.initial_weights(), setup.engine
+    weights, engine = initial_weights(parts.learner, parts.rollout), parts.rollout.engine
     programs = engine.programs
     sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths}
     sides |= {ADAPTIVE: Controller(programs.lengths, programs.sizes), PLAIN: None}
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
+    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
 
     def run(who: Any, seed: int) -> bench.Row:
-        used = setup.plain_engine if who == PLAIN else engine
+        used = parts.rollout.plain_engine if who == PLAIN else engine
         return bench.timed_rollouts(used, weights, prompts, GROUP, seed, sides[who])
 
-    for used in (engine, setup.plain_engine):
+    for used in (engine, parts.rollout.plain_engine):
         used.programs.compile_all(weights)
     for who in sides:
         if who != ADAPTIVE:
@@ -131,8 +131,8 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for name in a.drafters or known:
             for slots in a.slots:
-                setup = make_setup(a.policy, known[name], slots, max(8, slots))
-                for row in measure(setup, a.learning, a.rounds):
+                parts = make_case(a.policy, known[name], slots, max(8, slots))
+                for row in measure(parts, a.learning, a.rounds):
                     write({"drafter": name, "slots": slots} | row)
     report(bench.read_rows(a.output))
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify.sampling import final_logits
+from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.sampling import Sampling
@@ -82,18 +83,9 @@ def learner_forward(params: Any, model: qwen3.Qwen3Config, partition: Partitione
 
 def load(kind: str, length: int, slots: int) -> Generator:
     """Load the tiny base with one drafter; sizes as in configs/rlzero_tiny.py."""
-    return load_generator(
-        POLICY,
-        draft_kind=kind,
-        draft_path=HEAD if kind == "eagle3" else "",
-        draft_length=length,
-        adaptive=False,
-        rule="coupled",
-        max_prompt_tokens=10,
-        max_response_tokens=46,
-        num_slots=slots,
-        tokenizer="char",
-    )
+    draft = DraftConfig(kind=kind, path=HEAD if kind == "eagle3" else "", length=length, adaptive=False)
+    rollout = RolloutConfig(rule="coupled", max_prompt_tokens=10, max_response_tokens=46, num_slots=slots)
+    return load_generator(POLICY, draft, rollout, tokenizer="char")
 
 
 def upper_bound(count: int) -> float:

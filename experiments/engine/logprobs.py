@@ -13,9 +13,10 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.learner.batch import rollout_rows
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import mismatch_metrics
 
 GROUP = 8
@@ -37,21 +38,23 @@ CELLS = [
 ]
 
 
-def make_setup(dtypes: Dtypes, k: int, prompts: int) -> Setup:
+def make_case(dtypes: Dtypes, k: int, prompts: int) -> Parts:
     c = rlzero_tiny.get_config()
     c.policy.dtype, c.policy.compute_dtype = dtypes.weights, dtypes.learner
     c.rollout.compute_dtype = c.rollout.cache_dtype = dtypes.decoding
     c.draft.length, c.eval.problems = k, prompts
-    return build(from_config_dict(c), bench.one_device())
+    return make_parts(c, bench.one_device())
 
 
-def measure(setup: Setup) -> bench.Row:
+def measure(parts: Parts) -> bench.Row:
     """Return quantiles (nats) of |engine's - learner's| over all response tokens, and KL by the k3 estimator."""
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
-    rows, behaviour = rollout_rows(setup.engine.generate(weights, prompts, GROUP, 0), setup.tokenizer.pad_id)
-    learner, _ = setup.logprob_step(state.policy.params, rows)
+    state = initial_state(parts.learner)
+    weights, _ = prepare(parts.learner, parts.rollout, state)
+    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
+    rows, behaviour = rollout_rows(
+        parts.rollout.engine.generate(weights, prompts, GROUP, 0), parts.rollout.tokenizer.pad_id
+    )
+    learner, _ = parts.learner.logprob_step(state.policy.params, rows)
     apart = np.abs(behaviour - np.asarray(learner))[np.asarray(rows.mask)]
     found: dict[str, Any] = {name: float(np.quantile(apart, q)) for name, q in QUANTILES.items()}
     return (
@@ -77,7 +80,7 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for dtypes in CELLS:
             for k in a.lengths:
-                write(dtypes._asdict() | {"k": k} | measure(make_setup(dtypes, k, a.prompts)))
+                write(dtypes._asdict() | {"k": k} | measure(make_case(dtypes, k, a.prompts)))
     report(bench.read_rows(a.output))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.engine import bench
+from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import RULES
 from specrl_jax.tasks.generate import Generator, load_generator
@@ -26,19 +27,14 @@ PLAIN = "none"  # the plain engine in column k
 
 def load(a: argparse.Namespace, kind: str, dtype: str, rule: str, slots: int) -> Generator:
     """Return a compiled generator on one device."""
-    generator = load_generator(
-        a.policy,
-        draft_kind=kind,
-        draft_path="" if kind == "none" else a.head,
-        draft_length=0 if kind == "none" else max(a.lengths),
+    draft = DraftConfig(kind=kind, path="" if kind == "none" else a.head, length=max(a.lengths))
+    rollout = RolloutConfig(
         rule=rule,
         max_prompt_tokens=bench.PROMPT_TOKENS,
         max_response_tokens=bench.RESPONSE_TOKENS,
         num_slots=slots,
-        dtype=dtype,
-        tokenizer=a.tokenizer,
-        mesh=bench.one_device(),
     )
+    generator = load_generator(a.policy, draft, rollout, dtype=dtype, tokenizer=a.tokenizer, mesh=bench.one_device())
     generator.compile()
     return generator
 

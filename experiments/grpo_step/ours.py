@@ -4,13 +4,12 @@
 
 Model: random-weight Qwen3, float32, 4 layers, hidden 256, ffn 768, 8 query and 4 key/value heads of 32, vocabulary
 4,096, tied. Batch: 8 prompts of 32 random tokens x 4 answers of exactly 64 tokens (end-of-text lies outside the
-vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's `run_step` with
+vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's `train_step` with
 all five phases. One update per step is strictly on policy, so grpo.old_logprobs=current: no second scoring pass, as in
 both peers.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -22,14 +21,19 @@ import numpy as np
 
 from specrl_jax.config import base, from_config_dict
 from specrl_jax.data.tasks import Problem
-from specrl_jax.io.progress import Display
+from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.loop import make_pipeline, run_step
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.initial import initial_state
+from specrl_jax.training.metrics import step_metrics
+from specrl_jax.training.performance import make_performance
+from specrl_jax.training.pipeline import make_pipeline
+from specrl_jax.training.plan import make_plan
 from specrl_jax.training.speculation import Speculation
+from specrl_jax.training.step import train_step
 
 MODEL = Qwen3Config(
     vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768, tied=True, max_positions=4096
@@ -51,20 +55,14 @@ class IdTokenizer:
         return " ".join(map(str, ids))
 
 
-def make_setup() -> Setup:
+def make_case() -> tuple[Learner, Rollout]:
     config = base()
     config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")
     config.rollout.update(
         max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
     )
-    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
-    return dataclasses.replace(
-        setup,
-        model=MODEL,
-        learner=dataclasses.replace(setup.learner, model=MODEL),
-        tokenizer=IdTokenizer(),
-        scorer=mean_id,
-    )
+    plan = make_plan(from_config_dict(config), make_mesh(config.mesh.to_dict()), MODEL)
+    return make_learner(plan), make_rollout(plan, tokenizer=IdTokenizer())
 
 
 def mean_id(responses: list[str], answers: list[str]) -> Scores:
@@ -87,15 +85,18 @@ class RandomPrompts:
 
 
 def measure(steps: int, warmup: int) -> dict:
-    setup = make_setup()
-    state, stream, stop = setup.initial_state(), RandomPrompts(0), threading.Event()
-    speculation = Speculation(setup)
+    learner, rollout = make_case()
+    state, stop, performance = initial_state(learner), threading.Event(), make_performance(learner)
+    speculation = Speculation(learner.plan, rollout.engine)
     rows = []
     with Display(warmup + steps, 0) as display:
-        pipeline = make_pipeline(setup, stream, 1, display, speculation, threading.Lock())
+        pipeline = make_pipeline(
+            rollout, RandomPrompts(0), mean_id, speculation, 1, display.update_phase, threading.Lock()
+        )
         for step in itertools.islice(itertools.count(1), warmup + steps):
-            state, report = run_step(setup, state, pipeline, step, display, stop, speculation)
-            row = report.row
+            clock = PhaseClock(display)
+            state, result = train_step(learner, rollout, state, pipeline, speculation, step, clock, stop)
+            row = step_metrics(result, learner, performance)
             assert row["rollout/response_length_mean"] == NEW_TOKENS
             rows.append(row)
     timed = rows[warmup:]

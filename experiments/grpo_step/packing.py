@@ -16,55 +16,56 @@ import numpy as np
 
 from configs import rlzero_tiny
 from experiments.engine import bench
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.learner.batch import LearnerBatch, Packing, TrainingBatch, learner_batch
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_state
 
 FIELDS = ("round", "padded_rows", "packed_rows", "padded_logprob", "packed_logprob", "padded_train", "packed_train")
 
 
-def make_lesson(setup: Setup, weights: Any) -> TrainingBatch:
+def make_training_batch(parts: Parts, weights: Any) -> TrainingBatch:
     """Return one step's rollouts with made-up advantages."""
-    s = setup.settings
+    s = parts.learner.plan.config
     source = TaskSource(s.data.task, "train", s.seed)
     problems = next(ProblemStream([source], s.grpo.prompts_per_step, s.seed))
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in problems]
-    rollouts = setup.engine.generate(weights, prompts, s.grpo.group_size, 0)
+    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in problems]
+    rollouts = parts.rollout.engine.generate(weights, prompts, s.grpo.group_size, 0)
     advantages = np.random.default_rng(0).normal(size=len(rollouts.length)).astype(np.float32)
     return TrainingBatch(rollouts, advantages, np.ones(len(advantages), bool))
 
 
-def batches(setup: Setup, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
+def batches(parts: Parts, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
     """Return one step's rollouts in both layouts."""
-    lesson, pad_id = make_lesson(setup, weights), setup.tokenizer.pad_id
-    return {"padded": learner_batch(lesson, pad_id), "packed": learner_batch(lesson, pad_id, Packing(tokens, 1, 1))}
+    batch, pad_id = make_training_batch(parts, weights), parts.rollout.tokenizer.pad_id
+    return {"padded": learner_batch(batch, pad_id), "packed": learner_batch(batch, pad_id, Packing(tokens, 1, 1))}
 
 
-def timed(setup: Setup, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
+def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
     """Time one step; return (policy, seconds of the log-prob pass, seconds of the update)."""
     start = time.perf_counter()
-    old = jax.block_until_ready(setup.logprob_step(state.params, batch.rows)[0])
+    old = jax.block_until_ready(parts.learner.logprob_step(state.params, batch.rows)[0])
     middle = time.perf_counter()
-    state, _, learnt = setup.policy_step(state, batch.rows, LossInputs(old, None, batch.advantages))
-    jax.block_until_ready((state, learnt))
+    state, _, outputs = parts.learner.policy_step(state, batch.rows, LossInputs(old, None, batch.advantages))
+    jax.block_until_ready((state, outputs))
     return state, middle - start, time.perf_counter() - middle
 
 
 def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
     config.draft.kind, config.draft.path = "none", ""
-    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
-    state = setup.initial_state()
-    found = batches(setup, setup.prepare(state)[0], tokens)
+    parts = make_parts(config, make_mesh(config.mesh.to_dict()))
+    state = initial_state(parts.learner)
+    found = batches(parts, prepare(parts.learner, parts.rollout, state)[0], tokens)
     policy, rows = state.policy, []
     for i in range(-1, rounds):  # the first compiles
         row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
         for name in sorted(found, reverse=i % 2 == 0):
-            policy, row[f"{name}_logprob"], row[f"{name}_train"] = timed(setup, policy, found[name])
+            policy, row[f"{name}_logprob"], row[f"{name}_train"] = timed(parts, policy, found[name])
         rows.append(row)
     return rows[1:]
 

@@ -17,12 +17,12 @@ from ml_collections import ConfigDict
 
 from configs import rlzero_8b, rlzero_tiny
 from experiments.engine import bench
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import TargetTables
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.rl.objectives import LossInputs
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.initial import abstract_run_state
 
 DRAFT_VOCAB = 32_000  # draft vocabulary of the 8B head, as published heads have
 FIELDS = ("config", "ttt_steps", "rows", "tokens", "policy_operations", "draft_operations", "share")
@@ -71,26 +71,28 @@ def without_files(name: str, ttt_steps: int) -> ConfigDict:
     return c
 
 
-def measure(setup: Setup) -> bench.Row:
+def measure(parts: Parts) -> bench.Row:
     """Count the operations of one policy update and of the draft updates that follow it."""
-    s, D = setup.settings, setup.model.embed
-    B, T = s.grpo.prompts_per_step * s.grpo.group_size // s.grpo.minibatches, setup.rollout.limits.cache_length
-    dtype = setup.learner.dtype
+    s, D = parts.learner.plan.config, parts.learner.plan.model.embed
+    B, T = s.grpo.prompts_per_step * s.grpo.group_size // s.grpo.minibatches, parts.rollout.config.limits.cache_length
+    dtype = parts.learner.forward.dtype
 
     def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     ints = shape(B, T, dtype=jnp.int32)
     rows = Rows(ints, ints, ints, shape(B, T, dtype=jnp.bool_))
-    state = setup.abstract_state()
+    state = abstract_run_state(parts.learner)
     reference = shape(B, T) if s.grpo.kl_coef else None
-    policy = jax.make_jaxpr(setup.policy_step)(state.policy, rows, LossInputs(shape(B, T), reference, shape(B, T)))
+    policy = jax.make_jaxpr(parts.learner.policy_step)(
+        state.policy, rows, LossInputs(shape(B, T), reference, shape(B, T))
+    )
     part = B // s.draft.minibatches
     rows = jax.tree.map(lambda x: shape(part, *x.shape[1:], dtype=x.dtype), rows)
-    aux = shape(part, T, len(setup.draft.aux_layers), D, dtype=dtype)
+    aux = shape(part, T, len(parts.learner.plan.draft.aux_layers), D, dtype=dtype)
     features = Features(aux, shape(part, T, D, dtype=dtype), shape(part, T))
-    tables = TargetTables(shape(setup.model.vocab, D), shape(setup.draft.vocab, D))
-    draft = jax.make_jaxpr(setup.draft_step)(state.draft, tables, features, rows)
+    tables = TargetTables(shape(parts.learner.plan.model.vocab, D), shape(parts.learner.plan.draft.vocab, D))
+    draft = jax.make_jaxpr(parts.learner.draft_step)(state.draft, tables, features, rows)
     ours = count_operations(policy.jaxpr)
     theirs = count_operations(draft.jaxpr) * s.draft.epochs * s.draft.minibatches
     share = round(theirs / (ours + theirs), 4)
@@ -106,8 +108,8 @@ def main() -> None:
     with bench.csv_writer(a.output, FIELDS) as write:
         for name in a.configs:
             for steps in a.steps:
-                setup = build(from_config_dict(without_files(name, steps)), bench.one_device())
-                row = {"config": name, "ttt_steps": steps} | measure(setup)
+                parts = make_parts(without_files(name, steps), bench.one_device())
+                row = {"config": name, "ttt_steps": steps} | measure(parts)
                 write(row)
                 print(f"{name}, {steps} unrolled: {row['share']:.3f} of the operations of a train phase")
 

@@ -16,43 +16,44 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from specrl_jax.config import from_config_dict
+from experiments.parts import Parts, make_parts
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.plan import find_limits
-from specrl_jax.training.speedup import compare_with_plain
+from specrl_jax.training.build import make_rollout, prepare
+from specrl_jax.training.initial import abstract_run_state
+from specrl_jax.training.loop import open_checkpoints
+from specrl_jax.training.plan import make_plan
+from specrl_jax.training.speedup import Workload, measure_speedup
 
 PROMPTS = 128
 
 
-def restored(workdir: str) -> tuple[Setup, RunState, Host]:
-    """Return (setup, state, host state) of the run's last checkpoint."""
+def restored(workdir: str) -> tuple[Parts, RunState, Host]:
+    """Return (parts, state, host state) of the run's last checkpoint."""
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])
-    setup = build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
-    checkpoints = setup.open_checkpoints(workdir)
-    found = checkpoints.restore(checkpoints.latest(), setup.abstract_state())
+    parts = make_parts(config, make_mesh(config.mesh.to_dict()))
+    checkpoints = open_checkpoints(parts.learner.plan.config, workdir)
+    found = checkpoints.restore(checkpoints.latest(), abstract_run_state(parts.learner))
     checkpoints.close()
-    return setup, *found
+    return parts, *found
 
 
-def load(workdir: str) -> tuple[Setup, Any]:
-    """Return (setup, weights) of the run's last checkpoint."""
-    setup, state, _ = restored(workdir)
-    return setup, setup.prepare(state)[0]
+def load(workdir: str) -> tuple[Parts, Any]:
+    """Return (parts, weights) of the run's last checkpoint."""
+    parts, state, _ = restored(workdir)
+    return parts, prepare(parts.learner, parts.rollout, state)[0]
 
 
-def measure(setup: Setup, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
+def measure(parts: Parts, weights: Any, slots: int, k: int, rounds: int) -> np.ndarray:
     """Return [rounds] ratios with `slots` concurrent sequences and k drafted tokens."""
-    s = setup.settings
+    s = parts.learner.plan.config
     draft, rollout = dataclasses.replace(s.draft, length=k), dataclasses.replace(s.rollout, num_slots=slots)
-    settings = dataclasses.replace(s, draft=draft, rollout=rollout)
-    limits = find_limits(settings, 1, setup.draft_method.uses_lookup_cache)
-    setup = dataclasses.replace(setup, settings=settings, rollout=dataclasses.replace(setup.rollout, limits=limits))
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][:PROMPTS]
-    return compare_with_plain(setup.engine, setup.plain_engine, weights, prompts, 1, seed=0, rounds=rounds)
+    config = dataclasses.replace(s, draft=draft, rollout=rollout)
+    rollout = make_rollout(make_plan(config, parts.learner.plan.learner_partition.mesh))
+    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation][:PROMPTS]
+    return measure_speedup(rollout.engine, rollout.plain_engine, weights, Workload(prompts, 1, seed=0), rounds)
 
 
 def main() -> None:
@@ -68,10 +69,10 @@ def main() -> None:
             parser.error(f"--workdir {workdir}: no finished run in it")
     rows = []
     for workdir in a.workdir:
-        setup, weights = load(workdir)
+        parts, weights = load(workdir)
         for slots in a.slots:
             for k in a.lengths:
-                ratios = measure(setup, weights, slots, k, a.rounds)
+                ratios = measure(parts, weights, slots, k, a.rounds)
                 run = os.path.basename(os.path.normpath(workdir))
                 rows += [{"run": run, "slots": slots, "k": k, "round": i, "ratio": r} for i, r in enumerate(ratios)]
                 low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))

@@ -16,44 +16,47 @@ import jax
 from configs import rlzero_tiny
 from experiments.claims import interval
 from experiments.engine import bench
-from experiments.grpo_step.packing import make_lesson
-from specrl_jax.config import from_config_dict
+from experiments.grpo_step.packing import make_training_batch
+from experiments.parts import Parts, make_parts
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.batch import learner_batch
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.loop import learn
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_state
+from specrl_jax.training.update import update
 
 KINDS = ("none", "eagle3")
 
 
-def make_setup(kind: str) -> Setup:
+def make_case(kind: str) -> Parts:
     config = rlzero_tiny.get_config("small")
     config.draft.kind, config.draft.online = kind, False
     if kind == "none":
         config.draft.path = ""
-    return build(from_config_dict(config), make_mesh(config.mesh.to_dict()))
+    return make_parts(config, make_mesh(config.mesh.to_dict()))
 
 
-def first_step(setup: Setup) -> tuple[Rows, LossInputs]:
+def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     """Return the rows and loss inputs of one step, with the learner's old log-probs."""
-    state = setup.initial_state()
-    batch = learner_batch(make_lesson(setup, setup.prepare(state)[0]), setup.tokenizer.pad_id)
-    old_logprobs = jax.device_get(setup.logprob_step(state.policy.params, batch.rows)[0])
+    state = initial_state(parts.learner)
+    batch = learner_batch(
+        make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0]), parts.rollout.tokenizer.pad_id
+    )
+    old_logprobs = jax.device_get(parts.learner.logprob_step(state.policy.params, batch.rows)[0])
     return batch.rows, LossInputs(old_logprobs, None, batch.advantages)
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    setups = {kind: make_setup(kind) for kind in KINDS}
-    states = {kind: setup.initial_state() for kind, setup in setups.items()}
-    rows, signal = first_step(setups["eagle3"])
+    cases = {kind: make_case(kind) for kind in KINDS}
+    states = {kind: initial_state(parts.learner) for kind, parts in cases.items()}
+    rows, inputs = first_step(cases["eagle3"])
     found = []
     for i in range(-1, rounds):  # the first compiles
         row = {"round": i}
         for kind in sorted(KINDS, reverse=i % 2 == 0):
             start = time.perf_counter()
-            states[kind], _ = learn(setups[kind], states[kind], rows, signal, draft_learns=False)
+            states[kind], _ = update(cases[kind].learner, states[kind], rows, inputs, train_draft=False)
             jax.block_until_ready(states[kind])
             row[kind] = time.perf_counter() - start
         found.append(row)

@@ -12,7 +12,10 @@ from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
-from specrl_jax.training.build import Setup
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.initial import abstract_frozen, abstract_run_state
+from specrl_jax.training.performance import logprob_passes
+from specrl_jax.training.plan import Plan
 
 # What memory is for.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -29,58 +32,58 @@ class Phase:
     unrolled: bool = False  # over the layers, which takes long to compile; else they are scanned
 
 
-def find_phases(setup: Setup) -> list[Phase]:
+def find_phases(plan: Plan) -> list[Phase]:
     """In the order of a step of the synchronous loop. Nothing of them is compiled yet."""
-    s, state = setup.settings, abstract_state(setup)
-    g, d = s.grpo, s.draft
+    learner, rollout = make_learner(plan), make_rollout(plan)
+    state, g, d = abstract_state(learner), plan.config.grpo, plan.config.draft
     rows = g.prompts_per_step * g.group_size
-    learner = (state.policy, *([state.draft] if state.draft else []))
-    params, draft = setup.whole(state.policy), state.draft
-    moments = tuple(x.replace(params=None, frozen=None) for x in learner)
+    states = (state.policy, *([state.draft] if state.draft else []))
+    params, draft = learner.merged(state.policy), state.draft
+    moments = tuple(x.replace(params=None, frozen=None) for x in states)
     reference = (state.policy.params,) if g.kl_coef else ()
-    weights = setup.prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
+    weights = rollout.prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
 
     phases = [
         Phase(
             "prepare",
-            lambda: setup.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
+            lambda: rollout.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
             unrolled=True,
         ),
-        *_generation(setup, weights, (*learner, *reference)),
+        *_generation(rollout, weights, (*states, *reference)),
     ]
-    if setup.performance.scored:
+    if logprob_passes(learner):
         phases.append(
             Phase(
                 "logprob",
-                lambda: setup.logprob_step.lower(params, abstract_rows(setup, rows)),
+                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
         )
-    minibatch = abstract_minibatch(setup)
+    minibatch = abstract_minibatch(learner)
     phases.append(
         Phase(
             "train policy",
-            lambda: setup.policy_step.lower(state.policy, *minibatch),
+            lambda: learner.policy_step.lower(state.policy, *minibatch),
             (PARAMETERS, BATCH, BATCH),
             (*reference, *([draft] if draft else [])),
         )
     )
-    return phases + (_draft_learning(setup, minibatch, (*reference, state.policy)) if draft and d.online else [])
+    return phases + (_draft_learning(learner, minibatch, (*reference, state.policy)) if draft and d.online else [])
 
 
-def abstract_state(setup: Setup) -> RunState:
+def abstract_state(learner: Learner) -> RunState:
     """With what is frozen."""
-    state = setup.abstract_state()
-    return state.replace(policy=state.policy.replace(frozen=setup.abstract_frozen()))
+    state = abstract_run_state(learner)
+    return state.replace(policy=state.policy.replace(frozen=abstract_frozen(learner)))
 
 
-def _generation(setup: Setup, weights: Any, resident: tuple[Any, ...]) -> list[Phase]:
+def _generation(rollout: Rollout, weights: Any, resident: tuple[Any, ...]) -> list[Phase]:
     """Refill, a chunk without speculation, and one with the longest drafts, all of the full batch."""
-    programs, size = setup.engine.programs, setup.rollout.limits.num_slots
-    drafted = setup.engine.draft_length
+    programs, size = rollout.engine.programs, rollout.config.limits.num_slots
+    drafted = rollout.engine.draft_length
 
     def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
         return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident, unrolled=True)
@@ -94,24 +97,24 @@ def _generation(setup: Setup, weights: Any, resident: tuple[Any, ...]) -> list[P
     return phases if drafted else phases[:-1]
 
 
-def _draft_learning(setup: Setup, minibatch: tuple[Rows, LossInputs], resident: tuple[Any, ...]) -> list[Phase]:
+def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[Any, ...]) -> list[Phase]:
     """One update of the draft, from the features of one policy update."""
-    state, d = abstract_state(setup), setup.settings.draft
-    features = setup.policy_step.eval_shape(state.policy, *minibatch)[2].features
-    tables = setup.read_tables.eval_shape(state.policy.base, state.vocab_map)
+    state, d = abstract_state(learner), learner.plan.config.draft
+    features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
+    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0] // d.minibatches, *x.shape[1:]), x.dtype, sharding=x.sharding)
 
     arguments = (state.draft, tables, *jax.tree.map(part, (features, minibatch[0])))
     kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
-    return [Phase("train draft", lambda: setup.draft_step.lower(*arguments), kinds, resident)]
+    return [Phase("train draft", lambda: learner.draft_step.lower(*arguments), kinds, resident)]
 
 
-def abstract_minibatch(setup: Setup) -> tuple[Rows, LossInputs]:
+def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
     """What one policy update learns from."""
-    g, o = setup.settings.grpo, setup.objective
-    rows = abstract_rows(setup, g.prompts_per_step * g.group_size // g.minibatches)
+    g, o = learner.plan.config.grpo, learner.objective
+    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // g.minibatches)
     floats = jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding)
     signal = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
@@ -123,12 +126,12 @@ def abstract_minibatch(setup: Setup) -> tuple[Rows, LossInputs]:
     return rows, signal
 
 
-def abstract_rows(setup: Setup, B: int) -> Rows:
-    sharding = setup.learner_partition.sharding(("batch", "sequence"))
-    shape = (B, setup.rollout.limits.cache_length)
+def abstract_rows(learner: Learner, B: int) -> Rows:
+    sharding = learner.plan.learner_partition.sharding(("batch", "sequence"))
+    shape = (B, learner.plan.limits.cache_length)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
-    return Rows(ints, ints, ints, mask, ints if setup.packing else None)
+    return Rows(ints, ints, ints, mask, ints if learner.packing else None)
 
 
 def bytes_by_kind(tree: Any) -> dict[str, int]:

@@ -14,7 +14,7 @@ from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.plan import Plan, make_plan
 
 
 def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
@@ -34,14 +34,14 @@ def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], wor
     target = find_target(settings.dry_run.target)
     compiler = compiler_of(target)
     mesh = make_mesh(sizes, compiler.devices(count_devices(settings, sizes)))
-    setup = build(without_files(settings), mesh)
+    plan = make_plan(without_files(settings), mesh)
     try:
         os.makedirs(workdir, exist_ok=True)
     except OSError as error:
         raise InputError(f"--workdir {workdir}: {error.strerror}") from None
     exact = compiler is target and target.memory > 0
-    measured = measure_all(setup, exact)
-    num_shards = setup.rollout_partition.num_shards("batch")
+    measured = measure_all(plan, exact)
+    num_shards = plan.rollout_partition.num_shards("batch")
     fit = judge_memory(measured, target, settings, num_shards) if target.memory else None
     report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
     report.print()
@@ -49,12 +49,12 @@ def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], wor
     return report
 
 
-def measure_all(setup: Setup, exact: bool) -> list[CompiledPhase]:
-    """Every phase, compiled whole, or extended from `dry_run.layers` layers where it unrolls them."""
-    layers, whole = setup.settings.dry_run.layers, setup.model.layers
-    shallow = [with_layers(setup, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
+def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
+    """Compile every phase, whole, or extended from `dry_run.layers` layers where it unrolls them."""
+    layers, whole = plan.config.dry_run.layers, plan.model.layers
+    shallow = [with_layers(plan, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
     measured = []
-    for index, phase in enumerate(find_phases(setup)):
+    for index, phase in enumerate(find_phases(plan)):
         if shallow and phase.unrolled:
             parts = measure_together([find_phases(s)[index] for s in shallow], exact)
             measured.append(extend(parts[0], parts[1], whole - layers, bytes_by_kind(phase.resident)))
@@ -64,10 +64,10 @@ def measure_all(setup: Setup, exact: bool) -> list[CompiledPhase]:
     return measured
 
 
-def with_layers(setup: Setup, layers: int) -> Setup:
-    """The same run with a policy of fewer layers."""
-    model = dataclasses.replace(setup.model, layers=layers)
-    return build(setup.settings, setup.learner_partition.mesh, model)
+def with_layers(plan: Plan, layers: int) -> Plan:
+    """Return the same run with a policy of fewer layers."""
+    model = dataclasses.replace(plan.model, layers=layers)
+    return make_plan(plan.config, plan.learner_partition.mesh, model)
 
 
 def count_devices(settings: Config, sizes: dict[str, int]) -> int:

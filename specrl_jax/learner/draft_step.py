@@ -48,7 +48,7 @@ class DraftForward:
 class DraftDiagnostics:
     """Statistics of the draft against the policy; each [steps] float32, a mean over supervised pairs.
 
-    The cross-entropy to the target is target_entropy + kl: the target's own part, and the part that training can remove.
+    The cross-entropy to the target is target_entropy + kl: the target's own part and the part that training removes.
     """
 
     target_entropy: jax.Array  # on the draft vocabulary, nats

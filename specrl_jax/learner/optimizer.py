@@ -1,18 +1,22 @@
 """Optimizers of the policy and of a draft: AdamW, or Muon on matrices, behind a clip of the global gradient norm."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
 import jax
 import optax
 import optax.contrib
 
 from specrl_jax.config import OptimizerConfig
+from specrl_jax.core import Params
 from specrl_jax.learner.state import TrainState
 
 
 def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.GradientTransformation:
-    """Muon on the matrices of the layers, AdamW on tables, norms and routers, both at the same rate and with Nesterov's
-    momentum: updates of a matrix are scaled to AdamW's size (Moonlight, arXiv 2502.16982, section 2.2).
+    """Return Muon on the matrices of the layers and AdamW on tables, norms and routers, at one learning rate.
+
+    Both use Nesterov's momentum; updates of a matrix are scaled to AdamW's RMS (Moonlight, arXiv 2502.16982, section
+    2.2).
     """
     return optax.contrib.muon(
         schedule,
@@ -24,9 +28,11 @@ def _muon(schedule: optax.Schedule, b2: float, weight_decay: float) -> optax.Gra
     )
 
 
-def _matrix_axes(path: Any, weight: Any) -> optax.contrib.MuonDimensionNumbers | None:
-    """Which axes are a matrix's inputs and outputs; what is left are layers, experts and, in a draft head, the parts of
-    what it reads (embedding and hidden state; three features), each a matrix of its own. None: AdamW's.
+def _matrix_axes(path: Sequence[jax.tree_util.DictKey], weight: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    """Return a matrix's input and output axes; None for a weight of AdamW's.
+
+    Other axes are layers, experts and, in a draft head, the parts of its input (embedding and hidden state; three
+    features): each entry is a matrix of its own.
     """
     heads = dict.fromkeys(("q", "k", "v"), ((-3,), (-2, -1))) | {"o": ((-3, -2), (-1,))}
     matrices = heads | dict.fromkeys(("gate", "up", "down", "fc", "eh_proj"), ((-2,), (-1,)))
@@ -51,12 +57,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def apply_gradient(
-    state: TrainState, gradient: Any, optimizer: optax.GradientTransformation, healthy: jax.Array
+    state: TrainState, gradient: Params, optimizer: optax.GradientTransformation, healthy: jax.Array
 ) -> TrainState:
-    """The state after one optimizer update, or as it was where not `healthy` ([] bool); `step` is the caller's."""
+    """Return the state after one update, unchanged where not `healthy` ([] bool); the caller counts `step`."""
 
     def apply(state: TrainState) -> TrainState:
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        return dataclasses.replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
     return jax.lax.cond(healthy, apply, lambda state: state, state)

@@ -1,66 +1,80 @@
-"""task=benchmark: what a draft makes of generation here, at every draft length and under the controller, beside plain
-decoding. Nothing learns.
-"""
+"""task=benchmark: speed of generation at every draft length and under the controller, beside plain decoding."""
 
 import contextlib
 import dataclasses
 import threading
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import rich.console
 import rich.table
 
 from specrl_jax.config import Config
-from specrl_jax.core import Stopped
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.plan import draft_lengths, open_mesh
-from specrl_jax.training.speedup import timed
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.plan import draft_lengths, make_plan, open_mesh
+from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.speedup import step_workload, timed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
-# Name -> (engine, what chooses its draft lengths)
+# Name -> (engine, chooser of its draft lengths)
 Sides = dict[str, tuple[Engine, Lengths | None]]
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=benchmark: compare generation with the draft and without, and print the result."""
-    setup = build(config, open_mesh(config))
-    setup.check_problems()
+    """Compare generation with the draft and without, and print the result."""
+    plan = make_plan(config, open_mesh(config))
+    learner, rollout = make_learner(plan), make_rollout(plan, compiled_lengths(config))
+    problems = load_problems(config, rollout.tokenizer)
     open_workdir(workdir, dataclasses.asdict(config))
-    print_benchmark(benchmark(setup, workdir, stop_on_signal()))
+    print_benchmark(benchmark(learner, rollout, problems, workdir, stop_on_signal()))
 
 
-def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Every side answers the same training prompts once a round, in random order; what a round has is one RL step's.
+def compared_lengths(config: Config) -> tuple[int, ...]:
+    """Return the fixed draft lengths that are compared."""
+    return tuple(config.benchmark.lengths) or draft_lengths(config.draft.length, adaptive=True)
 
-    Returns a row a round, which metrics.jsonl has too. Of each side (`plain`: draft.kind=none; `k_3`: that draft
+
+def compiled_lengths(config: Config) -> tuple[int, ...]:
+    """Return those and the controller's, ascending."""
+    return tuple(sorted({*compared_lengths(config), *draft_lengths(config.draft.length, config.draft.adaptive)}))
+
+
+def benchmark(
+    learner: Learner, rollout: Rollout, problems: Problems, workdir: str, stop: threading.Event
+) -> list[dict[str, float]]:
+    """Time every side on the same training prompts, in random order, for benchmark.rounds rounds of a step's rollouts.
+
+    Nothing is trained. `rollout` has programs of `compiled_lengths`.
+
+    Returns a row per round, also written to metrics.jsonl. Of each side (`plain`: draft.kind=none; `k_3`: that draft
     length; `adaptive`): benchmark/SIDE, tokens per second; benchmark/SIDE_over_plain; benchmark/SIDE_acceptance_length,
-    tokens a verification. `k_0` of a draft that copies goes over its text again, as the controller's plain chunks do
-    (decoding/replay.py): `plain` is what plain decoding costs.
+    tokens per verification. `k_0` of a lookup draft includes the replay that the controller's plain chunks make
+    (decoding/replay.py); `plain` is the cost of plain decoding.
     """
-    s = setup.settings
-    weights, order = setup.initial_weights(), np.random.default_rng(s.seed)
-    stream, rows = setup.problems.stream(s.grpo.prompts_per_step), []
-    with Display(s.benchmark.rounds, 0) as display, contextlib.closing(MetricsWriter(workdir, -1)) as writer:
-        sides = make_sides(setup)
+    config = learner.plan.config
+    weights, order = initial_weights(learner, rollout), np.random.default_rng(config.seed)
+    stream, rows, warmup = problems.stream(config.grpo.prompts_per_step), [], config.benchmark.warmup
+    with Display(config.benchmark.rounds, 0) as display, contextlib.closing(MetricsWriter(workdir, -1)) as writer:
+        sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
             engine.programs.compile_all(weights, lambda program, t: display.say(f"engine program {program}: {t:.1f} s"))
-        for i in range(1 - s.benchmark.warmup, s.benchmark.rounds + 1):
-            prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
+        for i in range(1 - warmup, config.benchmark.rounds + 1):
+            work = step_workload(rollout, next(stream))
             found = {}
-            for name in order.permutation(in_round(i, s.benchmark.warmup, sides)):
+            for name in order.permutation(in_round(i, warmup, sides)):
                 if stop.is_set():
                     raise Stopped("a benchmark keeps nothing that could be resumed; the same command starts anew")
                 engine, lengths = sides[name]
-                seed = s.rollout.seed + i + s.benchmark.warmup
-                found[name] = timed(engine, weights, prompts, s.grpo.group_size, seed, lengths)
+                found[name] = timed(engine, weights, work._replace(seed=work.seed + i + warmup), lengths)
             if i > 0:
                 rows.append({"step": i} | round_metrics({name: found[name] for name in sides}))
                 writer.write(rows[-1])
@@ -68,27 +82,27 @@ def benchmark(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[st
     return rows
 
 
-def in_round(i: int, warmup: int, sides: Sides) -> list[str]:
-    """Those that answer in round i of 1 - warmup to rounds: all but for the warm-up after its first round, which only
-    a controller learns from.
+def in_round(i: int, warmup: int, sides: Mapping[str, object]) -> list[str]:
+    """Return the sides timed in round i of 1 - warmup to rounds.
+
+    All of them, except that in the warm-up after its first round only the controller runs, since only it still learns.
     """
     return [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
 
 
-def make_sides(setup: Setup) -> Sides:
-    draft, wanted = setup.settings.draft, setup.settings.benchmark.lengths
-    lengths = tuple(wanted) or draft_lengths(draft.length, adaptive=True)
-    chosen = draft_lengths(draft.length, draft.adaptive)
-    engine = setup.engine_of(tuple(sorted({*lengths, *chosen})))
-    sides: Sides = {PLAIN: (setup.plain_engine, None)}
-    sides |= {f"k_{k}": (engine, FixedLength(k)) for k in lengths}
-    if draft.adaptive:
-        sides[ADAPTIVE] = engine, Controller(chosen, engine.programs.sizes)
+def make_sides(rollout: Rollout) -> Sides:
+    """Return every engine that is compared, with its draft lengths."""
+    config, engine = rollout.plan.config, rollout.engine
+    sides: Sides = {PLAIN: (rollout.plain_engine, None)}
+    sides |= {f"k_{k}": (engine, FixedLength(k)) for k in compared_lengths(config)}
+    if config.draft.adaptive:
+        lengths = draft_lengths(config.draft.length, adaptive=True)
+        sides[ADAPTIVE] = engine, Controller(lengths, engine.programs.sizes)
     return sides
 
 
-def round_metrics(found: dict[str, tuple[Rollouts, float]]) -> dict[str, float]:
-    """benchmark/* of one round: (rollouts, seconds) by side."""
+def round_metrics(found: Mapping[str, tuple[Rollouts, float]]) -> dict[str, float]:
+    """Return benchmark/* of one round: (rollouts, seconds) by side."""
     row = {}
     tokens = {name: int(rollouts.response_length.sum()) for name, (rollouts, _) in found.items()}
     speed = {name: tokens[name] / seconds for name, (_, seconds) in found.items()}
@@ -100,8 +114,8 @@ def round_metrics(found: dict[str, tuple[Rollouts, float]]) -> dict[str, float]:
     return row
 
 
-def print_benchmark(rows: list[dict[str, Any]]) -> None:
-    """Medians over the rounds, with quartiles."""
+def print_benchmark(rows: Sequence[Mapping[str, float]]) -> None:
+    """Print medians over the rounds, with quartiles."""
     table = rich.table.Table(title=f"generation, {len(rows)} rounds", title_justify="left")
     for column in ("", "tokens per second", "over plain", "tokens per verification"):
         table.add_column(column, justify="left" if not column else "right")
@@ -116,5 +130,5 @@ def print_benchmark(rows: list[dict[str, Any]]) -> None:
         side = name.removeprefix("benchmark/")
         if name != "step" and not side.endswith(("_over_plain", "_acceptance_length")):
             table.add_row(side, shown(name, 0), shown(f"{name}_over_plain", 2), shown(f"{name}_acceptance_length", 2))
-    # In a file rich takes 80 columns, which would break every cell.
+    # In a file rich assumes 80 columns, which would break every cell.
     rich.console.Console(width=max(rich.console.Console().width, 100)).print(table)

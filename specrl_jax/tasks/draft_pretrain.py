@@ -1,104 +1,130 @@
-"""Makes a draft for a policy from the policy's own text: the law that the draft will be verified against."""
+"""task=draft_pretrain: train a draft offline on the policy's own text, the distribution that it will draft for."""
 
 import dataclasses
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.core import InputError, Stopped
+from specrl_jax.core import Params
 from specrl_jax.data.features import FeatureStore
+from specrl_jax.data.rows import Rows
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
+from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
-from specrl_jax.tasks.draft_features import batches, collect, open_store
+from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Setup, build
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, prepare
+from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import open_mesh
-from specrl_jax.training.speedup import compare_with_plain
+from specrl_jax.training.plan import Plan, make_plan, open_mesh
+from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.speedup import measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"
 
+Row = dict[str, float | None]
+
 
 def run(config: Config, workdir: str) -> None:
-    """task=draft_pretrain: train a draft on recorded features into `pretrain.output`."""
-    setup = build(config, open_mesh(config))
-    setup.check_problems()
-    check_draft_pretrain(setup)
+    """Train a draft on recorded features into `pretrain.output`."""
+    plan = make_plan(config, open_mesh(config))
+    check_batch(plan)
+    learner, rollout = make_learner(plan), make_rollout(plan)
+    problems = load_problems(config, rollout.tokenizer)
+    open_output("pretrain.output", config.pretrain.output)
     open_workdir(workdir, dataclasses.asdict(config))
-    draft_pretrain(setup, workdir, stop_on_signal())
+    draft_pretrain(learner, rollout, problems, initial_state(learner), workdir, stop_on_signal())
 
 
-def draft_pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Trains at most `steps` updates over the features of `pretrain.rollouts` texts, and writes `pretrain.output`.
+def check_batch(plan: Plan) -> None:
+    """Raise InputError where pretrain.batch_size does not divide over the mesh."""
+    rows, num_shards = plan.config.pretrain.batch_size, plan.learner_partition.num_shards("batch")
+    if rows % num_shards:
+        raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
 
-    Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. The acceptance on
-    validation prompts is measured every `eval.every` updates, since a loss that still falls can go with an acceptance
-    that has begun to; the best weights are kept, and after `pretrain.patience` measurements without better ones it is
-    over. What is written: an EAGLE-3 or MTP head in draft.dialect, a smaller policy as a folder.
+
+def draft_pretrain(
+    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, workdir: str, stop: threading.Event
+) -> list[Row]:
+    """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts, and write `pretrain.output`.
+
+    Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. Acceptance on validation
+    prompts is measured every `eval.every` updates, since the loss may fall while acceptance already does too; the best
+    weights are kept, and `pretrain.patience` measurements without better ones end the training. Writes an EAGLE-3 or
+    MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
 
     Returns the log: loss every 50 steps; acceptance where it was measured; last, of the weights as stored, their
-    acceptance, what they cost in seconds and the RL step at which that is earned back (None: never). It is written to
+    acceptance, their cost in seconds and the RL step at which it is earned back (None: never). It is written to
     log.jsonl in the workdir and beside the weights.
     """
-    s = setup.settings
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    with Display(s.steps, 0) as display:
-        store = open_store(setup, s.pretrain.features or os.path.join(workdir, "features"), weights)
-        seconds = collect(setup, state.policy.params, weights, store, display, stop)
-        if not s.draft.path and setup.draft.vocab < setup.model.vocab:
-            state = choose_vocabulary(setup, state, store)
-        log, best, trained = learn(setup, state, batches(setup, store), display, stop)
-        stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), best)
-        state = state.replace(draft=state.draft.replace(params=stored))
-        row = {"step": log[-1]["step"]} | held_out_acceptance(setup, state)
-        log.append(row | cost(setup, state, seconds | trained))
+    plan, config = learner.plan, learner.plan.config
+    assert plan.draft is not None  # validate
+    weights, _ = prepare(learner, rollout, state)
+    with Display(config.steps, 0) as display:
+        store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
+        seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display, stop)
+        if not config.draft.path and plan.draft.vocab < plan.model.vocab:
+            state = choose_vocabulary(plan, state, store)
+        data = batches(learner, rollout.tokenizer.pad_id, store)
+        log, best, trained = train_draft(learner, rollout, problems, state, data, display, stop)
+        stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), best)
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, params=stored))
+        row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state)
+        log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained))
         display.finish_step(row["step"], f"acceptance length {row[LENGTH]:.3f}")
-    setup.draft.save(s.pretrain.output, stored, state.vocab_map, setup.model, s.pretrain.dtype, s.policy.path)
-    write_log(log, workdir, s.pretrain.output)
+    output, dtype = config.pretrain.output, config.pretrain.dtype
+    plan.draft.save(output, stored, state.vocab_map, plan.model, dtype, config.policy.path)
+    write_log(log, workdir, output)
     return log
 
 
-def choose_vocabulary(setup: Setup, state: RunState, store: FeatureStore) -> RunState:
-    """The state with its head over the ids that the texts' responses use most."""
-    counts = np.bincount(np.concatenate(store.tokens()), minlength=setup.model.vocab)
-    return change_vocabulary(state, most_frequent(counts, setup.draft.vocab), setup.model)
+def choose_vocabulary(plan: Plan, state: RunState, store: FeatureStore) -> RunState:
+    """Return the state with its head over the ids that the texts' responses use most."""
+    counts = np.bincount(np.concatenate(store.tokens()), minlength=plan.model.vocab)
+    return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.model)
 
 
-def learn(
-    setup: Setup, state: RunState, data: Any, display: Display, stop: threading.Event
-) -> tuple[list[dict[str, Any]], Any, dict[str, float]]:
-    """(log, the weights whose acceptance was best, seconds). `state.draft` is not donated."""
-    s = setup.settings
-    tables = setup.read_tables(state.policy.params, state.vocab_map)
+def train_draft(
+    learner: Learner,
+    rollout: Rollout,
+    problems: Problems,
+    state: RunState,
+    data: Iterator[tuple[Features, Rows]],
+    display: Display,
+    stop: threading.Event,
+) -> tuple[list[Row], Params, dict[str, float]]:
+    """Return (log, the weights with the best acceptance, seconds). `state.draft` is not donated."""
+    config = learner.plan.config
+    tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
-    log: list[dict[str, Any]] = [{"step": 0} | held_out_acceptance(setup, state)]
+    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state)]
     best, worse = jax.device_get(draft.params), 0
-    # Weights that were drawn are nobody's best, however lucky.
-    best_length = log[0][LENGTH] if s.draft.path else 0.0
+    # Never select a random initialisation.
+    best_length = log[0][LENGTH] if config.draft.path else 0.0
     seconds = {"train": 0.0, "evaluate": 0.0}
     start = time.perf_counter()
-    for step in range(1, s.steps + 1):
+    for step in range(1, config.steps + 1):
         if stop.is_set():
             raise Stopped(f"draft pretraining keeps no checkpoints; step {step} is lost")
-        draft, metrics = setup.draft_step(draft, tables, *next(data))
-        measured = step == s.steps or (s.eval.every and step % s.eval.every == 0)
+        draft, metrics = learner.draft_step(draft, tables, *next(data))
+        measured = step == config.steps or (config.eval.every and step % config.eval.every == 0)
         if step % LOG_EVERY == 0 or measured:
             log.append({"step": step, "draft/loss": float(metrics.loss)})
         if not measured:
             continue
         seconds["train"] += time.perf_counter() - start
         start = time.perf_counter()
-        log[-1] |= held_out_acceptance(setup, state.replace(draft=draft))
+        log[-1] |= held_out_acceptance(learner, rollout, problems, dataclasses.replace(state, draft=draft))
         seconds["evaluate"] += time.perf_counter() - start
         start = time.perf_counter()
         length = log[-1][LENGTH]
@@ -106,43 +132,31 @@ def learn(
         worse = 0 if length > best_length else worse + 1
         if not worse:
             best, best_length = jax.device_get(draft.params), length
-        if s.pretrain.patience and worse >= s.pretrain.patience:
+        if config.pretrain.patience and worse >= config.pretrain.patience:
             break
     return log, best, seconds
 
 
-def held_out_acceptance(setup: Setup, state: RunState) -> dict[str, float]:
-    """spec/* of one answer to each validation problem, at the full draft length."""
-    weights, stamp = setup.prepare(state)
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
-    rollouts = setup.engine.generate(weights, prompts, 1, setup.settings.rollout.seed, stamp=stamp)
+def held_out_acceptance(learner: Learner, rollout: Rollout, problems: Problems, state: RunState) -> Row:
+    """Return spec/* of one response to each validation problem, at the full draft length."""
+    weights, version = prepare(learner, rollout, state)
+    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
+    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed, stamp=version)
     return speculation_metrics(rollouts)
 
 
-def cost(setup: Setup, state: RunState, seconds: dict[str, float]) -> dict[str, Any]:
-    """Seconds that the draft took, those that it saves of one RL step's rollouts, and when the two are even."""
-    s = setup.settings
-    row: dict[str, Any] = {f"seconds/{name}": value for name, value in seconds.items()}
-    if not s.draft.compare_rounds:
+def cost_metrics(
+    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, seconds: dict[str, float]
+) -> Row:
+    """Return the draft's cost in seconds, its saving per RL step of rollouts, and the step where the two are equal."""
+    row: Row = {f"seconds/{name}": value for name, value in seconds.items()}
+    rounds = learner.plan.config.draft.compare_rounds
+    if not rounds:
         return row
-    weights, _ = setup.prepare(state)
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems][: s.grpo.prompts_per_step]
-    job = (weights, prompts, s.grpo.group_size, s.rollout.seed)
-    speedup = float(np.median(compare_with_plain(setup.engine, setup.plain_engine, *job, s.draft.compare_rounds)))
-    start = time.perf_counter()
-    setup.plain_engine.generate(*job)
-    plain = time.perf_counter() - start
+    weights, _ = prepare(learner, rollout, state)
+    work = step_workload(rollout, problems.evaluation)
+    speedup = float(np.median(measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds)))
+    _, plain = timed(rollout.plain_engine, weights, work)
     saved = plain * (1 - 1 / speedup)
     row |= {"spec/speedup": speedup, "seconds/plain_rollouts": plain}
     return row | {"break_even_step": sum(seconds.values()) / saved if saved > 0 else None}
-
-
-def check_draft_pretrain(setup: Setup) -> None:
-    """Raises InputError for what would fail late in a run; makes `pretrain.output`."""
-    settings = setup.settings
-    rows = settings.pretrain.batch_size
-    if rows % setup.learner_partition.num_shards("batch"):
-        raise InputError(
-            f"pretrain.batch_size={rows} must divide by the {setup.learner_partition.num_shards('batch')} shards of rows"
-        )
-    open_output("pretrain.output", settings.pretrain.output)

@@ -1,18 +1,44 @@
-"""task=evaluate: accuracy of a policy on the validation sets."""
+"""task=evaluate: the accuracy of a policy on the validation sets."""
 
 import dataclasses
+import json
+import os
 
 from specrl_jax.config import Config
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import build
-from specrl_jax.training.evaluate import run_evaluation
-from specrl_jax.training.plan import open_mesh
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.evaluate import evaluate
+from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.metrics import speculation_metrics
+from specrl_jax.training.plan import make_plan, open_mesh
+from specrl_jax.training.problems import Problems, load_problems
 
 
 def run(config: Config, workdir: str) -> None:
-    """Evaluate and write the result to `workdir`."""
-    setup = build(config, open_mesh(config))
-    setup.check_problems(train=False)
+    """Evaluate, and write the result to `workdir`."""
+    plan = make_plan(config, open_mesh(config))
+    learner, rollout = make_learner(plan), make_rollout(plan)
+    problems = load_problems(config, rollout.tokenizer, train=False)
     open_workdir(workdir, dataclasses.asdict(config))
-    with setup.scorer:
-        run_evaluation(setup, workdir)
+    with make_scorer(config.reward) as scorer:
+        evaluate_policy(learner, rollout, problems, scorer, workdir)
+
+
+def evaluate_policy(learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str) -> None:
+    """Score the initial policy on the validation sets, into evaluation.json and generations.jsonl."""
+    e, weights = learner.plan.config.eval, initial_weights(learner, rollout)
+    result = evaluate(rollout, rollout.eval_engine, weights, problems.evaluation, e.samples, scorer)
+    summary = result.metrics(problems.validation) | {
+        "problems": len(result.problems),
+        "samples": e.samples,
+        "temperature": e.temperature,
+    }
+    if rollout.eval_engine.draft_length:
+        summary |= speculation_metrics(result.rollouts)
+    with open(os.path.join(workdir, "evaluation.json"), "w") as file:
+        json.dump(summary, file, indent=2)
+    result.write(os.path.join(workdir, "generations.jsonl"), rollout.tokenizer, problems.validation)
+    if warning := result.scores.warning():
+        print(warning)
+    print(json.dumps(summary))

@@ -1,41 +1,42 @@
-"""A run's policy and draft as Hugging Face folders, for transformers, vLLM and SGLang."""
+"""task=export: a run's policy and draft as Hugging Face folders, for transformers, vLLM and SGLang."""
 
 import dataclasses
 import os
-from typing import Any
 
-from specrl_jax.config import Config, ExportConfig
-from specrl_jax.core import InputError
+from specrl_jax.config import Config
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
 from specrl_jax.models.lora import merged
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.plan import open_mesh
+from specrl_jax.training.build import Learner, make_learner
+from specrl_jax.training.initial import abstract_run_state, initial_params
+from specrl_jax.training.loop import open_checkpoints
+from specrl_jax.training.plan import make_plan, open_mesh
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=export: write the policy and the draft of the run in `workdir` as Hugging Face folders."""
-    setup = build(config, open_mesh(config))
+    """Write the policy and the draft of the run in `workdir` as Hugging Face folders."""
+    learner = make_learner(make_plan(config, open_mesh(config)))
     check_workdir(workdir, dataclasses.asdict(config))
-    open_output("export.output", output_folder(config.export, workdir))
-    export(setup, workdir)
+    open_output("export.output", output_folder(config, workdir))
+    export(learner, workdir)
 
 
-def export(setup: Setup, workdir: str) -> list[str]:
-    """task=export: writes policy/ and, where the draft has weights, draft/ (in draft.dialect) under `export.output`.
+def export(learner: Learner, workdir: str) -> list[str]:
+    """Write policy/ and, where the draft has weights, draft/ (in draft.dialect) under `export.output`.
 
-    Only the parameters are read of the checkpoint, not the optimizers' moments.
+    Reads only the parameters of the checkpoint, not the optimizers' moments.
 
     Returns the folders. Raises InputError where the run has no such checkpoint.
     """
-    s, state = setup.settings, setup.abstract_state()
-    checkpoints = setup.open_checkpoints(workdir)
+    config, model, state = learner.plan.config, learner.plan.model, abstract_run_state(learner)
+    checkpoints = open_checkpoints(config, workdir)
     try:
-        step = checkpoints.latest() if s.export.step == -1 else s.export.step
+        step = checkpoints.latest() if config.export.step == -1 else config.export.step
         if step is None:
             raise InputError(f"--workdir {workdir}: the run has no checkpoint yet")
         # As the checkpoint spells the state; its other leaves are not read.
-        part: dict[str, Any] = {"policy": {"params": state.policy.params}}
+        part: dict[str, object] = {"policy": {"params": state.policy.params}}
         if state.draft:
             part["draft"] = {"params": state.draft.params}
         if state.vocab_map is not None:
@@ -43,26 +44,26 @@ def export(setup: Setup, workdir: str) -> list[str]:
         found = checkpoints.restore_part(step, part)
     finally:
         checkpoints.close()
-    output, dtype = output_folder(s.export, workdir), s.export.dtype
-    folders = [os.path.join(output, "policy")]
-    learnt = found["policy"]["params"]
-    policy = merged(setup.learner.merge(learnt, setup.initial_params())) if setup.learner.lora else learnt
-    hf.save_params(folders[0], policy, setup.model, dtype, _tokenizer_folder(setup))
-    if state.draft:
+    output, dtype = output_folder(config, workdir), config.export.dtype
+    folders, policy = [os.path.join(output, "policy")], found["policy"]["params"]
+    if learner.forward.lora:
+        policy = merged(learner.forward.merge(policy, initial_params(learner)))
+    hf.save_params(folders[0], policy, model, dtype, _tokenizer_folder(config))
+    if learner.plan.draft:
         folders.append(os.path.join(output, "draft"))
-        setup.draft.save(
-            folders[1], found["draft"]["params"], found.get("vocab_map"), setup.model, dtype, s.policy.path
-        )
+        params, ids = found["draft"]["params"], found.get("vocab_map")
+        learner.plan.draft.save(folders[1], params, ids, model, dtype, config.policy.path)
     for folder in folders:
         print(f"step {step}: {folder}")
     return folders
 
 
-def output_folder(e: ExportConfig, workdir: str) -> str:
-    return e.output or os.path.join(workdir, "export")
+def output_folder(config: Config, workdir: str) -> str:
+    """Return export.output, or export/ in the workdir."""
+    return config.export.output or os.path.join(workdir, "export")
 
 
-def _tokenizer_folder(setup: Setup) -> str:
-    """'' where the tokenizer is our own."""
-    name = setup.settings.data.tokenizer or setup.settings.policy.path
+def _tokenizer_folder(config: Config) -> str:
+    """Return the tokenizer's folder; '' for the built-in character tokenizer."""
+    name = config.data.tokenizer or config.policy.path
     return "" if name == "char" else name

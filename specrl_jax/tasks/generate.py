@@ -1,8 +1,9 @@
 """Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out.
 
+from specrl_jax.config import DraftConfig
 from specrl_jax.tasks.generate import load_generator
 
-generator = load_generator("checkpoints/Qwen3-8B", draft_kind="eagle3", draft_path="checkpoints/HEAD")
+generator = load_generator("checkpoints/Qwen3-8B", DraftConfig(kind="eagle3", path="checkpoints/HEAD"))
 out = generator.generate(["The capital of France is"], samples=4)
 out.texts[0], out.logprobs[0], out.speculation["spec/acceptance_length"]
 """
@@ -12,48 +13,47 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specrl_jax.config import Config
-from specrl_jax.config.model import DTYPES
-from specrl_jax.data.tokenizers import Messages, Tokenizer, load_tokenizer
+from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
+from specrl_jax.config.validate import validate
+from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import Engine, Lengths, check_prompts
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import DrafterConfig, DraftOptions
-from specrl_jax.drafts.kinds import make_method
-from specrl_jax.errors import InputError
-from specrl_jax.io import hf
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.build import Setup, build
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import batch_limits, draft_lengths, open_mesh
-from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.plan import make_plan, open_mesh
+from specrl_jax.training.problems import load_problems
+
+# Shapes and sampling of a generator unless it is told others.
+DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, num_slots=16)
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=generate: answer `generate.prompts`, or the validation problems, without training."""
-    setup = build(config, open_mesh(config))
-    if config.generate.prompts:
-        prompts = [setup.tokenizer.encode(prompt) for prompt in config.generate.prompts]
-        check_prompts(prompts, config.rollout.max_prompt_tokens)
+    """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
+    plan = make_plan(config, open_mesh(config))
+    learner, rollout = make_learner(plan), make_rollout(plan)
+    prompts = list(config.generate.prompts)
+    if prompts:
+        check_prompts([rollout.tokenizer.encode(prompt) for prompt in prompts], config.rollout.max_prompt_tokens)
     else:
-        setup.check_problems(train=False)
+        problems = load_problems(config, rollout.tokenizer, train=False)
+        prompts = [problem.prompt for problem in problems.evaluation]
     open_workdir(workdir, dataclasses.asdict(config))
-    run_generation(setup, workdir)
+    generate(make_generator(learner, rollout), prompts, config, workdir)
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """Answers to P prompts, `samples` each, in the order of the prompts."""
+    """Responses to P prompts, `samples` each, in the order of the prompts."""
 
     prompts: list[str]  # [P x samples], after the chat template
     texts: list[str]  # [P x samples], without end-of-text
@@ -70,10 +70,10 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Generator:
-    """A policy that is ready to generate, with the draft that speeds it up."""
+    """A policy with its draft, loaded and ready to generate."""
 
     engine: Engine
-    weights: Any
+    weights: Weights
     tokenizer: Tokenizer
     lengths: Lengths | None  # chooses draft lengths; None: always the longest
 
@@ -84,7 +84,7 @@ class Generator:
         seed: int = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Generation:
-        """`samples` answers to each prompt, which is text or chat messages. Equal seeds give equal noise.
+        """Generate `samples` responses to each prompt, which is text or chat messages. Equal seeds give equal noise.
 
         Raises InputError for a prompt that is empty or too long.
         """
@@ -97,7 +97,7 @@ class Generator:
         return self._generation(texts, rollouts, time.perf_counter() - start)
 
     def compile(self, on_program: Callable[[Program, float], None] = lambda program, seconds: None) -> None:
-        """Compiles every program now instead of when it is first needed."""
+        """Compile every program now instead of when it is first needed."""
         self.engine.programs.compile_all(self.weights, on_program)
 
     def _generation(self, prompts: list[str], rollouts: Rollouts, seconds: float) -> Generation:
@@ -116,95 +116,54 @@ class Generator:
 
 def load_generator(
     policy: str,
+    draft: DraftConfig | None = None,
+    rollout: RolloutConfig = DEFAULT_ROLLOUT,
     *,
-    draft_kind: str = "none",
-    draft_path: str = "",
-    draft_length: int = 3,
-    adaptive: bool = True,
-    match_min: int = 2,
-    match_max: int = 8,
-    cascade: int = 0,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    rule: str = "rejection",
-    max_prompt_tokens: int = 512,
-    max_response_tokens: int = 512,
-    num_slots: int = 16,
-    group_size: int = 8,
     dtype: str = "float32",
-    cache_dtype: str = "float32",
-    compute_dtype: str = "float32",
     tokenizer: str = "",
+    group_size: int = 8,
     mesh: Mesh | None = None,
 ) -> Generator:
-    """Loads a policy, and a draft for it, from local folders.
+    """Load a policy, and a draft for it, from local folders.
 
     Args:
       policy: Hugging Face folder of a Qwen3, dense or mixture of experts.
-      draft_kind: none, eagle3, mtp, model (with draft_path), ngram, suffix.
-      draft_length: longest draft, tokens; `adaptive` chooses up to it, 0 included.
-      match_min, match_max: tokens, of the matches that ngram and suffix copy after.
-      cascade: tokens, a match that overrides a draft with weights; 0: never.
-      num_slots: sequences decoded at once.
-      group_size: answers to one prompt that `suffix` copies from, at most; also sets how many prompts are prefilled at
-        once.
+      draft: draft.* of a config; None: plain decoding.
+      rollout: rollout.* of a config: sampling, lengths, sequences decoded at once.
+      dtype: storage of the weights, float32 or bfloat16.
       tokenizer: 'char' or a folder; '': the policy's.
+      group_size: most responses to one prompt that lookup drafts copy from; also sets how many prompts are prefilled
+        at once.
       mesh: None: all devices, rows split over them.
     Raises:
       InputError: for what is missing, damaged or does not go together.
     """
-    mesh = mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})
-    model = hf.load_config(policy)
-    hf.check_params(policy, model)
-    options = DraftOptions(draft_kind, draft_path, match_min=match_min, match_max=match_max, cascade=cascade)
-    method = make_method(options, model)
-    draft = method.model
-    sampling = Sampling(temperature, top_k, top_p, rule)
-    rollout_partition, learner_partition = partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
-    limits = batch_limits(
-        num_slots,
-        max_prompt_tokens,
-        max_response_tokens,
-        num_shards=rollout_partition.num_shards("batch"),
-        group_size=group_size,
-        uses_lookup_cache=method.uses_lookup_cache,
+    config = Config(
+        task="generate",
+        policy=PolicyConfig(preset="", path=policy, dtype=dtype),
+        # Without epochs there is no history.
+        draft=dataclasses.replace(draft or DraftConfig(), history=0),
+        rollout=rollout,
+        grpo=GRPOConfig(prompts_per_step=1, group_size=group_size),
+        data=DataConfig(tokenizer=tokenizer),
     )
-    dtypes = {"dtype": dtype, "cache_dtype": cache_dtype, "compute_dtype": compute_dtype}
-    for name, value in dtypes.items():
-        if value not in DTYPES:
-            raise InputError(f"{name}={value}: it is one of {', '.join(DTYPES)}")
-    config = InferenceConfig(sampling, limits, 0, **{name: jnp.dtype(value) for name, value in dtypes.items()})
-    drafter = method.make_drafter(DrafterConfig(draft_length, sampling, config.compute_dtype, rollout_partition))
-    words = load_tokenizer(tokenizer or policy, model.vocab)
-    lengths = draft_lengths(drafter.length, adaptive)
-    engine = make_rollout_engine(model, draft, drafter, config, words, rollout_partition, lengths)
-    params = hf.load_params(policy, model, learner_partition, jax.numpy.float32)
-    head = draft.load(draft_path, learner_partition) if draft else None
-    vocab_map = draft.load_vocab_map(draft_path, model) if draft else None
-    weights = make_prepare(model, draft, config, rollout_partition)(params, head, vocab_map)
-    return Generator(engine, weights, words, _controller(engine, adaptive))
+    validate(config)
+    plan = make_plan(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}))
+    return make_generator(make_learner(plan), make_rollout(plan))
 
 
-def generator_of(setup: Setup) -> Generator:
-    """The generator of a config: its policy and draft as they are before any training."""
-    engine = setup.engine
-    return Generator(
-        engine, setup.initial_weights(), setup.tokenizer, _controller(engine, setup.settings.draft.adaptive)
-    )
+def make_generator(learner: Learner, rollout: Rollout) -> Generator:
+    """Return the generator of a config: its policy and draft as they are before any training."""
+    engine = rollout.engine
+    adaptive = learner.plan.config.draft.adaptive and engine.draft_length
+    lengths = Controller(engine.programs.lengths, engine.programs.sizes) if adaptive else None
+    return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths)
 
 
-def _controller(engine: Engine, adaptive: bool) -> Controller | None:
-    return Controller(engine.programs.lengths, engine.programs.sizes) if adaptive and engine.draft_length else None
-
-
-def run_generation(setup: Setup, workdir: str) -> None:
-    """task=generate: answers to the validation prompts or to generate.prompts, into generations.jsonl."""
-    s = setup.settings
-    generator = generator_of(setup)
+def generate(generator: Generator, prompts: Sequence[str], config: Config, workdir: str) -> None:
+    """Answer the prompts, print the first responses, and write generations.jsonl and generation.json."""
     generator.compile(lambda program, seconds: print(f"engine program {program}: {seconds:.1f} s"))
-    prompts = list(s.generate.prompts) or [problem.prompt for problem in setup.eval_problems]
-    out = generator.generate(prompts, s.generate.samples, s.rollout.seed)
+    out = generator.generate(prompts, config.generate.samples, config.rollout.seed)
     path = os.path.join(workdir, "generations.jsonl")
     with open(path, "w") as file:
         for i, prompt in enumerate(out.prompts):

@@ -1,20 +1,22 @@
-"""Makes a small base policy by next-token prediction on worked solutions of a built-in task, many of them wrong."""
+"""task=pretrain: a small base policy by next-token prediction on worked solutions of a built-in task, many wrong."""
 
 import dataclasses
 import json
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from specrl_jax.config import Config
-from specrl_jax.core import InputError, Mean, Stopped, masked_mean
+from specrl_jax.core import Mean, Params, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal
@@ -22,65 +24,72 @@ from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
+from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Setup, build
-from specrl_jax.training.loop import evaluation_row
-from specrl_jax.training.plan import open_mesh
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer, prepare
+from specrl_jax.training.evaluate import evaluation_metrics
+from specrl_jax.training.initial import initial_state
+from specrl_jax.training.plan import make_plan, open_mesh
+from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
 
 
 def run(config: Config, workdir: str) -> None:
-    """task=pretrain: train a policy from random weights into `pretrain.output`."""
-    setup = build(config, open_mesh(config))
+    """Train a policy from random weights into `pretrain.output`."""
+    plan = make_plan(config, open_mesh(config))
+    learner, rollout = make_learner(plan), make_rollout(plan)
     open_output("pretrain.output", config.pretrain.output)
-    setup.check_problems()
+    problems = load_problems(config, rollout.tokenizer)
     open_workdir(workdir, dataclasses.asdict(config))
-    with setup.scorer:
-        pretrain(setup, workdir, stop_on_signal())
+    with make_scorer(config.reward) as scorer:
+        pretrain(learner, rollout, problems, scorer, workdir, stop_on_signal())
 
 
-def pretrain(setup: Setup, workdir: str, stop: threading.Event) -> list[dict[str, Any]]:
-    """Trains from random weights and writes `pretrain.output` as a Hugging Face folder.
+def pretrain(
+    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+) -> list[dict[str, float]]:
+    """Train from random weights, and write `pretrain.output` as a Hugging Face folder.
 
-    Returns the log: loss in nats per response token every 50 steps, at the end the accuracy on the validation split
-    of the weights as stored. It is written to log.jsonl in the workdir and beside the weights.
+    Returns the log: loss in nats per response token every 50 steps, at the end eval/* of the weights as stored. It is
+    written to log.jsonl in the workdir and beside the weights.
     """
-    s = setup.settings
-    source = TaskSource(s.data.task, "train", s.seed, s.pretrain.error_rate)
-    stream = ProblemStream([source], s.pretrain.batch_size, s.seed)
-    state = setup.initial_state().policy
-    step_fn = make_pretrain_step(setup.learner, setup.optimizer, setup.learner_partition)
-    log: list[dict[str, Any]] = []
-    with Display(s.steps, 0) as display:
-        for step in range(1, s.steps + 1):
+    config, model = learner.plan.config, learner.plan.model
+    source = TaskSource(config.data.task, "train", config.seed, config.pretrain.error_rate)
+    stream = ProblemStream([source], config.pretrain.batch_size, config.seed)
+    state, length = initial_state(learner).policy, rollout.config.limits.cache_length
+    step_fn = make_pretrain_step(learner.forward, learner.optimizer, learner.plan.learner_partition)
+    log: list[dict[str, float]] = []
+    with Display(config.steps, 0) as display:
+        for step in range(1, config.steps + 1):
             if stop.is_set():
                 raise Stopped(f"pretraining keeps no checkpoints; step {step} is lost")
-            state, loss = step_fn(state, solution_rows(next(stream), setup))
-            if step % LOG_EVERY == 0 or step == s.steps:
+            state, loss = step_fn(state, solution_rows(next(stream), rollout.tokenizer, length))
+            if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
-        stored = jax.tree.map(lambda w: w.astype(s.pretrain.dtype).astype(jnp.float32), state.params)
-        log[-1] |= evaluation_row(
-            setup, RunState(state.replace(params=stored), None, None), workdir, s.steps, display, None
-        )
-    hf.save_params(s.pretrain.output, stored, setup.model, s.pretrain.dtype)
-    write_log(log, workdir, s.pretrain.output)
+        stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), state.params)
+        weights, _ = prepare(learner, rollout, RunState(dataclasses.replace(state, params=stored), None, None))
+        log[-1] |= evaluation_metrics(rollout, weights, problems, scorer, config.steps, workdir, display)
+    hf.save_params(config.pretrain.output, stored, model, config.pretrain.dtype)
+    write_log(log, workdir, config.pretrain.output)
     return log
 
 
-def write_log(log: list[dict[str, Any]], *folders: str) -> None:
-    """log.jsonl in each folder: the run's own, and beside what it made."""
+def write_log(log: Sequence[dict[str, float]], *folders: str) -> None:
+    """Write log.jsonl to each folder."""
     for folder in folders:
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in log)
 
 
-def make_pretrain_step(learner: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner) -> Any:
-    """(state, rows) -> (state, mean cross-entropy); the state is donated."""
+def make_pretrain_step(
+    forward: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner
+) -> Callable[[TrainState, Rows], tuple[TrainState, Mean]]:
+    """Return the jitted (state, rows) -> (state, mean cross-entropy in nats); the state is donated."""
 
-    def loss(params: Any, rows: Rows) -> tuple[jax.Array, Mean]:
-        mean = masked_mean(-learner.apply(params, rows, partition).logprobs, rows.mask)
+    def loss(params: Params, rows: Rows) -> tuple[jax.Array, Mean]:
+        mean = masked_mean(-forward.apply(params, rows, partition).logprobs, rows.mask)
         return mean.value(), mean
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
@@ -91,15 +100,13 @@ def make_pretrain_step(learner: PolicyForward, optimizer: optax.GradientTransfor
     return jax.jit(update, donate_argnums=0)
 
 
-def solution_rows(problems: list[Problem], setup: Setup) -> Rows:
-    """Prompt and worked solution, ended; only the solution is learnt."""
-    encode, eos = setup.tokenizer.encode, setup.tokenizer.eos_ids[0]
-    prompts = [encode(problem.prompt) for problem in problems]
-    solutions = [[*encode(problem.solution), eos] for problem in problems]
-    length = setup.rollout.limits.cache_length
+def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, length: int) -> Rows:
+    """Return rows of `length` tokens: prompt and worked solution with end-of-text; the loss is on the solution."""
+    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+    solutions = [[*tokenizer.encode(problem.solution), tokenizer.eos_ids[0]] for problem in problems]
     longest = max(len(p) + len(r) for p, r in zip(prompts, solutions))
     if longest > length:
         raise InputError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}, a worked solution needs {longest}"
         )
-    return make_rows(prompts, solutions, length, setup.tokenizer.pad_id)
+    return make_rows(prompts, solutions, length, tokenizer.pad_id)

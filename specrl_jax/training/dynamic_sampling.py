@@ -1,4 +1,4 @@
-"""The rollouts that a step learns from: generated, scored, and where asked for generated again until they teach."""
+"""Dynamic sampling (DAPO): generate and score rounds of rollouts until enough groups have reward variance."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,86 +8,104 @@ import numpy as np
 
 from specrl_jax.config import GRPOConfig
 from specrl_jax.data.tasks import Problem
+from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.distributed import all_gather_objects
 from specrl_jax.learner.batch import TrainingBatch
-from specrl_jax.rewards.scorer import Scores
+from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.rl.advantages import ADVANTAGES, overlong_penalty
 
 
-class Batch(NamedTuple):
-    """Scored rollouts of whole groups, group by group; R = groups x G."""
+class ScoredRollouts(NamedTuple):
+    """One round of scored rollouts, group by group; R = groups x G."""
 
     rollouts: Rollouts  # prompt_index counts `problems`
     problems: list[Problem]
     scores: Scores
-    rewards: np.ndarray  # [R] float32, what advantages are made of: the scores' total, less what length costs
+    rewards: np.ndarray  # [R] float32, for the advantages: the scores' total, less the overlong penalty
 
 
 # (problems, id of the first rollout) -> their rollouts and scores
 Generate = Callable[[Sequence[Problem], int], tuple[Rollouts, Scores]]
 
 
-def collect(
+def sample_rounds(
     generate: Generate,
     problems: list[Problem],
-    more: Callable[[], list[Problem]],
-    g: GRPOConfig,
+    draw: Callable[[], list[Problem]],
+    grpo: GRPOConfig,
     longest: int,
     step: int,
-) -> list[Batch]:
-    """Batches of P groups each, until P groups have unequal rewards, or `grpo.sampling_rounds` are done.
+) -> list[ScoredRollouts]:
+    """Generate rounds of P groups each, until P groups have reward variance or `grpo.sampling_rounds` are done.
 
-    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): a group whose answers all earn the same teaches nothing.
+    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2): a group without reward variance has no gradient.
 
     Args:
-      problems: of the first batch; `more` draws those of the next.
-      longest: tokens that an answer may have.
+      problems: of the first round; `draw` returns those of the next.
+      longest: tokens that a response may have.
     """
-    batches: list[Batch] = []
-    per_round = g.prompts_per_step * g.group_size
+    rounds: list[ScoredRollouts] = []
+    per_round = grpo.prompts_per_step * grpo.group_size
     while True:
-        first_id = (step * g.sampling_rounds + len(batches)) * per_round
+        first_id = (step * grpo.sampling_rounds + len(rounds)) * per_round
         rollouts, scores = generate(problems, first_id)
-        batches.append(Batch(rollouts, problems, scores, _rewards(rollouts, scores, g, longest)))
-        found = sum(unequal(batch.rewards, g.group_size).sum() for batch in batches)
-        if found >= g.prompts_per_step or len(batches) == g.sampling_rounds:
-            return batches
-        problems = more()
+        rounds.append(ScoredRollouts(rollouts, problems, scores, _rewards(rollouts, scores, grpo, longest)))
+        found = sum(has_variance(one.rewards, grpo.group_size).sum() for one in rounds)
+        if found >= grpo.prompts_per_step or len(rounds) == grpo.sampling_rounds:
+            return rounds
+        problems = draw()
 
 
-def _rewards(rollouts: Rollouts, scores: Scores, g: GRPOConfig, longest: int) -> np.ndarray:
-    if not g.overlong_buffer:
+def _rewards(rollouts: Rollouts, scores: Scores, grpo: GRPOConfig, longest: int) -> np.ndarray:
+    if not grpo.overlong_buffer:
         return scores.total
-    return scores.total + g.overlong_penalty * overlong_penalty(rollouts.response_length, longest, g.overlong_buffer)
+    penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
+    return scores.total + grpo.overlong_penalty * penalty
 
 
-def unequal(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """[P] bool: groups of rewards [P x G] that differ."""
+def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Return [P] bool: groups of rewards [P x G] that are not all equal."""
     groups = rewards.reshape(-1, group_size)
     return np.any(groups != groups[:, :1], axis=1)
 
 
-def lesson(batches: list[Batch], g: GRPOConfig) -> TrainingBatch:
-    """P groups of the batches: those with unequal rewards first where several rounds were allowed, in their order.
+def merge_rounds(rounds: list[ScoredRollouts]) -> ScoredRollouts:
+    """Concatenate the rounds of one step."""
+    return ScoredRollouts(
+        rollouts=concatenated([one.rollouts for one in rounds]),
+        problems=[problem for one in rounds for problem in one.problems],
+        scores=merge_scores([one.scores for one in rounds]),
+        rewards=np.concatenate([one.rewards for one in rounds]),
+    )
 
-    What fills up the batch then, and answers cut by the limit under `grpo.mask_truncated`, do not teach.
+
+def select_groups(generated: ScoredRollouts, grpo: GRPOConfig) -> TrainingBatch:
+    """Select P groups: those with reward variance first where several rounds were allowed, in order.
+
+    Groups without variance that fill up the batch are masked out of the loss, as are responses cut by the limit under
+    `grpo.mask_truncated`.
     """
-    rollouts = concatenated([batch.rollouts for batch in batches])
-    rewards = np.concatenate([batch.rewards for batch in batches])
-    differs = unequal(rewards, g.group_size)
-    order = np.argsort(~differs, kind="stable") if g.sampling_rounds > 1 else np.arange(len(differs))
-    groups = np.sort(order[: g.prompts_per_step])
-    rows = (groups[:, None] * g.group_size + np.arange(g.group_size)).reshape(-1)
-    advantages = ADVANTAGES[g.advantage](rewards[rows].reshape(-1, g.group_size)).reshape(-1)
-    loss_mask = np.repeat(differs[groups], g.group_size) if g.sampling_rounds > 1 else np.ones(len(rows), bool)
-    if g.mask_truncated:
+    rollouts, rewards = generated.rollouts, generated.rewards
+    varies = has_variance(rewards, grpo.group_size)
+    order = np.argsort(~varies, kind="stable") if grpo.sampling_rounds > 1 else np.arange(len(varies))
+    groups = np.sort(order[: grpo.prompts_per_step])
+    rows = (groups[:, None] * grpo.group_size + np.arange(grpo.group_size)).reshape(-1)
+    advantages = ADVANTAGES[grpo.advantage](rewards[rows].reshape(-1, grpo.group_size)).reshape(-1)
+    loss_mask = np.repeat(varies[groups], grpo.group_size) if grpo.sampling_rounds > 1 else np.ones(len(rows), bool)
+    if grpo.mask_truncated:
         loss_mask &= rollouts.ended[rows]
     return TrainingBatch(rollouts.take(rows), advantages, loss_mask)
 
 
-def merged_scores(parts: Sequence[Scores]) -> Scores:
-    """The scores of all parts, as of one."""
+def score_rollouts(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:
+    """Score every rollout. A response that was cut at the limit is scored as it is."""
+    responses = [tokenizer.decode(rollouts.response(row)) for row in range(len(rollouts.length))]
+    return scorer(responses, [problems[prompt].answer for prompt in rollouts.prompt_index])
+
+
+def merge_scores(parts: Sequence[Scores]) -> Scores:
+    """Concatenate scores; failures are added up by cause."""
     first, *others = parts
     for scores in others:
         first = Scores(
@@ -104,15 +122,15 @@ def merged_scores(parts: Sequence[Scores]) -> Scores:
     return first
 
 
-def of_all(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
-    """Those of every process, in their order; of the chunks this one's, whose seconds they are."""
+def gather_scored(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
+    """Return the rollouts and scores of every process, in their order; the chunk timings are this process's."""
     parts = all_gather_objects((rollouts, scores))
     together = concatenated([part for part, _ in parts])
-    return dataclasses.replace(together, chunks=rollouts.chunks), merged_scores([part for _, part in parts])
+    return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part for _, part in parts])
 
 
-def batch_of_all(own: Batch) -> Batch:
-    """The batch of all processes from this one's share of its rollouts. All must call it, and together."""
+def gather_round(own: ScoredRollouts) -> ScoredRollouts:
+    """Return one round of all processes from this one's share of it. Collective: every process must call it."""
     rewards = np.concatenate(all_gather_objects(own.rewards))
-    rollouts, scores = of_all(own.rollouts, own.scores)
-    return Batch(rollouts, own.problems, scores, rewards)
+    rollouts, scores = gather_scored(own.rollouts, own.scores)
+    return ScoredRollouts(rollouts, own.problems, scores, rewards)

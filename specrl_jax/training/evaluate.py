@@ -1,9 +1,9 @@
-"""A policy on fixed sets of problems: how often it is right, and what it wrote."""
+"""Evaluation of a policy on fixed sets of problems: accuracy metrics, and every response in a file."""
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,19 +12,23 @@ from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.training.build import Setup
-from specrl_jax.training.dynamic_sampling import of_all
-from specrl_jax.training.metrics import speculation_metrics
+from specrl_jax.training.build import Rollout
+from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
+from specrl_jax.training.problems import Problems
 
-# Evaluation draws noise of its own: never that of a training rollout with the same id.
+# Separate noise: an evaluation rollout never shares that of a training rollout with the same id.
 EVAL_SEED_OFFSET = 1_000_003
 
 
 class Evaluation(NamedTuple):
+    """Scored responses to fixed problems."""
+
     problems: Sequence[Problem]  # [P]
-    samples: int  # n, answers to each
+    samples: int  # n, responses to each
     scores: Scores  # of the P x n rollouts, problem by problem
     rollouts: Rollouts
 
@@ -38,9 +42,9 @@ class Evaluation(NamedTuple):
         """Mean over problems and samples (mean@n)."""
         return float(self.correct.mean())
 
-    def metrics(self, sets: dict[str, list[Problem]]) -> dict[str, float]:
-        """eval/*: accuracy, pass@k and maj@n of all problems, with several sets eval/<set>/* of each; lengths;
-        how many answers a fault cost their reward.
+    def metrics(self, sets: Mapping[str, list[Problem]]) -> dict[str, float]:
+        """Return eval/*: accuracy, pass@k and maj@n over all problems, with several sets eval/<set>/* of each; response
+        lengths; the number of responses whose reward failed.
         """
         stated = [
             self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)
@@ -56,8 +60,8 @@ class Evaluation(NamedTuple):
         row |= {"eval/truncated": float(1 - self.rollouts.ended.mean())}
         return row | {"eval/unscored": sum(self.scores.failures.values())}
 
-    def write(self, path: str, tokenizer: Tokenizer, sets: dict[str, list[Problem]]) -> None:
-        """Every answer as a JSON object a line."""
+    def write(self, path: str, tokenizer: Tokenizer, sets: Mapping[str, list[Problem]]) -> None:
+        """Write every response as a line of JSON."""
         names = [name for name, problems in sets.items() for _ in problems]
         with open(path, "w") as file:
             for row, prompt in enumerate(self.rollouts.prompt_index):
@@ -75,56 +79,64 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
+    rollout: Rollout,
     engine: Engine,
-    params: Any,
+    weights: Weights,
     problems: Sequence[Problem],
     samples: int,
-    tokenizer: Tokenizer,
     scorer: Scorer,
-    seed: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     lengths: Lengths | None = None,
 ) -> Evaluation:
-    """`samples` answers per problem, scored. Equal seeds give equal noise, so two policies are compared paired.
+    """Generate and score `samples` responses per problem. Equal seeds give equal noise: two policies compare paired.
 
-    `lengths` chooses draft lengths; None: always the engine's own.
+    Args:
+      engine: one of `rollout`.
+      lengths: chooses draft lengths; None: always the engine's own.
     """
     own = distributed.process_slice(len(problems))
-    prompts = [tokenizer.encode(problem.prompt) for problem in problems[own]]
-    noise, first_id = seed + EVAL_SEED_OFFSET, own.start * samples
-    rollouts = engine.generate(params, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)
-    rollouts, scores = of_all(rollouts, score(rollouts, problems[own], tokenizer, scorer))
+    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[own]]
+    noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, own.start * samples
+    rollouts = engine.generate(weights, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)
+    scores = score_rollouts(rollouts, problems[own], rollout.tokenizer, scorer)
+    rollouts, scores = gather_scored(rollouts, scores)
     return Evaluation(problems, samples, scores, rollouts)
 
 
-def score(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:
-    """Of every rollout. A response that was cut at the limit is scored as it stands."""
-    responses = [tokenizer.decode(rollouts.response(row)) for row in range(len(rollouts.length))]
-    return scorer(responses, [problems[prompt].answer for prompt in rollouts.prompt_index])
+def evaluation_metrics(
+    rollout: Rollout,
+    weights: Weights,
+    problems: Problems,
+    scorer: Scorer,
+    step: int,
+    workdir: str,
+    display: Display,
+    lengths_for: Callable[[Engine], Lengths | None] = lambda engine: None,
+) -> dict[str, float]:
+    """Return eval/* of these weights, and write their responses to evaluations/step_N.jsonl.
 
+    Before the first and after the last step greedy accuracy is measured too.
 
-def run_evaluation(setup: Setup, workdir: str) -> None:
-    """task=evaluate: scores the policy on the validation sets, into evaluation.json and generations.jsonl."""
-    s = setup.settings
-    result = evaluate(
-        setup.eval_engine,
-        setup.initial_weights(),
-        setup.eval_problems,
-        s.eval.samples,
-        setup.tokenizer,
-        setup.scorer,
-        s.rollout.seed,
-    )
-    summary = result.metrics(setup.problems.validation) | {
-        "problems": len(result.problems),
-        "samples": s.eval.samples,
-        "temperature": s.eval.temperature,
-    }
-    if setup.eval_engine.draft_length:
-        summary |= speculation_metrics(result.rollouts)
-    with open(os.path.join(workdir, "evaluation.json"), "w") as file:
-        json.dump(summary, file, indent=2)
-    result.write(os.path.join(workdir, "generations.jsonl"), setup.tokenizer, setup.problems.validation)
-    if warning := result.scores.warning():
-        print(warning)
-    print(json.dumps(summary))
+    Args:
+      lengths_for: chooses the draft lengths of an engine.
+    """
+    config = rollout.plan.config
+
+    def run(engine: Engine, samples: int) -> Evaluation:
+        on_progress, lengths = display.update_phase, lengths_for(engine)
+        return evaluate(rollout, engine, weights, problems.evaluation, samples, scorer, on_progress, lengths)
+
+    clock = PhaseClock(display)
+    with clock("evaluate"):
+        sampled = run(rollout.eval_engine, config.eval.samples)
+        row = sampled.metrics(problems.validation)
+        if warning := sampled.scores.warning():
+            display.say(f"evaluation at step {step}: {warning}")
+        if step in (0, config.steps):
+            row["eval/accuracy_greedy"] = run(rollout.greedy_engine, 1).accuracy
+    if not distributed.is_first_process():
+        return row
+    os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)
+    path = os.path.join(workdir, "evaluations", f"step_{step}.jsonl")
+    sampled.write(path, rollout.tokenizer, problems.validation)
+    return row | {"time/evaluate": clock.seconds["evaluate"]}

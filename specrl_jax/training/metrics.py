@@ -1,31 +1,60 @@
-"""What a step reports: metrics of its rollouts and updates, and a sample of the rollouts themselves."""
+"""The metrics row of a step, and its sample of rollouts."""
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import masked_max, masked_mean
-from specrl_jax.data.tasks import Problem
+from specrl_jax.core import PHASES, masked_max, masked_mean
+from specrl_jax.data.rows import Array
+from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
 from specrl_jax.learner.policy_step import UpdateMetrics
 from specrl_jax.models.moe import balance
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.objectives import kl_estimate
+from specrl_jax.training.build import Learner
+from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
+from specrl_jax.training.performance import Performance
+from specrl_jax.training.step import StepResult
 
 
-def reward_metrics(scores: Scores, equal_groups: float) -> dict[str, float]:
-    """reward/*: of the weighted sum, of each part where there are several, and how many answers a fault cost theirs.
+def step_metrics(result: StepResult, learner: Learner, performance: Performance) -> dict[str, float]:
+    """Return the row of one step, but for what speculation, alarms and evaluation add."""
+    rollouts, scores, updates, seconds = (
+        result.generated.rollouts,
+        result.generated.scores,
+        result.updates,
+        result.seconds,
+    )
+    varies = has_variance(result.generated.rewards, learner.plan.config.grpo.group_size)
+    row: dict[str, float] = {"step": result.step} | {f"time/{name}": seconds[name] for name in PHASES}
+    row |= {"time/total": result.total, "time/exposed_generation": result.waited, "time/idle_rollout": result.idle}
+    row |= reward_metrics(scores, float(1 - varies.mean()))
+    row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
+    row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
+    row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
+    row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
+    row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
+    scored = learner.objective.old_logprobs == "learner"
+    logprobs = result.inputs.old_logprobs if scored else updates.logprobs
+    return row | mismatch_metrics(result.batch.behaviour, logprobs, result.batch.rows.mask)
 
-    `equal_groups`: share of the groups whose answers all earned the same.
+
+def step_histograms(generated: ScoredRollouts) -> dict[str, np.ndarray]:
+    """Return values by name, for TensorBoard and Weights & Biases."""
+    return {"reward": generated.scores.total, "rollout/response_length": generated.rollouts.response_length}
+
+
+def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
+    """Return reward/*: of the weighted sum, of each part where there are several, and counts of failed rewards.
+
+    `without_variance`: share of the groups whose responses all have the same reward.
     """
     row = {"reward/mean": float(scores.total.mean()), "reward/std": float(scores.total.std())}
-    row |= {"reward/equal_groups": equal_groups}
+    row |= {"reward/equal_groups": without_variance}
     row |= {"reward/accuracy": float(scores.correct.mean()), "reward/unscored": sum(scores.failures.values())}
     row |= {f"reward/unscored_{cause}": count for cause, count in scores.failures.items() if count}
     if len(scores.parts) > 1:
@@ -34,6 +63,7 @@ def reward_metrics(scores: Scores, equal_groups: float) -> dict[str, float]:
 
 
 def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
+    """Return rollout/*: counts, lengths and speed of generation in `seconds`."""
     tokens = int(rollouts.response_length.sum())
     return {
         "rollout/count": len(rollouts.length),
@@ -45,7 +75,7 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
 
 
 def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """spec/*, with the definitions of the field: rates are unconditional, the length is after truncation."""
+    """Return spec/*: acceptance rates are unconditional, the acceptance length is counted after truncation."""
     drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
     verifications = int(rollouts.verifications.sum())
     row = {
@@ -55,13 +85,13 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
         "spec/accepted": int(accepted.sum()),
         "spec/draft_length_mean": float(drafted.sum() / verifications),
     }
-    # A length that nothing reached has no rate.
+    # A position that was never drafted has no rate.
     rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
     return row | rates | length_shares(rollouts)
 
 
 def length_shares(rollouts: Rollouts) -> dict[str, float]:
-    """spec/share_k_*: of the verifications, those in chunks of each draft length."""
+    """Return spec/share_k_*: the share of verifications at each draft length."""
     by_length: Counter[int] = Counter()
     for chunk in rollouts.chunks:
         by_length[chunk.k] += chunk.verifications
@@ -69,7 +99,7 @@ def length_shares(rollouts: Rollouts) -> dict[str, float]:
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
-    """Averages over all updates; the largest gradient norm; how many updates were skipped; how experts were used."""
+    """Return policy/*: means over all updates, the largest gradient norm, skipped updates, the balance of experts."""
     terms = updates[0].terms
     for update in updates[1:]:
         terms = terms + update.terms
@@ -89,7 +119,7 @@ def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
 
 
 def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, float]:
-    """Nothing where no draft learnt."""
+    """Return draft/* of the updates; nothing where the draft was not updated."""
     if not updates:
         return {}
     return {
@@ -100,17 +130,17 @@ def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, floa
 
 
 def diagnostics_metrics(diagnostics: DraftDiagnostics | None) -> dict[str, float]:
-    """Averages over the draft's steps of the two parts of its cross-entropy, nats a token."""
+    """Return the two parts of the draft's cross-entropy, means over its steps, nats per token."""
     if diagnostics is None:
         return {}
     return {"draft/target_entropy": float(diagnostics.target_entropy.mean()), "draft/kl": float(diagnostics.kl.mean())}
 
 
-def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
-    """Rollout log-probs against the learner's for the same tokens: what speculation and dtypes may not disturb.
+def mismatch_metrics(behaviour: Array, learner: Array, mask: Array) -> dict[str, float]:
+    """Compare rollout log-probs with the learner's for the same tokens; neither speculation nor dtypes may change them.
 
-    kl is the k3 estimate; the correlation is Pearson's, of the tokens' probabilities, and absent where they do not vary
-    (a greedy rollout of a policy that is sure of itself).
+    kl is the k3 estimate; the correlation is Pearson's, of the tokens' probabilities, and absent where these are
+    constant (a greedy rollout of a certain policy).
     """
     difference = abs(behaviour - learner)
     row = {
@@ -124,10 +154,9 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     return row | ({"rollout_vs_learner/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
 
 
-def rollout_samples(
-    rollouts: Rollouts, problems: Sequence[Problem], scores: Scores, tokenizer: Any, count: int
-) -> list[dict[str, Any]]:
-    """The first `count` rollouts, as rollouts/step_N.jsonl shows them."""
+def rollout_samples(generated: ScoredRollouts, tokenizer: Tokenizer, count: int) -> list[dict[str, object]]:
+    """Return the first `count` rollouts as rows of rollouts/step_N.jsonl."""
+    rollouts, problems, scores, _ = generated
     return [
         {
             "id": int(rollouts.rollout_id[row]),

@@ -1,25 +1,76 @@
-"""Sizes of everything, checked against each other before any array exists."""
+"""The plan of a run: sizes, meshes and engine limits, checked against folders and devices before any array exists."""
 
 import dataclasses
 
+import jax
 from jax.sharding import Mesh
 
-from specrl_jax.config import Config, PolicyConfig
+from specrl_jax.config import Config, PipelineConfig, PolicyConfig
 from specrl_jax.config.validate import draft_options
-from specrl_jax.core import InputError
 from specrl_jax.decoding.compiled import Limits
-from specrl_jax.drafts.base import DraftModel
+from specrl_jax.distributed import LOCAL_AXES, local_mesh
+from specrl_jax.drafts.base import DraftMethod, DraftModel
 from specrl_jax.drafts.kinds import make_method
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
-from specrl_jax.sharding import Partitioner, learner_devices, make_mesh
+from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 from specrl_jax.training.rollouts import check_cache_length
 
 # Draft lengths that the controller chooses from.
 LENGTHS = (0, 1, 2, 3, 5, 7)
 # A batch that has thinned goes on in one of num_slots / 4 and / 16 rows.
 SHRINK = (4, 16)
+# Tasks that generate only.
+WITHOUT_LEARNER = ("evaluate", "benchmark", "generate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The sizes of a run. Holds no arrays."""
+
+    config: Config
+    model: qwen3.Qwen3Config  # the policy's
+    draft_method: DraftMethod
+    learner_partition: Partitioner
+    rollout_partition: Partitioner  # the learner's devices, or this process's own rollout devices
+    limits: Limits  # of the training engine of this process
+
+    @property
+    def draft(self) -> DraftModel | None:
+        """The draft model; None: the draft method has no weights."""
+        return self.draft_method.model
+
+    @property
+    def eval_limits(self) -> Limits:
+        """The same with the longest response of eval.max_response_tokens."""
+        longest = self.config.eval.max_response_tokens or self.limits.max_response_tokens
+        return dataclasses.replace(self.limits, max_response_tokens=longest)
+
+
+def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Plan:
+    """Find the sizes of a run and check them against each other.
+
+    Args:
+      mesh: of the learner.
+      model: the policy's sizes; None: those that the config names.
+    Raises:
+      InputError: naming the key and what would be right.
+    """
+    model = model or policy_sizes(config.policy)
+    method = make_method(draft_options(config.draft), model)
+    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
+    limits = find_limits(_process_share(config), rollout.num_shards("batch"), method.uses_lookup_cache)
+    plan = Plan(config, model, method, learner, rollout, limits)
+    _check_processes(config)
+    _check_vocabulary(plan)
+    _check_shards(plan)
+    if config.task not in WITHOUT_LEARNER:
+        _check_rows(plan)
+    check_cache_length(plan.limits, model)
+    check_cache_length(plan.eval_limits, model, "eval")
+    return plan
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -33,7 +84,7 @@ def open_mesh(config: Config) -> Mesh:
 
 
 def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
-    """The preset's sizes; a checkpoint's own must be the same but for the length it was trained for.
+    """Return the preset's sizes; a checkpoint must have the same but for the length it was trained for.
 
     An empty preset stands for the checkpoint's sizes. `policy.yarn_factor` stretches the positions of either.
 
@@ -65,108 +116,106 @@ def _sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
-    """The draft lengths that there are programs for: 0 always, since speculation may be switched off."""
+    """Return the draft lengths that get compiled programs: 0 always, since speculation may be switched off."""
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
 
 
-def batch_limits(
-    num_slots: int,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    num_shards: int,
-    chunk: int = 16,
-    group_size: int = 1,
-    prompts: int = 0,
-    uses_lookup_cache: bool = False,
-    history: int = 0,
-    width: int = 0,
-) -> Limits:
-    """Shapes of an engine.
-
-    Args:
-      num_shards: parts that rows are split into.
-      group_size: rollouts that a prompt usually gets; sets how many prompts are prefilled at once.
-      prompts: whose rollouts may be copied from at the same time, at least; 0: as many as can be under way.
-      uses_lookup_cache: whether drafts are copied from other rollouts.
-      width: of every forward (rollout.parity); 0: as wide as the draft.
-    """
-    sizes = sorted({num_slots // n for n in SHRINK if num_slots % (n * num_shards) == 0}, reverse=True)
-    under_way = -(-num_slots // group_size)
+def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Limits:
+    """Return the engine's shapes; `num_shards`: of its rows."""
+    rollout, draft, grpo = config.rollout, config.draft, config.grpo
+    slots = rollout.num_slots
+    sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
+    prompts = -(-slots // grpo.group_size)  # under way at once
     return Limits(
-        num_slots=num_slots,
-        max_prompt_tokens=max_prompt_tokens,
-        max_response_tokens=max_response_tokens,
-        chunk=chunk,
-        # One shape of a forward is one batch size.
-        sizes=() if width else tuple(sizes),
+        num_slots=slots,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        chunk=rollout.chunk,
+        # Under parity one shape of a forward is one batch size.
+        sizes=() if rollout.parity else tuple(sizes),
         # A refill usually starts few prompts; of many, several in one forward keep a device busy.
-        prefill_rows=num_shards * max(1, under_way // (4 * num_shards)),
-        new_prompts=under_way,
-        width=width,
-        groups=max(prompts, under_way + 1) if uses_lookup_cache else 0,
-        members=group_size + history if uses_lookup_cache else 0,
-    )
-
-
-def find_limits(settings: Config, num_shards: int, uses_lookup_cache: bool) -> Limits:
-    """Return the shapes of a config's engine; `num_shards` and `uses_lookup_cache` as in `batch_limits`."""
-    rollout, draft, grpo = settings.rollout, settings.draft, settings.grpo
-    return batch_limits(
-        rollout.num_slots,
-        rollout.max_prompt_tokens,
-        rollout.max_response_tokens,
-        num_shards,
-        rollout.chunk,
-        grpo.group_size,
-        grpo.prompts_per_step,
-        uses_lookup_cache=uses_lookup_cache,
-        history=draft.history,
+        prefill_rows=num_shards * max(1, prompts // (4 * num_shards)),
+        new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,
+        groups=max(grpo.prompts_per_step, prompts + 1) if uses_lookup_cache else 0,
+        members=grpo.group_size + draft.history if uses_lookup_cache else 0,
     )
 
 
-def _shown_ways(partition: Partitioner) -> str:
-    return " x ".join(f"mesh.{name}={partition.mesh.shape[name]}" for name in partition.axes("batch"))
+def _rollout_mesh(p: PipelineConfig, mesh: Mesh) -> Mesh:
+    """Return the learner's mesh, or one of the devices beside it. Raise InputError."""
+    if not p.rollout_devices:
+        return local_mesh(mesh, LOCAL_AXES)
+    local_mesh(mesh, LOCAL_AXES)  # what the weights pass through
+    split = p.tensor * p.expert
+    sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
+    return make_mesh(sizes, jax.local_devices()[-p.rollout_devices :])
 
 
-def check_rows(
-    settings: Config,
-    model: qwen3.Qwen3Config,
-    draft: DraftModel | None,
-    limits: Limits,
-    learner: Partitioner,
-    rollout: Partitioner,
-) -> None:
-    """Raises InputError where shapes do not go with the meshes, the model or each other."""
-    grpo = settings.grpo
-    learner.shardings(qwen3.param_specs(model))
-    rollout.shardings(qwen3.inference_specs(model))
-    if draft:
-        learner.shardings(draft.specs)
-        rollout.shardings(draft.inference_specs)
-    d = settings.draft
-    # What is exported has been chosen: the checkpoint holds it.
-    chooses = settings.task in ("draft_pretrain", "export")
-    chooses = chooses or (settings.task == "train" and d.online and d.min_coverage)
-    if draft and not d.path and draft.vocab < model.vocab and not chooses:
+def _process_share(config: Config) -> Config:
+    """Return the config with the slots and prompts of one process. Raise InputError where they do not divide."""
+    n, rollout, grpo = jax.process_count(), config.rollout, config.grpo
+    for key, value in (("rollout.num_slots", rollout.num_slots), ("grpo.prompts_per_step", grpo.prompts_per_step)):
+        if value % n:
+            raise InputError(f"{key}={value} must divide by the {n} processes")
+    rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
+    return dataclasses.replace(
+        config, rollout=rollout, grpo=dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
+    )
+
+
+def _check_processes(config: Config) -> None:
+    """Raise InputError for options that several processes do not support."""
+    g = config.grpo
+    if config.pipeline.mode == "async" and jax.process_count() > 1 and g.sampling_rounds > 1:
         raise InputError(
-            f"draft.vocab_size={draft.vocab}: which ids those are is found out by task=draft_pretrain, and by training "
-            "with draft.online and draft.min_coverage; give a draft.path, or leave 0, or do without (draft.kind=none)"
+            f"grpo.sampling_rounds={g.sampling_rounds}: several processes would have to ask each other whether to "
+            "generate again, and under pipeline.mode=async they do not wait for each other"
         )
-    num_shards = learner.num_shards("batch")
-    shown, shown_rollout = (_shown_ways(partition) for partition in (learner, rollout))
-    rows = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    tokens = grpo.pack_tokens or limits.cache_length
+
+
+def _check_vocabulary(plan: Plan) -> None:
+    """Raise InputError where nothing would choose the ids of a reduced draft vocabulary."""
+    task, d = plan.config.task, plan.config.draft
+    # What is exported has been chosen: the checkpoint holds it.
+    chooses = task in ("draft_pretrain", "export") or (task == "train" and d.online and d.min_coverage)
+    if plan.draft and not d.path and plan.draft.vocab < plan.model.vocab and not chooses:
+        raise InputError(
+            f"draft.vocab_size={plan.draft.vocab}: which ids those are is found out by task=draft_pretrain, and by "
+            "training with draft.online and draft.min_coverage; give a draft.path, or leave 0, or do without "
+            "(draft.kind=none)"
+        )
+
+
+def _check_shards(plan: Plan) -> None:
+    """Raise InputError where weights or engine rows do not divide over the meshes."""
+    learner, rollout = plan.learner_partition, plan.rollout_partition
+    learner.shardings(qwen3.param_specs(plan.model))
+    rollout.shardings(qwen3.inference_specs(plan.model))
+    if plan.draft:
+        learner.shardings(plan.draft.specs)
+        rollout.shardings(plan.draft.inference_specs)
+    if plan.limits.num_slots % rollout.num_shards("batch"):
+        raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
+
+
+def _check_rows(plan: Plan) -> None:
+    """Raise InputError where the rows of a minibatch do not divide over the learner's mesh."""
+    grpo, d, learner, longest = plan.config.grpo, plan.config.draft, plan.learner_partition, plan.limits.cache_length
+    num_shards, rows = learner.num_shards("batch"), grpo.prompts_per_step * grpo.group_size // grpo.minibatches
+    tokens = grpo.pack_tokens or longest
     if tokens % learner.num_shards("sequence"):
         raise InputError(
             f"mesh.sequence={learner.num_shards('sequence')} must divide the {tokens} tokens of a learner's row"
         )
-    if limits.num_slots % rollout.num_shards("batch"):
-        raise InputError(f"rollout.num_slots={limits.num_slots} must divide by {shown_rollout}")
     if rows % num_shards:
-        raise InputError(f"grpo: a minibatch of {rows} rows must divide by {shown}")
-    if grpo.pack_tokens:  # rows as many as it takes, a multiple of all these
-        return check_cache_length(limits, model)
-    if draft and rows // d.minibatches % num_shards:
-        raise InputError(f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {shown}")
-    check_cache_length(limits, model)
+        raise InputError(f"grpo: a minibatch of {rows} rows must divide by {_shown_shards(learner)}")
+    # Packed rows are as many as it takes.
+    if plan.draft and not grpo.pack_tokens and rows // d.minibatches % num_shards:
+        raise InputError(
+            f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {_shown_shards(learner)}"
+        )
+
+
+def _shown_shards(partition: Partitioner) -> str:
+    return " x ".join(f"mesh.{name}={partition.mesh.shape[name]}" for name in partition.axes("batch"))

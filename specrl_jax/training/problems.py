@@ -1,80 +1,112 @@
-"""Which problems a config trains and validates on."""
+"""The problems that a config trains and validates on."""
 
 import dataclasses
-import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from specrl_jax.config import DataConfig, EvalConfig
-from specrl_jax.core import InputError
+import jax
+
+from specrl_jax.config import Config
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.decoding.engine import check_prompts
+from specrl_jax.errors import InputError
+
+# Training problems of each source whose length is checked before the run.
+CHECKED = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Problems:
-    """Read when they are first asked for. Reading raises InputError for a file or row that cannot be used."""
+    """Training sources, and validation sets by name."""
 
-    data: DataConfig
-    eval: EvalConfig
-    tokenizer: Tokenizer
-    max_prompt_tokens: int
-    seed: int
+    config: Config
+    train: list[Source]  # one per file, or the built-in task
+    validation: dict[str, list[Problem]]
+
+    @property
+    def evaluation(self) -> list[Problem]:
+        """All validation sets, one after the other."""
+        return [problem for problems in self.validation.values() for problem in problems]
 
     def stream(self, batch_size: int) -> ProblemStream:
-        """Training problems without end."""
-        return ProblemStream(self.train, batch_size, self.seed, self.data.weights)
+        """Return an endless stream of training problems."""
+        return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
 
-    @functools.cached_property
-    def train(self) -> list[Source]:
-        """One source a file, or the built-in task."""
-        if not self.data.path:
-            return [TaskSource(self.data.task, "train", self.seed)]
-        return [*self._read("data", split_paths(self.data.path, "data.path"))]
 
-    @functools.cached_property
-    def validation(self) -> dict[str, list[Problem]]:
-        """The fixed validation sets by name: that of the file (see `set_names`), or of the built-in task."""
-        sets: dict[str, Sequence[Problem]]
-        if self.eval.path:
-            paths = split_paths(self.eval.path, "eval.path")
-            sets = dict(zip(set_names(paths), self._read("eval", paths)))
-        else:
-            e = self.eval
-            task, key = (e.task, "eval.task") if e.task else (self.data.task, "data.task")
-            sets = {task: TaskSource(task, "validation", self.seed, key=key)}
-        return {name: [s[i] for i in range(min(self.eval.problems, len(s)))] for name, s in sets.items()}
+def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> Problems:
+    """Read and check the problems of a config, and print what was kept of each file.
 
-    @functools.cached_property
-    def reports(self) -> list[str]:
-        """A line for each file that was read: what was kept of it, and what was left out."""
-        return []
-
-    def _read(self, section: str, paths: Sequence[str]) -> Iterator[list[Problem]]:
-        """The problems of each file. To train on, a prompt counts once in all of them; validation sets stay whole."""
-        d, e, validates, answers = self.data, self.eval, section == "eval", {}
-        schemas, schema_key = (e.schema, "eval.schema") if validates and e.schema else (d.schema, "data.schema")
-        template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
-        reader = Reader(
-            self.tokenizer,
-            PromptFormat(template, d.chat, d.system, d.thinking, key),
-            self.max_prompt_tokens,
-            d.skip_malformed,
-            d.skip_long,
-            f"{section}.path",
+    Args:
+      train: whether training problems are needed; else they are not read.
+    Raises:
+      InputError: a file or row that cannot be used, a prompt that is too long, too few validation problems.
+    """
+    reports: list[str] = []
+    validation = _validation(config, tokenizer, reports)
+    problems = Problems(config, _training(config, tokenizer, reports) if train else [], validation)
+    known = problems.evaluation
+    if len(known) < jax.process_count():
+        raise InputError(
+            f"eval: {len(known)} validation problems; each of the {jax.process_count()} processes takes some"
         )
-        keys = Schema(d.prompt_key, d.answer_key, d.answer_after)
-        for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):
-            problems, counts = reader.read(path, schema, None if validates else answers)
-            self.reports.append(counts.line(path))
-            yield problems
+    if train:
+        problems.stream(1)  # checks the weights of the files
+        known += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
+    check_prompts([tokenizer.encode(problem.prompt) for problem in known], config.rollout.max_prompt_tokens)
+    for line in reports:
+        print(line)
+    return problems
+
+
+def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[Source]:
+    if not config.data.path:
+        return [TaskSource(config.data.task, "train", config.seed)]
+    return [*_read(config, tokenizer, "data", split_paths(config.data.path, "data.path"), reports)]
+
+
+def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dict[str, list[Problem]]:
+    """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task."""
+    e = config.eval
+    sets: dict[str, Source]
+    if e.path:
+        paths = split_paths(e.path, "eval.path")
+        sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths, reports)))
+    else:
+        task, key = (e.task, "eval.task") if e.task else (config.data.task, "data.task")
+        sets = {task: TaskSource(task, "validation", config.seed, key=key)}
+    return {name: [s[i] for i in range(min(e.problems, len(s)))] for name, s in sets.items()}
+
+
+def _read(
+    config: Config, tokenizer: Tokenizer, section: str, paths: Sequence[str], reports: list[str]
+) -> list[list[Problem]]:
+    """Read the problems of each file. A training prompt counts once over all files; validation sets stay complete."""
+    d, e, validates = config.data, config.eval, section == "eval"
+    answers: dict[str, str] | None = None if validates else {}
+    schemas, schema_key = (e.schema, "eval.schema") if validates and e.schema else (d.schema, "data.schema")
+    template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
+    reader = Reader(
+        tokenizer,
+        PromptFormat(template, d.chat, d.system, d.thinking, key),
+        config.rollout.max_prompt_tokens,
+        d.skip_malformed,
+        d.skip_long,
+        f"{section}.path",
+    )
+    keys, found = Schema(d.prompt_key, d.answer_key, d.answer_after), []
+    for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):
+        problems, counts = reader.read(path, schema, answers)
+        reports.append(counts.line(path))
+        found.append(problems)
+    return found
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Names of validation sets: those of their files without ending, "test"; where several have one, with the folder's
-    before it, "gsm8k_test". Raises InputError where that does not tell them apart.
+    """Return names of validation sets: the file name without its ending, "test"; where several files share it, with the
+    folder before it, "gsm8k_test". Raise InputError where names are still equal.
     """
     stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
     folders = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]

@@ -1,15 +1,15 @@
-"""Wires policy and draft into the engine: the rollout form of the weights, and the engine of one sampling setting."""
+"""The policy and its draft as the engine sees them: weights in the inference layout, caches, and the engine itself."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from kernels_pallas.verify.op import Verified, VerifyInputs, verify
-from specrl_jax.core import InputError
+from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.compiled import Limits, Model, Prompts
 from specrl_jax.decoding.drafters import Drafter
@@ -19,14 +19,18 @@ from specrl_jax.decoding.step import Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
+from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import Partitioner
 
+# The target's cache, with the draft's beside it where there is one.
+Cache = kv.KVCache | Caches
+
 
 @dataclasses.dataclass(frozen=True)
 class InferenceConfig:
-    """`rollout` of the config, with the two dtypes of decoding."""
+    """How rollouts are sampled, in which shapes and dtypes."""
 
     sampling: Sampling
     limits: Limits
@@ -36,47 +40,49 @@ class InferenceConfig:
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
 
 
+# (policy params, draft params, vocab_map) -> weights in the inference layout; without a draft the last two are None
+PrepareStep = Callable[[Params, Params | None, jax.Array | None], Weights]
+
+
 def make_prepare(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
     config: InferenceConfig,
     partition: Partitioner,
-    learner: Partitioner | None = None,
-) -> Callable[[Any, Any, jax.Array | None], Weights]:
-    """The jitted map (policy params, draft params, vocab_map) -> Weights: cast, fused, unstacked, resharded, summed up.
-
-    Without a draft the last two are None. Where rollouts have devices of their own, the result goes there as it is.
+    learner: Partitioner,
+) -> PrepareStep:
+    """Return the jitted map from training to inference weights: cast, fused, unstacked, resharded, with a checksum.
 
     Args:
-      partition: of the rollouts.
-      learner: of the parameters; None: they are on the same devices.
+      partition: of the rollouts; where they have devices of their own, the result is moved there.
+      learner: of the parameters.
     """
 
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
             policy=partition.shardings(qwen3.inference_specs(model)),
             draft=partition.shardings(draft.inference_specs) if draft else {},
-            vocab_map=partition.replicated if draft and draft.has_vocab_map else None,
-            checksum=partition.replicated,
+            vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
+            checksum=stand_in(partition.replicated),
         )
 
-    def program(out: Weights) -> Callable[[Any, Any, jax.Array | None], Weights]:
-        def prepare(policy: Any, params: Any, vocab_map: jax.Array | None) -> Weights:
+    def program(out: Weights) -> PrepareStep:
+        def prepare(policy: Params, params: Params | None, vocab_map: jax.Array | None) -> Weights:
             if model.tied:
                 # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
-                policy = policy | {"embed": jax.lax.optimization_barrier(embed)}
+                policy = {**policy, "embed": jax.lax.optimization_barrier(embed)}
             policy = qwen3.inference_params(policy, model, config.dtype)
             params = draft.inference_params(params, config.dtype) if draft else {}
             return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out)
 
-    if learner is None or learner.mesh == partition.mesh:
+    if learner.mesh == partition.mesh:
         return program(shardings(partition))
     if jax.process_count() > 1:
-        # One program of all processes, after which each has a whole copy among its own devices; what those of them that
-        # only generate get is moved within the process.
+        # One program of all processes, after which each has a whole copy among its own devices; the part for devices
+        # that only generate is moved within the process.
         everywhere = program(shardings(dataclasses.replace(partition, mesh=learner.mesh)))
         own = shardings(dataclasses.replace(partition, mesh=local_mesh(learner.mesh, LOCAL_AXES)))
         return lambda *parts: jax.device_put(local_copy(everywhere(*parts), own), shardings(partition))
@@ -94,11 +100,11 @@ def make_rollout_engine(
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
 ) -> Engine:
-    """The engine of this policy for one sampling setting.
+    """Build the engine of a policy for one sampling setting.
 
     Args:
-      draft: whose weights and cache there are beside the target's; None: there are none.
-      drafter: what drafts, with that draft or without.
+      draft: the draft model, whose cache is kept beside the target's; None: no draft with weights.
+      drafter: proposes tokens, from that model or by copying.
       lengths: draft lengths that a call may choose from; None: the drafter's own only.
     Raises:
       InputError: the model has too few positions, or num_slots does not divide over the mesh.
@@ -121,27 +127,27 @@ def make_rollout_engine(
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The policy as the engine sees it, with the cache of its draft beside its own where there is one."""
+    """The target model as the engine calls it: policy and draft cache behind one cache argument."""
 
     model: qwen3.Qwen3Config
     draft: DraftModel | None
     config: InferenceConfig
     partition: Partitioner
 
-    def init_cache(self, rows: int, length: int) -> Any:
+    def init_cache(self, rows: int, length: int) -> Cache:
         m, c = self.model, self.config
         target = kv.init_cache(m.layers, rows, length, m.kv_heads, m.head_dim, c.cache_dtype)
         if not self.draft:
             return target
         return Caches(target, self.draft.init_cache(rows, length, c.cache_dtype))
 
-    def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any) -> Any:
+    def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache) -> Cache:
         return self.decode(params, tokens, positions, cache, return_logits=False)[1]
 
     def decode(
-        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Any, return_logits: bool = True
-    ) -> tuple[jax.Array | None, Any]:
-        """(logits, cache); the draft keeps of the forward what it needs."""
+        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, return_logits: bool = True
+    ) -> tuple[jax.Array | None, Cache]:
+        """Return (logits, cache); the draft's cache records what the draft needs of this forward."""
         options = qwen3.Options(
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
@@ -154,7 +160,7 @@ class Target:
         return out.logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))
 
     def slots_shardings(self) -> Slots:
-        """Shardings of the engine's state. Raises InputError where num_slots does not divide over the mesh."""
+        """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
         B = self.config.limits.num_slots
         row, table = self.partition.sharding(("batch",), (B,)), self.partition.sharding(("batch", None), (B, 1))
         return Slots(
@@ -175,23 +181,23 @@ class Target:
         )
 
     def prompt_shardings(self) -> Prompts:
-        """Of one prefilled prompt: one row cannot be split over rows."""
+        """Return shardings of one prefilled prompt: a single row is not split over rows."""
         everywhere = self.partition.replicated
         return Prompts(everywhere, everywhere, self._cache_shardings(None))
 
-    def _cache_shardings(self, rows: str | None) -> Any:
+    def _cache_shardings(self, rows: str | None) -> Cache:
         m = self.model
         axes = kv.KVCache((kv.KEY_AXES,) * m.layers, (kv.VALUE_AXES,) * m.layers)
         axes = Caches(axes, self.draft.cache_axes()) if self.draft else axes
 
-        def sharding(axes: tuple[str | None, ...]) -> Any:
+        def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
             return self.partition.sharding((rows, *axes[1:]))
 
         return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
 
 
 def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
-    """Raises InputError where a sequence could outgrow the positions that the policy was made for.
+    """Raise InputError where a sequence could have more positions than the policy was made for.
 
     `section` of the config says how long responses may be.
     """

@@ -1,4 +1,4 @@
-"""What the host decides about speculation while a run goes on: draft lengths, when the draft learns, what to copy."""
+"""Speculation during a run, decided on the host: draft lengths, when the draft is trained, the history to copy from."""
 
 import threading
 import warnings
@@ -9,14 +9,14 @@ import numpy as np
 
 from specrl_jax.decoding.alarm import Alarm
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.engine import FixedLength, Lengths
+from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.draft_step import DraftDiagnostics
-from specrl_jax.learner.draft_vocab import VocabularyWatch
+from specrl_jax.learner.draft_vocab import DraftVocabulary
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Setup
+from specrl_jax.training.plan import Plan
 
 # With a fixed length and a tripped alarm, one step in so many drafts, to see whether acceptance has recovered.
 PROBE_STEPS = 8
@@ -27,49 +27,54 @@ COUNTS = "vocabulary_counts"
 
 
 class Speculation:
-    """Draft lengths, alarm and history of one run; `saved`: as they were, from its checkpoint.
+    """Draft lengths, alarm and history of one run.
 
     `observe` and `state` may be called while another thread generates with `lengths` and `history`.
+
+    Args:
+      engine: of the training rollouts.
+      saved: the state of an earlier process, from the run's checkpoint.
     """
 
-    def __init__(self, setup: Setup, saved: Host | None = None) -> None:
-        draft = setup.settings.draft
-        self._draft, self._lock = draft, threading.RLock()
-        self._sampled = setup.rollout.sampling.temperature > 0
-        programs, self._longest = setup.engine.programs, setup.engine.draft_length
-        self._untrained = setup.draft is not None and not draft.path
+    def __init__(self, plan: Plan, engine: Engine, saved: Host | None = None) -> None:
+        draft = plan.config.draft
+        self._draft, self._engine, self._lock = draft, engine, threading.RLock()
+        self._sampled = plan.config.rollout.temperature > 0
+        self._untrained = plan.draft is not None and not draft.path
         self.controller = None
-        if draft.adaptive and setup.engine.draft_length:
-            self.controller = Controller(programs.lengths, programs.sizes)
-        # A copier's acceptance follows the text, not the state of any weights.
+        if draft.adaptive and engine.draft_length:
+            self.controller = Controller(engine.programs.lengths, engine.programs.sizes)
+        # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
         longest = max(draft.length, 1) if self._sampled else 1
-        self.alarm = Alarm(longest=longest) if setup.draft else None
-        self.history = History(draft.history, HISTORY_PROMPTS) if setup.engine.limits.groups else None
-        self._learns = setup.draft is not None and draft.online
+        self.alarm = Alarm(longest=longest) if plan.draft else None
+        self.history = History(draft.history, HISTORY_PROMPTS) if engine.limits.groups else None
+        self._trains = plan.draft is not None and draft.online
         # A draft over the policy's whole vocabulary has nothing to choose.
-        reduced = setup.draft is not None and setup.draft.vocab < setup.model.vocab and draft.online
-        self._vocabulary = VocabularyWatch(setup.model, draft.min_coverage) if reduced else None
+        reduced = plan.draft is not None and plan.draft.vocab < plan.model.vocab and draft.online
+        self._vocabulary = DraftVocabulary(plan.model, draft.min_coverage) if reduced else None
         self._step = 0
         if saved:
             self._restore(saved)
 
     @property
     def lengths(self) -> Lengths:
-        """For the next rollouts."""
+        """The choice of draft lengths for the next training rollouts."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
             return _Guarded(self.controller, tripped, self._lock)
-        return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._longest)
+        return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._engine.draft_length)
 
-    @property
-    def lengths_elsewhere(self) -> Lengths:
-        """For engines of other sampling, whose costs nobody measures: the longest while the run's own drafts, else 0.
+    def lengths_for(self, engine: Engine) -> Lengths:
+        """Return the choice for any engine.
 
-        A head that was never trained is left off until the run has seen that it pays.
+        Costs are measured on the training engine only: others draft the longest while training rollouts draft, else 0.
+        An untrained draft stays off there until the run has measured that it pays.
         """
+        if engine is self._engine:
+            return self.lengths
         with self._lock:
-            return FixedLength(self._longest if self._drafts() else 0)
+            return FixedLength(self._engine.draft_length if self._drafts() else 0)
 
     def _drafts(self) -> bool:
         if self.alarm is not None and self.alarm.tripped:
@@ -79,20 +84,20 @@ class Speculation:
         chosen = self.controller.drafts(max(self.controller.sizes))
         return not self._untrained if chosen is None else chosen
 
-    def draft_learns(self, step: int) -> bool:
-        """Whether RL step `step`, counted from 1, updates the draft."""
-        return self._learns and step % self._draft.update_every == 0
+    def trains_draft(self, step: int) -> bool:
+        """Return whether RL step `step`, counted from 1, updates the draft."""
+        return self._trains and step % self._draft.update_every == 0
 
-    def fit_vocabulary(self, state: RunState, rollouts: Rollouts) -> tuple[RunState, dict[str, float]]:
-        """(state, metrics): the draft over the ids that rollouts use, where it has ids of its own and learns."""
+    def update_vocabulary(self, state: RunState, rollouts: Rollouts) -> tuple[RunState, dict[str, float]]:
+        """Return (state, metrics), a reduced draft vocabulary moved to the ids that the rollouts use where due."""
         return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
     def observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
-        """One step: feeds alarm, controller and history; warns where acceptance collapsed.
+        """Feed one step to alarm, controller and history; warn where acceptance collapsed.
 
         Args:
-          diagnostics: on the host, the learner's forward of the draft as it was before this step's updates (with a lag the
-            rollouts had an earlier one); None: it has no weights.
+          diagnostics: on the host, of the draft before this step's updates (with a lag an earlier draft made the
+            rollouts); None: it has no weights.
         Returns:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
@@ -124,7 +129,7 @@ class Speculation:
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
     def state(self) -> Host:
-        """Everything, for a checkpoint."""
+        """Return everything that a checkpoint keeps."""
         with self._lock:
             return self._state()
 
@@ -135,7 +140,7 @@ class Speculation:
             "alarm": self.alarm.state() if self.alarm else None,
         }
         arrays = self.history.to_arrays() if self.history is not None else {}
-        # Nothing kept yet is nothing to save: orbax has no arrays of no size.
+        # orbax cannot save arrays of size 0.
         arrays = arrays if any(x.size for x in arrays.values()) else {}
         return Host(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
 
@@ -144,7 +149,7 @@ class Speculation:
         self._step = state["step"]
         if self.controller and state["controller"]:
             controller = Controller.restore(state["controller"])
-            # Costs of other shapes say nothing about these.
+            # Costs measured for other shapes do not apply.
             if (controller.lengths, controller.sizes) == (self.controller.lengths, self.controller.sizes):
                 self.controller = controller
         if self.alarm and state["alarm"]:
@@ -152,13 +157,13 @@ class Speculation:
         arrays = dict(saved.arrays)
         if self._vocabulary and COUNTS in arrays:
             self._vocabulary.counts = arrays.pop(COUNTS)
-        # Empty where the run copied nothing so far.
+        # Absent where nothing was kept yet.
         if self.history is not None and arrays:
             self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
 
 
 class _Guarded:
-    """A controller under an alarm: tripped, it drafts in probes only. One thread at a time."""
+    """A controller behind a lock; while the alarm is on it drafts in probe chunks only."""
 
     def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:
         self._controller, self._tripped, self._lock = controller, tripped, lock

@@ -1,56 +1,93 @@
-"""How much sooner rollouts arrive with speculation than without, on the same prompts and weights."""
+"""Speedup of speculation over plain decoding, measured on the same prompts and weights."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax import distributed
+from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import Engine, Lengths
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.training.build import Rollout
 
 
-def timed(
-    engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
-) -> tuple[Rollouts, float]:
-    """(rollouts, seconds that they took)."""
+class Workload(NamedTuple):
+    """What an engine generates in one measurement."""
+
+    prompts: Sequence[Sequence[int]]
+    samples: int  # rollouts of each prompt
+    seed: int
+
+
+def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
+    """Return as many rollouts of `problems` as a training step has."""
+    config = rollout.plan.config
+    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[: config.grpo.prompts_per_step]]
+    return Workload(prompts, config.grpo.group_size, config.rollout.seed)
+
+
+def timed(engine: Engine, weights: Weights, work: Workload, lengths: Lengths | None = None) -> tuple[Rollouts, float]:
+    """Generate; return (rollouts, seconds)."""
     start = time.perf_counter()
-    rollouts = engine.generate(weights, prompts, samples, seed, lengths=lengths)
+    rollouts = engine.generate(weights, work.prompts, work.samples, work.seed, lengths=lengths)
     return rollouts, time.perf_counter() - start
 
 
-def compare_with_plain(
+def measure_speedup(
     engine: Engine,
     plain: Engine,
-    weights: Any,
-    prompts: Sequence[Sequence[int]],
-    samples: int,
-    seed: int,
+    weights: Weights,
+    work: Workload,
     rounds: int,
     lengths: Lengths | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """[rounds] ratios of generated tokens per second, `engine` over `plain`, the two in turn; neither compiles in it.
+    """Return [rounds] ratios of generated tokens per second, `engine` over `plain`, after a warm-up of both.
 
-    Fewer rounds, or none, where `enough` says so before one.
+    Tokens per second, since the two draw different rollouts of the same distribution, whose lengths differ a little.
 
-    Tokens per second, since the two draw different rollouts of the same law, whose lengths differ a little.
+    Args:
+      lengths: chooses the draft lengths of `engine`.
+      enough: asked before each round; once true no further round begins, so there are fewer ratios or none.
     """
 
-    def tokens_per_second(engine: Engine, seed: int) -> float:
-        chooses = None if engine is plain else lengths
-        rollouts, seconds = timed(engine, weights, prompts, samples, seed, chooses)
+    def tokens_per_second(which: Engine, seed: int) -> float:
+        chooses = None if which is plain else lengths
+        rollouts, seconds = timed(which, weights, work._replace(seed=seed), chooses)
         return rollouts.response_length.sum() / seconds
 
     ratios = []
     for warm in (engine, plain):
         if not enough():
-            tokens_per_second(warm, seed)
+            tokens_per_second(warm, work.seed)
     for i in range(rounds):
         if enough():
             break
-        # Who goes first alternates too: what the first leaves behind (heat, caches) must not favour one of them.
+        # The order alternates: what the first leaves behind (heat, caches) must not favour one of them.
         pair = (engine, plain) if i % 2 else (plain, engine)
-        speed = {id(e): tokens_per_second(e, seed + 1 + i) for e in pair}
+        speed = {id(e): tokens_per_second(e, work.seed + 1 + i) for e in pair}
         ratios.append(speed[id(engine)] / speed[id(plain)])
     return np.array(ratios)
+
+
+def speedup_metrics(
+    rollout: Rollout, weights: Weights, problems: Sequence[Problem], lengths: Lengths, stop: threading.Event
+) -> dict[str, float]:
+    """Return spec/speedup*, the run's own engine over draft.kind=none on a step's worth of validation rollouts.
+
+    Nothing where `stop` is set before the first round.
+    """
+    work, rounds = step_workload(rollout, problems), rollout.plan.config.draft.compare_rounds
+
+    def enough() -> bool:
+        return distributed.any_process(stop.is_set())
+
+    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, lengths, enough)
+    if not len(ratios):
+        return {}
+    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return {"spec/speedup": float(median), "spec/speedup_low": float(low), "spec/speedup_high": float(high)}

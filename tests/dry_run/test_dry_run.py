@@ -16,7 +16,7 @@ from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
+from specrl_jax.training.plan import make_plan
 from tests.helpers.runs import SMOKE, arguments, make_call
 
 CONFIG = "rlzero_8b"
@@ -45,14 +45,14 @@ def call(monkeypatch, capfd):
 
 
 @pytest.fixture(scope="module")
-def setup():
+def plan():
     config = importlib.import_module(f"configs.{CONFIG}").get_config("smoke")
-    return build(run.without_files(from_config_dict(config)), make_mesh(MESH))
+    return make_plan(run.without_files(from_config_dict(config)), make_mesh(MESH))
 
 
 @pytest.fixture(scope="module")
-def phases(setup):
-    return {phase.name: phase for phase in find_phases(setup)}
+def phases(plan):
+    return {phase.name: phase for phase in find_phases(plan)}
 
 
 def split_bytes(specs, ways, itemsize):
@@ -63,17 +63,17 @@ def split_bytes(specs, ways, itemsize):
     )
 
 
-def by_hand(setup):
+def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, signal)."""
-    params = split_bytes(qwen3.param_specs(setup.model), LEARNER, 4)
+    params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
     B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
     rows = B // 4 * T * (4 + 4 + 4 + 1)
     return params, rows, B // 4 * (4 * T + 4 * T)
 
 
-def resident_by_hand(setup):
+def resident_by_hand(plan):
     """While the policy learns: the draft with its moments. The rollout weights have been let go."""
-    draft = split_bytes(setup.draft.specs, LEARNER, 4)
+    draft = split_bytes(plan.draft.specs, LEARNER, 4)
     return {"parameters": draft, "optimizer": 2 * draft + 3 * 4, "cache": 0, "batch": 0}
 
 
@@ -81,9 +81,9 @@ def test_the_phases_are_those_of_a_step(phases):
     assert list(phases) == PHASES
 
 
-def test_the_policys_update_by_hand(setup, phases):
+def test_the_policys_update_by_hand(plan, phases):
     memory = measure(phases["train policy"], exact=False).memory
-    params, rows, signal = by_hand(setup)
+    params, rows, signal = by_hand(plan)
     # Two moments; adamw's count, the schedule's count and the step are int32.
     assert memory.arguments == {
         "parameters": params,
@@ -94,26 +94,26 @@ def test_the_policys_update_by_hand(setup, phases):
     assert memory.padding == 0 and memory.temporaries is None
     # The state is donated. New are the features of 2 rows of 28 tokens: three aux layers and the hidden state in
     # bfloat16, and the normaliser; and its log-probs.
-    D, tokens = setup.model.embed, 2 * 28
+    D, tokens = plan.model.embed, 2 * 28
     features = tokens * ((3 + 1) * D * 2 + 4 + 4)
     # Sums and counts of five terms, the norm, and whether it was skipped; a pointer for each of 13 weights with two
     # moments, three counters, twelve metrics, three features and the log-probs.
     assert memory.results == features + 11 * 4 + 1 + 8 * (3 * 13 + 3 + 12 + 4)
-    assert memory.resident == resident_by_hand(setup)
+    assert memory.resident == resident_by_hand(plan)
 
 
-def test_the_logprobs_by_hand(setup, phases):
+def test_the_logprobs_by_hand(plan, phases):
     memory = measure(phases["logprob"], exact=False).memory
-    params, _, _ = by_hand(setup)
+    params, _, _ = by_hand(plan)
     assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4)}
     # A dense policy does not read the mask. Log-probs and entropies of 4 rows, and the tuple's two pointers.
     assert memory.results == 2 * 4 * 28 * 4 + 2 * 8
     assert memory.padding == 0
 
 
-def test_the_cache_of_a_chunk_by_hand(setup, phases):
+def test_the_cache_of_a_chunk_by_hand(plan, phases):
     memory = measure(phases["generate: plain chunk"], exact=False).memory
-    m, rows, S = setup.model, 16 // 4, 12 + 16
+    m, rows, S = plan.model, 16 // 4, 12 + 16
     # bfloat16 keys and values of the target's layers and the head's one, split over heads; its hidden state whole.
     token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + m.embed)
     # Of a token its id and log-prob; of a row seven numbers and a flag, and two counts for each of k = 1 drafts.
@@ -125,9 +125,9 @@ def test_the_cache_of_a_chunk_by_hand(setup, phases):
     assert memory.results == rows + 4 * 4 + 8 * (12 + 2 * m.layers + 3 + 5)
 
 
-def test_few_layers_extend_to_all(setup, monkeypatch):
+def test_few_layers_extend_to_all(plan, monkeypatch):
     """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
-    whole = run.with_layers(setup, 10)
+    whole = run.with_layers(plan, 10)
     settings = dataclasses.replace(whole.settings, dry_run=dataclasses.replace(whole.settings.dry_run, layers=7))
     names = ("prepare", "generate: plain chunk")
     monkeypatch.setattr(run, "find_phases", lambda s: [p for p in find_phases(s) if p.name in names])

@@ -11,7 +11,9 @@ from specrl_jax.dry_run.measure import measure
 from specrl_jax.dry_run.phases import device_bytes, find_phases
 from specrl_jax.dry_run.targets import find_target, installed
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
+from specrl_jax.training.build import make_learner, make_rollout
+from specrl_jax.training.initial import abstract_run_state
+from specrl_jax.training.plan import make_plan
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "gb200", "v5p", "v6e"])
@@ -23,8 +25,8 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     config = importlib.import_module("configs.rlzero_8b").get_config("smoke")
     mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}, target.devices(8))
-    setup = build(run.without_files(from_config_dict(config)), mesh)
-    phases = {phase.name: phase for phase in find_phases(setup)}
+    plan = make_plan(run.without_files(from_config_dict(config)), mesh)
+    phases = {phase.name: phase for phase in find_phases(plan)}
     for phase in ("logprob", "generate: speculative chunk, k=1"):
         found = measure(phases[phase], exact=True)
         # Of tiles; a GPU has none.
@@ -47,10 +49,10 @@ def test_preparing_rollout_weights_takes_a_third_of_the_largest_of_them(sizes, m
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     config = importlib.import_module("configs.rlzero_0p6b").get_config()
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1} | sizes, target.devices(8))
-    setup = build(run.without_files(from_config_dict(config)), mesh)
-    prepare = next(phase for phase in find_phases(setup) if phase.name == "prepare")
-    state = setup.abstract_state()
-    weights = setup.prepare_step.eval_shape(state.policy.params, state.draft.params, state.vocab_map)
+    plan = make_plan(run.without_files(from_config_dict(config)), mesh)
+    prepare = next(phase for phase in find_phases(plan) if phase.name == "prepare")
+    state = abstract_run_state(make_learner(plan))
+    weights = jax.eval_shape(make_rollout(plan).prepare_step, state.policy.params, state.draft.params, state.vocab_map)
     found = measure(prepare, exact=True)
     assert found.memory.temporaries <= max(device_bytes(leaf) for leaf in jax.tree.leaves(weights)) / 3
     assert found.count.collectives["all-gather"] <= 0.85 * device_bytes(weights)

@@ -221,9 +221,9 @@ def test_a_controller_slower_than_plain_decoding_fails():
 
 def test_every_drafter_of_the_sweep_builds():
     for name, draft in controller.drafters(bench.TINY_HEAD, "").items():
-        setup = controller.make_setup(bench.TINY_POLICY, draft, slots=4, prompts=3)
-        assert setup.engine.programs.lengths == (0, 1, 2, 3, 5, 7), name
-        assert len(setup.eval_problems) == 3
+        setup = controller.make_case(bench.TINY_POLICY, draft, slots=4, prompts=3)
+        assert setup.rollout.engine.programs.lengths == (0, 1, 2, 3, 5, 7), name
+        assert len(setup.problems.evaluation) == 3
     assert "mtp" in controller.drafters(bench.TINY_HEAD, "folder")
 
 

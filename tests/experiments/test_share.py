@@ -6,8 +6,7 @@ import pytest
 
 from experiments.engine import bench
 from experiments.online_adaptation.share import count_operations, measure, without_files
-from specrl_jax.config import from_config_dict
-from specrl_jax.training.build import build
+from experiments.parts import make_parts
 
 A, B = jnp.zeros((2, 3)), jnp.zeros((3, 5))
 ONE = 2 * 2 * 3 * 5
@@ -52,9 +51,9 @@ def test_the_tiny_share_by_hand():
     """Count by hand: the head's matmuls at every position of every unrolled step, both passes, and the tables."""
     config = without_files("rlzero_tiny", 3)
     config.draft.kind, config.draft.path = "eagle3", ""
-    setup = build(from_config_dict(config), bench.one_device())
+    setup = make_parts(config, bench.one_device())
     row = measure(setup)
-    m, head, D = setup.model, setup.draft.config, setup.model.embed
+    m, head, D = setup.learner.plan.model, setup.learner.plan.draft.config, setup.learner.plan.model.embed
     pairs = row["rows"] * row["tokens"]
     attention = D * 2 * head.head_dim * (2 * head.heads + 2 * head.kv_heads)
     layer = attention - D * head.head_dim * head.heads + 3 * D * head.mlp

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import OptimizerConfig, from_config_dict
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
@@ -33,9 +33,10 @@ from specrl_jax.models import qwen3
 from specrl_jax.rl.draft_losses import LOSSES
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
-from specrl_jax.training import loop
-from specrl_jax.training.build import build
+from specrl_jax.training.initial import initial_vocab_map
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from specrl_jax.training.update import update
+from tests.helpers.training import make_run
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
 VD = 24
@@ -103,21 +104,26 @@ def differ(a, b):
 
 def host_made_state(setup):
     """A fresh state. Its weights come from NumPy: compiling a normal of every shape takes longer than an update."""
-    partition = setup.learner_partition
-    policy_specs, head_specs = qwen3.param_specs(setup.model), setup.draft.specs
+    partition = setup.learner.plan.learner_partition
+    policy_specs, head_specs = qwen3.param_specs(setup.learner.plan.model), setup.learner.plan.draft.specs
     policy, head = (jax.device_put(draw(specs, 1), partition.shardings(specs)) for specs in (policy_specs, head_specs))
     # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
     policy |= {"embed": 20 * policy["embed"]}
     return RunState(
-        init_state(policy, policy_specs, setup.optimizer, partition),
-        init_state(head, head_specs, setup.draft_optimizer, partition),
-        setup.initial_vocab_map(),
+        init_state(policy, policy_specs, setup.learner.optimizer, partition),
+        init_state(head, head_specs, setup.learner.draft_optimizer, partition),
+        initial_vocab_map(setup.learner),
     )
 
 
 KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the policy of each
 # That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
 COMPILED = ("policy_step", "read_tables", "predict_step")
+
+
+def sharing(setup, compiled):
+    steps = {name: getattr(compiled.learner, name) for name in COMPILED}
+    return setup._replace(learner=dataclasses.replace(setup.learner, **steps))
 
 
 def setup_of(kind, online, loss="ce", sizes=ONE):
@@ -129,7 +135,7 @@ def setup_of(kind, online, loss="ce", sizes=ONE):
     config.optimizer.clip = 1e3
     config.policy.remat = False
     config.grpo.prompts_per_step = 2
-    return build(from_config_dict(config), mesh_of(sizes))
+    return make_run(config, mesh_of(sizes))
 
 
 @functools.cache
@@ -147,16 +153,21 @@ def runs(kind):
     for online in (True, False):
         setup = setup_of(kind, online)
         # All that the policy's update is made of; then it need not be compiled twice.
-        assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
-        assert setup.settings.optimizer == learning.settings.optimizer
-        setup.__dict__.update({name: getattr(learning, name) for name in COMPILED})
+        assert (setup.learner.forward, setup.learner.objective) == (
+            learning.learner.forward,
+            learning.learner.objective,
+        )
+        assert setup.config.optimizer == learning.config.optimizer
+        setup = sharing(setup, learning)
         state = host_made_state(setup)
         states, updates = [jax.device_get(state)], []
         for i in range(5):
-            rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
-            state, update = loop.learn(setup, state, rows, signal, online)
+            rows, signal = make_batch(
+                setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i
+            )
+            state, updates_of_step = update(setup.learner, state, rows, signal, online)
             states.append(jax.device_get(state))
-            updates.append(jax.device_get(update))
+            updates.append(jax.device_get(updates_of_step))
         results[online] = states, updates
         if online:
             results["draft"] = draft_alone(setup, state, rows, signal, 30)
@@ -165,11 +176,11 @@ def runs(kind):
 
 def draft_alone(setup, state, rows, signal, count):
     """DraftMetrics of so many updates of the draft from one minibatch."""
-    tables = setup.read_tables(state.policy.params, state.vocab_map)
-    features, draft, metrics = setup.policy_step(state.policy, rows, signal)[2].features, state.draft, []
+    tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
+    features, draft, metrics = setup.learner.policy_step(state.policy, rows, signal)[2].features, state.draft, []
     for _ in range(count):
-        draft, update = setup.draft_step(draft, tables, features, rows)
-        metrics.append(jax.device_get(update))
+        draft, found = setup.learner.draft_step(draft, tables, features, rows)
+        metrics.append(jax.device_get(found))
     return metrics
 
 
@@ -190,17 +201,17 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
     """As above, for two updates of a small head; cross-entropy is above."""
     setup, learning = setup_of("mtp", True, loss), setup_of("mtp", True)
     off, off_updates = runs("mtp")[False]
-    assert (setup.learner, setup.objective) == (learning.learner, learning.objective)
-    setup.__dict__.update({name: getattr(compiled_setup("mtp"), name) for name in COMPILED})
+    assert (setup.learner.forward, setup.learner.objective) == (learning.learner.forward, learning.learner.objective)
+    setup = sharing(setup, compiled_setup("mtp"))
     state = host_made_state(setup)
     for i in range(2):
-        rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length, seed=i)
+        rows, signal = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i)
         before = jax.device_get(state.draft.params)
-        state, update = loop.learn(setup, state, rows, signal, True)
+        state, found = update(setup.learner, state, rows, signal, True)
         assert_trees_equal(state.policy, off[1 + i].policy)
-        assert_trees_equal(update.policy, off_updates[i].policy)
+        assert_trees_equal(found.policy, off_updates[i].policy)
         assert differ(before, jax.device_get(state.draft.params))
-        assert len(update.draft) == 1 and 0 < update.draft[0].loss < np.inf
+        assert len(found.draft) == 1 and 0 < found.draft[0].loss < np.inf
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,13 +259,13 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
     """One row in four, or as few as still divide over the four devices of `batch`."""
     setup = setup_of("mtp", online, sizes=sizes)
     state = host_made_state(setup)
-    rows, signal = make_batch(setup.model.vocab, 8, setup.rollout.limits.cache_length)
-    rows, signal = setup.on_learner((rows, signal))
-    tables = setup.read_tables(state.policy.params, state.vocab_map)
-    draft, features = state.draft.params, setup.policy_step(state.policy, rows, signal)[2].features
-    of_all_given = make_predict_step(setup.draft_learner, setup.learner_partition)
+    rows, signal = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
+    rows, signal = setup.learner.place((rows, signal))
+    tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
+    draft, features = state.draft.params, setup.learner.policy_step(state.policy, rows, signal)[2].features
+    of_all_given = make_predict_step(setup.learner.draft_forward, setup.learner.plan.learner_partition)
     watched = jax.tree.map(lambda x: np.asarray(x)[::one_in], (features, rows))
-    expected, found = of_all_given(draft, tables, *watched), setup.predict_step(draft, tables, features, rows)
+    expected, found = of_all_given(draft, tables, *watched), setup.learner.predict_step(draft, tables, features, rows)
     assert_trees_close(found, expected, 1e-5)
     if one_in > 1:
         assert differ(found, of_all_given(draft, tables, features, rows))
@@ -280,13 +291,13 @@ def test_each_has_its_own_clip():
     np.testing.assert_allclose(policy_mu, 0.1 * policy_norm, rtol=1e-5)
 
 
-def two_minibatches(draft_learns):
+def two_minibatches(train_draft):
     """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
     def policy_step(policy, rows, signal):
-        learnt = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
-        return policy.replace(params=policy.params + 1), "policy", learnt
+        outputs = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
+        return policy.replace(params=policy.params + 1), "policy", outputs
 
     def draft_step(draft, tables, features, rows):
         seen.append((tables, features, rows.tokens.tolist()))
@@ -296,25 +307,26 @@ def two_minibatches(draft_learns):
         seen.append((params, tables, features, rows.tokens.tolist()))
         return np.array([0.25])
 
-    setup = types.SimpleNamespace(
-        settings=types.SimpleNamespace(
-            grpo=types.SimpleNamespace(minibatches=2, epochs=1), draft=types.SimpleNamespace(epochs=1, minibatches=1)
-        ),
+    config = types.SimpleNamespace(
+        grpo=types.SimpleNamespace(minibatches=2, epochs=1), draft=types.SimpleNamespace(epochs=1, minibatches=1)
+    )
+    learner = types.SimpleNamespace(
+        plan=types.SimpleNamespace(config=config),
         read_tables=lambda params, vocab_map: ("tables", params, vocab_map),
         policy_step=policy_step,
         draft_step=draft_step,
         predict_step=predict_step,
-        on_learner=lambda rows: rows,
+        place=lambda rows: rows,
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
     signal = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
-    return seen, *loop.learn(setup, state, rows, signal, draft_learns)
+    return seen, *update(learner, state, rows, signal, train_draft)
 
 
 def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
     """The rows, the features and the tables of one minibatch: those of the policy before its update of the same one."""
-    seen, state, updates = two_minibatches(draft_learns=True)
+    seen, state, updates = two_minibatches(train_draft=True)
     first, second = [[1, 5], [3, 5]], [[2, 5], [4, 5]]
     assert seen == [
         (("tables", 0, "map"), ("features", 0, first), first),
@@ -328,7 +340,7 @@ def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
 
 def test_a_draft_that_does_not_learn_is_asked_once_what_it_expects():
     """Of the first minibatch, from the policy before its update."""
-    seen, state, updates = two_minibatches(draft_learns=False)
+    seen, state, updates = two_minibatches(train_draft=False)
     first = [[1, 5], [3, 5]]
     assert seen == [(None, ("tables", 0, "map"), ("features", 0, first), first)]
     assert (state.policy.step, state.policy.params, state.draft.step) == (8, 2, 14)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import OptimizerConfig, from_config_dict
+from specrl_jax.config import OptimizerConfig
 from specrl_jax.learner.draft_vocab import (
-    FADE,
-    VocabularyWatch,
+    DECAY,
+    DraftVocabulary,
     count_responses,
     coverage,
     most_frequent,
@@ -21,8 +21,8 @@ from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
+from specrl_jax.training.initial import initial_state
+from tests.helpers.training import make_run
 
 V = 10
 MODEL = Qwen3Config(V, 3, 1, 1, 1, 3, 3, tied=True, max_positions=8)
@@ -113,13 +113,13 @@ def test_moments_move_along_under_every_optimizer():
 
 def test_a_vocabulary_that_covers_the_text_stays():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    kept, row = VocabularyWatch(MODEL, 0.5).observe(rollouts_of(([3], [1, 4, 6, 5])), state)
+    kept, row = DraftVocabulary(MODEL, 0.5).observe(rollouts_of(([3], [1, 4, 6, 5])), state)
     assert kept is state and row == {"draft/coverage": 0.75}
 
 
 def test_below_the_level_the_ids_are_chosen_again():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    watch = VocabularyWatch(MODEL, 0.8)
+    watch = DraftVocabulary(MODEL, 0.8)
     moved, row = watch.observe(rollouts_of(([3], [1, 4, 5, 5])), state)
     assert row == {"draft/coverage": 0.5}
     assert moved.vocab_map.dtype == jnp.int32 and moved.vocab_map.tolist() == [1, 4, 5]
@@ -132,25 +132,23 @@ def test_below_the_level_the_ids_are_chosen_again():
 
 def test_old_counts_fade():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    watch = VocabularyWatch(MODEL, 0.0)
+    watch = DraftVocabulary(MODEL, 0.0)
     watch.observe(rollouts_of(([3], [1, 1, 1])), state)
     _, row = watch.observe(rollouts_of(([3], [5, 5, 5])), state)
-    np.testing.assert_allclose(row["draft/coverage"], FADE * 3 / (FADE * 3 + 3))
+    np.testing.assert_allclose(row["draft/coverage"], DECAY * 3 / (DECAY * 3 + 3))
 
 
 def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_with_it():
     """Over the first ids, since no text has been seen; its other matrices are its own draws."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.vocab_size = 16
-    setup = build(
-        from_config_dict(config), make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    )
-    state = setup.initial_state()
+    setup = make_run(config)
+    state = initial_state(setup.learner)
     policy, head = state.policy.params, state.draft.params
     np.testing.assert_array_equal(state.vocab_map, np.arange(16))
-    np.testing.assert_array_equal(head["unembed"], qwen3.lm_head_weight(policy, setup.model)[:16])
+    np.testing.assert_array_equal(head["unembed"], qwen3.lm_head_weight(policy, setup.learner.plan.model)[:16])
     np.testing.assert_array_equal(head["final_norm"], policy["final_norm"])
-    assert np.std(head["fc"]) == pytest.approx((3 * setup.model.embed) ** -0.5, rel=0.1)
+    assert np.std(head["fc"]) == pytest.approx((3 * setup.learner.plan.model.embed) ** -0.5, rel=0.1)
     # As an update of the draft would: it donates its state.
     jax.tree.map(lambda x: x.delete(), state.draft)
     assert not any(x.is_deleted() for x in jax.tree.leaves(state.policy))

@@ -2,18 +2,16 @@
 
 import threading
 
-import jax
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
 from specrl_jax.core import Stopped
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.sharding import make_mesh
-from specrl_jax.tasks.benchmark import benchmark, make_sides, print_benchmark, round_metrics
-from specrl_jax.training.build import build
+from specrl_jax.tasks.benchmark import benchmark, compiled_lengths, make_sides, print_benchmark, round_metrics
+from specrl_jax.training.build import make_rollout
 from specrl_jax.training.speedup import timed
+from tests.helpers.training import make_run
 
 SIDES = ("plain", "k_0", "k_2", "adaptive")
 
@@ -29,13 +27,14 @@ def config(**changes):
 
 def setup_of(**changes):
     c = config(**changes)
-    return build(from_config_dict(c), make_mesh(c.mesh.to_dict(), jax.devices()[:1]))
+    run = make_run(c)
+    return run.learner, make_rollout(run.plan, compiled_lengths(run.config)), run.problems
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     workdir = str(tmp_path_factory.mktemp("benchmark"))
-    return benchmark(setup_of(), workdir, threading.Event()), workdir
+    return benchmark(*setup_of(), workdir, threading.Event()), workdir
 
 
 def test_a_row_a_round_with_every_side(measured):
@@ -63,7 +62,7 @@ def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
 
     seen = []
     monkeypatch.setattr(module, "round_metrics", lambda found: seen.append(found) or round_metrics(found))
-    benchmark(setup_of(), str(tmp_path), threading.Event())
+    benchmark(*setup_of(), str(tmp_path), threading.Event())
     for found in seen:
         for side in SIDES[1:]:
             np.testing.assert_array_equal(found[side][0].tokens, found["plain"][0].tokens)
@@ -76,16 +75,16 @@ def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, 
     from specrl_jax.tasks import benchmark as module
 
     made, setup = [], setup_of(**{"benchmark.rounds": 1, "benchmark.warmup": 3, "draft.adaptive": adaptive})
-    sides = make_sides(setup)
+    sides = make_sides(setup[1])
     names = {(id(engine), id(lengths)): name for name, (engine, lengths) in sides.items()}
-    monkeypatch.setattr(module, "make_sides", lambda setup: sides)
+    monkeypatch.setattr(module, "make_sides", lambda rollout: sides)
 
-    def count(engine, weights, prompts, samples, seed, lengths):
+    def count(engine, weights, work, lengths):
         made.append(names[id(engine), id(lengths)])
-        return timed(engine, weights, prompts, samples, seed, lengths)
+        return timed(engine, weights, work, lengths)
 
     monkeypatch.setattr(module, "timed", count)
-    benchmark(setup, str(tmp_path), threading.Event())
+    benchmark(*setup, str(tmp_path), threading.Event())
     n = len(sides)
     assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n:-n] == extra
 
@@ -94,4 +93,4 @@ def test_a_signal_ends_it(tmp_path):
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped, match="starts anew"):
-        benchmark(setup_of(), str(tmp_path), stop)
+        benchmark(*setup_of(), str(tmp_path), stop)

@@ -18,14 +18,12 @@ from specrl_jax.io.progress import Display
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks import draft_pretrain
-from specrl_jax.tasks.draft_features import batches, collect, open_store
-from specrl_jax.training.build import build
+from specrl_jax.tasks.draft_features import batches, fill_store, open_store
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_draft_params, initial_params, initial_state, initial_vocab_map
+from specrl_jax.training.plan import make_plan
 from tests.helpers.policies import random_params
-
-
-def make_setup(config):
-    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(from_config_dict(config), mesh)
+from tests.helpers.training import NEVER, make_run, with_config
 
 
 def smoke_config(output):
@@ -34,34 +32,58 @@ def smoke_config(output):
     return config
 
 
+def pretrained(run, state, workdir, stop=NEVER):
+    """Run the task on a copy of `state`; return the log."""
+    state = jax.tree.map(jnp.array, state)
+    return draft_pretrain.draft_pretrain(run.learner, run.rollout, run.problems, state, str(workdir), stop)
+
+
+def without_generation(run):
+    """Return the run with an engine that cannot generate."""
+    return run._replace(rollout=dataclasses.replace(run.rollout, plain_engine=None))
+
+
+def stored(run, folder, state):
+    """Return (the store in `folder`, the weights of `state`)."""
+    weights, _ = prepare(run.learner, run.rollout, state)
+    return open_store(run.learner, str(folder), weights), weights
+
+
+def filled(run, folder, state):
+    """Fill the store in `folder`, and return it."""
+    store, weights = stored(run, folder, state)
+    with Display(12, 0) as display:
+        fill_store(*run[:3], state.policy.params, weights, store, display, NEVER)
+    return store
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(setup, workdir, output, log) of the smoke variant, its loss logged at every step."""
+    """(run, workdir, output, log, state before) of the smoke variant, its loss logged at every step."""
     workdir, output = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("out") / "head"
-    setup = make_setup(smoke_config(output))
-    # Once: a jitted normal of every shape takes seconds to compile, and the tests want to know where it began.
-    start = jax.device_get(setup.initial_state())
-    # As it is drawn, the tied table is so small that the policy says every word alike, and there is nothing to learn.
+    output.mkdir()
+    run = make_run(smoke_config(output))
+    start = jax.device_get(initial_state(run.learner))
+    # As it is drawn, the tied table is so small that the policy says every token alike, and there is nothing to learn.
     for params, table in ((start.policy.params, "embed"), (start.draft.params, "unembed")):
         params[table] = 20 * params[table]
-    setup.__dict__["initial_state"] = lambda: jax.tree.map(jnp.array, start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_pretrain, "LOG_EVERY", 1)
-        log = draft_pretrain.draft_pretrain(setup, str(workdir), threading.Event())
-    return setup, workdir, output, log
+        log = pretrained(run, start, workdir)
+    return run, workdir, output, log, start
 
 
 def test_the_head_loads_into_a_run(made):
     """Beside the same policy: the same ids, and weights that have learnt."""
-    setup, _, output, _ = made
+    setup, _, output, _, start = made
     config = rlzero_tiny.get_config("smoke")
     config.draft.path = str(output)
-    run = make_setup(config)
-    assert run.draft == setup.draft and run.draft.vocab == 32
-    vocab_map = np.asarray(run.initial_vocab_map())
+    run = make_run(config)
+    assert run.plan.draft == setup.plan.draft and run.plan.draft.vocab == 32
+    vocab_map = np.asarray(initial_vocab_map(run.learner))
     assert vocab_map.dtype == np.int32 and len(set(vocab_map.tolist())) == 32
-    assert (np.diff(vocab_map) > 0).all() and vocab_map[0] >= 0 and vocab_map[-1] < setup.model.vocab
-    start, learnt = setup.initial_state().draft.params, run.initial_draft_params(run.initial_params())
+    assert (np.diff(vocab_map) > 0).all() and vocab_map[0] >= 0 and vocab_map[-1] < setup.learner.plan.model.vocab
+    start, learnt = start.draft.params, initial_draft_params(run.learner, initial_params(run.learner))
     for name in ("fc", "unembed"):
         # Further from the start than bfloat16 storage moves a weight.
         moved = np.abs(learnt[name] - start[name]).max()
@@ -70,23 +92,23 @@ def test_the_head_loads_into_a_run(made):
 
 def test_the_ids_are_those_that_the_texts_use_most(made):
     """Counted again here, from the policy's own samples of the stream's first prompts."""
-    setup, _, output, _ = made
-    counts = np.zeros(setup.model.vocab, int)
-    weights, _ = setup.prepare(setup.initial_state())
+    setup, _, output, _, start = made
+    counts = np.zeros(setup.learner.plan.model.vocab, int)
+    weights, _ = prepare(setup.learner, setup.rollout, start)
     stream = setup.problems.stream(4)
     for wave in range(3):
-        prompts = [setup.tokenizer.encode(problem.prompt) for problem in next(stream)]
-        rollouts = setup.plain_engine.generate(weights, prompts, 4, setup.settings.rollout.seed, 16 * wave)
+        prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in next(stream)]
+        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, setup.config.rollout.seed, 16 * wave)
         for row in range(16):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1
-    chosen = setup.draft.load_vocab_map(str(output), setup.model)
-    left_out = np.setdiff1d(np.arange(setup.model.vocab), chosen)
+    chosen = setup.learner.plan.draft.load_vocab_map(str(output), setup.learner.plan.model)
+    left_out = np.setdiff1d(np.arange(setup.learner.plan.model.vocab), chosen)
     assert counts[chosen].min() >= counts[left_out].max() and counts[chosen].sum() > counts.sum() / 4
 
 
 def test_the_log_lies_in_both_places_and_the_loss_falls(made):
-    _, workdir, output, log = made
+    _, workdir, output, log, _ = made
     for folder in (workdir, output):
         assert [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] == log
     assert [row["step"] for row in log] == [*range(13), 12]
@@ -101,7 +123,7 @@ def test_the_log_lies_in_both_places_and_the_loss_falls(made):
 
 
 def test_what_it_cost_and_when_that_is_earned_back(made):
-    last = made[-1][-1]
+    last = made[3][-1]
     seconds = {name: last[f"seconds/{name}"] for name in ("generate", "features", "train", "evaluate")}
     assert all(value > 0 for value in seconds.values())
     saved = last["seconds/plain_rollouts"] * (1 - 1 / last["spec/speedup"])
@@ -111,22 +133,12 @@ def test_what_it_cost_and_when_that_is_earned_back(made):
         assert last["break_even_step"] is None
 
 
-def with_settings(setup, **sections):
-    """The same setup with other values, and with what is compiled."""
-    settings = setup.settings
-    for name, values in sections.items():
-        settings = dataclasses.replace(settings, **{name: dataclasses.replace(getattr(settings, name), **values)})
-    changed = dataclasses.replace(setup, settings=settings)
-    changed.__dict__.update({name: x for name, x in setup.__dict__.items() if name != "settings"})
-    return changed
-
-
 def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
-    setup, workdir, _, log = made
-    used = with_settings(setup, pretrain={"features": str(workdir / "features"), "output": str(tmp_path / "head")})
-    used.__dict__["plain_engine"] = None  # nothing is generated again
-    used = with_settings(used, draft={"compare_rounds": 0})
-    again = draft_pretrain.draft_pretrain(used, str(tmp_path), threading.Event())
+    setup, workdir, _, log, start = made
+    used = with_config(setup, pretrain={"features": str(workdir / "features"), "output": str(tmp_path / "head")})
+    (tmp_path / "head").mkdir()
+    used = without_generation(with_config(used, draft={"compare_rounds": 0}))
+    again = pretrained(used, start, tmp_path)
     assert again[-1]["seconds/generate"] == again[-1]["seconds/features"] == 0.0
     assert "break_even_step" not in again[-1]
     ours, theirs = ([row[name] for row in rows if (name := "spec/acceptance_length") in row] for rows in (again, log))
@@ -134,19 +146,18 @@ def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
 
 
 def test_features_of_another_policy_are_refused(made, tmp_path):
-    setup, workdir, _, _ = made
-    used = with_settings(setup, pretrain={"features": str(workdir / "features")})
-    state = setup.initial_state()
+    setup, workdir, _, _, start = made
+    used = with_config(setup, pretrain={"features": str(workdir / "features")})
+    state = start
     changed = state.replace(policy=state.policy.replace(params=jax.tree.map(lambda x: 1.01 * x, state.policy.params)))
-    used.__dict__["initial_state"] = lambda: changed
     with pytest.raises(InputError, match=r"pretrain\.features: .* was made from another policy"):
-        draft_pretrain.draft_pretrain(used, str(tmp_path), threading.Event())
+        pretrained(used, changed, tmp_path)
 
 
 def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp_path, monkeypatch):
     """Acceptance 1.5 before, then 2.0, 1.9, 1.9: over after the third measurement, with the weights of the first."""
-    setup, workdir, _, _ = made
-    used = with_settings(
+    setup, workdir, _, _, start = made
+    used = with_config(
         setup,
         pretrain={"features": str(workdir / "features"), "patience": 2},
         eval={"every": 2},
@@ -159,10 +170,11 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
         return {"spec/acceptance_length": next(lengths)}
 
     monkeypatch.setattr(draft_pretrain, "held_out_acceptance", measure)
-    state = setup.initial_state()
+    state = start
     with Display(12, 0) as display:
-        store = open_store(used, str(workdir / "features"), setup.prepare(state)[0])
-        log, best, _ = draft_pretrain.learn(used, state, batches(used, store), display, threading.Event())
+        store, _ = stored(used, workdir / "features", state)
+        data, placed = batches(used.learner, 0, store), jax.tree.map(jnp.array, state)
+        log, best, _ = draft_pretrain.train_draft(*used[:3], placed, data, display, NEVER)
     assert [row["step"] for row in log if "spec/acceptance_length" in row] == [0, 2, 4, 6]
     assert len(seen) == 4
     jax.tree.map(np.testing.assert_array_equal, best, seen[1])
@@ -170,28 +182,26 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
 
 
 def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
-    setup = made[0]
+    setup, start = made[0], made[4]
     stop = threading.Event()
-    used = with_settings(setup, pretrain={"output": str(tmp_path / "head")})
+    used = with_config(setup, pretrain={"output": str(tmp_path / "head")})
 
     class Interrupted:
         """The first wave goes through; the signal comes while it is made."""
 
         def generate(self, *args):
             stop.set()
-            return setup.plain_engine.generate(*args)
+            return setup.rollout.plain_engine.generate(*args)
 
-    used.__dict__["plain_engine"] = Interrupted()
+    used = used._replace(rollout=dataclasses.replace(used.rollout, plain_engine=Interrupted()))
     with pytest.raises(Stopped, match="16 rollouts are kept; the same command goes on from there"):
-        draft_pretrain.draft_pretrain(used, str(tmp_path), stop)
+        pretrained(used, start, tmp_path, stop)
     assert not (tmp_path / "head").exists()
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    store = open_store(setup, str(tmp_path / "features"), weights)
+    state = start
+    store, _ = stored(setup, tmp_path / "features", state)
     assert len(store) == 16
-    with Display(12, 0) as display:
-        collect(setup, state.policy.params, weights, store, display, threading.Event())
-    whole = open_store(setup, str(made[1] / "features"), weights)
+    store = filled(setup, tmp_path / "features", state)
+    whole, _ = stored(setup, made[1] / "features", state)
     assert len(store) == len(whole) == 48
     for i in range(48):
         jax.tree.map(np.testing.assert_array_equal, store[i], whole[i])
@@ -199,16 +209,12 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
 
 def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     """21 rollouts end inside the second wave of 16; 48 later are those of one go."""
-    setup, workdir, _, _ = made
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
+    setup, workdir, _, _, start = made
+    state = start
     for wanted in (21, 48):
-        used = with_settings(setup, pretrain={"rollouts": wanted})
-        store = open_store(used, str(tmp_path / "features"), weights)
-        with Display(12, 0) as display:
-            collect(used, state.policy.params, weights, store, display, threading.Event())
+        store = filled(with_config(setup, pretrain={"rollouts": wanted}), tmp_path / "features", state)
         assert len(store) == wanted
-    whole = open_store(setup, str(workdir / "features"), weights)
+    whole, _ = stored(setup, workdir / "features", state)
     for i in range(48):
         np.testing.assert_array_equal(store[i].tokens, whole[i].tokens)
 
@@ -223,10 +229,10 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     ids=str,
 )
 def test_features_of_other_texts_are_refused(made, changes, named):
-    setup, workdir, _, _ = made
-    weights, _ = setup.prepare(setup.initial_state())
+    setup, workdir, _, _, start = made
+    weights, _ = prepare(setup.learner, setup.rollout, start)
     with pytest.raises(InputError, match=f"was made from another {named}"):
-        open_store(with_settings(setup, **changes), str(workdir / "features"), weights)
+        open_store(with_config(setup, **changes).learner, str(workdir / "features"), weights)
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_any_rollout(tmp_path):
@@ -234,16 +240,16 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_rollout(tmp_path):
     config.pretrain.batch_size = 7
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
     with pytest.raises(InputError, match=r"pretrain\.batch_size=7 must divide by the 2 shards"):
-        draft_pretrain.check_draft_pretrain(build(from_config_dict(config), mesh))
+        draft_pretrain.check_batch(make_plan(from_config_dict(config), mesh))
 
 
 def test_the_features_are_those_of_the_policys_own_pass(made):
-    setup, workdir, _, _ = made
-    state = setup.initial_state()
-    store = open_store(setup, str(workdir / "features"), setup.prepare(state)[0])
+    setup, workdir, _, _, start = made
+    state = start
+    store, _ = stored(setup, workdir / "features", state)
     found = [store[i] for i in range(20, 36)]
     rows = rows_of(*(np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")), 0)
-    features = setup.feature_step(state.policy.params, rows)
+    features = setup.learner.feature_step(state.policy.params, rows)
     for i, row in enumerate(found):
         n = row.length
         for name in ("aux", "hidden", "normaliser"):
@@ -252,9 +258,9 @@ def test_the_features_are_those_of_the_policys_own_pass(made):
 
 
 def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
-    setup, workdir, _, _ = made
-    store = open_store(setup, str(workdir / "features"), setup.prepare(setup.initial_state())[0])
-    data = batches(setup, store)
+    setup, workdir, _, _, start = made
+    store, _ = stored(setup, workdir / "features", start)
+    data = batches(setup.learner, 0, store)
     epochs = [[tuple(row) for _ in range(6) for row in np.asarray(next(data)[1].tokens)] for _ in range(2)]
     texts = sorted(tuple(store[i].tokens.tolist()) for i in range(48))
     for epoch in epochs:
@@ -264,38 +270,27 @@ def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
 
 def test_answers_that_are_there_are_read(made, tmp_path):
     """As rollouts/step_N.jsonl holds them; ended, repeated to fill a wave, cut to the number wanted."""
-    setup = made[0]
+    setup, start = made[0], made[4]
     answers = [("12+3\n", "15"), ("4*5\n", "2=0 #20"), ("9-1\n", "8")]
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "response": r, "reward": 1.0}) + "\n" for p, r in answers))
-    used = with_settings(setup, pretrain={"answers": str(path), "rollouts": 18})
-    used.__dict__["plain_engine"] = None
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    store = open_store(used, str(tmp_path / "features"), weights)
-    with Display(12, 0) as display:
-        collect(used, state.policy.params, weights, store, display, threading.Event())
+    used = with_config(setup, pretrain={"answers": str(path), "rollouts": 18})
+    store = filled(without_generation(used), tmp_path / "features", start)
     assert len(store) == 18
     for i in range(18):
         prompt, answer = answers[i % 3]
-        whole = [*setup.tokenizer.encode(prompt + answer), setup.tokenizer.eos_ids[0]]
+        whole = [*setup.rollout.tokenizer.encode(prompt + answer), setup.rollout.tokenizer.eos_ids[0]]
         assert store[i].tokens[: store[i].length].tolist() == whole
         assert store[i].prompt_length == len(prompt)
 
 
 def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
-    setup = made[0]
+    setup, start = made[0], made[4]
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"prompt": "1\n", "response": "2" * 12}) + "\n")
-    used = with_settings(setup, pretrain={"answers": str(path)})
-    state = setup.initial_state()
-    weights, _ = setup.prepare(state)
-    store = open_store(used, str(tmp_path / "features"), weights)
-    with (
-        Display(12, 0) as display,
-        pytest.raises(InputError, match=r":1: the response has 13 tokens, rollout\.max_response_tokens=12"),
-    ):
-        collect(used, state.policy.params, weights, store, display, threading.Event())
+    used = with_config(setup, pretrain={"answers": str(path)})
+    with pytest.raises(InputError, match=r":1: the response has 13 tokens, rollout\.max_response_tokens=12"):
+        filled(used, tmp_path / "features", start)
 
 
 # ---- the other kinds
@@ -314,32 +309,17 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     config.steps = 30
     # Six slots never shrink to fewer, so there is less to compile.
     config.rollout.num_slots = 6
-    setup = make_setup(config)
-    # As in `made`; what is drawn by NumPy need not be compiled at all.
-    rng = np.random.default_rng(0)
-    drawn = jax.tree.map(lambda s: rng.normal(size=s.shape) / np.sqrt(max(s.fan_in, 1)), setup.draft.specs)
-    setup.__dict__["initial_draft_params"] = lambda policy: jax.tree.map(lambda w: jnp.array(w, jnp.float32), drawn)
-    start = jax.device_get(setup.initial_state())
-    setup.__dict__["initial_state"] = lambda: jax.tree.map(jnp.array, start)
-    log = draft_pretrain.draft_pretrain(setup, str(tmp_path), threading.Event())
+    (tmp_path / "draft").mkdir()
+    run = make_run(config)
+    start, rng = initial_state(run.learner), np.random.default_rng(0)
+    drawn = jax.tree.map(lambda s: rng.normal(size=s.shape) / np.sqrt(max(s.fan_in, 1)), run.plan.draft.specs)
+    drawn = jax.tree.map(lambda w: jnp.array(w, jnp.float32), drawn)
+    start = start.replace(draft=start.draft.replace(params=drawn))
+    log = pretrained(run, start, tmp_path)
     assert log[-1]["spec/acceptance_length"] > log[0]["spec/acceptance_length"] + 0.2
     config.draft.path = str(tmp_path / "draft")
-    loaded = make_setup(config)
-    assert loaded.draft == setup.draft and loaded.initial_vocab_map() is None
-    state = setup.initial_state()
-    state = state.replace(draft=state.draft.replace(params=loaded.initial_draft_params(state.policy.params)))
-    assert draft_pretrain.held_out_acceptance(setup, state).items() <= log[-1].items()
-
-
-# ---- refusals
-
-
-def test_an_output_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"pretrain\.output=.*file/head"):
-        draft_pretrain.check_draft_pretrain(make_setup(smoke_config(tmp_path / "file/head")))
-
-
-def test_a_good_config_makes_the_output_folder(tmp_path):
-    draft_pretrain.check_draft_pretrain(make_setup(smoke_config(tmp_path / "a/head")))
-    assert (tmp_path / "a/head").is_dir()
+    loaded = make_run(config)
+    assert loaded.plan.draft == run.plan.draft and initial_vocab_map(loaded.learner) is None
+    params = initial_draft_params(loaded.learner, start.policy.params)
+    state = start.replace(draft=start.draft.replace(params=params))
+    assert draft_pretrain.held_out_acceptance(*run[:3], state).items() <= log[-1].items()

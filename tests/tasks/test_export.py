@@ -1,21 +1,21 @@
 """task=export: a run's policy and draft as folders that load again, and say what is missing."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
+from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.core import InputError
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
+from specrl_jax.training.initial import initial_state
 from tests.helpers.policies import compiled, row_positions
-from tests.training.test_loop import make_setup, saved
+from tests.helpers.training import make_run, saved, with_config
 
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 
@@ -23,10 +23,10 @@ NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test ba
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(setup, workdir) with two checkpoints, of different weights."""
-    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__vocab_size=32)
+    setup = make_run(rlzero_tiny.get_config("smoke"), draft__vocab_size=32)
     workdir = tmp_path_factory.mktemp("run")
-    checkpoints, state = Checkpoints(str(workdir), keep=2), setup.initial_state()
-    ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner_partition.replicated)
+    checkpoints, state = Checkpoints(str(workdir), keep=2), initial_state(setup.learner)
+    ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner.plan.learner_partition.replicated)
     checkpoints.save(1, state.replace(vocab_map=ids), Host({}, {}))
     checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), Host({}, {}))
     checkpoints.close()
@@ -34,17 +34,16 @@ def run(tmp_path_factory):
 
 
 def exporting(setup, **changes):
-    settings = dataclasses.replace(setup.settings, export=dataclasses.replace(setup.settings.export, **changes))
-    return dataclasses.replace(setup, settings=settings)
+    return with_config(setup, export=changes).learner
 
 
 def test_a_run_that_chose_its_draft_vocabulary_is_exported(run, tmp_path):
     """By the task's own config, as main.py builds it; which ids those are the checkpoint knows."""
-    setup = make_setup(
-        rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path)
-    )
-    _, draft = export(setup, str(run[1]))
-    assert eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model).tolist() == list(range(3, 35))
+    setup = make_run(rlzero_tiny.get_config("smoke"), task="export", draft__vocab_size=32, export__output=str(tmp_path))
+    _, draft = export(setup.learner, str(run[1]))
+    assert eagle3_formats.load_vocab_map(
+        draft, setup.learner.plan.draft.config, setup.learner.plan.model
+    ).tolist() == list(range(3, 35))
 
 
 @pytest.mark.parametrize("step", [-1, 1])
@@ -53,11 +52,11 @@ def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     export(exporting(setup, output=str(tmp_path), dtype="float32", step=step), str(workdir))
     state, _ = saved(setup, workdir, 2 if step == -1 else 1)
     policy = str(tmp_path / "policy")
-    assert hf.load_config(policy) == setup.model
-    same(hf.load_params(policy, setup.model, setup.learner_partition), state.policy.params)
+    assert hf.load_config(policy) == setup.learner.plan.model
+    same(hf.load_params(policy, setup.learner.plan.model, setup.learner.plan.learner_partition), state.policy.params)
     draft = str(tmp_path / "draft")
-    same(setup.draft.load(draft, setup.learner_partition), state.draft.params)
-    ids = eagle3_formats.load_vocab_map(draft, setup.draft.config, setup.model)
+    same(setup.learner.plan.draft.load(draft, setup.learner.plan.learner_partition), state.draft.params)
+    ids = eagle3_formats.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
     np.testing.assert_array_equal(ids, state.vocab_map)
 
 
@@ -68,8 +67,9 @@ def same(ours, expected):
 def test_an_exported_policy_generates(run, tmp_path):
     setup, workdir = run
     policy, draft = export(exporting(setup, output=str(tmp_path)), str(workdir))
-    sizes = {"max_prompt_tokens": 10, "max_response_tokens": 8, "num_slots": 8, "adaptive": False}
-    generator = load_generator(policy, draft_kind="eagle3", draft_path=draft, tokenizer="char", **sizes)
+    head = DraftConfig(kind="eagle3", path=draft, adaptive=False)
+    sizes = RolloutConfig(max_prompt_tokens=10, max_response_tokens=8, num_slots=8)
+    generator = load_generator(policy, head, sizes, tokenizer="char")
     assert len(generator.generate(["1+1\n"], samples=2).texts) == 2
 
 
@@ -81,7 +81,7 @@ def test_a_step_that_was_not_kept_is_named(run, tmp_path):
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     with pytest.raises(InputError, match="no checkpoint yet"):
-        export(run[0], str(tmp_path))
+        export(run[0].learner, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
     """Float32 on both sides and logits below 2: the worst differed by 3e-6."""
     torch = pytest.importorskip("torch", reason=NEEDS_TRANSFORMERS)
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    setup = make_setup(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
-    state = setup.initial_state()
+    setup = make_run(rlzero_tiny.get_config("smoke"), draft__kind="none", **changes)
+    state = initial_state(setup.learner)
     # Adapters begin as nothing.
     learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)
     state = state.replace(policy=state.policy.replace(params=learnt))
@@ -109,8 +109,10 @@ def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
     checkpoints.close()
     (folder,) = export(exporting(setup, output=str(tmp_path / "out"), dtype="float32"), str(tmp_path))
     tokens = np.random.default_rng(0).integers(2, 90, (2, 29))
-    policy, positions = setup.whole(state.policy), row_positions(tokens)
-    ours = compiled(setup.model, setup.learner_partition)(policy, jnp.asarray(tokens), positions).logits
+    policy, positions = setup.learner.merged(state.policy), row_positions(tokens)
+    ours = compiled(setup.learner.plan.model, setup.learner.plan.learner_partition)(
+        policy, jnp.asarray(tokens), positions
+    ).logits
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     with torch.no_grad():
         theirs = model.eval()(torch.tensor(tokens)).logits.numpy()

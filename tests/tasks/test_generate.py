@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.core import InputError
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
@@ -28,9 +29,8 @@ NANO, DEEP = qwen3.preset("nano"), qwen3.preset("nano_deep")
 SMALLER = qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
 PROMPTS = ["12+34=", "7+", "999+1=", "5+5=10", "3+4="]
 # Six slots never shrink to fewer, so there is little to compile.
-SIZES = {"max_prompt_tokens": 8, "max_response_tokens": 12, "num_slots": 6, "tokenizer": "char"}
-COMMON = SIZES | {"adaptive": False, "draft_length": 2, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
-COMMON |= {"match_min": 1}
+ROLLOUT = RolloutConfig(max_prompt_tokens=8, max_response_tokens=12, num_slots=6, top_k=50, top_p=0.95)
+DRAFT = DraftConfig(length=2, adaptive=False, match_min=1)
 
 
 def one_device():
@@ -65,9 +65,14 @@ def folders(tmp_path_factory):
 
 
 def load(folders, kind, path="", **changes):
-    path = str(folders / path) if path else ""
-    options = COMMON | {"mesh": one_device()} | changes
-    return load_generator(str(folders / "policy"), draft_kind=kind, draft_path=path, **options)
+    """Load with some keys of draft.* and rollout.*, or arguments, changed."""
+    draft = {"kind": kind, "path": str(folders / path) if path else ""}
+    rollout, options = {}, {"mesh": one_device(), "tokenizer": "char"}
+    for name, value in changes.items():
+        place = draft if hasattr(DRAFT, name) else rollout if hasattr(ROLLOUT, name) else options
+        place[name] = value
+    draft, rollout = dataclasses.replace(DRAFT, **draft), dataclasses.replace(ROLLOUT, **rollout)
+    return load_generator(str(folders / "policy"), draft, rollout, **options)
 
 
 DRAFTS = [("none", ""), ("mtp", "mtp_mimo"), ("model", "model"), ("suffix", "")]
@@ -87,7 +92,7 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
         assert len(tokens) == len(logprobs) and (len(tokens) == 12 or ended)
     encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
     rows = make_rows(encoded, out.tokens, 20, 0)
-    learner = PolicyForward(NANO, jnp.dtype("float32"), False, 0, 0, COMMON["temperature"])
+    learner = PolicyForward(NANO, jnp.dtype("float32"), False, 0, 0, ROLLOUT.temperature)
     policy = hf.load_params(str(folders / "policy"), NANO, partitioner(one_device(), LEARNER), jnp.float32)
     expected, _ = make_logprob_step(learner, partitioner(one_device(), LEARNER))(policy, rows)
     np.testing.assert_allclose(np.concatenate(out.logprobs), np.asarray(expected)[rows.mask], rtol=0, atol=1e-4)
@@ -131,7 +136,7 @@ def call(monkeypatch, capfd):
 
 
 def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
-    """By another road: a config, eight devices, the Setup's engine."""
+    """By another road: a config, eight devices, the run's engine."""
     config = {
         "policy.path": folders / "policy",
         "draft.kind": "mtp",

@@ -8,7 +8,13 @@ import pytest
 from specrl_jax.decoding.rollouts import Rollouts, concatenated
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import overlong_penalty
-from specrl_jax.training.dynamic_sampling import Batch, collect, lesson, merged_scores
+from specrl_jax.training.dynamic_sampling import (
+    ScoredRollouts,
+    merge_rounds,
+    merge_scores,
+    sample_rounds,
+    select_groups,
+)
 
 P, G, LONGEST = 3, 2, 10
 
@@ -46,7 +52,7 @@ def scores_of(rewards, failures=None):
 
 
 def rounds_of(*rewards, g=None, step=0):
-    """Batches of `collect` over prepared rounds of rewards [P, G], and the ids asked for."""
+    """Batches of `sample_rounds` over prepared rounds of rewards [P, G], and the ids asked for."""
     asked, left = [], list(rewards)
 
     def generate(problems, first_id):
@@ -54,7 +60,7 @@ def rounds_of(*rewards, g=None, step=0):
         return rollouts_of(first_id), scores_of(left.pop(0))
 
     drawn = iter([["more 1"] * P, ["more 2"] * P])
-    return collect(generate, ["first"] * P, lambda: next(drawn), g or settings(), LONGEST, step), asked
+    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), g or settings(), LONGEST, step), asked
 
 
 MIXED, EQUAL = [[1, 0], [0, 1], [1, 0]], [[1, 1], [0, 0], [1, 1]]
@@ -64,7 +70,7 @@ ONE = [[0, 0], [1, 0], [1, 1]]
 def test_one_round_takes_what_comes():
     batches, asked = rounds_of(EQUAL, step=4)
     assert asked == [(["first"] * P, 4 * P * G)]
-    kept = lesson(batches, settings())
+    kept = select_groups(merge_rounds(batches), settings())
     assert kept.loss_mask.all() and kept.rollouts.rollout_id.tolist() == list(range(24, 30))
     np.testing.assert_array_equal(kept.advantages, 0)
 
@@ -74,7 +80,7 @@ def test_rounds_go_on_until_every_group_teaches():
     g = settings(sampling_rounds=3)
     batches, asked = rounds_of(ONE, MIXED, g=g, step=1)
     assert [first for _, first in asked] == [18, 24] and asked[1][0] == ["more 1"] * P
-    kept = lesson(batches, g)
+    kept = select_groups(merge_rounds(batches), g)
     # The middle group of the first round, and the first two of the second, in the order of their ids.
     assert kept.rollouts.rollout_id.tolist() == [20, 21, 24, 25, 26, 27]
     assert kept.advantages.tolist() == [0.5, -0.5, 0.5, -0.5, -0.5, 0.5] and kept.loss_mask.all()
@@ -85,7 +91,7 @@ def test_rounds_that_do_not_suffice_fill_up_with_groups_that_count_nowhere():
     g = settings(sampling_rounds=2)
     batches, asked = rounds_of(EQUAL, ONE, g=g)
     assert len(asked) == 2
-    kept = lesson(batches, g)
+    kept = select_groups(merge_rounds(batches), g)
     assert kept.rollouts.rollout_id.tolist() == [0, 1, 2, 3, 8, 9]
     assert kept.loss_mask.tolist() == [False] * 4 + [True] * 2
     assert kept.advantages.tolist() == [0, 0, 0, 0, 0.5, -0.5]
@@ -98,8 +104,8 @@ def test_enough_at_once_is_not_generated_again():
 def test_answers_cut_by_the_limit_do_not_teach_but_count_in_their_group():
     g = settings(mask_truncated=True)
     ended = [True, False, True, True, False, True]
-    batch = Batch(rollouts_of(0, ended=ended), [], scores_of(MIXED), np.asarray(MIXED, np.float32).reshape(-1))
-    kept = lesson([batch], g)
+    batch = ScoredRollouts(rollouts_of(0, ended=ended), [], scores_of(MIXED), np.asarray(MIXED, np.float32).reshape(-1))
+    kept = select_groups(batch, g)
     assert kept.loss_mask.tolist() == ended and kept.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0.5, -0.5]
 
 
@@ -111,7 +117,7 @@ def test_length_costs_reward():
     def generate(problems, first_id):
         return rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), scores_of(EQUAL)
 
-    (batch,) = collect(generate, [], list, g, LONGEST, 0)
+    (batch,) = sample_rounds(generate, [], list, g, LONGEST, 0)
     np.testing.assert_allclose(batch.rewards, [1, -1, 0, -1, 1, 1])
     # What is reported is what was earned.
     assert batch.scores.total.tolist() == [1, 1, 0, 0, 1, 1]
@@ -119,11 +125,11 @@ def test_length_costs_reward():
 
 def test_scores_of_rounds_add_up():
     one, two = scores_of(MIXED, {"timeout": 1}), scores_of(ONE, {"timeout": 2, "died": 1})
-    both = merged_scores([one, two])
+    both = merge_scores([one, two])
     assert both.total.tolist() == [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1] == both.parts["exact"].tolist()
     assert both.failures == {"timeout": 3, "died": 1} and len(both.extracted) == 12
     faults = [scores._replace(first_failure=said) for scores, said in ((one, ""), (two, "b"), (two, "c"))]
-    assert merged_scores(faults).first_failure == "b"
+    assert merge_scores(faults).first_failure == "b"
     assert both.correct.tolist() == (both.total > 0).tolist()
 
 
@@ -136,6 +142,5 @@ def test_rollouts_of_several_calls_are_those_of_one():
 
 @pytest.mark.parametrize("rewards", [np.full((P, G), 0.1, np.float32), np.zeros((P, G), np.float32)])
 def test_equal_is_exact(rewards):
-    assert (
-        lesson([Batch(rollouts_of(0), [], scores_of(rewards), rewards.reshape(-1))], settings()).advantages.any() == 0
-    )
+    generated = ScoredRollouts(rollouts_of(0), [], scores_of(rewards), rewards.reshape(-1))
+    assert select_groups(generated, settings()).advantages.any() == 0

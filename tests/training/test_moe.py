@@ -1,6 +1,4 @@
-"""A policy with experts on the whole street, over meshes that split them."""
-
-import dataclasses
+"""A mixture-of-experts policy through all five phases, over meshes that split its experts."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +6,14 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from specrl_jax.training import loop
-from specrl_jax.training.build import build
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
+from tests.helpers.training import lower_case, make_run, train
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
-from tests.training.test_loop import NEVER, lower_case
 
 NANO = qwen3.preset("nano_moe")
 
@@ -50,8 +45,8 @@ def test_it_learns_and_is_drafted_for(tmp_path):
     config.steps, config.policy.preset, config.draft.compare_rounds = 2, "nano_moe_deep", 0
     config.eval.problems, config.optimizer.learning_rate, config.optimizer.warmup = 4, 3e-3, 0
     mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 4, "tensor": 1})
-    setup = dataclasses.replace(build(from_config_dict(config), mesh), scorer=FunctionScorer(lower_case))
-    rows = [row for row in loop.train(setup, str(tmp_path), NEVER) if "policy/loss" in row]
+    run = make_run(config, mesh, FunctionScorer(lower_case))
+    rows = [row for row in train(run, tmp_path) if "policy/loss" in row]
     assert len(rows) == 2
     for row in rows:
         assert row["policy/grad_norm"] > 0 and row["draft/grad_norm"] > 0

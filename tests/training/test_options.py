@@ -17,9 +17,12 @@ from specrl_jax.learner.state import init_state, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.tasks.export import export
 from specrl_jax.training import loop
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_params
 from tests.helpers.rewards import FunctionScorer
-from tests.learner.test_policy_step import MESHES, SPECS, initial_params, partition_of
-from tests.training.test_loop import NEVER, StopAfter, lower_case, make_setup, saved, untimed, with_settings
+from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
+from tests.learner.test_policy_step import MESHES, SPECS, partition_of
+from tests.learner.test_policy_step import initial_params as nano_params
 
 STEPS = 4
 EVERYTHING = {
@@ -51,14 +54,13 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def everything():
-    setup = make_setup(rlzero_tiny.get_config("smoke"), **EVERYTHING)
-    return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
+    return make_run(rlzero_tiny.get_config("smoke"), None, FunctionScorer(lower_case), **EVERYTHING)
 
 
 @pytest.fixture(scope="module")
 def whole(everything, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("options")
-    return workdir, loop.train(everything, str(workdir), NEVER)
+    return workdir, train(everything, workdir)
 
 
 def test_every_row_is_finite_and_says_what_was_on(whole):
@@ -85,27 +87,27 @@ def test_adapters_learn_and_the_reference_follows(everything, whole):
 def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tmp_path):
     for looks in (6, 9):
         with pytest.raises(Stopped):
-            loop.train(everything, str(tmp_path), StopAfter(looks))
-    loop.train(everything, str(tmp_path), NEVER)
+            train(everything, tmp_path, StopAfter(looks))
+    train(everything, tmp_path)
     assert untimed(read_metrics(str(tmp_path))) == untimed(whole[1])
     for got, expected in zip(saved(everything, tmp_path, STEPS), saved(everything, whole[0], STEPS)):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
-    settings = everything.settings
-    output = dataclasses.replace(settings.export, output=str(tmp_path), dtype="float32")
-    setup = dataclasses.replace(everything, settings=dataclasses.replace(settings, export=output))
-    folder, _ = export(setup, str(whole[0]))
+    setup = with_config(everything, export={"output": str(tmp_path), "dtype": "float32"})
+    folder, _ = export(setup.learner, str(whole[0]))
     from specrl_jax.io import hf
 
-    written = hf.load_params(folder, setup.model, setup.learner_partition, jnp.float32)
+    written = hf.load_params(folder, setup.learner.plan.model, setup.learner.plan.learner_partition, jnp.float32)
     state, _ = saved(everything, whole[0], STEPS)
-    weights, _ = setup.prepare(state.replace(policy=state.policy.replace(frozen=setup.initial_params())))
-    again = qwen3.inference_params(written, setup.model, jnp.float32)
+    weights, _ = prepare(
+        setup.learner, setup.rollout, state.replace(policy=state.policy.replace(frozen=initial_params(setup.learner)))
+    )
+    again = qwen3.inference_params(written, setup.learner.plan.model, jnp.float32)
     # Summed by two programs.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, weights.policy)
-    assert np.abs(written["layers"]["q"] - setup.initial_params()["layers"]["q"]).max() > 1e-4
+    assert np.abs(written["layers"]["q"] - initial_params(setup.learner)["layers"]["q"]).max() > 1e-4
 
 
 # ---- gradients that are not finite
@@ -125,15 +127,15 @@ class Poisoned:
 
 
 def poisoned(everything, updates, **changes):
-    setup = with_settings(everything, **changes)
-    setup.__dict__["policy_step"] = Poisoned(everything.policy_step, updates)
-    return setup
+    setup = with_config(everything, **changes)
+    step = Poisoned(everything.learner.policy_step, updates)
+    return setup._replace(learner=dataclasses.replace(setup.learner, policy_step=step))
 
 
 def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, whole, tmp_path):
     """All four of step 1: the policy stays as it was, and step 2 learns as if nothing had been."""
     setup = poisoned(everything, {1, 2, 3, 4}, steps=2)
-    rows = loop.train(setup, str(tmp_path), NEVER)
+    rows = train(setup, tmp_path)
     assert [row["policy/nonfinite_updates"] for row in rows[1:]] == [4, 0]
     # Written as null, which JSON has.
     assert rows[1]["policy/loss"] is None and np.isfinite(rows[2]["policy/loss"])
@@ -146,28 +148,28 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, 
 
 
 def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_path):
-    optimizer = dataclasses.replace(everything.settings.optimizer, max_skipped=7)
-    checkpoint = dataclasses.replace(everything.settings.checkpoint, every=1)
+    optimizer = dataclasses.replace(everything.config.optimizer, max_skipped=7)
+    checkpoint = dataclasses.replace(everything.config.checkpoint, every=1)
     setup = poisoned(everything, set(range(4, 100)), optimizer=optimizer, checkpoint=checkpoint)
     with pytest.raises(RunFailed, match=r"step 3: 9 updates in a row .*max_skipped=7.* checkpoint is step 2"):
-        loop.train(setup, str(tmp_path), NEVER)
+        train(setup, tmp_path)
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2]
 
 
 def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_path):
     """One of a step's four, three steps long; and two around the end of a step are two in a row."""
-    optimizer = dataclasses.replace(everything.settings.optimizer, max_skipped=2)
-    rows = loop.train(poisoned(everything, {1, 6, 11}, steps=3, optimizer=optimizer), str(tmp_path / "apart"), NEVER)
+    optimizer = dataclasses.replace(everything.config.optimizer, max_skipped=2)
+    rows = train(poisoned(everything, {1, 6, 11}, steps=3, optimizer=optimizer), tmp_path / "apart")
     assert [row["policy/nonfinite_updates"] for row in rows[1:]] == [1, 1, 1]
     with pytest.raises(RunFailed, match="step 2: 2 updates in a row"):
-        loop.train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), str(tmp_path / "joined"), NEVER)
+        train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), tmp_path / "joined")
 
 
 def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
-    setup = with_settings(everything, checkpoint=dataclasses.replace(everything.settings.checkpoint, every=1))
+    setup = with_config(everything, checkpoint=dataclasses.replace(everything.config.checkpoint, every=1))
     calls = []
     real = loop.MetricsWriter.write
 
@@ -177,7 +179,7 @@ def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monk
 
     monkeypatch.setattr(loop.MetricsWriter, "write", write)
     with pytest.raises(RunFailed, match=r"metrics.jsonl: No space left on device; the last good checkpoint is step 1"):
-        loop.train(setup, str(tmp_path), NEVER)
+        train(setup, tmp_path)
 
 
 @pytest.mark.parametrize("healthy", [True, False])
@@ -216,7 +218,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
     Five turns of Newton-Schulz bring all but the smallest between 0.7 and 1.2. Norms and tables are NAdamW's.
     """
     optimizer = make_optimizer(OptimizerConfig("muon", 1.0, 0, 1e9, 0.0, 0.999, 0))
-    params, rng = initial_params(), np.random.default_rng(0)
+    params, rng = nano_params(), np.random.default_rng(0)
     gradient = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f4"), params)
     updates, _ = jax.jit(optimizer.update)(gradient, jax.jit(optimizer.init)(params), params)
     _, D, N, H = params["layers"]["q"].shape
@@ -234,9 +236,9 @@ def test_muons_update_of_a_matrix_is_orthogonal_and_as_large_as_adamws():
 def test_muon_takes_what_a_head_reads_as_matrices_of_their_own(kind, name):
     """The halves of a head's queries (embedding, hidden state) and of its projection: each orthogonal, none AdamW's."""
     options = {"draft__kind": kind, "draft__optimizer": "muon", "draft__clip": 1e9}
-    setup, rng = make_setup(rlzero_tiny.get_config("smoke"), **options), np.random.default_rng(0)
-    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype("f4"), setup.draft.specs)
-    optimizer = setup.draft_optimizer
+    setup, rng = make_run(rlzero_tiny.get_config("smoke"), **options), np.random.default_rng(0)
+    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype("f4"), setup.learner.plan.draft.specs)
+    optimizer = setup.learner.draft_optimizer
     updates, _ = jax.jit(optimizer.update)(params, jax.jit(optimizer.init)(params), params)
     (found,) = [leaf for path, leaf in jax.tree.leaves_with_path(updates) if path[-1].key == name]
     for matrix in np.asarray(found).reshape(-1, *found.shape[-2:]):

@@ -1,6 +1,5 @@
 """`coupled` with the real policy: in parity mode equal bits whatever drafts, over whole training runs too."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -12,11 +11,10 @@ from configs import rlzero_tiny
 from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.training import loop
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
 from tests.helpers.toys import Choosing
-from tests.training.test_loop import NEVER, lower_case, make_setup, samples, saved
+from tests.helpers.training import lower_case, make_run, samples, saved, train
 
 LONGEST = 5
 # Top-p sums over the vocabulary as well: what it keeps must not hang on the order of that sum.
@@ -70,9 +68,8 @@ def trained(kind, adaptive, folder):
     config = rlzero_tiny.get_config("smoke")
     changes = {"rollout__rule": "coupled", "rollout__parity": True, "draft__compare_rounds": 0, "draft__length": 2}
     changes |= {"optimizer__learning_rate": 3e-3, "optimizer__warmup": 0, "eval__problems": 4}
-    setup = make_setup(config, draft__kind=kind, draft__adaptive=adaptive, **changes)
-    setup = dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
-    rows = loop.train(setup, str(folder), NEVER)
+    setup = make_run(config, None, FunctionScorer(lower_case), draft__kind=kind, draft__adaptive=adaptive, **changes)
+    rows = train(setup, folder)
     # There was something to learn from in every step.
     assert all(row["reward/std"] > 0 and row["policy/grad_norm"] > 0 for row in rows[1:])
     state, _ = saved(setup, folder, config.steps)

@@ -53,10 +53,10 @@ def test_operations_are_those_that_the_compiler_counts():
 def test_utilisation_is_operations_over_time_and_ceiling():
     c = qwen3.preset("nano")
     rollouts = types.SimpleNamespace(prompt_length=np.array([3, 5]), length=np.array([10, 25]))
-    learnt = types.SimpleNamespace(prompt_length=np.array([5]), length=np.array([25]))
+    trained = types.SimpleNamespace(prompt_length=np.array([5]), length=np.array([25]))
     learners = (jax.devices()[0],) * 4
     performance = Performance(c, learners, learners, peak=1e9, scored=2, epochs=3)
-    row = performance.metrics(rollouts, learnt, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0)
+    row = performance.metrics(rollouts, trained, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0)
     whole = forward_flops(c, 35, (100 + 625) / 2)
     kept = forward_flops(c, 25, 625 / 2)
     assert row["perf/mfu_train"] == pytest.approx(9 * kept / 4e9)
@@ -65,8 +65,8 @@ def test_utilisation_is_operations_over_time_and_ceiling():
     assert row["perf/tokens_per_second_per_device"] == 35 / 4 / 4
     assert 0.01 < row["perf/host_memory"] < 1000
     # Twelve devices that only generate, of all processes, four of them here.
-    elsewhere = dataclasses.replace(performance, apart=12).metrics(
-        rollouts, learnt, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0
+    elsewhere = dataclasses.replace(performance, rollout_devices=12).metrics(
+        rollouts, trained, {"generate": 2.0, "logprob": 0.5, "train": 1.0}, total=4.0
     )
     assert elsewhere["perf/mfu_generate"] == pytest.approx(row["perf/mfu_generate"] / 3)
     assert elsewhere["perf/mfu_train"] == row["perf/mfu_train"]

@@ -1,6 +1,5 @@
 """Rollouts ahead of the learner: which policy draws them, how far ahead, and what becomes of failures."""
 
-import dataclasses
 import threading
 import time
 
@@ -9,15 +8,14 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
-from specrl_jax.core import InputError
+from specrl_jax.core import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
-from specrl_jax.training import loop
-from specrl_jax.training.build import build
+from specrl_jax.training.build import prepare
+from specrl_jax.training.initial import initial_state
 from specrl_jax.training.pipeline import Async, RolloutBatch, Sync
 from tests.helpers.rewards import FunctionScorer
-from tests.training.test_loop import NEVER, StopAfter, lower_case, saved, untimed
+from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
 LAST = 6
 
@@ -28,23 +26,31 @@ class Recorder:
     def __init__(self, fails_at=0):
         self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
 
-    def __call__(self, step, weights, stamp):
+    def __call__(self, step, problems, weights, version):
         if step == self.fails_at:
             raise ValueError("the engine broke")
         self.used[step] = weights
         self.ahead.append(step - self.learning)
-        return RolloutBatch(step, [], {"next": step}, {"data": 0.0, "generate": 0.0, "idle": 0.0})
+        return RolloutBatch([], {"next": step}, {"generate": 0.0})
+
+
+def no_problems():
+    return []
 
 
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
-    """Takes steps first .. last from a pipeline whose weights are numbered by their step."""
-    pipeline = Async(produce, lag, first, last, threading.Lock()) if lag is not None else Sync(produce)
+    """Take steps first .. last from a pipeline whose weights are numbered by their step."""
+    if lag is None:
+        pipeline = Sync(no_problems, produce)
+    else:
+        pipeline = Async(no_problems, produce, lag, first, last, threading.Lock())
     taken = []
     try:
         for step in range(first, last + 1):
             produce.learning = step
+            pipeline.draw()
             pipeline.publish(step, step, None)
-            taken.append(pipeline.take(step).step)
+            taken.append(pipeline.take(step).position["next"])
             time.sleep(patience)  # learning, in which the other thread goes as far as it may
     finally:
         pipeline.close()
@@ -74,18 +80,18 @@ def test_it_ends_when_nothing_is_taken_any_more():
     """Closed while it waits for weights, and while what it made waits to be taken."""
     for steps in (0, 1):
         produce = Recorder()
-        pipeline = Async(produce, 1, 1, LAST, threading.Lock())
+        pipeline = Async(no_problems, produce, 1, 1, LAST, threading.Lock())
         if steps:
             pipeline.publish(1, 1, None)
             time.sleep(0.05)
         pipeline.close()
-        assert not pipeline._thread.is_alive()
+        assert "rollouts" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_it_waits_for_its_devices():
     devices, produce = threading.Lock(), Recorder()
     with devices:
-        pipeline = Async(produce, 1, 1, LAST, devices)
+        pipeline = Async(no_problems, produce, 1, 1, LAST, devices)
         pipeline.publish(1, 1, None)
         time.sleep(0.05)
         assert not produce.used
@@ -96,7 +102,7 @@ def test_it_waits_for_its_devices():
 # ---- whole runs on six learner and two rollout devices
 
 
-def make_run(**pipeline):
+def run_of(**pipeline):
     config = rlzero_tiny.get_config("smoke")
     config.update({"steps": 4, "seed": 1})
     config.grpo.update({"prompts_per_step": 3, "group_size": 4, "correction": "token_truncate"})
@@ -108,13 +114,12 @@ def make_run(**pipeline):
     config.mesh.update({"fsdp": 2, "data": 3})
     config.policy.vocab_tile = 0
     mesh = make_mesh(config.mesh.to_dict(), learner_devices(2))
-    setup = build(from_config_dict(config), mesh)
-    return dataclasses.replace(setup, scorer=FunctionScorer(lower_case))
+    return make_run(config, mesh, FunctionScorer(lower_case))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """(setup, workdir, rows) of each mode; one setup's compiled functions serve all."""
+    """Return (run, workdir, rows) of each mode; one run's compiled functions serve all."""
     found, first = {}, None
     for name, settings in {
         "sync": {"mode": "sync"},
@@ -122,23 +127,17 @@ def runs(tmp_path_factory):
         "lag 1": {"mode": "async", "lag": 1},
         "lag 2": {"mode": "async", "lag": 2},
     }.items():
-        setup, workdir = make_run(**settings), tmp_path_factory.mktemp("pipeline")
-        if first:
-            shared = {key: value for key, value in first.__dict__.items() if key not in FIELDS}
-            setup.__dict__.update(shared)
-        found[name] = setup, workdir, loop.train(setup, str(workdir), NEVER)
-        first = first or setup
+        run = with_config(first, pipeline=settings) if first else run_of(**settings)
+        first, workdir = first or run, tmp_path_factory.mktemp("pipeline")
+        found[name] = run, workdir, train(run, workdir)
     return found
-
-
-FIELDS = {field.name for field in dataclasses.fields(loop.Setup)}
 
 
 def test_generation_has_its_own_devices(runs):
     setup = runs["sync"][0]
-    weights, _ = setup.prepare(setup.initial_state())
+    weights, _ = prepare(setup.learner, setup.rollout, initial_state(setup.learner))
     assert {d for leaf in jax.tree.leaves(weights) for d in leaf.devices()} == set(jax.devices()[-2:])
-    learner = {d for leaf in jax.tree.leaves(setup.initial_state().policy) for d in leaf.devices()}
+    learner = {d for leaf in jax.tree.leaves(initial_state(setup.learner).policy) for d in leaf.devices()}
     assert learner == set(jax.devices()[:6])
 
 
@@ -164,9 +163,9 @@ def test_rollouts_are_as_old_as_the_lag_and_no_older(runs, lag):
 def test_a_run_resumes_with_the_data_that_was_not_learnt_from(runs, tmp_path):
     """Stopped in step 3, whose prompts and those of step 4 had been drawn: both are drawn again."""
     setup = runs["lag 1"][0]
-    with pytest.raises(loop.Stopped):
-        loop.train(setup, str(tmp_path), StopAfter(9))
-    loop.train(setup, str(tmp_path), NEVER)
+    with pytest.raises(Stopped):
+        train(setup, tmp_path, StopAfter(9))
+    train(setup, tmp_path)
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2, 3, 4]
 
     def prompts(workdir):

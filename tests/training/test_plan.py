@@ -2,14 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import PolicyConfig, from_config_dict
-from specrl_jax.config.validate import draft_options
-from specrl_jax.drafts.kinds import make_method
+from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
 from specrl_jax.models.layers import Yarn
-from specrl_jax.training.plan import batch_limits, draft_lengths, find_limits, policy_sizes
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.plan import draft_lengths, find_limits, make_plan, policy_sizes
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,15 @@ def test_draft_lengths_hold_zero_and_the_longest(longest, adaptive, expected):
     assert draft_lengths(longest, adaptive) == expected
 
 
+def limits_of(num_slots, num_shards=1, group_size=1, prompts=1, lookup=False, parity=False):
+    config = Config(
+        draft=DraftConfig(length=3, history=4),
+        rollout=RolloutConfig(max_prompt_tokens=5, max_response_tokens=7, num_slots=num_slots, parity=parity),
+        grpo=GRPOConfig(prompts_per_step=prompts, group_size=group_size),
+    )
+    return find_limits(config, num_shards, lookup)
+
+
 @pytest.mark.parametrize(
     ("num_slots", "num_shards", "sizes"),
     [
@@ -43,17 +52,14 @@ def test_draft_lengths_hold_zero_and_the_longest(longest, adaptive, expected):
     ],
 )
 def test_smaller_batches_split_over_the_mesh_as_well(num_slots, num_shards, sizes):
-    limits = batch_limits(num_slots, 5, 7, num_shards)
+    limits = limits_of(num_slots, num_shards)
     assert limits.sizes == sizes
-    assert all(size % num_shards == 0 and 0 < size < num_slots for size in sizes)
-    assert list(sizes) == sorted(sizes, reverse=True)
-    assert (limits.num_slots, limits.max_prompt_tokens, limits.max_response_tokens) == (num_slots, 5, 7)
-    assert limits.cache_length == 12
+    assert (limits.num_slots, limits.cache_length, limits.width) == (num_slots, 12, 0)
 
 
-def test_parity_keeps_one_batch_size():
+def test_parity_keeps_one_shape_of_forward():
     """Another batch size is another shape, and another shape may round otherwise."""
-    limits = batch_limits(128, 5, 7, 1, width=4)
+    limits = limits_of(128, parity=True)
     assert (limits.sizes, limits.width) == ((), 4)
 
 
@@ -63,48 +69,35 @@ def test_parity_keeps_one_batch_size():
 )
 def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, num_shards, prompts):
     """In forwards whose rows split over the mesh, of which the last may be padded."""
-    limits = batch_limits(num_slots, 5, 7, num_shards, group_size=group)
+    limits = limits_of(num_slots, num_shards, group)
     assert limits.prompts == prompts and limits.prefill_rows % num_shards == 0 and prompts % limits.prefill_rows == 0
 
 
-def test_nothing_is_kept_to_copy_from_unless_drafts_copy():
-    limits = batch_limits(32, 5, 7, 1, group_size=8, prompts=16, history=4)
-    assert (limits.groups, limits.members) == (0, 0)
-
-
-@pytest.mark.parametrize(("prompts", "groups"), [(0, 5), (3, 5), (16, 16)])
-def test_every_prompt_under_way_has_a_group_of_its_answers_and_earlier_ones(prompts, groups):
+@pytest.mark.parametrize(("prompts", "groups"), [(1, 5), (3, 5), (16, 16)])
+def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups):
     """Four groups of eight fill 32 slots; a fifth begins while the first is not quite finished."""
-    limits = batch_limits(32, 5, 7, 1, group_size=8, prompts=prompts, uses_lookup_cache=True, history=4)
+    limits = limits_of(32, group_size=8, prompts=prompts, lookup=True)
     assert (limits.groups, limits.members) == (groups, 12)
 
 
 @pytest.mark.parametrize(
-    ("changes", "groups", "members", "width"),
+    ("changes", "groups", "members"),
     [
-        ({}, 0, 0, 0),
-        ({"kind": "suffix"}, 5, 4 + 8, 0),
-        ({"kind": "ngram"}, 0, 0, 0),
-        ({"cascade": 4}, 5, 4 + 8, 0),
-        ({"kind": "suffix", "history": 0}, 5, 4, 0),
+        ({}, 0, 0),
+        ({"kind": "suffix"}, 5, 4 + 8),
+        ({"kind": "ngram"}, 0, 0),
+        ({"cascade": 4}, 5, 4 + 8),
+        ({"kind": "suffix", "history": 0}, 5, 4),
     ],
     ids=str,
 )
-def test_shapes_of_a_config(changes, groups, members, width):
+def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, members):
     """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
-    settings = from_config_dict(config)
-    method = make_method(draft_options(settings.draft), policy_sizes(settings.policy))
-    limits = find_limits(settings, 1, method.uses_lookup_cache)
-    assert (limits.groups, limits.members, limits.width) == (groups, members, width)
+    limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
+    assert (limits.groups, limits.members, limits.width) == (groups, members, 0)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
-
-
-def test_parity_makes_every_forward_as_wide_as_the_longest_drafts():
-    settings = from_config_dict(rlzero_tiny.get_config("smoke"))
-    settings = dataclasses.replace(settings, rollout=dataclasses.replace(settings.rollout, parity=True))
-    assert find_limits(settings, 1, False).width == settings.draft.length + 1 == 4
 
 
 # ---- longer sequences than the policy was made for

@@ -2,36 +2,22 @@
 
 import json
 
+import jax
 import pytest
 
-from specrl_jax.config import DataConfig, EvalConfig
+from specrl_jax.config import Config, DataConfig, EvalConfig, RolloutConfig
 from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.training.problems import Problems
-
-DATA = {
-    "task": "arithmetic",
-    "path": "",
-    "weights": (),
-    "schema": "",
-    "prompt_key": "prompt",
-    "answer_key": "answer",
-    "answer_after": "",
-    "template": "{prompt}",
-    "chat": False,
-    "system": "",
-    "thinking": True,
-    "skip_malformed": False,
-    "skip_long": False,
-    "tokenizer": "char",
-}
-EVAL = {"every": 0, "path": "", "schema": "", "template": "", "task": "", "problems": 3, "samples": 1}
-EVAL |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_response_tokens": 0}
+from specrl_jax.training.problems import load_problems
 
 
-def problems(data=None, evaluation=None):
-    settings = DataConfig(**DATA | (data or {})), EvalConfig(**EVAL | (evaluation or {}))
-    return Problems(*settings, CharTokenizer(), 20, seed=0)
+def problems(data=None, evaluation=None, train=True):
+    config = Config(
+        data=DataConfig(**data or {}),
+        eval=EvalConfig(**{"problems": 3} | (evaluation or {})),
+        rollout=RolloutConfig(max_prompt_tokens=20),
+    )
+    return load_problems(config, CharTokenizer(), train)
 
 
 @pytest.fixture
@@ -55,7 +41,7 @@ def test_a_built_in_task_validates_on_its_own_split():
     assert [*problems(evaluation={"task": "countdown"}).validation] == ["countdown"]
 
 
-def test_validation_sets_have_keys_and_templates_of_their_own(write):
+def test_validation_sets_have_keys_and_templates_of_their_own(write, capsys):
     train = write("train.jsonl", *({"question": str(i), "answer": f"so #### {i}"} for i in range(5)))
     first = write("aime.jsonl", *({"problem": f"a{i}", "answer": i} for i in range(5)))
     second = write("more.jsonl", {"problem": "b", "answer": "1"})
@@ -66,7 +52,7 @@ def test_validation_sets_have_keys_and_templates_of_their_own(write):
     assert texts(found.validation["aime"]) == [("Ea0", "0"), ("Ea1", "1"), ("Ea2", "2")]
     assert texts(found.validation["more"]) == [("Eb", "1")]
     assert sorted(texts(next(found.stream(5)))) == [(f"Q{i}", str(i)) for i in range(5)]
-    assert [report.split(": ")[0] for report in found.reports] == [first, second, train]
+    assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()] == [first, second, train]
 
 
 def test_what_eval_does_not_say_is_as_in_data(write):
@@ -96,37 +82,42 @@ def test_sets_of_one_name_are_told_apart_by_their_folders(write):
 def test_one_set_twice_is_refused(write):
     path = write("x/a.jsonl", {"prompt": "1", "answer": "2"})
     with pytest.raises(InputError, match=r"eval\.path: two files are called 'x_a'"):
-        _ = problems(evaluation={"path": f"{path},{path}"}).validation
+        problems(evaluation={"path": f"{path},{path}"})
 
 
-def test_to_train_on_a_prompt_counts_once_in_all_files(write):
+def test_to_train_on_a_prompt_counts_once_in_all_files(write, capsys):
     """Two files of one name, and a prompt in both with two answers; a validation set keeps what another one has too."""
     first = write("x/train.jsonl", *({"prompt": str(i), "answer": "1"} for i in (1, 2)))
     second = write("y/train.jsonl", *({"prompt": str(i), "answer": "3"} for i in (2, 3)))
     found = problems({"path": f"{first},{second}"}, {"path": f"{first},{second}"})
     assert sorted(texts(next(found.stream(3)))) == [("1", "1"), ("2", "1"), ("3", "3")]
-    assert found.reports[1].startswith(f"{second}: 1 of 2 prompts; left out: 1 repeated (1 with another answer)")
+    assert f"{second}: 1 of 2 prompts; left out: 1 repeated (1 with another answer)" in capsys.readouterr().out
     assert texts(found.validation["y_train"]) == [("2", "3"), ("3", "3")]
 
 
 def test_a_file_that_adds_no_prompt_is_named(write):
     paths = [write(name, {"prompt": "1", "answer": "2"}) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(InputError, match=r"data\.path: nothing is left of .*b\.jsonl: 0 of 1 prompts; .* 1 repeated"):
-        problems({"path": ",".join(paths)}).stream(1)
+        problems({"path": ",".join(paths)})
 
 
 @pytest.mark.parametrize("section", ["data", "eval"])
 def test_paths_without_a_file_are_refused(section):
     sections = {"data": {}, "eval": {}} | {section: {"path": " , "}}
-    found = problems(sections["data"], sections["eval"])
     with pytest.raises(InputError, match=rf"{section}\.path=' , ' names no file"):
-        _ = found.train if section == "data" else found.validation
+        problems(sections["data"], sections["eval"])
 
 
 @pytest.mark.parametrize(("key", "value"), [("task", "sums"), ("template", "no place"), ("schema", "gsm")])
 def test_what_eval_says_itself_is_named_as_its_own(write, key, value):
     path = "" if key == "task" else write("a.jsonl", {"prompt": "1", "answer": "2"})
     with pytest.raises(InputError, match=rf"^eval\.{key}[:=]"):
-        _ = problems(evaluation={"path": path, key: value}).validation
+        problems(evaluation={"path": path, key: value})
     with pytest.raises(InputError, match=rf"^data\.{key}[:=]"):
-        _ = problems({key: value}, {"path": path}).validation
+        problems({key: value}, {"path": path})
+
+
+def test_too_few_validation_problems_for_the_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 1000)
+    with pytest.raises(InputError, match="validation problems; each of the 1000 processes takes some"):
+        problems()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.engine import Lengths
-from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
@@ -31,7 +30,7 @@ def setup_of(
     every=1,
     path="",
 ):
-    """As much of a Setup as is asked for."""
+    """Return as much of a plan and an engine as speculation reads."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
     draft.update_every, draft.min_coverage = every, 0.9
     engine = types.SimpleNamespace(
@@ -39,13 +38,12 @@ def setup_of(
         programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
         limits=types.SimpleNamespace(groups=groups),
     )
-    return types.SimpleNamespace(
-        settings=types.SimpleNamespace(draft=draft),
-        rollout=types.SimpleNamespace(sampling=Sampling(temperature)),
-        engine=engine,
+    plan = types.SimpleNamespace(
+        config=types.SimpleNamespace(draft=draft, rollout=types.SimpleNamespace(temperature=temperature)),
         draft=types.SimpleNamespace(vocab=9) if weights else None,
         model=types.SimpleNamespace(vocab=9),
     )
+    return plan, engine
 
 
 def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3]),)):
@@ -65,7 +63,7 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
 def reloaded(setup, speculation):
     """Another run's, from what a checkpoint's file would hold of this one."""
     saved = speculation.state()
-    return Speculation(setup, Host(json.loads(json.dumps(saved.values)), saved.arrays))
+    return Speculation(*setup, Host(json.loads(json.dumps(saved.values)), saved.arrays))
 
 
 def k_of(speculation):
@@ -84,31 +82,31 @@ def tripped(speculation):
 
 def test_the_predicted_length_is_that_of_the_lengths_drafted():
     """600 of 1000 verifications drafted three tokens, the others one: 1 + 0.8 + 0.6 (0.5 + 0.25)."""
-    row = Speculation(setup_of()).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), DIAGNOSTICS)
+    row = Speculation(*setup_of()).observe(rollouts_of((800, 300, 150), (1000, 600, 600)), DIAGNOSTICS)
     assert row == {"spec/acceptance_predicted": pytest.approx(2.25), "spec/alarm": 0.0}
 
 
 def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
-    speculation, short = Speculation(setup_of()), DraftDiagnostics(*(x[:1] for x in vars(DIAGNOSTICS).values()))
+    speculation, short = Speculation(*setup_of()), DraftDiagnostics(*(x[:1] for x in vars(DIAGNOSTICS).values()))
     row = speculation.observe(rollouts_of((800, 0, 0)), short)
     assert row["spec/acceptance_predicted"] == pytest.approx(1.8) and row["spec/alarm"] == 0.0
 
 
 @pytest.mark.parametrize("diagnostics", [None, DIAGNOSTICS], ids=["none", "known"])
 def test_greedy_rollouts_have_no_prediction(diagnostics):
-    speculation = Speculation(setup_of(temperature=0.0))
+    speculation = Speculation(*setup_of(temperature=0.0))
     assert speculation.observe(rollouts_of(GONE), diagnostics) == {"spec/alarm": 0.0}
 
 
 def test_a_step_that_drafted_nothing_is_no_evidence():
-    speculation = Speculation(setup_of())
+    speculation = Speculation(*setup_of())
     before = speculation.alarm.state()
     assert speculation.observe(rollouts_of(GONE, GONE), DIAGNOSTICS) == {"spec/alarm": 0.0}
     assert speculation.alarm.state() == before
 
 
 def test_a_copier_has_no_alarm():
-    speculation = Speculation(setup_of(weights=False))
+    speculation = Speculation(*setup_of(weights=False))
     assert speculation.observe(rollouts_of(GONE), None) == {} and k_of(speculation) == 3
 
 
@@ -116,7 +114,7 @@ def test_a_copier_has_no_alarm():
 
 
 def test_a_healthy_draft_goes_on():
-    speculation = Speculation(setup_of())
+    speculation = Speculation(*setup_of())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(5):
@@ -125,7 +123,7 @@ def test_a_healthy_draft_goes_on():
 
 
 def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
-    speculation = tripped(Speculation(setup_of()))
+    speculation = tripped(Speculation(*setup_of()))
     chosen = []
     for _ in range(2 * PROBE_STEPS):
         chosen.append(k_of(speculation))
@@ -142,7 +140,7 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
 
 def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
     """Greedy: only the first drafted token counts, whose acceptance does not depend on the length."""
-    speculation = Speculation(setup_of(temperature=0.0))
+    speculation = Speculation(*setup_of(temperature=0.0))
     for kept in ((900, 0, 0), (900, 900, 900)):
         assert speculation.observe(rollouts_of(kept), None)["spec/alarm"] == 0.0
     tripped(speculation)
@@ -151,7 +149,7 @@ def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
 
 def test_a_tripped_alarm_holds_the_controller_back():
     """It would draft three: they cost next to nothing and nearly all are kept. No probe before it is earned."""
-    speculation = Speculation(setup_of(adaptive=True))
+    speculation = Speculation(*setup_of(adaptive=True))
     speculation.controller.endowment = 0.0
     for size in SIZES:
         for k in LENGTHS:
@@ -168,37 +166,37 @@ def test_a_tripped_alarm_holds_the_controller_back():
 @pytest.mark.parametrize("path", ["", "checkpoints/HEAD"])
 def test_other_engines_draft_while_the_run_does(path):
     """A head from a folder from the beginning, a random one once the run has seen that it pays; none under an alarm."""
-    speculation = Speculation(setup_of(adaptive=True, path=path))
+    speculation = Speculation(*setup_of(adaptive=True, path=path))
     speculation.controller.endowment = 0.0
-    assert speculation.lengths_elsewhere.choose(4, 4).k == (3 if path else 0)
+    assert speculation.lengths_for(None).choose(4, 4).k == (3 if path else 0)
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
-    assert k_of(speculation) == 3 and speculation.lengths_elsewhere.choose(4, 4).k == 3
+    assert k_of(speculation) == 3 and speculation.lengths_for(None).choose(4, 4).k == 3
     speculation.controller.predict([0.01, 0.0, 0.0])
-    assert k_of(speculation) == 0 and speculation.lengths_elsewhere.choose(4, 4).k == 0
-    fixed = Speculation(setup_of(path=path))
-    assert fixed.lengths_elsewhere.choose(4, 4).k == 3
+    assert k_of(speculation) == 0 and speculation.lengths_for(None).choose(4, 4).k == 0
+    fixed = Speculation(*setup_of(path=path))
+    assert fixed.lengths_for(None).choose(4, 4).k == 3
     tripped(fixed)
-    assert fixed.lengths_elsewhere.choose(4, 4).k == 0
-    assert Speculation(setup_of(adaptive=True, weights=False)).lengths_elsewhere.choose(4, 4).k == 3
+    assert fixed.lengths_for(None).choose(4, 4).k == 0
+    assert Speculation(*setup_of(adaptive=True, weights=False)).lengths_for(None).choose(4, 4).k == 3
 
 
 def test_the_controller_gets_the_prediction_of_every_sampled_step():
-    speculation = Speculation(setup_of(adaptive=True))
+    speculation = Speculation(*setup_of(adaptive=True))
     assert speculation.controller.acceptance() == [1.0] * 3
     speculation.observe(rollouts_of(), DIAGNOSTICS)
     # Nothing was observed yet, so the prior is all there is.
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
     speculation.observe(rollouts_of(), None)
     np.testing.assert_allclose(speculation.controller.acceptance(), PREDICTED)
-    greedy = Speculation(setup_of(adaptive=True, temperature=0.0))
+    greedy = Speculation(*setup_of(adaptive=True, temperature=0.0))
     greedy.observe(rollouts_of(), DIAGNOSTICS)
     assert greedy.controller.acceptance() == [1.0] * 3
 
 
 def test_a_drafter_of_length_zero_has_nothing_to_choose():
-    speculation = Speculation(setup_of(length=0, adaptive=True))
+    speculation = Speculation(*setup_of(length=0, adaptive=True))
     assert speculation.controller is None and k_of(speculation) == 0
 
 
@@ -206,10 +204,10 @@ def test_a_drafter_of_length_zero_has_nothing_to_choose():
 
 
 def test_a_draft_learns_every_update_every_steps_where_the_run_lets_it():
-    every_third = Speculation(setup_of(every=3))
-    assert [step for step in range(1, 10) if every_third.draft_learns(step)] == [3, 6, 9]
+    every_third = Speculation(*setup_of(every=3))
+    assert [step for step in range(1, 10) if every_third.trains_draft(step)] == [3, 6, 9]
     for other in (setup_of(every=3, online=False), setup_of(weights=False)):
-        assert not any(Speculation(other).draft_learns(step) for step in range(1, 10))
+        assert not any(Speculation(*other).trains_draft(step) for step in range(1, 10))
 
 
 # --- saved and loaded
@@ -217,7 +215,7 @@ def test_a_draft_learns_every_update_every_steps_where_the_run_lets_it():
 
 def test_everything_saved_comes_back():
     setup = setup_of(adaptive=True, groups=2)
-    speculation = Speculation(setup)
+    speculation = Speculation(*setup)
     speculation.lengths.calibrate(16, 3, 0.5)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
     speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), DIAGNOSTICS)
@@ -231,7 +229,7 @@ def test_everything_saved_comes_back():
 
 
 def test_the_turn_of_a_probe_is_kept():
-    speculation = tripped(Speculation(setup_of()))
+    speculation = tripped(Speculation(*setup_of()))
     loaded = reloaded(setup_of(), speculation)
     for _ in range(PROBE_STEPS):
         assert k_of(loaded) == k_of(speculation)
@@ -240,20 +238,20 @@ def test_the_turn_of_a_probe_is_kept():
 
 
 def test_a_fresh_workdir_starts_anew():
-    speculation = Speculation(setup_of(adaptive=True, groups=1))
+    speculation = Speculation(*setup_of(adaptive=True, groups=1))
     assert speculation.controller.unmeasured(16) == list(LENGTHS)
     assert speculation.history.get([1, 2]) == []
 
 
 def test_under_an_alarm_it_answers_all_that_an_engine_asks():
-    lengths = Speculation(setup_of(adaptive=True)).lengths
+    lengths = Speculation(*setup_of(adaptive=True)).lengths
     assert {name for name in vars(Lengths) if not name.startswith("_")} <= set(dir(lengths))
     lengths.replay(10, np.array([5, 2, 1]))
 
 
 def test_costs_of_other_shapes_are_not_taken_over():
     """Another num_slots: the alarm is still right, the table of seconds is not."""
-    speculation = Speculation(setup_of(adaptive=True))
+    speculation = Speculation(*setup_of(adaptive=True))
     speculation.lengths.calibrate(16, 3, 0.5)
     tripped(speculation)
     other = reloaded(setup_of(adaptive=True, sizes=(32, 8)), speculation)
@@ -265,7 +263,7 @@ def test_costs_of_other_shapes_are_not_taken_over():
 
 
 def test_a_run_that_chose_nothing_saves_for_one_that_does():
-    speculation = Speculation(setup_of(weights=False))
+    speculation = Speculation(*setup_of(weights=False))
     assert speculation.state() == ({"step": 0, "controller": None, "alarm": None}, {})
     loaded = reloaded(setup_of(adaptive=True, groups=1), speculation)
     assert loaded.controller is not None and not loaded.alarm.tripped
@@ -277,19 +275,19 @@ TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 def test_a_resumed_run_goes_on_counting_what_its_draft_vocabulary_misses():
     """The coverage of the next step is that of all steps, as in a run that nothing interrupted."""
     setup = setup_of(groups=4)
-    setup.model.vocab = 12  # of which the draft knows 9
+    setup[0].model.vocab = 12  # of which the draft knows 9
     state = types.SimpleNamespace(vocab_map=np.arange(9))
-    speculation = Speculation(setup)
+    speculation = Speculation(*setup)
     for _ in range(2):
-        speculation.fit_vocabulary(state, rollouts_of(texts=[([1, 2], [3] * 5)] * 9))
+        speculation.update_vocabulary(state, rollouts_of(texts=[([1, 2], [3] * 5)] * 9))
     missed = rollouts_of(texts=[([1, 2], [10])])
-    found = [again.fit_vocabulary(state, missed)[1] for again in (reloaded(setup, speculation), speculation)]
+    found = [again.update_vocabulary(state, missed)[1] for again in (reloaded(setup, speculation), speculation)]
     assert found[0] == found[1] and 0.98 < found[0]["draft/coverage"] < 1
 
 
 def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
     setup = setup_of(groups=1, history=2)
-    speculation = Speculation(setup)
+    speculation = Speculation(*setup)
     speculation.observe(rollouts_of(texts=TEXTS), DIAGNOSTICS)
     for one in (speculation, reloaded(setup, speculation)):
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]

@@ -3,16 +3,14 @@
 import json
 import pathlib
 
-import jax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
 from specrl_jax.rewards.verifiable import exact
-from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
 from specrl_jax.training.evaluate import evaluate
+from specrl_jax.training.initial import initial_weights
 from tests.helpers.rewards import FunctionScorer
+from tests.helpers.training import make_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -22,21 +20,20 @@ def setup():
     config = rlzero_tiny.get_config()
     config.policy.path = str(ROOT / config.policy.path)
     config.eval.problems = 256
-    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(from_config_dict(config), mesh)
+    return make_run(config, scorer=FunctionScorer(exact))
 
 
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):
-    problems = setup.eval_problems
-    weights = setup.initial_weights()
+    problems = setup.problems.evaluation
+    weights = initial_weights(setup.learner, setup.rollout)
 
     def accuracy(engine):
-        return evaluate(engine, weights, problems, 1, setup.tokenizer, FunctionScorer(exact), seed=0).accuracy
+        return evaluate(setup.rollout, engine, weights, problems, 1, setup.scorer).accuracy
 
     # The noise is fixed, so these are two fixed numbers (0.40 and 0.20 when the base was made); the bounds are what the
     # base was made for.
-    assert 0.2 < accuracy(setup.eval_engine) < 0.5
-    assert accuracy(setup.greedy_engine) < 0.6
+    assert 0.2 < accuracy(setup.rollout.eval_engine) < 0.5
+    assert accuracy(setup.rollout.greedy_engine) < 0.6
 
 
 def test_the_carried_log_is_of_the_stated_run():

@@ -4,14 +4,12 @@ import json
 import os
 import pathlib
 
-import jax
 import pytest
 
 from configs import draft_tiny, rlzero_tiny
-from specrl_jax.config import from_config_dict
-from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import build
+from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.metrics import speculation_metrics
+from tests.helpers.training import make_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 CARRIED = [ROOT / "experiments" / name / "checkpoint" for name in ("tiny_base", "tiny_head")]
@@ -22,14 +20,13 @@ def setup():
     config = rlzero_tiny.get_config()
     config.policy.path, config.draft.path = (str(folder) for folder in CARRIED)
     config.eval.problems = 128
-    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return build(from_config_dict(config), mesh)
+    return make_run(config)
 
 
 def test_the_head_drafts_for_the_base(setup):
     """The noise is fixed, so this is one fixed number; the bound is what the head was made for."""
-    prompts = [setup.tokenizer.encode(problem.prompt) for problem in setup.eval_problems]
-    rollouts = setup.engine.generate(setup.initial_weights(), prompts, 1, seed=0)
+    prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in setup.problems.evaluation]
+    rollouts = setup.rollout.engine.generate(initial_weights(setup.learner, setup.rollout), prompts, 1, seed=0)
     assert speculation_metrics(rollouts)["spec/acceptance_length"] > 3.3
 
 

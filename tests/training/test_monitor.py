@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from specrl_jax.training.alarms import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms
+from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms
 
 HEALTHY = {
     "rollout_vs_learner/kl": 2e-3,

@@ -1,0 +1,145 @@
+"""Monitoring of a run on the host: alarms for what goes wrong in RL without an error, and skipped updates.
+
+Each alarm reads one step's metrics, and is reported once when it begins.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from specrl_jax.decoding.engine import Engine
+from specrl_jax.errors import RunFailed
+from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.progress import Display
+from specrl_jax.training.plan import Plan
+from specrl_jax.training.speculation import Speculation
+
+# Shares of responses, of groups and of the first entropy; and the growth of KL over its usual value.
+UNSCORED, EQUAL, TRUNCATED, ENTROPY, GROWTH = 0.05, 0.9, 0.5, 0.1, 10.0
+# nats: two programs of one policy may differ by this in bfloat16, so growth below it is none.
+SMALL_KL = 1e-3
+# Weight of the newest step in the usual KL.
+PACE = 0.1
+
+Row = Mapping[str, float]
+
+
+@dataclasses.dataclass
+class Alarms:
+    """The alarms of one run, with the values that they compare with."""
+
+    entropy: float | None = None  # of the first step, nats per token
+    mismatch: float | None = None  # the usual rollout_vs_learner/kl, nats per token
+    on: tuple[str, ...] = ()
+
+    def observe(self, row: Row) -> tuple[dict[str, float], list[str]]:
+        """Return (alarm/* of this step, messages of the alarms that begin)."""
+        found = {name: message for name, find in FINDERS.items() if (message := find(row, self))}
+        self._update(row)
+        begun = [message for name, message in found.items() if name not in self.on]
+        self.on = tuple(found)
+        return {f"alarm/{name}": float(name in found) for name in FINDERS}, begun
+
+    def _update(self, row: Row) -> None:
+        if self.entropy is None:
+            self.entropy = row["policy/entropy"]
+        now = row["rollout_vs_learner/kl"]
+        if self.mismatch is None:
+            self.mismatch = now
+        elif not _mismatch(row, self):  # or it would become the usual
+            self.mismatch += PACE * (now - self.mismatch)
+
+
+def _acceptance(row: Row, known: Alarms) -> str:
+    # Decided by decoding/alarm.py, which reports why.
+    return "acceptance collapsed: drafting is off except for probes" if row.get("spec/alarm") else ""
+
+
+def _mismatch(row: Row, known: Alarms) -> str:
+    now, usual = row["rollout_vs_learner/kl"], known.mismatch
+    # NaN is growth too.
+    if usual is None or now <= max(GROWTH * usual, SMALL_KL):
+        return ""
+    return (
+        f"rollouts and learner disagree: rollout_vs_learner/kl {now:.2e} nats, usually {usual:.2e}. Likely causes: "
+        "weights not synchronised, or another dtype, temperature or tokenizer on one side; grpo.correction bounds it"
+    )
+
+
+def _rewards(row: Row, known: Alarms) -> str:
+    share = row["reward/unscored"] / row["rollout/count"]
+    if not row.get("reward/unscored_died") and share <= UNSCORED:
+        return ""
+    return f"{row['reward/unscored']} of {row['rollout/count']} responses were not scored: their reward failed"
+
+
+def _equal(row: Row, known: Alarms) -> str:
+    share = row["reward/equal_groups"]
+    if share < EQUAL:
+        return ""
+    return f"{share:.0%} of the groups have no reward variance, so no gradient: too easy, or too hard"
+
+
+def _truncated(row: Row, known: Alarms) -> str:
+    share = row["rollout/truncated"]
+    return f"{share:.0%} of the responses are cut by rollout.max_response_tokens" if share > TRUNCATED else ""
+
+
+def _entropy(row: Row, known: Alarms) -> str:
+    now, first = row["policy/entropy"], known.entropy
+    if first is None or now >= ENTROPY * first:
+        return ""
+    return f"entropy fell to {now:.3f} nats a token from {first:.3f}: the policy has stopped exploring"
+
+
+FINDERS: dict[str, Callable[[Row, Alarms], str]] = {
+    "acceptance": _acceptance,
+    "mismatch": _mismatch,
+    "rewards": _rewards,
+    "equal_groups": _equal,
+    "truncated": _truncated,
+    "entropy": _entropy,
+}
+
+
+class Monitor:
+    """The host's state of a run beside its arrays: speculation, alarms, and updates skipped in a row.
+
+    Args:
+      engine: of the training rollouts.
+      host: its state in the run's checkpoint.
+    """
+
+    def __init__(self, plan: Plan, engine: Engine, host: Host | None = None) -> None:
+        values = host.values if host else {}
+        self._limit = plan.config.optimizer.max_skipped
+        self.speculation = Speculation(plan, engine, Host(values["speculation"], host.arrays) if host else None)
+        self._alarms = Alarms(**values.get("alarms", {}))
+        self._skipped = values.get("skipped", 0)
+
+    def state(self, position: Mapping[str, object]) -> Host:
+        """Return what a checkpoint keeps, with the data position."""
+        saved = self.speculation.state()
+        values = {"position": position, "speculation": saved.values, "skipped": self._skipped}
+        return Host(values | {"alarms": dataclasses.asdict(self._alarms)}, saved.arrays)
+
+    def observe(
+        self, row: Row, skipped: Sequence[bool], checkpoints: Checkpoints, display: Display
+    ) -> dict[str, float]:
+        """Return alarm/* of a step. Raise RunFailed where too many updates in a row were skipped.
+
+        Args:
+          skipped: of each update of the step, in order.
+        """
+        alarms, begun = self._alarms.observe(row)
+        for message in begun:
+            display.say(f"step {row['step']}: ALARM: {message}")
+        most = 0
+        for update in skipped:
+            self._skipped = self._skipped + 1 if update else 0
+            most = max(most, self._skipped)
+        if self._limit and most >= self._limit:
+            raise RunFailed(
+                f"step {row['step']}: {most} updates in a row had no finite loss or gradient "
+                f"(optimizer.max_skipped={self._limit}); {checkpoints.kept()}"
+            )
+        return alarms

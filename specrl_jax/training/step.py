@@ -1,0 +1,103 @@
+"""One RL step: GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) on speculative rollouts, in five phases.
+
+Log-probs, ratio, KL and loss come from the policy's own forward. A draft with weights is trained in the train phase
+from the features of that forward, and nothing of it reaches the policy. Under `pipeline.mode=async` the phases data and
+generate of later steps run in a thread, beside the other phases of this one (training/pipeline.py).
+"""
+
+import dataclasses
+import threading
+from typing import NamedTuple
+
+import jax
+
+from specrl_jax import distributed
+from specrl_jax.errors import Stopped
+from specrl_jax.io.progress import PhaseClock
+from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
+from specrl_jax.learner.state import RunState
+from specrl_jax.rl.objectives import LossInputs
+from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
+from specrl_jax.training.pipeline import Pipeline
+from specrl_jax.training.speculation import Speculation
+from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
+
+
+class StepResult(NamedTuple):
+    """The outcome of one step, on the host."""
+
+    step: int
+    generated: ScoredRollouts  # of all rounds and processes
+    rounds: int  # of dynamic sampling
+    position: dict[str, object]  # of the data stream, after the step's problems
+    training_batch: TrainingBatch
+    batch: LearnerBatch
+    inputs: LossInputs
+    updates: Updates
+    coverage: dict[str, float]  # draft/coverage, where the draft has a vocabulary of its own
+    seconds: dict[str, float]  # of the five phases; with an asynchronous pipeline, data and generate of its thread
+    waited: float  # seconds that the learner waited for rollouts
+    idle: float  # seconds that the rollout devices waited for weights
+    total: float  # seconds, the glue between the phases included
+
+    @property
+    def skipped(self) -> list[bool]:
+        """Whether each update of the policy had no finite loss or gradient."""
+        return [bool(update.skipped) for update in self.updates.policy]
+
+
+def train_step(
+    learner: Learner,
+    rollout: Rollout,
+    state: RunState,
+    pipeline: Pipeline,
+    speculation: Speculation,
+    step: int,
+    clock: PhaseClock,
+    stop: threading.Event,
+) -> tuple[RunState, StepResult]:
+    """Run one step. Raise Stopped only while `state` is still whole."""
+    grpo = learner.plan.config.grpo
+    leave_if(stop)
+    with clock("data"):
+        pipeline.draw()
+    with clock("prepare"):
+        pipeline.publish(step, *prepare(learner, rollout, state))
+    leave_if(stop)
+    with clock("generate"):
+        produced = pipeline.take(step)
+    leave_if(stop)
+    with clock("logprob"):
+        generated = merge_rounds(produced.rounds)
+        training_batch = select_groups(generated, grpo)
+        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing)
+        inputs = compute_loss_inputs(learner, state, batch)
+    leave_if(stop)
+    with clock("train"):
+        state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
+        state, updates = update(learner, state, batch.rows, inputs, speculation.trains_draft(step))
+        if grpo.reference_every and step % grpo.reference_every == 0:
+            state = dataclasses.replace(state, reference=copy_params(state.policy))
+        state = jax.block_until_ready(state)
+    return state, StepResult(
+        step=step,
+        generated=generated,
+        rounds=len(produced.rounds),
+        position=produced.position,
+        training_batch=training_batch,
+        batch=batch,
+        inputs=inputs,
+        updates=updates,
+        coverage=coverage,
+        seconds=clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")},
+        waited=clock.seconds["generate"],
+        idle=produced.seconds["idle"],
+        total=clock.total(),
+    )
+
+
+def leave_if(stop: threading.Event) -> None:
+    """Raise Stopped where a signal has set `stop` in any process. Collective."""
+    if distributed.any_process(stop.is_set()):
+        raise Stopped

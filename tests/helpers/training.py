@@ -1,0 +1,116 @@
+"""Build and run small training runs in this process, and read what they wrote."""
+
+import dataclasses
+import json
+import threading
+from typing import NamedTuple
+
+import jax
+
+from specrl_jax.config import from_config_dict
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training import loop
+from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.initial import abstract_run_state
+from specrl_jax.training.plan import make_plan
+from specrl_jax.training.problems import Problems, load_problems
+
+NEVER = threading.Event()
+
+
+class Run(NamedTuple):
+    learner: Learner
+    rollout: Rollout
+    problems: Problems
+    scorer: Scorer
+
+    @property
+    def config(self):
+        return self.learner.plan.config
+
+    @property
+    def plan(self):
+        return self.learner.plan
+
+
+def changed(config, **changes):
+    """Set section__key=value in a ConfigDict, and return it."""
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        if key:
+            config[section][key] = value
+        else:
+            config[section] = value
+    return config
+
+
+def make_run(config, mesh=None, scorer=None, **changes):
+    """Build a run of a ConfigDict with section__key=value changed; the mesh is one device unless given."""
+    config = from_config_dict(changed(config, **changes))
+    mesh = mesh or make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    plan = make_plan(config, mesh)
+    rollout = make_rollout(plan)
+    problems = load_problems(config, rollout.tokenizer)
+    return Run(make_learner(plan), rollout, problems, scorer or make_scorer(config.reward))
+
+
+def with_config(run, **changes):
+    """Return the same compiled steps under a config that differs in what they do not depend on.
+
+    A dict changes some keys of its section.
+    """
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            changes[name] = dataclasses.replace(getattr(run.config, name), **value)
+    config = dataclasses.replace(run.config, **changes)
+    plan = dataclasses.replace(run.plan, config=config)
+    return Run(
+        dataclasses.replace(run.learner, plan=plan),
+        dataclasses.replace(run.rollout, plan=plan),
+        dataclasses.replace(run.problems, config=config),
+        run.scorer,
+    )
+
+
+def train(run, workdir, stop=NEVER):
+    """Train in `workdir`; return the metrics rows."""
+    return loop.train(run.learner, run.rollout, run.problems, run.scorer, str(workdir), stop)
+
+
+class StopAfter:
+    """Stands in for the event of the signal handler: set from the n-th look at it on. A step looks four times."""
+
+    def __init__(self, looks):
+        self.left = looks
+
+    def is_set(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def saved(run, workdir, step):
+    """Return (state, values of the host) of a checkpoint, on the host."""
+    checkpoints = Checkpoints(str(workdir), 9)
+    try:
+        state, host = checkpoints.restore(step, abstract_run_state(run.learner))
+    finally:
+        checkpoints.close()
+    return jax.device_get(state), host.values
+
+
+def untimed(rows):
+    """Return rows without what depends on the clock."""
+    timed = ("time/", "perf/", "draft/seconds", "spec/speedup", "rollout/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def samples(workdir, step):
+    """Return the sample rollouts of a step."""
+    return [json.loads(line) for line in (workdir / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+
+
+def lower_case(response, answer):
+    """A toy reward: the share of lower-case letters, a quarter at random."""
+    return sum(c.islower() for c in response) / max(len(response), 1)
