@@ -18,6 +18,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "exp
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 # A placeholder, and keys of verl that docs/training.md translates.
 NOT_OURS = {"section.key", "data.train_batch_size", "rollout.n", "rollout.tensor_model_parallel_size"}
+# Files that docs/add_a_drafter.md has the reader write.
+EXAMPLES = {"specrl_jax/drafts/repeat/draft.py", "specrl_jax/drafts/bigram/draft.py"}
 FILES = ("csv", "json", "jsonl", "md", "png", "py")
 FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/", "tests/")
 
@@ -75,7 +77,7 @@ def test_links_and_paths_exist(page):
         missing += [f"{path}#{anchor}"] if anchor not in slugs else []
     paths = [span for span in code_spans(text) if re.fullmatch(r"[\w./-]+", span) and span.startswith(FOLDERS)]
     missing += [path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()]
-    assert not missing
+    assert set(missing) <= EXAMPLES
 
 
 @pages
