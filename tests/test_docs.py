@@ -12,6 +12,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from specrl_jax.config import base, from_config_dict
+from specrl_jax.config.validate import validate
 from tests.helpers.runs import ROOT, process_environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")])
@@ -97,7 +98,8 @@ def test_shown_runs_have_a_valid_config(page, monkeypatch):
     text = page.read_text()
     assert not {path for path in re.findall(r"configs/\w+\.py", text) if not (ROOT / path).exists()}
     for arguments in shown_arguments(text, "main.py"):
-        parse_config(arguments)
+        if arguments != ["--help"]:
+            validate(parse_config(arguments))
 
 
 @pages
