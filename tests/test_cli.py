@@ -341,7 +341,8 @@ def test_a_damaged_metrics_file_is_named(call, run_of_three_steps, no_work):
     assert snapshot(run_of_three_steps) == files
 
 
-def test_a_finished_run_prints_its_table_and_does_nothing(call, run_of_three_steps, no_work):
+@pytest.mark.slow
+def test_a_finished_run_prints_its_table_and_does_nothing(call, run_of_three_steps):
     """On eight devices here, one when it was made: the checkpoint does not belong to a mesh, only mesh.fsdp=-1 does."""
     files = snapshot(run_of_three_steps)
     overrides = ["eval.every=1", "checkpoint.every=2", "checkpoint.keep=3", "logging.rollouts=2"]

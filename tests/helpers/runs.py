@@ -17,7 +17,7 @@ import jax.experimental.compilation_cache.compilation_cache as compilation_cache
 import jaxlib
 from absl.testing import flagsaver
 
-import main as command_line
+from specrl_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[2]
 CACHES = pathlib.Path.home() / ".cache" / "specrl_jax" / "tests"
@@ -36,15 +36,14 @@ def make_call(monkeypatch, capfd):
     before = {name: getattr(jax.config, name) for name in options}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
+    cli.tasks()  # imports grain, whose flags flagsaver would otherwise take away again
+
     def call(argv):
         capfd.readouterr()
         # The config flag reads its overrides from sys.argv.
         monkeypatch.setattr(sys, "argv", argv)
         with flagsaver.flagsaver():
-            try:
-                status = command_line.main(argv)
-            except SystemExit as leave:
-                status = leave.code
+            status = cli.main(argv)
         return status, *capfd.readouterr()
 
     try:
