@@ -7,18 +7,20 @@ import flax.struct
 import jax
 import numpy as np
 
+from specrl_jax.core import stand_in
+
 Array = np.ndarray | jax.Array
 
 
 @flax.struct.dataclass
 class Rows:
-    """Token rows, padded right; entry t of `targets` and `mask` refers to token t + 1."""
+    """Token rows, padded right, on the host or on devices; entry t of `targets` and `mask` refers to token t + 1."""
 
-    tokens: Array  # [B, T] int32
-    positions: Array  # [B, T] int32
-    targets: Array  # [B, T] int32, the next token
-    mask: Array  # [B, T] bool, true where the next token is a response token
-    segments: Array | None = None  # [B, T] int32, sequence of a packed row, 0 padding; None: one sequence per row
+    tokens: jax.Array  # [B, T] int32
+    positions: jax.Array  # [B, T] int32
+    targets: jax.Array  # [B, T] int32, the next token
+    mask: jax.Array  # [B, T] bool, true where the next token is a response token
+    segments: jax.Array | None = None  # [B, T] int32, sequence of a packed row, 0 padding; None: one sequence per row
 
 
 class Places(NamedTuple):
@@ -44,7 +46,8 @@ def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, p
     """Make rows from padded `tokens` [B, T] int32: prompt, then response, `length` [B] tokens together."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
-    return Rows(tokens, positions, np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id), mask)
+    targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id)
+    return Rows(*map(stand_in, (tokens, positions, targets, mask)))
 
 
 def pack(length: np.ndarray, row_length: int) -> Places:
@@ -75,9 +78,9 @@ def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> 
     """Pack `rows` of one sequence each, `length` [R] tokens, into `places`, with segment ids."""
     segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
     return Rows(
-        tokens=packed(rows.tokens, places, length, pad_id),
-        positions=packed(rows.positions, places, length, 0),
-        targets=packed(rows.targets, places, length, pad_id),
-        mask=packed(rows.mask, places, length, False),
-        segments=packed(segments, places, length, 0),
+        tokens=stand_in(packed(rows.tokens, places, length, pad_id)),
+        positions=stand_in(packed(rows.positions, places, length, 0)),
+        targets=stand_in(packed(rows.targets, places, length, pad_id)),
+        mask=stand_in(packed(rows.mask, places, length, False)),
+        segments=stand_in(packed(segments, places, length, 0)),
     )
