@@ -8,10 +8,9 @@ import pathlib
 
 import matplotlib.pyplot as plt
 import numpy as np
-from scipy import stats
 
 from experiments.accuracy_parity.sweep import RUNS, get_sweep
-from experiments.claims import STYLES, Claim, Row, interval, judge_difference, line, main, markdown, save
+from experiments.claims import STYLES, Claim, Row, interval, judge_difference, line, main, markdown, save, welch
 from experiments.engine.bench import distinct, matching
 
 ACCURACY = "eval/accuracy"
@@ -33,9 +32,7 @@ def curve(rows: list[Row], run: Row, key: str = ACCURACY) -> tuple[list[int], np
 
 def difference(rows: list[Row], run: Row, other: Row) -> tuple[float, float]:
     """Return (mean, half of the 95 % interval) of mean accuracy over the run, `run` - `other`, by Welch over seeds."""
-    a, b = (curve(rows, x)[1].mean(axis=1) for x in (run, other))
-    found = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    return float(a.mean() - b.mean()), float(found.high - found.low) / 2
+    return welch(*(curve(rows, x)[1].mean(axis=1) for x in (run, other)))
 
 
 def identical(rows: list[Row]) -> bool:

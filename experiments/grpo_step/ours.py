@@ -4,9 +4,9 @@
 
 Model: random-weight Qwen3, float32, 4 layers, hidden 256, ffn 768, 8 query and 4 key/value heads of 32, vocabulary
 4,096, tied. Batch: 8 prompts of 32 random tokens x 4 answers of exactly 64 tokens (end-of-text lies outside the
-vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's `train_step` with
-all five phases. One update per step is strictly on policy, so grpo.old_logprobs=current: no second scoring pass, as in
-both peers.
+vocabulary), temperature 1, one AdamW update, no reference. The measured function is the training loop's `train_step`
+with all five phases. One update per step is strictly on policy, so grpo.old_logprobs=current: no second scoring pass,
+as in both peers.
 """
 
 import argparse

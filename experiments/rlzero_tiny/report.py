@@ -15,8 +15,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from scipy import stats
 
+from experiments.claims import welch
 from experiments.rlzero_tiny.sweep import get_sweep
 from experiments.sweep_report import run_report
 from experiments.sweeps import make_name
@@ -64,12 +64,6 @@ def plot(rows: list[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Return (mean difference, half width of its 95 % interval) by Welch's test."""
-    result = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
-    return float(np.mean(a) - np.mean(b)), float(result.high - result.low) / 2
-
-
 def print_tables(rows: list[dict[str, Any]]) -> None:
     for name in ("eval/accuracy", "eval/accuracy_greedy"):
         after = {}
@@ -78,7 +72,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             after[kind] = np.array([last for _, last in ends])
             shown = "  ".join(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})" for first, last in ends)
             print(f"{name}  {KINDS[kind]:<12} {shown}")
-        difference, half = interval(after["eagle3"], after["none"])
+        difference, half = welch(after["eagle3"], after["none"])
         print(f"{name}  speculation - plain at the end: {difference:+.4f} +- {half:.4f} (95 %)")
     for seed in seeds(rows):
         steps = run_rows(rows, "eagle3", seed)[1:]

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from experiments import claims, report
 from experiments.claims import Interval, by_seed, interval, judge_difference, judge_ratio, put_table
@@ -20,6 +21,14 @@ def test_an_interval_is_student_t():
     assert found.mean == 2 and found.half == pytest.approx(4.303 / 3**0.5, abs=1e-3)
     assert str(found) == "2.00 +- 2.48"
     assert np.isnan(interval([5.0]).half) and str(interval([5.0])) == "5.00" and str(interval([])) == "not run"
+
+
+def test_a_difference_of_two_samples_is_welch():
+    # Variances 1 and 4, three values each: standard error sqrt(5 / 3).
+    # freedom.
+    gap, half = claims.welch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    freedom = (5 / 3) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 3) ** 2 / 2)
+    assert gap == -2 and half == pytest.approx(stats.t.ppf(0.975, freedom) * (5 / 3) ** 0.5)
 
 
 @pytest.mark.parametrize(
