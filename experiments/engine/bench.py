@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.data.tasks import TaskSource
-from specrl_jax.decoding.compiled import Model
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
+from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
@@ -115,7 +115,12 @@ def validation_prompts(count: int, encode: Callable[[str], list[int]]) -> list[l
 
 
 def timed_rollouts(
-    engine: Engine, weights: Any, prompts: Sequence[Sequence[int]], samples: int, seed: int, lengths: Lengths | None
+    engine: Engine,
+    weights: Any,
+    prompts: Sequence[Sequence[int]],
+    samples: int,
+    seed: int,
+    lengths: DraftLengthPolicy | None,
 ) -> Row:
     """Time one call of `generate`; return tokens, seconds, tokens_per_second and acceptance_length."""
     rollouts, seconds = timed(engine, weights, prompts, samples, seed, lengths)
@@ -135,9 +140,9 @@ def engine_parts(
     config: InferenceConfig,
     stops: Stops,
     partition: Partitioner,
-) -> Model:
+) -> EngineFunctions:
     """Return the functions from which `make_rollout_engine` builds its programs, to be run one by one."""
     target = Target(model, draft, config, partition)
     verify = functools.partial(sharded_verify, partition)
     functions = (target.init_cache, target.prefill, target.decode, drafter, verify)
-    return Model(*functions, config.sampling, stops.eos_ids, stops.pad_id)
+    return EngineFunctions(*functions, config.sampling, stops.eos_ids, stops.pad_id)

@@ -28,10 +28,12 @@ from kernels_pallas.verify import rules
 from kernels_pallas.verify.op import Verified, VerifyInputs
 from kernels_pallas.verify.sampling import final_logits
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Limits, Model, empty_slots, refill
+from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.refill import empty_slots, refill
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.decoding.step import Slots, speculative_step
+from specrl_jax.decoding.state import EngineConfig, Slots
+from specrl_jax.decoding.step import StepOptions, speculative_step
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
@@ -60,7 +62,7 @@ def expected_accepted(p: jax.Array, q: jax.Array, tokens: jax.Array) -> tuple[ja
     return kept.sum(axis=1), (1 - none_from).sum(axis=1)
 
 
-def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
+def make_step(parts: EngineFunctions, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
     """Return the jitted (weights, slots, seed) -> (slots, [2] float32 sums of `expected_accepted` of running rows)."""
 
     def step(weights: Any, slots: Slots, seed: jax.Array) -> tuple[Slots, jax.Array]:
@@ -75,18 +77,18 @@ def make_step(parts: Model, k: int) -> Callable[..., tuple[Slots, jax.Array]]:
             return parts.verify(inputs, sampling)
 
         models = (lambda slots, seed: parts.drafter.draft(weights, slots, seed, k), partial(parts.decode, weights))
-        new = speculative_step(slots, seed, *models, parts.sampling, parts.eos_ids, verify)
+        new = speculative_step(slots, seed, *models, StepOptions(verify, parts.sampling, parts.eos_ids))
         return new, jnp.stack([jnp.where(slots.done, 0, x).sum() for x in found])
 
     return jax.jit(step, donate_argnums=1)
 
 
-def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, Any, Limits]:
+def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[EngineFunctions, Any, EngineConfig]:
     """Return (parts, weights, limits)."""
     mesh = bench.one_device()
     partition, model = partitioner(mesh, ROLLOUT), hf.load_config(policy)
     draft = make_method(DraftOptions("eagle3", head), model).model
-    limits = Limits(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
+    limits = EngineConfig(rows, bench.PROMPT_TOKENS, bench.RESPONSE_TOKENS, chunk=1)
     config = InferenceConfig(Sampling(rule=rule), limits, 0, jnp.dtype("float32"), jnp.dtype("float32"))
     drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
@@ -95,14 +97,14 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[Model, A
     return parts, make_prepare(model, draft, config, partition)(*params, draft.load_vocab_map(head, model)), limits
 
 
-def make_wave(parts: Model, limits: Limits, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:
+def make_wave(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:
     """Return (weights, prompts, seed) -> counts of one wave: a whole rollout of every prompt."""
     empty = jax.jit(partial(empty_slots, parts, limits))
-    start = jax.jit(partial(refill, model=parts, limits=limits))
+    start = jax.jit(partial(refill, functions=parts, config=limits))
     step = make_step(parts, k)
 
     def wave(weights: Any, prompts: list[list[int]], seed: int) -> bench.Row:
-        slots, _ = start(weights, *empty(), Scheduler(limits, parts.pad_id, prompts, 1, 0, None).deal())
+        slots, _ = start(weights, *empty(), Scheduler(limits, parts.pad_id, prompts, 1, 0, None).schedule())
         expected = np.zeros(2)
         while not slots.done.all():
             slots, sums = step(weights, slots, np.uint32(seed))

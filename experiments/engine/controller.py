@@ -67,7 +67,7 @@ def make_case(policy: str, draft: dict[str, Any], slots: int, prompts: int) -> P
 def measure(parts: Parts, learning: int, rounds: int) -> Iterator[bench.Row]:
     """Measure the rows of one cell."""
     weights, engine = initial_weights(parts.learner, parts.rollout), parts.rollout.engine
-    programs = engine.programs
+    programs = engine.compiled
     sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths}
     sides |= {ADAPTIVE: Controller(programs.lengths, programs.sizes), PLAIN: None}
     prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
@@ -77,7 +77,7 @@ def measure(parts: Parts, learning: int, rounds: int) -> Iterator[bench.Row]:
         return bench.timed_rollouts(used, weights, prompts, GROUP, seed, sides[who])
 
     for used in (engine, parts.rollout.plain_engine):
-        used.programs.compile_all(weights)
+        used.compiled.compile_all(weights)
     for who in sides:
         if who != ADAPTIVE:
             run(who, 0)

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
-from specrl_jax.decoding.compiled import Limits, Model, empty_slots
+from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.engine import Batch, Engine
+from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.refill import empty_slots
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.decoding.step import Slots, no_draft, speculative_step
+from specrl_jax.decoding.state import EngineConfig, Slots
+from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
@@ -32,7 +35,7 @@ Timed = Callable[[], float]
 
 class Case(NamedTuple):
     engine: Engine
-    parts: Model
+    parts: EngineFunctions
     target: Target  # alone: keeps no features for the head
     draft: Eagle3Draft
     weights: Any
@@ -48,7 +51,7 @@ def build(
 ) -> Case:
     partition = partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
-    limits = Limits(B, PROMPT, RESPONSE, chunk=RESPONSE)
+    limits = EngineConfig(B, PROMPT, RESPONSE, chunk=RESPONSE)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
     drafter = draft.drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition))
     stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
@@ -68,11 +71,11 @@ def iteration(case: Case, k: int, count: int) -> Timed:
     prompts = np.random.default_rng(0).integers(0, case.draft.vocab, (limits.num_slots, PROMPT)).tolist()
 
     def run() -> float:
-        batch = Batch(case.engine, case.weights, Scheduler(limits, 0, prompts, 1, 0, None), 0)
+        batch = ActiveBatch(case.engine, case.weights, Scheduler(limits, 0, prompts, 1, 0, None), 0)
         batch.prepare()
-        batch.run(Choice(k, WARM))
-        chunk, tally = batch.run(Choice(k, count))
-        if chunk.iterations != count or tally.done.any():
+        batch.decode(Choice(k, WARM))
+        chunk, statistics = batch.decode(Choice(k, count))
+        if chunk.iterations != count or statistics.done.any():
             raise RuntimeError(f"rows ended after {chunk.iterations} of {count} iterations")
         return chunk.seconds / count
 
@@ -162,7 +165,8 @@ def rest(case: Case, k: int, count: int) -> Timed:
             return drafted, slots.cache
 
         answers = (draft if k else no_draft, lambda tokens, positions, cache: (p, cache))
-        return speculative_step(slots, jnp.uint32(0), *answers, sampling, case.parts.eos_ids, case.parts.verify)
+        options = StepOptions(case.parts.verify, sampling, case.parts.eos_ids)
+        return speculative_step(slots, jnp.uint32(0), *answers, options)
 
     slots = empty_slots(case.parts, case.config.limits)[0].replace(cache=None, done=jnp.zeros((B,), bool))
     return loop(body, (logits, case.weights.vocab_map), slots, count)

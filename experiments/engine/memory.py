@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from experiments.engine import bench
-from specrl_jax.decoding.compiled import Limits, Prompts, empty_slots
+from specrl_jax.decoding.refill import empty_slots
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Slots
+from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -51,13 +51,13 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
         "target keys and values": slots.cache.target,
         "draft hidden states": draft.hidden,
         "draft keys and values": (draft.keys, draft.values),
-        "corpus": slots.corpus,
+        "corpus": slots.lookup_cache,
         "tokens and log-probs": (slots.tokens, slots.logprobs),
         "carried prompt's caches": carried.cache,
     }
 
 
-def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> dict[str, int]:
+def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: jnp.dtype) -> dict[str, int]:
     """Return the bytes of the same buffers by the docstrings' formulas; cache and activations share one dtype."""
     S, K, H = limits.cache_length, model.kv_heads, model.head_dim
     itemsize = jnp.dtype(dtype).itemsize
@@ -68,13 +68,13 @@ def arithmetic(model: qwen3.Qwen3Config, limits: Limits, dtype: jnp.dtype) -> di
         "target keys and values": tokens * target,
         "draft hidden states": tokens * hidden,
         "draft keys and values": tokens * draft,
-        "corpus": limits.groups * limits.members * (S + 1) * 4,
+        "corpus": limits.groups * limits.sequences * (S + 1) * 4,
         "tokens and log-probs": tokens * 8,
         "carried prompt's caches": limits.max_prompt_tokens * (target + hidden + draft),
     }
 
 
-def measure(preset: str, limits: Limits, dtype: str, allocate: bool) -> list[bench.Row]:
+def measure(preset: str, limits: EngineConfig, dtype: str, allocate: bool) -> list[bench.Row]:
     model, partition = qwen3.preset(preset), partitioner(bench.one_device(), ROLLOUT)
     draft = Eagle3Draft(eagle3.eagle3_config(model, model.vocab))
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(dtype))
@@ -97,7 +97,7 @@ def main() -> None:
     a = parser.parse_args()
     with bench.csv_writer(a.output, FIELDS) as write:
         for preset, (slots, prompt, response, dtype, allocate) in CASES.items():
-            limits = Limits(slots, prompt, response, chunk=16, groups=slots // 8 + 1, members=8 + 8)
+            limits = EngineConfig(slots, prompt, response, chunk=16, groups=slots // 8 + 1, sequences=8 + 8)
             for row in measure(preset, limits, dtype, allocate):
                 write(row)
                 shown = f"{row['bytes']:>14,} bytes, {row['arithmetic']:>14,} by arithmetic ({row['how']})"

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine.bench import Stops
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.io import hf
@@ -84,7 +84,7 @@ def ours(
     config = InferenceConfig(
         sampling=Sampling(),
         # A chunk as long as an answer: one host synchronisation, as in tunix.
-        limits=Limits(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),
+        limits=EngineConfig(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),
         seed=0,
         dtype=jnp.float32,
         cache_dtype=jnp.float32,

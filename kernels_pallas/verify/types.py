@@ -15,10 +15,21 @@ class Sampling(Protocol):
     `specrl_jax.decoding.sampling.Sampling` is the implementation.
     """
 
-    temperature: float  # 0: greedy
-    top_k: int  # 0: off
-    top_p: float  # 1.0: off
-    rule: str  # rejection, block or coupled
+    @property
+    def temperature(self) -> float:
+        """0: greedy."""
+
+    @property
+    def top_k(self) -> int:
+        """0: off."""
+
+    @property
+    def top_p(self) -> float:
+        """1.0: off."""
+
+    @property
+    def rule(self) -> str:
+        """rejection, block or coupled."""
 
 
 class Noise(NamedTuple):

@@ -1,44 +1,45 @@
-"""What every drafter is to the engine, and how one drafted token is drawn."""
+"""The interface of drafters to the engine, and the draw of one drafted token."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
-from kernels_pallas.verify.op import Noise
+from kernels_pallas.verify.op import Draft, Noise
 from kernels_pallas.verify.sampling import draw
 from specrl_jax.core import at_least_float32
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Draft, Slots, no_draft
+from specrl_jax.decoding.state import Cache, Params, Slots
+from specrl_jax.decoding.step import no_draft
 
-# (params, slots, seed, k) -> (k drafted tokens a row, cache)
-DraftFn = Callable[[Any, Slots, jax.Array, int], tuple[Draft, Any]]
+# (params, slots, seed, k) -> (k drafted tokens per row, cache)
+DraftFn = Callable[[Params, Slots[Cache], jax.Array, int], tuple[Draft, Cache]]
 # (params, tokens [B, S], length [B], cache) -> cache
-SyncCacheFn = Callable[[Any, jax.Array, jax.Array, Any], Any]
+SyncCacheFn = Callable[[Params, jax.Array, jax.Array, Cache], Cache]
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafter:
-    """How an engine drafts. A drafter's own state lives in the slots' cache, beside the target's.
+class Drafter(Generic[Params, Cache]):
+    """How an engine drafts. A drafter's cache is part of the slots' cache, beside the target's.
 
     Attributes:
-      length: the longest draft, and the one used unless the engine is told another; 0 drafts nothing.
-      draft: may assume that its state is that of at most k + 1 committed tokens ago.
-      sync_cache: brings that state level with any number of committed tokens; called after a prefill, and before a
-        draft whose k + 1 tokens do not reach back to it.
-      copies: its drafts are one-hot functions of committed tokens alone, so that they can be made afterwards too.
+      length: the longest draft, used unless a call chooses another; 0 drafts nothing.
+      draft: may assume that its cache is at most k + 1 committed tokens behind.
+      sync_cache: updates its cache from any number of committed tokens; called after a prefill, and before a draft
+        whose cache is further behind.
+      replayable: its drafts are deterministic functions of committed tokens, so that `replay` can make them afterwards.
     """
 
     length: int
-    draft: DraftFn
-    sync_cache: SyncCacheFn
-    copies: bool = False
+    draft: DraftFn[Params, Cache]
+    sync_cache: SyncCacheFn[Params, Cache]
+    replayable: bool = False
 
 
-NO_DRAFTER = Drafter(
+NO_DRAFTER: Drafter = Drafter(
     length=0,
     draft=lambda params, slots, seed, k: no_draft(slots, seed),
     sync_cache=lambda params, tokens, length, cache: cache,
@@ -48,10 +49,10 @@ NO_DRAFTER = Drafter(
 def sample_draft(
     noise: Noise, logits: jax.Array, offset: int, vocab_map: jax.Array | None, sampling: Sampling
 ) -> jax.Array:
-    """Token number `offset` of a draft: sampled from softmax(logits / temperature), the best one at temperature 0.
+    """Sample token number `offset` of a draft from softmax(logits / temperature); the argmax at temperature 0.
 
-    Sampled, not the best: acceptance is then 1 - TV(p, q), and the rule needs to know the law of what it verifies.
-    Under `coupled` by the Gumbel noise that the target's token of that position will be drawn with.
+    Sampled drafts have acceptance 1 - TV(p, q), and the ratio rules need the distribution that a draft was drawn from.
+    Under `coupled` the draw uses the Gumbel noise that the target's token of that position will be drawn with.
 
     Args:
       logits: [B, Vd] float32 (float64).
@@ -72,7 +73,7 @@ def sample_draft(
 
 
 def _coupled_noise(noise: Noise, offset: int, vocab_map: jax.Array | None, Vd: int) -> jax.Array:
-    """[B, Vd] float32: the target's noise of the ids in the draft's vocabulary."""
+    """Return [B, Vd] float32, the target's noise of the ids in the draft's vocabulary."""
     position = noise.position + offset
     if vocab_map is None:
         return counter.gumbel_rows(noise.seed, noise.rollout_id, position, Vd)

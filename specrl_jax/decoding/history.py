@@ -1,4 +1,4 @@
-"""Rollouts of earlier epochs, on the host: what a prompt was answered before is likely to be answered again."""
+"""Rollouts of earlier epochs on the host, for lookup drafters: answers to a prompt tend to repeat."""
 
 import threading
 from collections import OrderedDict, deque
@@ -17,26 +17,26 @@ class History:
     def __init__(self, per_prompt: int, max_prompts: int) -> None:
         """
         Args:
-          per_prompt: rollouts kept of a prompt, the newest.
-          max_prompts: prompts kept; beyond it the one that was longest not added to nor asked for is dropped.
+          per_prompt: rollouts kept per prompt, the newest.
+          max_prompts: prompts kept; beyond it the least recently used one is dropped.
         """
         self._per_prompt, self._max_prompts = per_prompt, max_prompts
         # Least recently used prompt first, oldest rollout first.
         self._rollouts: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
-        self._lock = threading.Lock()  # one thread generates while another adds what has been learnt from
+        self._lock = threading.Lock()  # one thread generates while another adds finished rollouts
 
     def add(self, prompt: Sequence[int], rollouts: Sequence[np.ndarray]) -> None:
-        """Keeps rollouts, prompt and response, of a prompt; the last is the newest."""
+        """Add rollouts (prompt and response) of a prompt; the last is the newest."""
         with self._lock:
             kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
-            # Copied: a view would keep the rollouts of its whole batch.
+            # Copied: a view would keep all rollouts of its batch alive.
             kept.extend(np.array(rollout, np.int32) for rollout in rollouts)
             self._rollouts.move_to_end(_key(prompt))
             while len(self._rollouts) > self._max_prompts:
                 self._rollouts.popitem(last=False)
 
     def get(self, prompt: Sequence[int]) -> list[np.ndarray]:
-        """int32 rollouts of a prompt, newest first; none where it is not kept."""
+        """Return the int32 rollouts of a prompt, newest first; an unknown prompt has none."""
         with self._lock:
             if _key(prompt) not in self._rollouts:
                 return []
@@ -44,7 +44,7 @@ class History:
             return list(reversed(self._rollouts[_key(prompt)]))
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Everything kept, flat, for a checkpoint."""
+        """Return all rollouts as flat arrays, for a checkpoint."""
         with self._lock:
             all_kept = [(np.frombuffer(key, np.int32), list(kept)) for key, kept in self._rollouts.items()]
         texts = [text for prompt, kept in all_kept for text in (prompt, *kept)]
@@ -56,7 +56,7 @@ class History:
 
     @classmethod
     def from_arrays(cls, per_prompt: int, max_prompts: int, arrays: Mapping[str, np.ndarray]) -> Self:
-        """What `to_arrays` gave, the newest of it where less is kept now."""
+        """Restore the result of `to_arrays`; drops the oldest rollouts if fewer are kept now."""
         history = cls(per_prompt, max_prompts)
         texts = iter(np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1]))
         for count in arrays["rollouts"]:

@@ -8,22 +8,22 @@ import numpy as np
 
 
 class WeightsVersion(NamedTuple):
-    """Which weights a rollout came from."""
+    """Identifies the weights that generated a rollout."""
 
-    weights_version: int = 0  # RL steps that the policy had done
-    draft_version: int = 0  # updates that the draft had done
+    weights_version: int = 0  # RL steps of the policy
+    draft_version: int = 0  # updates of the draft
     checksum: int = 0  # of every bit of both
 
 
-class Chunk(NamedTuple):
-    """What one chunk of iterations did."""
+class DecodeChunk(NamedTuple):
+    """Cost and counts of one call of the decode loop."""
 
     size: int  # B, rows of the batch
     k: int  # drafted tokens
     seconds: float  # of the iterations
     iterations: int
     verifications: int  # by running rows
-    switch_seconds: float  # before them, in which the drafter went over what it had missed
+    switch_seconds: float  # of updating the drafter's cache before them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,30 +43,36 @@ class Rollouts:
     weights_version: np.ndarray  # [R] int64
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
-    chunks: tuple[Chunk, ...]  # in the order they ran
+    chunks: tuple[DecodeChunk, ...]  # in the order they ran
 
     @property
     def response_length(self) -> np.ndarray:
+        """[R] int32, tokens."""
         return self.length - self.prompt_length
 
     def response(self, row: int) -> list[int]:
-        """Tokens of one response, without its end-of-text."""
+        """Return the tokens of one response, without its end-of-text."""
         return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.ended[row])].tolist()
 
-    def whole(self, row: int) -> np.ndarray:
-        """Prompt and response of one rollout, int32."""
+    def sequence(self, row: int) -> np.ndarray:
+        """Return prompt and response of one rollout, int32."""
         return self.tokens[row, : self.length[row]]
 
     def take(self, rows: np.ndarray) -> Self:
-        """Some rows; `chunks` stays what produced them all."""
+        """Return selected rows; `chunks` stays that of all rows."""
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW})
+
+    def with_version(self, version: WeightsVersion) -> Self:
+        """Return these rollouts with the version of the weights that generated them."""
+        columns = {name: np.full(len(self.length), value) for name, value in version._asdict().items()}
+        return dataclasses.replace(self, **columns)
 
 
 _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name != "chunks")
 
 
-def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
-    """Rollouts of several calls of one engine as those of one; `prompt_index` counts the prompts of all."""
+def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
+    """Join the rollouts of several calls of one engine; `prompt_index` counts the prompts of all."""
     if len(parts) == 1:
         return parts[0]
     values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}

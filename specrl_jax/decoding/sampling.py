@@ -1,16 +1,16 @@
-"""How tokens are sampled, and drafts verified."""
+"""Options of sampling and verification."""
 
 import dataclasses
 
 from specrl_jax.core import InputError
 
-# How drafts are verified; `kernels_pallas.verify.reference` says what each one is.
+# Verification rules, defined in `kernels_pallas.verify.reference`.
 RULES = ("rejection", "block", "coupled")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p. temperature 0 = greedy, top_k 0 = off, top_p 1.0 = off; `rule` of RULES."""
+    """Temperature, then top-k, then top-p. temperature 0 = greedy, top_k 0 = off, top_p 1.0 = off; rule: one of RULES."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -1,100 +1,81 @@
 """One fused iteration of decoding: draft, verify, commit.
 
 Invariant between iterations, for every row: tokens [0, length) are committed, the cache holds positions
-[0, length - 1), and the last committed token is pending: it is the first input of the next target forward. Plain
-decoding is the same iteration with nothing drafted.
+[0, length - 1), and the last committed token is the first input of the next target forward. Plain decoding is the same
+iteration with k = 0.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import Draft, Noise, Verified, VerifyInputs, verify
-from specrl_jax.decoding.lookup_cache import LookupCache, record
+from kernels_pallas.verify.op import Draft, Noise, Verified, VerifyInputs
+from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
-
-
-@flax.struct.dataclass
-class Slots:
-    """State of B sequences being decoded."""
-
-    tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
-    logprobs: jax.Array  # [B, S] float32, nats, of response tokens by absolute position; 0 elsewhere
-    prompt_length: jax.Array  # [B] int32, tokens
-    length: jax.Array  # [B] int32, committed tokens, prompt included
-    limit: jax.Array  # [B] int32, `length` never exceeds it
-    done: jax.Array  # [B] bool
-    rollout_id: jax.Array  # [B] uint32
-    verifications: jax.Array  # [B] int32, target forwards this row took part in
-    drafted: jax.Array  # [B, longest draft] int32, verifications that drafted at least i + 1 tokens
-    accepted: jax.Array  # [B, longest draft] int32, those of them that kept draft i and all before it
-    group: jax.Array  # [B] int32, its prompt's group in the corpus; the number of groups where it has none
-    member: jax.Array  # [B] int32, which of its group's rollouts it is
-    corpus: LookupCache | None  # texts that drafters copy from; None where none does
-    cache: Any  # the target's and the drafter's, opaque here
-
+from specrl_jax.decoding.state import Cache, Slots
 
 # (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
-TargetFn = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+TargetFn = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
 # (slots, seed) -> (draft, cache)
-DraftFn = Callable[[Slots, jax.Array], tuple[Draft, Any]]
+DraftFn = Callable[[Slots[Cache], jax.Array], tuple[Draft, Cache]]
 VerifyFn = Callable[[VerifyInputs, Sampling], Verified]
 
 
-def no_draft(slots: Slots, seed: jax.Array) -> tuple[Draft, Any]:
-    """Plain decoding: k = 0."""
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Static arguments of an iteration besides the models."""
+
+    verify: VerifyFn
+    sampling: Sampling
+    eos_ids: tuple[int, ...]
+    width: int = 0  # least positions per forward and verification; those beyond the draft only fix the shape
+
+
+def no_draft(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
+    """Draft nothing: plain decoding, k = 0."""
     B = slots.length.shape[0]
     return Draft(jnp.zeros((B, 0), jnp.int32), None, jnp.zeros((B,), bool)), slots.cache
 
 
 def speculative_step(
-    slots: Slots,
-    seed: jax.Array,
-    draft_fn: DraftFn,
-    target_fn: TargetFn,
-    sampling: Sampling,
-    eos_ids: tuple[int, ...],
-    verify_fn: VerifyFn = verify,
-    width: int = 0,
-) -> Slots:
-    """Extends every row that is not done by 1 to k + 1 tokens.
-
-    Args:
-      width: forward and verification are over at least this many positions, those beyond the draft of no use.
-    """
+    slots: Slots[Cache], seed: jax.Array, draft_fn: DraftFn[Cache], target_fn: TargetFn[Cache], options: StepOptions
+) -> Slots[Cache]:
+    """Extend every running row by 1 to k + 1 tokens."""
     with jax.named_scope("draft"):
         draft, cache = draft_fn(slots, seed)
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
         inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
-        inputs = jnp.pad(inputs, ((0, 0), (0, max(0, width - inputs.shape[1]))))
+        inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
         positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
         logits, cache = target_fn(inputs, positions, cache)
         noise = Noise(seed, slots.rollout_id, slots.length)
-        verified = verify_fn(VerifyInputs(noise, draft, logits), sampling)
+        verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):
-        slots = _count(slots.replace(cache=cache), draft, verified.num_accepted)
-        return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, eos_ids)
+        slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
+        return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, options.eos_ids)
 
 
-def _count(slots: Slots, draft: Draft, num_accepted: jax.Array) -> Slots:
-    """Counts drafts of rows that were not done, before any cut at end-of-text or limit."""
+def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[Cache]:
+    """Count the drafts of running rows, before any cut at end-of-text or limit."""
     place = jnp.arange(slots.drafted.shape[1])[None]
     active = ~slots.done[:, None]
     count = draft.tokens.shape[1] if draft.num_drafted is None else draft.num_drafted[:, None]
-    return slots.replace(
+    return dataclasses.replace(
+        slots,
         drafted=slots.drafted + (active & (place < count)),
         accepted=slots.accepted + (active & (place < num_accepted[:, None])),
     )
 
 
-def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Array, eos_ids: tuple[int, ...]) -> Slots:
-    """Appends the first `count` [B] of `tokens` [B, Q]: cut after the first end-of-text, and at the limit.
+def commit(
+    slots: Slots[Cache], tokens: jax.Array, logprobs: jax.Array, count: jax.Array, eos_ids: tuple[int, ...]
+) -> Slots[Cache]:
+    """Append the first `count` [B] of `tokens` [B, Q]; cut after the first end-of-text token and at the limit.
 
-    Index arithmetic only: nothing of the cache is copied or rolled back.
+    Index arithmetic only: the cache is neither copied nor rolled back.
     """
     offsets = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)) & (offsets < count[:, None])
@@ -104,23 +85,24 @@ def commit(slots: Slots, tokens: jax.Array, logprobs: jax.Array, count: jax.Arra
     S = slots.tokens.shape[1]
     where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
     length = slots.length + count
-    corpus = slots.corpus
-    if corpus is not None:
-        # The group of a finished row may be another prompt's by now.
-        group = jnp.where(slots.done, corpus.tokens.shape[0], slots.group)
-        corpus = record(corpus, group, slots.member, where, tokens, length)
-    return slots.replace(
-        tokens=_put(slots.tokens, where, tokens),
-        logprobs=_put(slots.logprobs, where, logprobs),
+    lookup_cache = slots.lookup_cache
+    if lookup_cache is not None:
+        # The group of a finished row may already belong to another prompt.
+        group = jnp.where(slots.done, lookup_cache.tokens.shape[0], slots.group)
+        lookup_cache = append(lookup_cache, group, slots.sequence, where, tokens, length)
+    return dataclasses.replace(
+        slots,
+        tokens=_write(slots.tokens, where, tokens),
+        logprobs=_write(slots.logprobs, where, logprobs),
         length=length,
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,
-        corpus=corpus,
+        lookup_cache=lookup_cache,
     )
 
 
-def _put(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
-    """buffer [B, S] with new [B, Q] at columns `where` [B, Q]; column S is dropped."""
+def _write(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
+    """Write new [B, Q] into buffer [B, S] at columns `where` [B, Q]; column S is dropped."""
     return jax.vmap(lambda row, columns, values: row.at[columns].set(values, mode="drop"))(
         buffer, where, new.astype(buffer.dtype)
     )

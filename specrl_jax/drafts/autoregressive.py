@@ -11,9 +11,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import Noise
+from kernels_pallas.verify.op import Draft, Noise
 from specrl_jax.decoding.drafters import sample_draft
-from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig
 
 # Tokens in one forward of a cache synchronisation: bounds its activations at [B, 256, D].

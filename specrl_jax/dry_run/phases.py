@@ -82,7 +82,7 @@ def abstract_state(learner: Learner) -> RunState:
 
 def _generation(rollout: Rollout, weights: Any, resident: tuple[Any, ...]) -> list[Phase]:
     """Refill, a chunk without speculation, and one with the longest drafts, all of the full batch."""
-    programs, size = rollout.engine.programs, rollout.config.limits.num_slots
+    programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
     drafted = rollout.engine.draft_length
 
     def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
@@ -91,8 +91,8 @@ def _generation(rollout: Rollout, weights: Any, resident: tuple[Any, ...]) -> li
     chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
     phases = [
         phase("generate: refill", Program("refill", size), (PARAMETERS, CACHE, CACHE, BATCH)),
-        phase("generate: plain chunk", Program("run", size, 0), chunk),
-        phase(f"generate: speculative chunk, k={drafted}", Program("run", size, drafted), chunk),
+        phase("generate: plain chunk", Program("decode", size, 0), chunk),
+        phase(f"generate: speculative chunk, k={drafted}", Program("decode", size, drafted), chunk),
     ]
     return phases if drafted else phases[:-1]
 

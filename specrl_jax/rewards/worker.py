@@ -61,9 +61,7 @@ class Worker(NamedTuple):
     base: int  # bytes of address space after all imports
 
 
-this_worker = Worker(
-    (), None, "not initialised", 0, 0
-)  # set by `initialise`: tasks only get arguments
+this_worker = Worker((), None, "not initialised", 0, 0)  # set by `initialise`: tasks only get arguments
 
 
 def initialise(names: Sequence[str], memory: int, parent: int) -> None:

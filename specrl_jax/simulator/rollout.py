@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.decoding.controller import best_length, expected_tokens
+from specrl_jax.decoding.acceptance import expected_tokens
+from specrl_jax.decoding.controller import best_length
 from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.lengths import ResponseLengths, sample

@@ -11,7 +11,7 @@ import rich.table
 
 from specrl_jax.config import Config
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import MetricsWriter
@@ -26,7 +26,7 @@ from specrl_jax.training.speedup import step_workload, timed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 # Name -> (engine, chooser of its draft lengths)
-Sides = dict[str, tuple[Engine, Lengths | None]]
+Sides = dict[str, tuple[Engine, DraftLengthPolicy | None]]
 
 
 def run(config: Config, workdir: str) -> None:
@@ -66,7 +66,7 @@ def benchmark(
     with Display(config.benchmark.rounds, 0) as display, contextlib.closing(MetricsWriter(workdir, -1)) as writer:
         sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
-            engine.programs.compile_all(weights, lambda program, t: display.say(f"engine program {program}: {t:.1f} s"))
+            engine.compiled.compile_all(weights, lambda program, t: display.say(f"engine program {program}: {t:.1f} s"))
         for i in range(1 - warmup, config.benchmark.rounds + 1):
             work = step_workload(rollout, next(stream))
             found = {}
@@ -97,7 +97,7 @@ def make_sides(rollout: Rollout) -> Sides:
     sides |= {f"k_{k}": (engine, FixedLength(k)) for k in compared_lengths(config)}
     if config.draft.adaptive:
         lengths = draft_lengths(config.draft.length, adaptive=True)
-        sides[ADAPTIVE] = engine, Controller(lengths, engine.programs.sizes)
+        sides[ADAPTIVE] = engine, Controller(lengths, engine.compiled.sizes)
     return sides
 
 

@@ -16,7 +16,7 @@ from specrl_jax.data.files import read_rows
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, parse_problem
 from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.progress import Display
@@ -135,7 +135,7 @@ class _Generated:
 class _Answers:
     """The responses of a file, in its order and then from its start again."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer, limits: EngineConfig) -> None:
         # Prompts are as the policy saw them: no template is added, and a prompt may have several responses.
         schema = Schema(config.data.prompt_key, RESPONSE)
         self._texts = []

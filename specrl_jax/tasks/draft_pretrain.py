@@ -139,9 +139,9 @@ def train_draft(
 
 def held_out_acceptance(learner: Learner, rollout: Rollout, problems: Problems, state: RunState) -> Row:
     """Return spec/* of one response to each validation problem, at the full draft length."""
-    weights, version = prepare(learner, rollout, state)
+    weights, _ = prepare(learner, rollout, state)
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
-    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed, stamp=version)
+    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed)
     return speculation_metrics(rollouts)
 
 

@@ -22,7 +22,7 @@ from specrl_jax.config.validate import validate
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import Engine, Lengths, check_prompts
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.workdir import open_workdir
@@ -75,7 +75,7 @@ class Generator:
     engine: Engine
     weights: Weights
     tokenizer: Tokenizer
-    lengths: Lengths | None  # chooses draft lengths; None: always the longest
+    lengths: DraftLengthPolicy | None  # chooses draft lengths; None: always the longest
 
     def generate(
         self,
@@ -98,7 +98,7 @@ class Generator:
 
     def compile(self, on_program: Callable[[Program, float], None] = lambda program, seconds: None) -> None:
         """Compile every program now instead of when it is first needed."""
-        self.engine.programs.compile_all(self.weights, on_program)
+        self.engine.compiled.compile_all(self.weights, on_program)
 
     def _generation(self, prompts: list[str], rollouts: Rollouts, seconds: float) -> Generation:
         rows = range(len(rollouts.length))
@@ -156,7 +156,7 @@ def make_generator(learner: Learner, rollout: Rollout) -> Generator:
     """Return the generator of a config: its policy and draft as they are before any training."""
     engine = rollout.engine
     adaptive = learner.plan.config.draft.adaptive and engine.draft_length
-    lengths = Controller(engine.programs.lengths, engine.programs.sizes) if adaptive else None
+    lengths = Controller(engine.compiled.lengths, engine.compiled.sizes) if adaptive else None
     return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths)
 
 

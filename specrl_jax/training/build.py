@@ -145,7 +145,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
     greedy = dataclasses.replace(evaluation, sampling=Sampling(0.0, 0, 1.0, config.rollout.rule))
-    plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, members=0))
+    plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0))
     return Rollout(
         plan=plan,
         config=inference,

@@ -9,7 +9,7 @@ import numpy as np
 from specrl_jax.config import GRPOConfig
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.rollouts import Rollouts, concatenated
+from specrl_jax.decoding.rollouts import Rollouts, concatenate
 from specrl_jax.distributed import all_gather_objects
 from specrl_jax.learner.batch import TrainingBatch
 from specrl_jax.rewards.scorer import Scorer, Scores
@@ -73,7 +73,7 @@ def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:
 def merge_rounds(rounds: list[ScoredRollouts]) -> ScoredRollouts:
     """Concatenate the rounds of one step."""
     return ScoredRollouts(
-        rollouts=concatenated([one.rollouts for one in rounds]),
+        rollouts=concatenate([one.rollouts for one in rounds]),
         problems=[problem for one in rounds for problem in one.problems],
         scores=merge_scores([one.scores for one in rounds]),
         rewards=np.concatenate([one.rewards for one in rounds]),
@@ -125,7 +125,7 @@ def merge_scores(parts: Sequence[Scores]) -> Scores:
 def gather_scored(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
     """Return the rollouts and scores of every process, in their order; the chunk timings are this process's."""
     parts = all_gather_objects((rollouts, scores))
-    together = concatenated([part for part, _ in parts])
+    together = concatenate([part for part, _ in parts])
     return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part for _, part in parts])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from specrl_jax import distributed
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.progress import Display, PhaseClock
@@ -86,7 +86,7 @@ def evaluate(
     samples: int,
     scorer: Scorer,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    lengths: Lengths | None = None,
+    lengths: DraftLengthPolicy | None = None,
 ) -> Evaluation:
     """Generate and score `samples` responses per problem. Equal seeds give equal noise: two policies compare paired.
 
@@ -111,7 +111,7 @@ def evaluation_metrics(
     step: int,
     workdir: str,
     display: Display,
-    lengths_for: Callable[[Engine], Lengths | None] = lambda engine: None,
+    lengths_for: Callable[[Engine], DraftLengthPolicy | None] = lambda engine: None,
 ) -> dict[str, float]:
     """Return eval/* of these weights, and write their responses to evaluations/step_N.jsonl.
 

@@ -141,7 +141,7 @@ def compile_engine(rollout: Rollout, weights: Weights, display: Display) -> None
     """Compile every program of the training engine, and print the seconds of each."""
     display.start_phase("compile")
     say = lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s")  # noqa: E731
-    rollout.engine.programs.compile_all(weights, say)
+    rollout.engine.compiled.compile_all(weights, say)
 
 
 def _open_metrics(config: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:

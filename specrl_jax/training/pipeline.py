@@ -192,10 +192,9 @@ def make_pipeline(
                 config.rollout.seed,
                 first_id + own.start * group_size,
                 on_progress if synchronous else lambda done, total: None,
-                version,
                 speculation.lengths,
                 speculation.history,
-            )
+            ).with_version(version)
             scored = rollouts, score_rollouts(rollouts, problems[own], tokenizer, scorer)
             # Beside the learner a process generates without the others, whose rollouts `take` gathers.
             return gather_scored(*scored) if synchronous else scored

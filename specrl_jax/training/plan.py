@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from specrl_jax.config import Config, PipelineConfig, PolicyConfig
 from specrl_jax.config.validate import draft_options
-from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.distributed import LOCAL_AXES, local_mesh
 from specrl_jax.drafts.base import DraftMethod, DraftModel
 from specrl_jax.drafts.kinds import make_method
@@ -35,7 +35,7 @@ class Plan:
     draft_method: DraftMethod
     learner_partition: Partitioner
     rollout_partition: Partitioner  # the learner's devices, or this process's own rollout devices
-    limits: Limits  # of the training engine of this process
+    limits: EngineConfig  # of the training engine of this process
 
     @property
     def draft(self) -> DraftModel | None:
@@ -43,7 +43,7 @@ class Plan:
         return self.draft_method.model
 
     @property
-    def eval_limits(self) -> Limits:
+    def eval_limits(self) -> EngineConfig:
         """The same with the longest response of eval.max_response_tokens."""
         longest = self.config.eval.max_response_tokens or self.limits.max_response_tokens
         return dataclasses.replace(self.limits, max_response_tokens=longest)
@@ -120,13 +120,13 @@ def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
 
 
-def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Limits:
+def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> EngineConfig:
     """Return the engine's shapes; `num_shards`: of its rows."""
     rollout, draft, grpo = config.rollout, config.draft, config.grpo
     slots = rollout.num_slots
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
-    return Limits(
+    return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_response_tokens=rollout.max_response_tokens,
@@ -138,7 +138,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Lim
         new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_per_step, prompts + 1) if uses_lookup_cache else 0,
-        members=grpo.group_size + draft.history if uses_lookup_cache else 0,
+        sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
     )
 
 

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from kernels_pallas.verify.op import Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.compiled import Limits, Model, Prompts
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
+from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Slots
+from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
@@ -33,7 +33,7 @@ class InferenceConfig:
     """How rollouts are sampled, in which shapes and dtypes."""
 
     sampling: Sampling
-    limits: Limits
+    limits: EngineConfig
     seed: int
     dtype: jnp.dtype  # of the weights
     cache_dtype: jnp.dtype
@@ -112,7 +112,7 @@ def make_rollout_engine(
     limits = config.limits
     check_cache_length(limits, model)
     target = Target(model, draft, config, partition)
-    parts = Model(
+    parts = EngineFunctions(
         init_cache=target.init_cache,
         prefill=target.prefill,
         decode=target.decode,
@@ -175,8 +175,8 @@ class Target:
             drafted=table,
             accepted=table,
             group=row,
-            member=row,
-            corpus=self.partition.replicated,
+            sequence=row,
+            lookup_cache=self.partition.replicated,
             cache=self._cache_shardings("batch"),
         )
 
@@ -196,7 +196,7 @@ class Target:
         return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
 
 
-def check_cache_length(limits: Limits, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
+def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
     """Raise InputError where a sequence could have more positions than the policy was made for.
 
     `section` of the config says how long responses may be.

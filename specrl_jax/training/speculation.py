@@ -3,15 +3,14 @@
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from specrl_jax.decoding.alarm import Alarm
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.engine import Engine, FixedLength, Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.learner.draft_vocab import DraftVocabulary
@@ -43,12 +42,12 @@ class Speculation:
         self._untrained = plan.draft is not None and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
-            self.controller = Controller(engine.programs.lengths, engine.programs.sizes)
+            self.controller = Controller(engine.compiled.lengths, engine.compiled.sizes)
         # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
         longest = max(draft.length, 1) if self._sampled else 1
         self.alarm = Alarm(longest=longest) if plan.draft else None
-        self.history = History(draft.history, HISTORY_PROMPTS) if engine.limits.groups else None
+        self.history = History(draft.history, HISTORY_PROMPTS) if engine.config.groups else None
         self._trains = plan.draft is not None and draft.online
         # A draft over the policy's whole vocabulary has nothing to choose.
         reduced = plan.draft is not None and plan.draft.vocab < plan.model.vocab and draft.online
@@ -58,14 +57,14 @@ class Speculation:
             self._restore(saved)
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> DraftLengthPolicy:
         """The choice of draft lengths for the next training rollouts."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
             return _Guarded(self.controller, tripped, self._lock)
         return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._engine.draft_length)
 
-    def lengths_for(self, engine: Engine) -> Lengths:
+    def lengths_for(self, engine: Engine) -> DraftLengthPolicy:
         """Return the choice for any engine.
 
         Costs are measured on the training engine only: others draft the longest while training rollouts draft, else 0.
@@ -110,7 +109,7 @@ class Speculation:
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
-                self.history.add(prompt, [rollouts.whole(i)])
+                self.history.add(prompt, [rollouts.sequence(i)])
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
@@ -172,9 +171,9 @@ class _Guarded:
         with self._lock:
             return self._controller.choose(size, running, off=self._tripped)
 
-    def observe(self, *chunk: Any) -> None:
+    def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
         with self._lock:
-            self._controller.observe(*chunk)
+            self._controller.observe(chunk, accepted)
 
     def replay(self, verifications: int, accepted: np.ndarray) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specrl_jax import distributed
 from specrl_jax.data.tasks import Problem
-from specrl_jax.decoding.engine import Engine, Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.training.build import Rollout
@@ -30,7 +30,9 @@ def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
     return Workload(prompts, config.grpo.group_size, config.rollout.seed)
 
 
-def timed(engine: Engine, weights: Weights, work: Workload, lengths: Lengths | None = None) -> tuple[Rollouts, float]:
+def timed(
+    engine: Engine, weights: Weights, work: Workload, lengths: DraftLengthPolicy | None = None
+) -> tuple[Rollouts, float]:
     """Generate; return (rollouts, seconds)."""
     start = time.perf_counter()
     rollouts = engine.generate(weights, work.prompts, work.samples, work.seed, lengths=lengths)
@@ -43,7 +45,7 @@ def measure_speedup(
     weights: Weights,
     work: Workload,
     rounds: int,
-    lengths: Lengths | None = None,
+    lengths: DraftLengthPolicy | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
     """Return [rounds] ratios of generated tokens per second, `engine` over `plain`, after a warm-up of both.
@@ -75,7 +77,7 @@ def measure_speedup(
 
 
 def speedup_metrics(
-    rollout: Rollout, weights: Weights, problems: Sequence[Problem], lengths: Lengths, stop: threading.Event
+    rollout: Rollout, weights: Weights, problems: Sequence[Problem], lengths: DraftLengthPolicy, stop: threading.Event
 ) -> dict[str, float]:
     """Return spec/speedup*, the run's own engine over draft.kind=none on a step's worth of validation rollouts.
 

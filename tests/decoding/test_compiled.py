@@ -1,16 +1,16 @@
 """What an engine compiles: little, all of it beforehand, with its caches in place."""
 
 import contextlib
-import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from specrl_jax.decoding.compiled import Limits, Program, empty_slots
+from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
 from tests.helpers.cells import TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
@@ -49,15 +49,15 @@ def compiled():
         "chunk": 2,
         "sizes": (8, 2),
         "groups": 20,
-        "members": 4,
+        "sequences": 4,
         "prefill_rows": 2,
         "new_prompts": 3,
         "free_slots": 2,
     }
     cell = Cell("cascade", "rejection", 1.0, 0, 1.0, "may end", "inside")
-    run = make_engine(cell, Limits(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
+    run = make_engine(cell, EngineConfig(16, 3, 10, **sizes), 3, lengths=(0, 1, 3))
     told = {}
-    run.programs.compile_all(TARGET, told.__setitem__)
+    run.compiled.compile_all(TARGET, told.__setitem__)
     return run, Controller((0, 1, 3), (16, 8, 2), probe_budget=1.0), told
 
 
@@ -80,26 +80,26 @@ def test_after_compile_all_nothing_is_compiled(compiled):
 
 def test_compile_all_tells_of_every_program_once(compiled):
     run, _, told = compiled
-    assert list(told) == run.programs.all() and run.programs.seconds == told
+    assert list(told) == run.compiled.all() and run.compiled.seconds == told
     assert len(set(map(str, told))) == len(told)
     again = []
     with compilations() as seen:
-        run.programs.compile_all(TARGET, lambda program, seconds: again.append(program))
+        run.compiled.compile_all(TARGET, lambda program, seconds: again.append(program))
     assert (again, seen) == ([], [])
 
 
 def test_programs_are_few():
     """Three sizes, six lengths: at most 24."""
     drafter = toys.stateful_drafter(toys.make_table(6, V), 7, 1.0)
-    run = toys.stateful_engine(Limits(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN)
-    assert len(run.programs.all()) == 22 <= 24
-    assert set(run.programs.all()) >= {Program("run", size, k) for size in (64, 16, 4) for k in SEVEN}
+    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN)
+    assert len(run.compiled.all()) == 22 <= 24
+    assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
 
 
 @pytest.mark.parametrize("k", [2, 4, -1])
 def test_a_length_without_a_program_is_refused(compiled, k):
     run, *_ = compiled
-    with pytest.raises(ValueError, match=rf"no program 'run B=16 k={k}'; its draft lengths are \(0, 1, 3\)"):
+    with pytest.raises(ValueError, match=rf"no program 'decode B=16 k={k}'; its draft lengths are \(0, 1, 3\)"):
         run.generate(TARGET, PROMPTS, 1, seed=0, lengths=FixedLength(k))
 
 
@@ -118,9 +118,9 @@ def draft_bytes(kind):
 @pytest.mark.parametrize("kind", ["none", "eagle3", "mtp"])
 def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
     """L * 2 * B * S * K * H * 4 bytes of the target in models.cache.KVCache, and the draft's."""
-    limits = Limits(32, 200, 300, 8)
+    limits = EngineConfig(32, 200, 300, 8)
     engine, _ = engine_and_weights(kind, 3, limits, Sampling())
-    slots, _ = jax.eval_shape(functools.partial(empty_slots, engine.programs._model, limits))
+    slots, _ = jax.eval_shape(engine.compiled.describe(Program("empty", 32), None)[0])
     target = 4 * MODEL.layers * 2 * MODEL.kv_heads * MODEL.head_dim
     expected = limits.num_slots * limits.cache_length * (target + draft_bytes(kind))
     assert abs(bytes_of(slots.cache) / expected - 1) < 0.1
@@ -131,10 +131,10 @@ def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
 @pytest.mark.parametrize("kind, k", [("none", 0), ("eagle3", 3)])
 def test_the_caches_are_updated_in_place(kind, k):
     """A long one: donated and aliased, with temporaries that are small beside it."""
-    limits = Limits(32, 1000, 1000, 8)
+    limits = EngineConfig(32, 1000, 1000, 8)
     engine, weights = engine_and_weights(kind, k, limits, Sampling())
-    program = engine.programs._get(Program("run", 32, k), weights)
-    slots, _ = jax.eval_shape(functools.partial(empty_slots, engine.programs._model, limits))
+    program = engine.compiled.get(Program("decode", 32, k), weights)
+    slots, _ = jax.eval_shape(engine.compiled.describe(Program("empty", 32), None)[0])
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= bytes_of(slots.cache) > 100e6
     assert memory.temp_size_in_bytes < bytes_of(slots.cache) / 4, memory

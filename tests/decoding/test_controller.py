@@ -10,7 +10,9 @@ import math
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.controller import Choice, Controller, best_length, expected_tokens
+from specrl_jax.decoding.acceptance import expected_tokens
+from specrl_jax.decoding.controller import Choice, Controller, best_length
+from specrl_jax.decoding.rollouts import DecodeChunk
 
 LENGTHS = (0, 1, 2, 3, 5, 7)
 SIZE = 32
@@ -71,6 +73,10 @@ class Machine:
         return iterations * self.seconds(choice.k), iterations, iterations * self.rows, np.asarray(accepted, np.int32)
 
 
+def observe(controller, size, k, seconds, iterations, verifications, accepted, switch_seconds=0.0):
+    controller.observe(DecodeChunk(size, k, seconds, iterations, verifications, switch_seconds), accepted)
+
+
 def calibrated(machine, lengths=LENGTHS, **options):
     controller = Controller(lengths, (SIZE,), **options)
     for k in controller.unmeasured(SIZE):
@@ -86,7 +92,7 @@ def drive(controller, machine, chunks, before=lambda t: None, **options):
         before(t)
         choice = controller.choose(SIZE, machine.rows, **options)
         measured, iterations, verifications, accepted = machine.run(choice)
-        controller.observe(SIZE, choice.k, measured, iterations, verifications, accepted)
+        observe(controller, SIZE, choice.k, measured, iterations, verifications, accepted)
         tokens += iterations * machine.tokens(choice.k)
         seconds += iterations * machine.costs[choice.k]
         ideal += iterations * machine.costs[choice.k] * machine.rate(machine.best())
@@ -213,7 +219,7 @@ def test_leaves_a_head_that_was_lost_after_one_chunk(costs):
     controller = calibrated(machine)
     drive(controller, machine, chunks=200)
     machine.ratios = (0.0,) * 7
-    controller.observe(SIZE, 7, *machine.run(Choice(7, None)))
+    observe(controller, SIZE, 7, *machine.run(Choice(7, None)))
     assert max(controller.acceptance()) == 0
     _, choices = drive(controller, machine, chunks=20)
     assert all(choice.k == 0 for choice in choices if choice.iterations is None)
@@ -255,7 +261,7 @@ def test_lengths_near_the_best_are_tried_once_before_it_is_earned(seed):
         return drive(controller, machine, chunks=40)[0]
 
     assert share() >= 0.95
-    assert share(endowment=0.0) < 0.8
+    assert share(initial_budget=0.0) < 0.8
 
 
 # --- probes
@@ -274,7 +280,7 @@ def test_probes_lose_no_more_than_their_budget(costs):
 
 def two_lengths():
     """Drafting one token takes half as long again; no probe before it is earned."""
-    controller = Controller((0, 1), (SIZE,), endowment=0.0)
+    controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 1, 0.015)
     return controller
@@ -286,9 +292,9 @@ def gaps(controller, accepted, probes):
     while len(found) < probes:
         gap = 0
         while controller.choose(SIZE, SIZE) == Choice(0, None):
-            controller.observe(SIZE, 0, 0.32, 32, 1024, [0])
+            observe(controller, SIZE, 0, 0.32, 32, 1024, [0])
             gap += 1
-        controller.observe(SIZE, 1, 0.06, 4, 128, [accepted])
+        observe(controller, SIZE, 1, 0.06, 4, 128, [accepted])
         found.append(gap)
     return found
 
@@ -315,7 +321,7 @@ def test_a_prediction_that_moves_sends_the_probes_out_again():
 def test_a_probe_that_loses_more_than_was_saved_leaves_a_debt():
     """1 % of 320 ms is saved a chunk, 4.8 ms at first; a probe counts as 10 ms at acceptance 0.45 and loses 20 at 0."""
     controller = two_lengths()
-    controller.observe(SIZE, 1, 0.48, 32, 10_000, [4500])
+    observe(controller, SIZE, 1, 0.48, 32, 10_000, [4500])
     assert gaps(controller, accepted=0, probes=2) == [math.ceil((10 - 4.8) / 3.2), math.ceil((20 + 20 - 11.2) / 3.2)]
 
 
@@ -335,7 +341,7 @@ def test_bringing_the_drafter_level_is_paid_by_the_probes():
         for _ in range(2000):
             choice = controller.choose(SIZE, SIZE)
             paid = switch_seconds if choice.k not in (0, last) else 0.0
-            controller.observe(SIZE, choice.k, *machine.run(choice), switch_seconds=paid)
+            observe(controller, SIZE, choice.k, *machine.run(choice), switch_seconds=paid)
             count, last = count + bool(choice.iterations), choice.k
         return count
 
@@ -352,10 +358,10 @@ def test_the_length_in_use_does_not_pay_for_what_another_batch_size_left_behind(
         return controller.state()["per_size"][1]["purse"][1]
 
     for _ in range(3):  # plain at 128, where nothing is gained; at 32 the drafter has to be brought level each time
-        controller.observe(128, 0, 0.32, 32, 128 * 32, [0])
+        observe(controller, 128, 0, 0.32, 32, 128 * 32, [0])
         assert controller.choose(32, 32).k == 3
         before = purse()
-        controller.observe(32, 3, 0.384, 32, 32 * 32, [1000, 950, 900], switch_seconds=5.0)
+        observe(controller, 32, 3, 0.384, 32, 32 * 32, [1000, 950, 900], switch_seconds=5.0)
         assert purse() >= before
 
 
@@ -372,20 +378,20 @@ def test_off_means_probes_only_and_they_go_on():
 def test_acceptance_is_counted_per_verification():
     controller = Controller(LENGTHS, (SIZE,))
     assert controller.expected_tokens(7) == 8, "nothing known: worth a try"
-    controller.observe(SIZE, 3, 1.0, 100, 10_000, [6000, 3000, 1500, 0, 0, 0, 0])
+    observe(controller, SIZE, 3, 1.0, 100, 10_000, [6000, 3000, 1500, 0, 0, 0, 0])
     # Half of the rest at each position; the prior of a position is the ratio of the one before.
     assert controller.acceptance() == pytest.approx([0.6 * 0.5**i for i in range(7)], rel=0.01)
     assert controller.expected_tokens(2) == pytest.approx(1.9, rel=0.01)
-    controller.observe(SIZE, 1, 1.0, 100, 10_000, [3000, 0, 0, 0, 0, 0, 0])
+    observe(controller, SIZE, 1, 1.0, 100, 10_000, [3000, 0, 0, 0, 0, 0, 0])
     assert controller.acceptance()[0] == pytest.approx(0.3, rel=0.01)
 
 
 def test_positions_out_of_reach_move_with_those_in_reach():
     controller = Controller(LENGTHS, (SIZE,))
-    controller.observe(SIZE, 7, 1.0, 100, 10_000, [5000, 2500, 1250, 0, 0, 0, 0])
+    observe(controller, SIZE, 7, 1.0, 100, 10_000, [5000, 2500, 1250, 0, 0, 0, 0])
     before = controller.acceptance()
     for _ in range(10):
-        controller.observe(SIZE, 1, 1.0, 10, 2048, [1126, 0, 0, 0, 0, 0, 0])
+        observe(controller, SIZE, 1, 1.0, 10, 2048, [1126, 0, 0, 0, 0, 0, 0])
     after = controller.acceptance()
     assert after[0] == pytest.approx(0.55, rel=0.01)
     np.testing.assert_allclose(np.divide(after[:3], before[:3]), 1.1, rtol=0.03)
@@ -393,16 +399,16 @@ def test_positions_out_of_reach_move_with_those_in_reach():
 
 def test_old_counts_fade_with_the_verifications_since():
     controller = Controller((0, 1), (SIZE,), memory=1000.0)
-    controller.observe(SIZE, 1, 1.0, 10, 1000, [500])
-    controller.observe(SIZE, 1, 1.0, 10, 1000, [540])
+    observe(controller, SIZE, 1, 1.0, 10, 1000, [500])
+    observe(controller, SIZE, 1, 1.0, 10, 1000, [540])
     expected = (500 / math.e + 540) / (1000 / math.e + 1000)
     assert controller.acceptance() == pytest.approx([expected])
 
 
 def test_a_jump_of_acceptance_replaces_what_was_known():
     controller = Controller(LENGTHS, (SIZE,))
-    controller.observe(SIZE, 3, 1.0, 100, 10_000, [1000, 100, 10, 0, 0, 0, 0])
-    controller.observe(SIZE, 1, 1.0, 100, 128, [100, 0, 0, 0, 0, 0, 0])
+    observe(controller, SIZE, 3, 1.0, 100, 10_000, [1000, 100, 10, 0, 0, 0, 0])
+    observe(controller, SIZE, 1, 1.0, 100, 128, [100, 0, 0, 0, 0, 0, 0])
     np.testing.assert_allclose(controller.acceptance(), np.cumprod([100 / 128] * 7))
 
 
@@ -410,7 +416,7 @@ def test_a_prediction_is_a_prior_that_observations_replace():
     controller = Controller(LENGTHS, (SIZE,))
     controller.predict([0.5, 0.4, 0.1])
     np.testing.assert_allclose(controller.acceptance()[:4], [0.5, 0.4, 0.1, 0.025])
-    controller.observe(SIZE, 3, 1.0, 100, 10_000, [8000, 6400, 5120, 0, 0, 0, 0])
+    observe(controller, SIZE, 3, 1.0, 100, 10_000, [8000, 6400, 5120, 0, 0, 0, 0])
     np.testing.assert_allclose(controller.acceptance()[:3], [0.8, 0.64, 0.512], rtol=0.02)
 
 
@@ -430,17 +436,17 @@ def test_costs_follow_and_shrug_off_pauses():
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 3, 0.030)
     for t in range(30):
-        controller.observe(SIZE, 0, 0.32 * (3 if t % 5 == 0 else 1), 32, 1024, [0, 0, 0])
+        observe(controller, SIZE, 0, 0.32 * (3 if t % 5 == 0 else 1), 32, 1024, [0, 0, 0])
     assert [controller.cost(SIZE, k) for k in (0, 3)] == pytest.approx([0.010, 0.030])
     for _ in range(10):
-        controller.observe(SIZE, 0, 0.64, 32, 1024, [0, 0, 0])
+        observe(controller, SIZE, 0, 0.64, 32, 1024, [0, 0, 0])
     assert [controller.cost(SIZE, k) for k in (0, 3)] == pytest.approx([0.020, 0.060])
 
 
 def test_the_length_in_use_is_left_only_for_a_better_one():
     def choice(current, gain):
         """Of lengths 0 and 2, from `current`, where the other is `gain` times as fast; every draft is kept."""
-        controller = Controller((0, 2), (SIZE,), hysteresis=0.03, endowment=0.0)
+        controller = Controller((0, 2), (SIZE,), hysteresis=0.03, initial_budget=0.0)
         for ratio in (0.5, 1.0) if current == 2 else (2.0, 1.0):
             c_2 = 0.030 * ratio * (gain if current == 2 else 1 / gain) ** (ratio == 1.0)
             controller.calibrate(SIZE, 0, 0.010)
@@ -453,10 +459,10 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
 
 
 def test_drafts_that_add_nothing_are_not_chosen_for_a_cost_that_looks_lower():
-    controller = Controller((0, 1), (SIZE,), endowment=0.0)
+    controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 1, 0.009)
-    controller.observe(SIZE, 1, 0.009, 1, 10_000, [100])
+    observe(controller, SIZE, 1, 0.009, 1, 10_000, [100])
     assert controller.choose(SIZE, SIZE) == Choice(0, None)
 
 
@@ -467,7 +473,7 @@ def test_the_table_says_what_the_choice_rests_on():
     controller = Controller((0, 1), (8, SIZE))
     controller.calibrate(8, 0, 0.010)
     controller.calibrate(8, 1, 0.016)
-    controller.observe(8, 1, 0.016, 1, 10_000, [6000])
+    observe(controller, 8, 1, 0.016, 1, 10_000, [6000])
     rows = controller.table()
     assert [(row["size"], row["k"]) for row in rows] == [(8, 0), (8, 1)]
     assert rows[1] == pytest.approx(
@@ -503,5 +509,5 @@ def test_lengths_ascend_from_plain_decoding(lengths):
 def test_without_a_drafter_there_is_one_length():
     controller = Controller((0,), (SIZE,))
     controller.calibrate(SIZE, 0, 0.010)
-    controller.observe(SIZE, 0, 0.32, 32, 1024, [])
+    observe(controller, SIZE, 0, 0.32, 32, 1024, [])
     assert controller.choose(SIZE, SIZE) == Choice(0, None) and controller.expected_tokens(0) == 1

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas.verify import reference
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
@@ -26,8 +26,8 @@ TABLE = (TARGET - 1.5 * np.eye(V, dtype=np.float32)[V - 1]).astype(np.float64)  
 def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **sizes):
     """36 prompts, three rollouts each, that end at the limit or before; through several waves."""
     cell = Cell(drafter, "coupled", 1.0, 0, 0.9, "may end", "inside")
-    corpus = {"groups": len(PROMPTS), "members": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
-    limits = Limits(num_slots, 3, LONGEST, chunk, **corpus, **sizes)
+    lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
+    limits = EngineConfig(num_slots, 3, LONGEST, chunk, **lookup, **sizes)
     with jax.enable_x64(True):
         run = make_engine(cell, limits, k, np.float64, lengths=programs)
         history = history_of(PROMPTS, LONGEST, V - 1)
@@ -82,7 +82,7 @@ def test_drafts_of_the_target_itself_are_always_kept():
     endless, sampling = TARGET - 50 * np.eye(V, dtype=np.float32)[V - 1], Sampling(rule="coupled")
     for rule, kept in (("coupled", True), ("rejection", False)):
         drafter = toys.stateful_drafter(endless, 2, 1.0, rule=rule)
-        run = toys.stateful_engine(Limits(36, 3, LONGEST, 100), sampling, (99,), drafter)
+        run = toys.stateful_engine(EngineConfig(36, 3, LONGEST, 100), sampling, (99,), drafter)
         out = run.generate(endless, PROMPTS, 1, seed=5)
         assert (out.accepted == out.drafted).all() == kept
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from specrl_jax.core import InputError
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Slots, commit
+from specrl_jax.decoding.state import EngineConfig, Slots
+from specrl_jax.decoding.step import commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
@@ -28,7 +28,7 @@ PROMPTS = [[1, 2], [2], [1, 1, 2, 0], [0, 1, 1], [2, 2, 2, 2]]
 
 
 def limits(num_slots=10, max_prompt_tokens=4, max_response_tokens=8, chunk=3):
-    return Limits(num_slots, max_prompt_tokens, max_response_tokens, chunk)
+    return EngineConfig(num_slots, max_prompt_tokens, max_response_tokens, chunk)
 
 
 def engine(sampling=Sampling(), drafter=toys.NO_DRAFTER, **sizes):  # noqa: B008 (frozen)
@@ -76,14 +76,14 @@ def test_a_refill_is_no_part_of_what_an_iteration_costs():
         return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), positions, cache)
 
     run = toys.toy_engine(limits(chunk=16), Sampling(), (), PAD, toys.NO_DRAFTER, prefill=slow)
-    run.programs.compile_all(TABLE)
-    ready, start = [], run.programs.run
+    run.compiled.compile_all(TABLE)
+    ready, start = [], run.compiled.decode
 
     def watched(params, slots, *rest):
         ready.append(all(x.is_ready() for x in jax.tree.leaves(slots)))
         return start(params, slots, *rest)
 
-    run.programs.run = watched
+    run.compiled.decode = watched
     run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=Controller((0,), (10,)))
     assert len(ready) > 1 + CALIBRATED_ROUNDS and all(ready)
 
@@ -291,8 +291,8 @@ def test_rollout_ids_use_all_32_bits():
 
 @pytest.mark.parametrize("length, word", [(5, "5 tokens"), (0, "0 tokens")])
 def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
-    # Without programs any work fails otherwise.
-    run = dataclasses.replace(engine(max_prompt_tokens=4), programs=None)
+    # Without compiled functions any work fails otherwise.
+    run = dataclasses.replace(engine(max_prompt_tokens=4), compiled=None)
     with pytest.raises(InputError, match=rf"prompt 1 has {word}.*max_prompt_tokens=4"):
         run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
 
@@ -382,8 +382,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         drafted=jnp.zeros((B, 0), jnp.int32),
         accepted=jnp.zeros((B, 0), jnp.int32),
         group=jnp.zeros(B, jnp.int32),
-        member=jnp.zeros(B, jnp.int32),
-        corpus=None,
+        sequence=jnp.zeros(B, jnp.int32),
+        lookup_cache=None,
         cache=(),
     )
     out = commit(slots, jnp.array(new, jnp.int32), jnp.array(new_logprobs), jnp.array(count, jnp.int32), eos_ids)
@@ -537,18 +537,18 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
 def test_a_drafter_catches_up_only_where_it_missed_tokens(lengths, monkeypatch):
     """After k = 0, and after blocks that may be longer than the next draft's window."""
     run = stateful(toys.stateful_drafter(NEARLY, 3, 0), chunk=1, max_response_tokens=20)
-    chunks, caught_up, inner = [], [], run.programs.run
+    chunks, caught_up, inner = [], [], run.compiled.decode
 
-    def spy(params, slots, k, seed, iterations, floor, catches_up):
-        # Before the chunk that it is for, with no iterations of its own.
-        assert catches_up == (iterations == 0)
-        if catches_up:
+    def spy(params, slots, k, inputs):
+        # A call of its own, without iterations, before the chunk that needs it.
+        assert inputs.sync_cache == (inputs.max_iterations == 0)
+        if inputs.sync_cache:
             caught_up.append(len(chunks))
         else:
             chunks.append(k)
-        return inner(params, slots, k, seed, iterations, floor, catches_up)
+        return inner(params, slots, k, inputs)
 
-    monkeypatch.setattr(run.programs, "run", spy)
+    monkeypatch.setattr(run.compiled, "decode", spy)
     choose, chosen = changing(lengths)
     run.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
     missed = [after > 0 and (before == 0 or after < before) for before, after in itertools.pairwise(chosen)]
@@ -621,9 +621,9 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
 
 
 def test_every_rollout_carries_the_stamp_of_its_weights():
-    stamp = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
-    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, stamp=stamp)
-    for name, value in stamp._asdict().items():
+    version = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
+    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0).with_version(version)
+    for name, value in version._asdict().items():
         assert getattr(out, name).tolist() == [value] * 10
 
 

@@ -14,7 +14,7 @@ import pytest
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
 from kernels_pallas.verify.op import verify
-from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import cells
 from tests.helpers.cells import FACTORS, LAST, PRODUCT, PROMPT, TARGET, Cell, make_engine, pairwise, run_cell
 from tests.helpers.exact import block_chances, sequences, softmax
@@ -61,7 +61,7 @@ KERNEL_CELLS = [
 @pytest.mark.parametrize("backend, rollouts", [("tpu", 64), ("gpu", 3)])
 def test_with_interpreted_kernels_the_rollouts_are_the_references(cell, backend, rollouts):
     """Token for token, over successive blocks: the reference's law, proven above, is theirs."""
-    limits = Limits(rollouts, len(PROMPT), 5, chunk=100)
+    limits = EngineConfig(rollouts, len(PROMPT), 5, chunk=100)
     found = [
         make_engine(cell, limits, k=2, lengths=(2,), **more).generate(TARGET, [PROMPT], rollouts, seed=0)
         for more in ({}, {"verify": functools.partial(verify, kernels=KERNELS[backend])})
@@ -123,12 +123,12 @@ def test_block_accepts_more_than_rejection(monkeypatch):
     target, draft = TARGET * np.float32(0.3), SURER
     monkeypatch.setattr(cells, "LAST", draft)
     for rule in ("rejection", "block"):
-        run = make_engine(BLOCKS._replace(rule=rule), Limits(N, len(PROMPT), 1, chunk=1), k)
+        run = make_engine(BLOCKS._replace(rule=rule), EngineConfig(N, len(PROMPT), 1, chunk=1), k)
         out = run.generate(target, [PROMPT], N, seed=3)
         assert (out.verifications == 1).all() and (out.drafted == 1).all()
         found[rule] = out.accepted.sum(axis=1).mean()
         assert abs(found[rule] - expected_accepted(rule, k, target, draft)) < 0.0225
-        run = make_engine(BLOCKS._replace(rule=rule), Limits(N, len(PROMPT), 12, chunk=100), k)
+        run = make_engine(BLOCKS._replace(rule=rule), EngineConfig(N, len(PROMPT), 12, chunk=100), k)
         found[rule, "long"] = run.generate(target, [PROMPT], N, seed=3).verifications.mean()
     assert found["block"] > found["rejection"] + 2 * 0.0225, found
     assert found["block", "long"] < found["rejection", "long"] - 2 * 0.07, found

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.compiled import Limits
+from kernels_pallas.verify.op import Draft
+from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.controller import Choice, Controller
-from specrl_jax.decoding.engine import Batch
 from specrl_jax.decoding.replay import replay
+from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
-from specrl_jax.decoding.step import Draft
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.drafts.lookup.test_lookup import make_slots
 from tests.helpers import toys
@@ -24,7 +25,7 @@ SAMPLES, K, CHUNK = 4, 3, 8
 
 
 def engine(drafter, groups=0):
-    limits = Limits(6, 4, 16, CHUNK, groups=groups, members=SAMPLES if groups else 0)
+    limits = EngineConfig(6, 4, 16, CHUNK, groups=groups, sequences=SAMPLES if groups else 0)
     return toys.toy_engine(limits, Sampling(1.0), (3,), 0, drafter)
 
 
@@ -45,11 +46,11 @@ def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
     engine_ = engine(drafter, groups)
 
     def slots_after(*chunks):
-        batch = Batch(engine_, TABLE, Scheduler(engine_.limits, 0, PROMPTS, 2, 0, None), seed=1)
+        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, 2, 0, None), seed=1)
         batch.prepare()
         for n in chunks:
-            batch.run(Choice(0, n))
-        return jax.tree.map(jnp.copy, batch._slots)
+            batch.decode(Choice(0, n))
+        return jax.tree.map(jnp.copy, batch.slots)
 
     before, after = slots_after(1), slots_after(1, CHUNK)
     assert (after.done & ~before.done).any() and not after.done.all(), "some rows ended"
@@ -95,13 +96,13 @@ def test_only_plain_chunks_of_drafters_that_copy_are_replayed():
     for drafts, k, replays in (
         (drafter, 0, True),
         (drafter, 2, False),
-        (dataclasses.replace(drafter, copies=False), 0, False),
+        (dataclasses.replace(drafter, replayable=False), 0, False),
     ):
         engine_ = engine(drafts)
-        batch = Batch(engine_, TABLE, Scheduler(engine_.limits, 0, PROMPTS, SAMPLES, 0, None), seed=0)
+        batch = ActiveBatch(engine_, TABLE, Scheduler(engine_.config, 0, PROMPTS, SAMPLES, 0, None), seed=0)
         batch.prepare()
-        _, tally = batch.run(Choice(k, None))
-        assert (tally.replayed is not None) == replays
+        _, statistics = batch.decode(Choice(k, None))
+        assert (statistics.replayed is not None) == replays
 
 
 class Recorder:
@@ -113,8 +114,8 @@ class Recorder:
     def choose(self, size, running):
         return Choice(self.k, None)
 
-    def observe(self, size, k, seconds, iterations, verifications, accepted, switch_seconds):
-        self.real += [verifications, *accepted]
+    def observe(self, chunk, accepted):
+        self.real += [chunk.verifications, *accepted]
 
     def replay(self, verifications, accepted):
         self.replayed += [verifications, *accepted]
@@ -131,7 +132,7 @@ def test_replays_foretell_the_tokens_a_verification():
     step[1, 2] = step[2, 0] = step[3, 0] = 6.0
     table = np.broadcast_to(step, (toys.HASHES, 4, 4))
     drafter = lookup_drafter(K, 1, 4)
-    limits = Limits(6, 4, 64, CHUNK, groups=0, members=0)
+    limits = EngineConfig(6, 4, 64, CHUNK, groups=0, sequences=0)
     engine_ = toys.toy_engine(limits, Sampling(1.0), (), 0, drafter, lengths=(0, K))
     recorders = [Recorder(0), Recorder(K)]
     for recorder in recorders:
@@ -145,12 +146,12 @@ def test_replays_foretell_the_tokens_a_verification():
 
 def test_a_controller_that_drafts_nothing_acts_on_replays():
     """Without a probe: copies that were never right begin to be."""
-    controller = Controller((0, 1, 3), (8,), probe_budget=0.0, endowment=0.0)
+    controller = Controller((0, 1, 3), (8,), probe_budget=0.0, initial_budget=0.0)
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
         controller.calibrate(8, k, seconds)
-    controller.observe(8, 3, 1.3, 1, 2000, [0, 0, 0])
+    controller.observe(DecodeChunk(8, 3, 1.3, 1, 2000, 0.0), [0, 0, 0])
     assert controller.choose(8, 8) == Choice(0, None)
     for _ in range(100):
-        controller.observe(8, 0, 16.0, 16, 128, [0, 0, 0])
+        controller.observe(DecodeChunk(8, 0, 16.0, 16, 128, 0.0), [0, 0, 0])
         controller.replay(6.0, [4.0, 3.5, 3.0])
     assert controller.choose(8, 8) == Choice(3, None)

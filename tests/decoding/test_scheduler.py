@@ -5,22 +5,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from specrl_jax.decoding.compiled import Limits, abstract_admission
+from specrl_jax.decoding.compiled import abstract_prefill_batch
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.decoding.state import EngineConfig
 
 PAD = 9
 
 
-def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, members=3, history=None, first_id=70):
+def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, sequences=3, history=None, first_id=70):
     """(scheduler, its limits, prompts); prompt p is p + 1 times the token p."""
-    limits = Limits(num_slots, 6, 4, chunk=1, new_prompts=new_prompts, groups=groups, members=members)
+    limits = EngineConfig(num_slots, 6, 4, chunk=1, new_prompts=new_prompts, groups=groups, sequences=sequences)
     texts = [[p] * (p % 6 + 1) for p in range(prompts)]
     return Scheduler(limits, PAD, texts, samples, first_id, history), limits, texts
 
 
 class Book:
-    """What a scheduler does, checked admission by admission; holds what the device would: prompts by source."""
+    """What a scheduler does, checked batch by batch; holds what the device would: prompts by source."""
 
     def __init__(self, scheduler, limits, prompts, samples, first_id=70):
         self.scheduler, self.limits, self.prompts, self.samples, self.first_id = (
@@ -33,39 +34,39 @@ class Book:
         self.carried = None  # the prompt at source 0
         self.groups = {}  # group -> prompt that holds it
         self.had_group = {}  # prompt -> group, or the number of groups
-        self.dealt, self.finished = [], []
+        self.started, self.finished = [], []
 
-    def deal(self):
+    def schedule(self):
         before = self.scheduler.owner.copy()
-        admission = self.scheduler.deal()
-        for found, wanted in zip(admission, abstract_admission(self.limits), strict=True):
+        batch = self.scheduler.schedule()
+        for found, wanted in zip(batch, abstract_prefill_batch(self.limits), strict=True):
             if wanted is not None:
                 assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        pool = self._pool(admission)
-        rows = np.flatnonzero(admission.fresh)
-        assert (before[rows] == FREE).all(), "a running slot was dealt again"
+        pool = self._pool(batch)
+        rows = np.flatnonzero(batch.fresh)
+        assert (before[rows] == FREE).all(), "a running slot was scheduled again"
         for row in rows:
             request = self.scheduler.owner[row]
-            self.dealt.append(request)
+            self.started.append(request)
             prompt = request // self.samples
-            assert pool[admission.source[row]] == prompt
-            assert admission.rollout_id[row] == self.first_id + request
-            assert admission.group[row] == self.had_group[prompt]
-            assert admission.member[row] == request % self.samples
+            assert pool[batch.source[row]] == prompt
+            assert batch.rollout_id[row] == self.first_id + request
+            assert batch.group[row] == self.had_group[prompt]
+            assert batch.sequence[row] == request % self.samples
         unchanged = np.setdiff1d(np.arange(len(before)), rows)
         np.testing.assert_array_equal(self.scheduler.owner[unchanged], before[unchanged])
-        self.carried = pool[admission.keep]
-        return admission
+        self.carried = pool[batch.carry]
+        return batch
 
-    def _pool(self, admission):
+    def _pool(self, batch):
         """Prompts by source: the one carried over, then the new ones, each found by its tokens."""
         pool = [self.carried]
         for i in range(self.limits.prompts):
-            tokens, length = admission.tokens[i], admission.length[i]
+            tokens, length = batch.tokens[i], batch.length[i]
             assert length >= 1 and (tokens[length:] == PAD).all()
             prompt = self.prompts.index(tokens[:length].tolist()) if tokens[0] != PAD else None
             pool.append(prompt)
-            group = admission.new_group[i]
+            group = batch.new_group[i]
             if prompt is None:
                 assert group == self.limits.groups
                 continue
@@ -76,7 +77,7 @@ class Book:
                 self.groups[group] = prompt
             else:
                 assert len(self.groups) == self.limits.groups, "a prompt went without, though a group was free"
-        assert admission.count == sum(prompt is not None for prompt in pool[1:])
+        assert batch.num_prompts == sum(prompt is not None for prompt in pool[1:])
         return pool
 
     def finish(self, rows):
@@ -99,94 +100,92 @@ class Book:
     groups=st.integers(0, 4),
     seed=st.integers(0, 9),
 )
-def test_every_request_is_dealt_once_in_order_beside_its_own_prompt(
-    num_slots, prompts, samples, new_prompts, groups, seed
-):
-    """As the engine deals: while something waits and a slot is free. Then some running ones finish, in any order."""
-    members = samples + 1 if groups else 0
-    scheduler, limits, texts = make(num_slots, prompts, samples, new_prompts, groups, members)
+def test_every_request_starts_once_in_order_with_its_own_prompt(num_slots, prompts, samples, new_prompts, groups, seed):
+    """Schedule as the engine does while requests wait and slots are free; then running rows finish in any order."""
+    sequences = samples + 1 if groups else 0
+    scheduler, limits, texts = make(num_slots, prompts, samples, new_prompts, groups, sequences)
     book, rng = Book(scheduler, limits, texts, samples), np.random.default_rng(seed)
     assert scheduler.total == prompts * samples
     while scheduler.waiting or scheduler.running:
         while scheduler.waiting and (scheduler.owner == FREE).any():
-            before = len(book.dealt)
-            book.deal()
-            assert len(book.dealt) > before, "an admission deals nothing, so the engine would never end"
+            before = len(book.started)
+            book.schedule()
+            assert len(book.started) > before, "a batch starts nothing, so the engine would never end"
         assert scheduler.running == min(num_slots, prompts * samples - len(book.finished))
         running = book.running()
         book.finish(rng.choice(running, rng.integers(1, len(running) + 1), replace=False))
-    assert book.dealt == sorted(book.finished) == list(range(prompts * samples))
+    assert book.started == sorted(book.finished) == list(range(prompts * samples))
     assert not book.groups
 
 
-def test_an_admission_takes_no_more_new_prompts_than_fit():
-    """Six slots, one answer each, two prompts at once: three admissions, and slots stay free until theirs comes."""
+def test_a_prefill_batch_takes_no_more_new_prompts_than_fit():
+    """Six slots, one answer each, two prompts at once: three prefill batches, and slots stay free until theirs comes."""
     scheduler, limits, texts = make(num_slots=6, prompts=6, samples=1)
     book = Book(scheduler, limits, texts, 1)
-    assert [int(book.deal().fresh.sum()) for _ in range(3)] == [2, 2, 2]
+    assert [int(book.schedule().fresh.sum()) for _ in range(3)] == [2, 2, 2]
     assert not scheduler.waiting
 
 
 def test_the_rest_of_a_group_comes_from_the_prompt_carried_over():
-    """Four slots, six answers: the second admission prefills nothing."""
+    """Four slots, six answers: the second batch prefills nothing."""
     scheduler, limits, texts = make(num_slots=4, prompts=1, samples=6)
     book = Book(scheduler, limits, texts, 6)
-    first = book.deal()
-    assert first.count == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.keep == 1
+    first = book.schedule()
+    assert first.num_prompts == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.carry == 1
     book.finish([1, 3])
-    second = book.deal()
-    assert second.count == 0 and second.fresh.tolist() == [False, True, False, True]
-    assert second.source[second.fresh].tolist() == [0, 0] and second.keep == 0
-    assert second.member[second.fresh].tolist() == [4, 5]
+    second = book.schedule()
+    assert second.num_prompts == 0 and second.fresh.tolist() == [False, True, False, True]
+    assert second.source[second.fresh].tolist() == [0, 0] and second.carry == 0
+    assert second.sequence[second.fresh].tolist() == [4, 5]
 
 
 def test_a_group_is_free_again_only_after_its_last_rollout():
     scheduler, limits, texts = make(num_slots=4, prompts=5, samples=2, new_prompts=4, groups=2)
     book = Book(scheduler, limits, texts, 2)
-    book.deal()
+    book.schedule()
     assert set(book.groups.values()) == {0, 1}
     book.finish([0])
     # Prompt 2 starts while prompts 0 and 1 hold both groups: it goes without, all its life.
-    admission = book.deal()
-    assert admission.group[0] == limits.groups
+    batch = book.schedule()
+    assert batch.group[0] == limits.groups
     book.finish([1, 0])
-    admission = book.deal()
+    batch = book.schedule()
     assert set(book.groups.values()) == {1, 3}
-    assert sorted(admission.group[admission.fresh].tolist()) == sorted([limits.groups, book.had_group[3]])
+    assert sorted(batch.group[batch.fresh].tolist()) == sorted([limits.groups, book.had_group[3]])
 
 
 def test_a_prompts_earlier_rollouts_come_after_this_calls_members_newest_first():
     history = History(per_prompt=4, max_prompts=9)
     rollouts = [np.full(length, 50 + length, np.int32) for length in (3, 5, 99)]
     history.add([1, 1], rollouts)
-    scheduler, limits, _ = make(num_slots=4, prompts=2, samples=2, members=4, history=history)
-    admission = scheduler.deal()
+    scheduler, limits, _ = make(num_slots=4, prompts=2, samples=2, sequences=4, history=history)
+    batch = scheduler.schedule()
     S = limits.cache_length
-    # Two of four members are this call's; the newest was kept under longer limits, and the oldest has no place.
-    assert admission.text_length.tolist() == [[0, 0, 0, 0], [0, 0, S, 5]]
-    assert admission.texts[1, 2].tolist() == [149] * S
-    assert admission.texts[1, 3].tolist() == [55] * 5 + [0] * (S - 5)
-    assert not admission.texts[0].any() and not admission.texts[1, :2].any()
+    # Two of four sequences are this call's; the newest was kept under longer limits, and the oldest has no place.
+    assert batch.text_length.tolist() == [[0, 0, 0, 0], [0, 0, S, 5]]
+    assert batch.texts[1, 2].tolist() == [149] * S
+    assert batch.texts[1, 3].tolist() == [55] * 5 + [0] * (S - 5)
+    assert not batch.texts[0].any() and not batch.texts[1, :2].any()
 
 
 def test_more_samples_than_members_leave_history_no_place():
     history = History(per_prompt=4, max_prompts=9)
     history.add([0], [np.ones(3, np.int32)])
-    scheduler, *_ = make(num_slots=4, prompts=1, samples=5, members=4, history=history)
-    assert not scheduler.deal().text_length.any()
+    scheduler, *_ = make(num_slots=4, prompts=1, samples=5, sequences=4, history=history)
+    assert not scheduler.schedule().text_length.any()
 
 
 def test_without_a_corpus_there_are_no_texts():
-    scheduler, limits, _ = make(groups=0, members=0, history=History(2, 2))
-    admission = scheduler.deal()
-    assert admission.texts is None and admission.text_length is None
-    assert (admission.new_group == 0).all() and (admission.group == 0).all() and limits.groups == 0
+    scheduler, limits, _ = make(groups=0, sequences=0, history=History(2, 2))
+    batch = scheduler.schedule()
+    assert batch.texts is None and batch.text_length is None
+    assert (batch.new_group == 0).all() and (batch.group == 0).all() and limits.groups == 0
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_smaller_batch_keeps_the_running_rows_and_their_owners(size):
     scheduler, *_ = make(num_slots=5, prompts=5, samples=1, new_prompts=5)
-    scheduler.deal()
+    scheduler.schedule()
     scheduler.finish(np.array([0, 1, 3]))
     rows = scheduler.keep_rows(size)
     assert rows.dtype == np.int32 and rows[:2].tolist() == [2, 4]

@@ -8,10 +8,10 @@ import pytest
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import reference
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
@@ -28,7 +28,7 @@ def generate(siblings, longest, groups, drafter="suffix", rule="rejection", samp
     """`groups` groups of `siblings`, all in flight together; prompt-major. `samples`: as so many to a group."""
     samples = samples or siblings
     count = groups * siblings // samples
-    limits = Limits(groups * siblings, len(PROMPT), longest, 100, (), count, groups=count, members=samples + 1)
+    limits = EngineConfig(groups * siblings, len(PROMPT), longest, 100, (), count, groups=count, sequences=samples + 1)
     drafters = {
         "suffix": lookup_drafter(K, min_match=1),
         "cascade": lookup_override(toys.toy_drafter(DRAFT, K, 1.0, rule), min_match=3),
@@ -72,13 +72,13 @@ def test_siblings_do_draft_from_each_other():
 
 def test_siblings_that_share_all_noise_are_seen(monkeypatch):
     """Each has the right law by itself."""
-    deal = Scheduler.deal
+    deal = Scheduler.schedule
 
     def shared(self):
-        admission = deal(self)
-        return admission._replace(rollout_id=admission.rollout_id // np.uint32(2))
+        batch = deal(self)
+        return batch._replace(rollout_id=batch.rollout_id // np.uint32(2))
 
-    monkeypatch.setattr(Scheduler, "deal", shared)
+    monkeypatch.setattr(Scheduler, "schedule", shared)
     with pytest.raises(AssertionError, match="total variation"):
         assert_independent(2, 4, 2**16, at_most=0.0385)
 

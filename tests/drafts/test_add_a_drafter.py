@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.data.rows import make_rows
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts import kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftOptions, TargetTables
 from specrl_jax.models.layers import init_params
@@ -41,7 +41,7 @@ def test_the_page_has_a_module_and_a_line_for_each_kind():
 
 def test_rollouts_with_the_drafter_equal_those_without(kind):
     """The real engine under `coupled`; float32 logits of two shapes tie rarely enough for these few tokens."""
-    limits = Limits(4, max_prompt_tokens=8, max_response_tokens=12, chunk=4)
+    limits = EngineConfig(4, max_prompt_tokens=8, max_response_tokens=12, chunk=4)
     sampling, prompts = Sampling(1.0, rule="coupled"), rollouts.prompts(6)
     found = {}
     for name in (kind, "none"):
@@ -58,7 +58,7 @@ def test_the_drafter_without_weights_in_the_toy_engine(monkeypatch):
     exec(BLOCKS["file", "repeat"], module.__dict__)
     table = toys.make_table(seed=0, V=4, scale=1.0) + 2 * np.eye(4, dtype=np.float32)
     drafter = module.repeat_drafter(DrafterConfig(2, Sampling(1.0), jnp.dtype("float32"), rollouts.partition()))
-    limits, prompts = Limits(6, 3, 16, 3), [[1, 2], [2], [1, 1, 2]]
+    limits, prompts = EngineConfig(6, 3, 16, 3), [[1, 2], [2], [1, 1, 2]]
     for rule in ("rejection", "coupled"):  # one-hot drafts equal plain decoding under every rule
         sampling = Sampling(1.0, rule=rule)
         found, plain = (

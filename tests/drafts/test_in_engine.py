@@ -14,12 +14,13 @@ import pytest
 
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -50,7 +51,7 @@ kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pyt
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
 # Fewer prompts a refill than slots, four in a forward.
-LIMITS = Limits(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5)
+LIMITS = EngineConfig(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5)
 SHRINKING = dataclasses.replace(LIMITS, sizes=(10,))
 GREEDY = Sampling(0.0)
 WARM = Sampling(4.0, top_k=60, top_p=0.95)  # at 1 the policy is nearly greedy, and hardly a draft is kept
@@ -145,24 +146,24 @@ def plain_greedy(kind):
 
 def started(kind, prompts=PROMPTS):
     """Slots of the greedy engine, one prompt each, as they are before the first iteration."""
-    programs, weights = engine_of(kind, GREEDY).programs, weights_of(kind)
+    programs, weights = engine_of(kind, GREEDY).compiled, weights_of(kind)
     scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, 1, 0, None)
     slots, carried = programs.empty(weights)
     while scheduler.waiting:
-        slots, carried = programs.refill(weights, slots, carried, scheduler.deal())
+        slots, carried = programs.refill(weights, slots, carried, scheduler.schedule())
     return slots
 
 
-def step(kind, slots, k=K, stale=False):
+def step(kind, slots, k=K, sync_cache=False):
     """One iteration."""
-    programs = engine_of(kind, GREEDY).programs
-    return programs.run(weights_of(kind), slots, k, seed=0, iterations=1, floor=0, stale=stale)[0]
+    inputs = chunk_inputs(seed=0, max_iterations=1, sync_cache=sync_cache)
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, k, inputs)[0]
 
 
 def level(kind, slots):
-    """The slots, their drafter level with the text after a pause: a chunk of no iterations that finds it stale."""
-    programs = engine_of(kind, GREEDY).programs
-    return programs.run(weights_of(kind), slots, K, seed=0, iterations=0, floor=0, stale=True)[0]
+    """The slots, their drafter level with the text after a pause: a chunk without iterations that updates its cache."""
+    inputs = chunk_inputs(seed=0, max_iterations=0, sync_cache=True)
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs)[0]
 
 
 @functools.cache

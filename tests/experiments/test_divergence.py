@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from experiments.engine import divergence
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.rollouts import MODEL, engine_and_weights, policy, prompts
 
 SAMPLING, SEED = Sampling(2.0, 0, 0.95, "coupled"), 3
-LIMITS = Limits(32, 8, 24, 8)
+LIMITS = EngineConfig(32, 8, 24, 8)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
-from specrl_jax.decoding.compiled import Limits
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.io import hf
@@ -222,14 +222,14 @@ def test_a_controller_slower_than_plain_decoding_fails():
 def test_every_drafter_of_the_sweep_builds():
     for name, draft in controller.drafters(bench.TINY_HEAD, "").items():
         setup = controller.make_case(bench.TINY_POLICY, draft, slots=4, prompts=3)
-        assert setup.rollout.engine.programs.lengths == (0, 1, 2, 3, 5, 7), name
+        assert setup.rollout.engine.compiled.lengths == (0, 1, 2, 3, 5, 7), name
         assert len(setup.problems.evaluation) == 3
     assert "mtp" in controller.drafters(bench.TINY_HEAD, "folder")
 
 
 @pytest.mark.parametrize("allocate", [True, False])
 def test_buffers_have_the_bytes_of_the_docstrings(allocate):
-    limits = Limits(4, 6, 10, chunk=4, groups=2, members=3)
+    limits = EngineConfig(4, 6, 10, chunk=4, groups=2, sequences=3)
     rows = memory.measure("nano_deep", limits, "bfloat16", allocate)
     assert [row["bytes"] for row in rows] == [row["arithmetic"] for row in rows]
     assert len(rows) == 6 and all(row["bytes"] for row in rows)

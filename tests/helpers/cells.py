@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import greedy_response, observed, response_distribution
@@ -120,8 +120,8 @@ def run_cell(cell, seed):
     if not cell.temperature:
         prompts = [row.tolist() for n in (1, 2, 3) for row in sequences(V, n)]
     groups = len(prompts)
-    corpus = {"groups": groups, "members": samples + 1} if cell.drafter in COPIES_OTHERS else {}
-    limits = Limits(groups * samples, len(PROMPT), longest, chunk=100, prefill_rows=groups, **corpus)
+    lookup = {"groups": groups, "sequences": samples + 1} if cell.drafter in COPIES_OTHERS else {}
+    limits = EngineConfig(groups * samples, len(PROMPT), longest, chunk=100, prefill_rows=groups, **lookup)
     told = history_of([PROMPT] if cell.temperature else prompts, longest, eos)
     rollouts = make_engine(cell, limits).generate(TARGET, prompts, samples, seed, history=told)
     accepted = rollouts.accepted.sum(axis=0) / np.maximum(rollouts.drafted.sum(axis=0), 1)

@@ -55,7 +55,7 @@ def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="
     method = make_method(options, model)
     draft = method.model
     if method.uses_lookup_cache:
-        limits = dataclasses.replace(limits, groups=limits.num_slots, members=8)
+        limits = dataclasses.replace(limits, groups=limits.num_slots, sequences=8)
     drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition()))
     config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32)
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.verify.op import Noise, verify
-from specrl_jax.decoding.compiled import Model
+from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
 from specrl_jax.decoding.engine import FixedLength, make_engine
+from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.decoding.state import Slots
 
 HASHES = 11
 UNWRITTEN = 3  # fills a fresh cache; 0 would add nothing to a hash
@@ -68,8 +68,8 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     rows = {field.name: by_row for field in dataclasses.fields(Slots)}
     toy = {"init_cache": init_cache, "prefill": prefill, "decode": decode, "verify": verify} | functions
-    model = Model(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
-    shardings = Slots(**rows | {"corpus": everywhere if limits.groups else None})
+    model = EngineFunctions(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
+    shardings = Slots(**rows | {"lookup_cache": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))
     return make_engine(model, limits, shardings, everywhere, lengths)
 

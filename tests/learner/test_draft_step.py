@@ -14,8 +14,8 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import make_rows
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -548,7 +548,7 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     """Through every shift there is: features, tokens, teacher, vocabulary map, and the engine's own use of them."""
     policy = cycling_policy()
     rollout_partition = partitioner(partition.mesh, ROLLOUT)
-    limits = Limits(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
+    limits = EngineConfig(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
     config = InferenceConfig(Sampling(0.0), limits, 0, F32, F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
     prepare = make_prepare(POLICY, HEAD, config, rollout_partition)

@@ -12,8 +12,9 @@ from configs import rlzero_8b
 from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Limits, Program
+from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -75,11 +76,11 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     """Drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh(), ROLLOUT)
     B, k = 64, 3
-    limits = Limits(B, 1024, 1024, 16)
+    limits = EngineConfig(B, 1024, 1024, 16)
     config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
     drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     engine = make_rollout_engine(MODEL, DRAFT, drafter, config, CharTokenizer(), partition)
-    run, arguments = engine.programs._describe(Program("run", B, k), abstract_weights(partition))
+    run, arguments = engine.compiled.describe(Program("decode", B, k), abstract_weights(partition))
     compiled = run.lower(*arguments).compile()
     # bfloat16: a fourth of the experts, everything else whole; caches by rows. The head has 4 KiB of keys and values a
     # token, and the features, 12 KiB.

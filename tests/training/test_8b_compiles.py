@@ -10,9 +10,10 @@ from configs import rlzero_8b
 from specrl_jax.config import OptimizerConfig
 from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Limits, Program
+from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -64,13 +65,13 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     """Plain, and drafting 3 tokens with a head of the published size."""
     partition = partitioner(mesh, ROLLOUT)
     r = CONFIG.rollout
-    limits = Limits(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
+    limits = EngineConfig(r.num_slots, r.max_prompt_tokens, r.max_response_tokens, r.chunk)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(CONFIG.policy.dtype), jnp.dtype(r.cache_dtype))
     draft = DRAFT if k else None
     drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition)) if draft else NO_DRAFTER
     engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
-    run, arguments = engine.programs._describe(
-        Program("run", r.num_slots, k), abstract_weights(draft, config.dtype, partition)
+    run, arguments = engine.compiled.describe(
+        Program("decode", r.num_slots, k), abstract_weights(draft, config.dtype, partition)
     )
     compiled = run.lower(*arguments).compile()
     gathered = [

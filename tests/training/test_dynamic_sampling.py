@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.rollouts import Rollouts, concatenated
+from specrl_jax.decoding.rollouts import Rollouts, concatenate
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import overlong_penalty
 from specrl_jax.training.dynamic_sampling import (
@@ -134,7 +134,7 @@ def test_scores_of_rounds_add_up():
 
 
 def test_rollouts_of_several_calls_are_those_of_one():
-    both = concatenated([rollouts_of(0), rollouts_of(6, prompts=2)])
+    both = concatenate([rollouts_of(0), rollouts_of(6, prompts=2)])
     assert both.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4] and both.chunks == (0, 6)
     part = both.take(np.array([7, 0]))
     assert part.rollout_id.tolist() == [7, 0] and part.tokens.shape == (2, 12)

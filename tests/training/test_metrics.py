@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.rollouts import Chunk
+from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.metrics import mismatch_metrics, reward_metrics, speculation_metrics
 from specrl_jax.training.speedup import Workload, measure_speedup
@@ -19,7 +19,11 @@ def test_acceptance_counts_what_was_committed():
         verifications=np.array([4, 3], np.int32),
         response_length=np.array([8, 5], np.int32),
         # Two programs of one length count together.
-        chunks=[Chunk(2, 3, 1.0, 2, 4, 0.0), Chunk(2, 0, 1.0, 1, 2, 0.0), Chunk(1, 3, 1.0, 1, 1, 0.0)],
+        chunks=[
+            DecodeChunk(2, 3, 1.0, 2, 4, 0.0),
+            DecodeChunk(2, 0, 1.0, 1, 2, 0.0),
+            DecodeChunk(1, 3, 1.0, 1, 1, 0.0),
+        ],
     )
     assert speculation_metrics(rollouts) == pytest.approx(
         {

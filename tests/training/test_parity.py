@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.decoding.compiled import Limits
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
 from tests.helpers.toys import Choosing
@@ -19,7 +19,7 @@ from tests.helpers.training import lower_case, make_run, samples, saved, train
 LONGEST = 5
 # Top-p sums over the vocabulary as well: what it keeps must not hang on the order of that sum.
 SAMPLING = Sampling(2.0, 0, 0.95, "coupled")
-LIMITS = Limits(12, 8, 16, 8, width=LONGEST + 1)
+LIMITS = EngineConfig(12, 8, 16, 8, width=LONGEST + 1)
 
 
 def generate(kind, k, programs, lengths=None, preset="nano_deep"):

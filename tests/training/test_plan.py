@@ -77,11 +77,11 @@ def test_a_refill_can_fill_every_slot_with_whole_groups(num_slots, group, num_sh
 def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups):
     """Four groups of eight fill 32 slots; a fifth begins while the first is not quite finished."""
     limits = limits_of(32, group_size=8, prompts=prompts, lookup=True)
-    assert (limits.groups, limits.members) == (groups, 12)
+    assert (limits.groups, limits.sequences) == (groups, 12)
 
 
 @pytest.mark.parametrize(
-    ("changes", "groups", "members"),
+    ("changes", "groups", "sequences"),
     [
         ({}, 0, 0),
         ({"kind": "suffix"}, 5, 4 + 8),
@@ -91,12 +91,12 @@ def test_every_prompt_under_way_has_a_group_in_the_lookup_cache(prompts, groups)
     ],
     ids=str,
 )
-def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, members):
+def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, groups, sequences):
     """The smoke variant: 16 slots, 4 prompts of 4 answers."""
     config = rlzero_tiny.get_config("smoke")
     config.draft.update(changes)
     limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
-    assert (limits.groups, limits.members, limits.width) == (groups, members, 0)
+    assert (limits.groups, limits.sequences, limits.width) == (groups, sequences, 0)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
 
 

@@ -89,5 +89,5 @@ def test_the_generation_loop_is_built(setup):
         jax.ShapeDtypeStruct((setup.learner.plan.draft.vocab,), jnp.int32, sharding=partition.replicated),
         None,
     )
-    program = Program("run", setup.config.rollout.num_slots, setup.config.draft.length)
-    setup.rollout.engine.programs.lower(program, weights)
+    program = Program("decode", setup.config.rollout.num_slots, setup.config.draft.length)
+    setup.rollout.engine.compiled.lower(program, weights)

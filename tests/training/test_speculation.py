@@ -7,7 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.engine import Lengths
+from specrl_jax.decoding.engine import DraftLengthPolicy
+from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.io.checkpoints import Host
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
@@ -35,8 +36,8 @@ def setup_of(
     draft.update_every, draft.min_coverage = every, 0.9
     engine = types.SimpleNamespace(
         draft_length=length,
-        programs=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
-        limits=types.SimpleNamespace(groups=groups),
+        compiled=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
+        config=types.SimpleNamespace(groups=groups),
     )
     plan = types.SimpleNamespace(
         config=types.SimpleNamespace(draft=draft, rollout=types.SimpleNamespace(temperature=temperature)),
@@ -48,15 +49,15 @@ def setup_of(
 
 def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3]),)):
     """Two rows that drafted and kept so many in all, and the texts of `texts`: (prompt, response)."""
-    whole = [np.array([*prompt, *response], np.int32) for prompt, response in texts]
-    tokens = np.stack([np.pad(text, (0, 9 - len(text))) for text in whole])
+    sequences = [np.array([*prompt, *response], np.int32) for prompt, response in texts]
+    tokens = np.stack([np.pad(text, (0, 9 - len(text))) for text in sequences])
     return types.SimpleNamespace(
         drafted=np.array([[0, 0, 0], drafted], np.int32),
         accepted=np.array([[0, 0, 0], accepted], np.int32),
         tokens=tokens,
         prompt_length=np.array([len(prompt) for prompt, _ in texts]),
-        length=np.array([len(text) for text in whole]),
-        whole=lambda row: whole[row],
+        length=np.array([len(text) for text in sequences]),
+        sequence=lambda row: sequences[row],
     )
 
 
@@ -150,12 +151,12 @@ def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
 def test_a_tripped_alarm_holds_the_controller_back():
     """It would draft three: they cost next to nothing and nearly all are kept. No probe before it is earned."""
     speculation = Speculation(*setup_of(adaptive=True))
-    speculation.controller.endowment = 0.0
+    speculation.controller.initial_budget = 0.0
     for size in SIZES:
         for k in LENGTHS:
             speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
-    speculation.lengths.observe(16, 3, 10.0, 10, 160, np.array([128, 80, 40]), 0.0)
+    speculation.lengths.observe(DecodeChunk(16, 3, 10.0, 10, 160, 0.0), np.array([128, 80, 40]))
     assert k_of(speculation) == 3
     tripped(speculation)
     assert k_of(speculation) == 0
@@ -167,7 +168,7 @@ def test_a_tripped_alarm_holds_the_controller_back():
 def test_other_engines_draft_while_the_run_does(path):
     """A head from a folder from the beginning, a random one once the run has seen that it pays; none under an alarm."""
     speculation = Speculation(*setup_of(adaptive=True, path=path))
-    speculation.controller.endowment = 0.0
+    speculation.controller.initial_budget = 0.0
     assert speculation.lengths_for(None).choose(4, 4).k == (3 if path else 0)
     for size in SIZES:
         for k in LENGTHS:
@@ -245,7 +246,7 @@ def test_a_fresh_workdir_starts_anew():
 
 def test_under_an_alarm_it_answers_all_that_an_engine_asks():
     lengths = Speculation(*setup_of(adaptive=True)).lengths
-    assert {name for name in vars(Lengths) if not name.startswith("_")} <= set(dir(lengths))
+    assert {name for name in vars(DraftLengthPolicy) if not name.startswith("_")} <= set(dir(lengths))
     lengths.replay(10, np.array([5, 2, 1]))
 
 

@@ -10,8 +10,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.lookup.search import look_up
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -48,7 +49,7 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
         deterministic, num_drafted = jnp.ones(slots.length.shape, bool), (tokens >= 0).sum(axis=1, dtype=jnp.int32)
         return Draft(tokens, None, deterministic, num_drafted=num_drafted), slots.cache
 
-    return Drafter(length, draft, lambda params, tokens, length, cache: cache, copies=True)
+    return Drafter(length, draft, lambda params, tokens, length, cache: cache, replayable=True)
 
 
 def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:
@@ -72,4 +73,4 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
 
 
 def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:
-    return look_up(slots.tokens, slots.length, slots.group, slots.member, slots.corpus, k, min_match, max_match)
+    return look_up(slots.tokens, slots.length, slots.group, slots.sequence, slots.lookup_cache, k, min_match, max_match)

@@ -64,8 +64,8 @@ def look_up(
     tokens: jax.Array,
     length: jax.Array,
     group: jax.Array,
-    member: jax.Array,
-    corpus: LookupCache | None,
+    sequence: jax.Array,
+    lookup_cache: LookupCache | None,
     k: int,
     min_match: int,
     max_match: int,
@@ -77,7 +77,7 @@ def look_up(
     Args:
       tokens: [B, S] int32, of `length` [B].
       group: [B] int32, index into the C groups of the lookup cache; C = search the row's own text only.
-      member: [B] int32, index of the row's own text in its group.
+      sequence: [B] int32, index of the row's own text in its group.
       min_match: tokens, at least 1; nothing is copied after a shorter match.
       max_match: tokens compared.
     Returns:
@@ -88,11 +88,11 @@ def look_up(
     match = longest_match(recent, tokens[:, None], length[:, None])
     copied = _continue(tokens, match.position, length, k)
     matched = match.length
-    if corpus is not None:
-        lengths = corpus.length.at[group].get(mode="fill", fill_value=0)
-        lengths = jnp.where(jnp.arange(lengths.shape[1])[None] == member[:, None], 0, lengths)
-        match = longest_match(recent, corpus.tokens.at[group].get(mode="clip"), lengths)
-        text = corpus.tokens.at[group, match.text].get(mode="clip")
+    if lookup_cache is not None:
+        lengths = lookup_cache.length.at[group].get(mode="fill", fill_value=0)
+        lengths = jnp.where(jnp.arange(lengths.shape[1])[None] == sequence[:, None], 0, lengths)
+        match = longest_match(recent, lookup_cache.tokens.at[group].get(mode="clip"), lengths)
+        text = lookup_cache.tokens.at[group, match.text].get(mode="clip")
         text_length = jnp.take_along_axis(lengths, match.text[:, None], axis=1)[:, 0]
         longer = match.length > matched
         copied = jnp.where(longer[:, None], _copy(text, match.position, text_length, k), copied)

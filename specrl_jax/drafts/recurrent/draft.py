@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, stand_in
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.recurrent import network

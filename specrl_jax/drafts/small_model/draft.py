@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, shift_left, stand_in
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.step import Draft, Slots
+from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
 from specrl_jax.drafts.weights import Caches, Weights

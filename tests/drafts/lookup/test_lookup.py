@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from specrl_jax.decoding.compiled import Limits
+from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.lookup_cache import LookupCache, record
+from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.step import Draft, Slots, commit
+from specrl_jax.decoding.state import EngineConfig, Slots
+from specrl_jax.decoding.step import commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from specrl_jax.drafts.lookup.search import look_up
 from tests.helpers import toys
@@ -41,18 +42,26 @@ def definition(own, others, k, min_match, max_match):
     return copied + [-1] * (k - len(copied)), best[0]
 
 
-def by_definition(tokens, length, group, member, corpus, k, min_match, max_match):
+def by_definition(tokens, length, group, sequence, lookup_cache, k, min_match, max_match):
     rows = []
     for b in range(len(tokens)):
-        others = range(corpus.tokens.shape[1]) if corpus is not None and group[b] < corpus.tokens.shape[0] else ()
-        others = [corpus.tokens[group[b], m, : corpus.length[group[b], m]].tolist() for m in others if m != member[b]]
+        others = (
+            range(lookup_cache.tokens.shape[1])
+            if lookup_cache is not None and group[b] < lookup_cache.tokens.shape[0]
+            else ()
+        )
+        others = [
+            lookup_cache.tokens[group[b], m, : lookup_cache.length[group[b], m]].tolist()
+            for m in others
+            if m != sequence[b]
+        ]
         rows.append(definition(tokens[b, : length[b]].tolist(), others, k, min_match, max_match))
     return [tokens for tokens, _ in rows], [length for _, length in rows]
 
 
 @functools.partial(jax.jit, static_argnames=("k", "max_match"))
-def looked_up(tokens, length, group, member, corpus, k, min_match, max_match):
-    return look_up(tokens, length, group, member, corpus, k, min_match, max_match)
+def looked_up(tokens, length, group, sequence, lookup_cache, k, min_match, max_match):
+    return look_up(tokens, length, group, sequence, lookup_cache, k, min_match, max_match)
 
 
 @st.composite
@@ -63,17 +72,17 @@ def cases(draw):
     lengths = np.array(draw(st.lists(st.sampled_from([0, 1, 2, 5, 9, S]), min_size=C * M, max_size=C * M)), np.int32)
     own_lengths = np.array(draw(st.lists(st.sampled_from([1, 2, 3, 7, S - 1, S]), min_size=B, max_size=B)), np.int32)
     group = np.array(draw(st.lists(st.integers(0, C), min_size=B, max_size=B)), np.int32)
-    member = rng.integers(0, M, B).astype(np.int32)
+    sequence = rng.integers(0, M, B).astype(np.int32)
     tokens = rng.integers(0, V, (B, S)).astype(np.int32)
-    return tokens, own_lengths, group, member, LookupCache(texts, lengths.reshape(C, M))
+    return tokens, own_lengths, group, sequence, LookupCache(texts, lengths.reshape(C, M))
 
 
 @pytest.mark.parametrize("k, max_match", [(1, 8), (2, 1), (3, 3), (5, 8)])
-@given(case=cases(), with_corpus=st.booleans(), data=st.data())
+@given(case=cases(), with_lookup_cache=st.booleans(), data=st.data())
 @settings(max_examples=100)
-def test_a_draft_is_what_the_definition_copies(k, max_match, case, with_corpus, data):
+def test_a_draft_is_what_the_definition_copies(k, max_match, case, with_lookup_cache, data):
     min_match = data.draw(st.integers(1, max_match))
-    case = case if with_corpus else (*case[:4], None)
+    case = case if with_lookup_cache else (*case[:4], None)
     wanted, lengths = by_definition(*case, k, min_match, max_match)
     found, matched = looked_up(*case, k, min_match, max_match)
     assert (found.dtype, matched.dtype) == (jnp.int32, jnp.int32)
@@ -83,21 +92,21 @@ def test_a_draft_is_what_the_definition_copies(k, max_match, case, with_corpus, 
 
 @given(case=cases(), seed=st.integers(0, 2**31))
 def test_tokens_beyond_a_length_are_never_read(case, seed):
-    """Nor other groups' texts, nor the row's own text in the corpus."""
-    tokens, length, group, member, corpus = case
+    """Nor other groups' texts, nor the row's own text in the lookup cache."""
+    tokens, length, group, sequence, lookup_cache = case
     rng = np.random.default_rng(seed)
     wanted = looked_up(*case, 5, 1, 8)
     column = np.arange(S)
     tokens = np.where(column < length[:, None], tokens, rng.integers(0, V, tokens.shape))
-    read = column < corpus.length[..., None]
+    read = column < lookup_cache.length[..., None]
     read &= np.isin(np.arange(C), group)[:, None, None]
     for c in range(C):
-        own = set(member[group == c])
+        own = set(sequence[group == c])
         if len(own) == 1:
             read[c, own.pop()] = False
-    texts = np.where(read, corpus.tokens, rng.integers(0, V, corpus.tokens.shape))
+    texts = np.where(read, lookup_cache.tokens, rng.integers(0, V, lookup_cache.tokens.shape))
     found = looked_up(
-        tokens.astype(np.int32), length, group, member, corpus._replace(tokens=texts.astype(np.int32)), 5, 1, 8
+        tokens.astype(np.int32), length, group, sequence, lookup_cache._replace(tokens=texts.astype(np.int32)), 5, 1, 8
     )
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -131,16 +140,16 @@ def test_examples(name):
         return np.array(rows, np.int32), np.array([len(text) for text in texts], np.int32)
 
     tokens, length = buffers([own])
-    corpus = LookupCache(*(x[None] for x in buffers([own, *others])))
+    lookup_cache = LookupCache(*(x[None] for x in buffers([own, *others])))
     zero = np.zeros(1, np.int32)
-    found, found_matched = looked_up(tokens, length, zero, zero, corpus, k, min_match, max_match)
+    found, found_matched = looked_up(tokens, length, zero, zero, lookup_cache, k, min_match, max_match)
     assert (found[0].tolist(), int(found_matched[0])) == ([int(c) for c in draft] + [-1] * (k - len(draft)), matched)
 
 
 # --- drafters
 
 
-def make_slots(tokens, length, group, member, corpus, cache=None):
+def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
     zeros = np.zeros(len(tokens), np.int32)
     counters = np.zeros((len(tokens), 3), np.int32)
     return Slots(
@@ -155,33 +164,36 @@ def make_slots(tokens, length, group, member, corpus, cache=None):
         drafted=jnp.array(counters),
         accepted=jnp.array(counters),
         group=jnp.array(group),
-        member=jnp.array(member),
-        corpus=jax.tree.map(jnp.array, corpus),
+        sequence=jnp.array(sequence),
+        lookup_cache=jax.tree.map(jnp.array, lookup_cache),
         cache=cache,
     )
 
 
-def some_slots(seed=0, cache=None, with_corpus=True):
-    """Rows of two groups and of none, each group's texts in the corpus and a third one from before; some text left."""
+def some_slots(seed=0, cache=None, with_lookup_cache=True):
+    """Rows of two groups and of none, each group's texts in the lookup cache and a third one from before; some text left."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 3, (B, S)).astype(np.int32)
     length = np.array([3, 2, 4, 1, 3], np.int32)
-    group, member = np.array([0, 0, 1, 2, 1], np.int32), np.array([1, 0, 1, 0, 0], np.int32)
-    corpus = LookupCache(rng.integers(0, 3, (C, M, S)).astype(np.int32), np.zeros((C, M), np.int32))
-    corpus.length[:, 2] = S, 7
+    group, sequence = np.array([0, 0, 1, 2, 1], np.int32), np.array([1, 0, 1, 0, 0], np.int32)
+    lookup_cache = LookupCache(rng.integers(0, 3, (C, M, S)).astype(np.int32), np.zeros((C, M), np.int32))
+    lookup_cache.length[:, 2] = S, 7
     for b in range(B):
         if group[b] < C:
-            corpus.tokens[group[b], member[b]], corpus.length[group[b], member[b]] = tokens[b], length[b]
-    return make_slots(tokens, length, group, member, corpus if with_corpus else None, cache)
+            lookup_cache.tokens[group[b], sequence[b]], lookup_cache.length[group[b], sequence[b]] = (
+                tokens[b],
+                length[b],
+            )
+    return make_slots(tokens, length, group, sequence, lookup_cache if with_lookup_cache else None, cache)
 
 
-@pytest.mark.parametrize("with_corpus", [True, False], ids=["suffix", "ngram"])
-def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_corpus):
+@pytest.mark.parametrize("with_lookup_cache", [True, False], ids=["suffix", "ngram"])
+def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cache):
     drafter = lookup_drafter(3, 1, 4)
-    slots = some_slots(cache={"a": jnp.arange(3)}, with_corpus=with_corpus)
+    slots = some_slots(cache={"a": jnp.arange(3)}, with_lookup_cache=with_lookup_cache)
     draft, cache = drafter.draft(None, slots, jnp.uint32(0), 2)
     wanted, _ = by_definition(
-        *map(np.asarray, (slots.tokens, slots.length, slots.group, slots.member)), slots.corpus, 2, 1, 4
+        *map(np.asarray, (slots.tokens, slots.length, slots.group, slots.sequence)), slots.lookup_cache, 2, 1, 4
     )
     np.testing.assert_array_equal(draft.tokens, wanted)
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
@@ -206,41 +218,46 @@ def test_in_a_loop_rows_copy_what_their_siblings_just_wrote():
         return commit(slots.replace(cache=cache), tokens, jnp.zeros(tokens.shape), count, ())
 
     slots = some_slots()
-    tokens, length, group, member = (np.array(x) for x in (slots.tokens, slots.length, slots.group, slots.member))
-    corpus = LookupCache(*map(np.array, slots.corpus))
+    tokens, length, group, sequence = (np.array(x) for x in (slots.tokens, slots.length, slots.group, slots.sequence))
+    lookup_cache = LookupCache(*map(np.array, slots.lookup_cache))
     for _ in range(iterations):
-        drafts, _ = by_definition(tokens, length, group, member, corpus, k, 1, 4)
+        drafts, _ = by_definition(tokens, length, group, sequence, lookup_cache, k, 1, 4)
         for b, draft in enumerate(drafts):
             new = [token for token in draft if token >= 0] + [(length[b] + b) % 3]
             end = min(length[b] + len(new), S)
             tokens[b, length[b] : end] = new[: end - length[b]]
             length[b] = end
             if group[b] < C:
-                corpus.tokens[group[b], member[b], :end], corpus.length[group[b], member[b]] = tokens[b, :end], end
+                lookup_cache.tokens[group[b], sequence[b], :end], lookup_cache.length[group[b], sequence[b]] = (
+                    tokens[b, :end],
+                    end,
+                )
 
     loop = jax.jit(lambda slots: jax.lax.fori_loop(0, iterations, body, slots), donate_argnums=0)
     found = loop(slots)
-    assert slots.corpus.tokens.is_deleted()
+    assert slots.lookup_cache.tokens.is_deleted()
     np.testing.assert_array_equal(found.length, length)
     np.testing.assert_array_equal(found.tokens, tokens)
-    for a, b in zip(found.corpus, corpus, strict=True):
+    for a, b in zip(found.lookup_cache, lookup_cache, strict=True):
         np.testing.assert_array_equal(a, b)
     assert (length[group < C] == S).any() and (length < S).any(), "some rows came to the end, others did not"
 
 
 def test_looking_up_in_a_loop_copies_no_corpus():
-    """Of a corpus much larger than the batch's part of it nothing is allocated."""
-    rows = jax.eval_shape(lambda: some_slots().replace(corpus=None))
-    corpus = LookupCache(jax.ShapeDtypeStruct((512, M, S), jnp.int32), jax.ShapeDtypeStruct((512, M), jnp.int32))
+    """Of a lookup_cache much larger than the batch's part of it nothing is allocated."""
+    rows = jax.eval_shape(lambda: some_slots().replace(lookup_cache=None))
+    lookup_cache = LookupCache(jax.ShapeDtypeStruct((512, M, S), jnp.int32), jax.ShapeDtypeStruct((512, M), jnp.int32))
 
     def body(i, slots):
         draft, _ = lookup_drafter(3, 1).draft(None, slots, jnp.uint32(0), 3)
         where = slots.length[:, None] + jnp.arange(3)[None]
-        return slots.replace(corpus=record(slots.corpus, slots.group, slots.member, where, draft.tokens, slots.length))
+        return slots.replace(
+            lookup_cache=append(slots.lookup_cache, slots.group, slots.sequence, where, draft.tokens, slots.length)
+        )
 
     loop = jax.jit(lambda slots, n: jax.lax.fori_loop(0, n, body, slots), donate_argnums=0)
-    memory = loop.lower(rows.replace(corpus=corpus), jnp.int32(3)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < corpus.tokens.size * 4 / 4
+    memory = loop.lower(rows.replace(lookup_cache=lookup_cache), jnp.int32(3)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < lookup_cache.tokens.size * 4 / 4
 
 
 def fixed_drafter(deterministic, logits=True):
@@ -257,7 +274,7 @@ def fixed_drafter(deterministic, logits=True):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic):
     slots = some_slots(cache=jnp.int32(5))
-    arrays = (slots.tokens, slots.length, slots.group, slots.member, slots.corpus)
+    arrays = (slots.tokens, slots.length, slots.group, slots.sequence, slots.lookup_cache)
     copied, matched = (np.asarray(x) for x in look_up(*arrays, 3, 1, 4))
     threshold = 2
     long = matched >= threshold
@@ -285,7 +302,7 @@ SAMPLES, EARLIER = 4, 2
 
 def generate(drafter, rule, histories=(None,), groups=0, seed=0):
     """Rollouts with each of `histories`, by one engine."""
-    limits = Limits(6, 4, 16, 3, groups=groups, members=(SAMPLES + EARLIER) if groups else 0)
+    limits = EngineConfig(6, 4, 16, 3, groups=groups, sequences=(SAMPLES + EARLIER) if groups else 0)
     engine = toys.toy_engine(limits, Sampling(1.0, rule=rule), (3,), 0, drafter, lengths=(drafter.length,))
     return [engine.generate(TABLE, PROMPTS, SAMPLES, seed=seed, history=history) for history in histories]
 
@@ -293,7 +310,7 @@ def generate(drafter, rule, histories=(None,), groups=0, seed=0):
 def remember(rollouts):
     history = History(EARLIER, 8)
     for i in range(len(rollouts.length)):
-        history.add(PROMPTS[rollouts.prompt_index[i]], [rollouts.whole(i)])
+        history.add(PROMPTS[rollouts.prompt_index[i]], [rollouts.sequence(i)])
     return history
 
 
@@ -328,7 +345,7 @@ def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     """
     table, N, prompt, sampling = toys.make_table(seed=4, V=3), 2**17, [1, 0, 2, 1], Sampling(1.0, rule=rule)
     drafter = lookup_override(toys.toy_drafter(DRAFT_TABLE[:3, :3], 2, 1.0), 2, 4)
-    limits = Limits(N, 4, 4, 4, new_prompts=1, groups=1, members=3)
+    limits = EngineConfig(N, 4, 4, 4, new_prompts=1, groups=1, sequences=3)
     engine = toys.toy_engine(limits, sampling, (99,), drafter=drafter, lengths=(2,))
     rollouts = engine.generate(table, [prompt], N, seed=6)
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
