@@ -55,7 +55,9 @@ def test_each_token_reads_its_own_sequence_up_to_itself(name, packed, partition)
 
 
 # One tile that is not full, one that is, two with a remainder; rows that do not divide over their devices.
-@pytest.mark.parametrize("B, T", [(2, 40), (2, 128), (2, 700), (3, 40)])
+@pytest.mark.parametrize(
+    "B, T", [(3, 40), pytest.param(2, 128, marks=pytest.mark.slow), pytest.param(2, 700, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_splash_and_its_gradient_are_those_of_xla_on_a_mesh(packed, B, T):
     """Rows over two devices, heads over two."""

@@ -1,4 +1,4 @@
-"""Log-probs and draft terms by tiles of the vocabulary, against whole logits in float64; and their memory.
+"""Log-probs and draft terms by tiles of the vocabulary, against whole logits in float64, and their memory.
 
 References differentiate whole logits by autodiff in float64; the code under test has derivatives written by hand.
 """
@@ -15,7 +15,6 @@ from specrl_jax.core import DraftTerms, logprobs_and_entropy, shift_left
 from specrl_jax.models import lm_head
 from specrl_jax.models.lm_head import TargetDistribution, Tiling, TokenScores, draft_terms, token_scores
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from tests.helpers.exact import softmax
 
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -32,8 +31,8 @@ def partition_of(mesh):
     return partitioner(make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))]), LEARNER)
 
 
-def tiling(words=0, temperature=1.0, mesh="one"):
-    return Tiling(words, temperature, partition_of(mesh))
+def tiling(entries=0, temperature=1.0, mesh="one"):
+    return Tiling(entries, temperature, partition_of(mesh))
 
 
 def assert_gradients_close(got, want, share=GRADIENT):
@@ -58,7 +57,7 @@ def inputs_of(vocab, seed=0):
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     table = 2 * rng.normal(size=(vocab, D)).astype(np.float32)
     targets = rng.integers(0, vocab, (B, T)).astype(np.int32)
-    # The first and the last word, in whose tiles a mistake of the tiling would be.
+    # The first and the last entry, in whose tiles a mistake of the tiling would be.
     targets[0, :2] = 0, vocab - 1
     return hidden, table, targets, TokenScores(*rng.normal(size=(3, B, T)).astype(np.float32))
 
@@ -90,17 +89,15 @@ def graded_scores(hidden, table, targets, cotangents, tiling):
     return jax.device_get(run(hidden, table, targets, cotangents))
 
 
-# Everything at once; into tiles that divide 30 and 15 or 31; into some that do not; of more words than there are.
-TILES = [0, 10, 7, 64]
+# All at once; in tiles that divide the vocabulary; in tiles that do not; in tiles larger than it.
+TILINGS = [(0, V, "one"), (7, V, "one"), (10, 30, "eight"), (7, 30, "eight"), (7, V, "eight"), (64, 30, "one")]
 
 
-@pytest.mark.parametrize("mesh", ["one", "eight"])
-@pytest.mark.parametrize("vocab", [V, 30])
-@pytest.mark.parametrize("words", TILES)
-def test_scores_by_tiles_are_those_of_whole_logits(words, vocab, mesh):
+@pytest.mark.parametrize(("entries", "vocab", "mesh"), TILINGS)
+def test_scores_by_tiles_are_those_of_whole_logits(entries, vocab, mesh):
     """Of the eight devices two share the vocabulary where it divides, and none where it does not."""
     inputs = inputs_of(vocab)
-    found, gradients = graded_scores(*inputs, tiling(words, 0.6, mesh))
+    found, gradients = graded_scores(*inputs, tiling(entries, 0.6, mesh))
     expected, _, expected_gradients = scores_by_hand(*inputs, 0.6)
     assert {x.dtype for x in found} == {np.dtype("float32")}
     for name in TokenScores._fields:
@@ -108,7 +105,7 @@ def test_scores_by_tiles_are_those_of_whole_logits(words, vocab, mesh):
     assert_gradients_close(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, 1.7])
 def test_scores_at_every_temperature(temperature):
     """0 counts as 1."""
     inputs = inputs_of(V)
@@ -127,19 +124,18 @@ def test_each_score_has_a_gradient_of_its_own(name):
     assert_gradients_close(gradients, scores_by_hand(*inputs, cotangents, 0.6)[2])
 
 
-@pytest.mark.parametrize("words", [0, 7])
-def test_in_float64_the_formulas_agree_to_the_last_digits(words, float64):
+@pytest.mark.parametrize("entries", [0, 7])
+def test_in_float64_the_formulas_agree_to_the_last_digits(entries, float64):
     inputs = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, inputs_of(V))
-    found, gradients = graded_scores(*inputs, tiling(words, 0.6))
+    found, gradients = graded_scores(*inputs, tiling(entries, 0.6))
     expected, _, expected_gradients = scores_by_hand(*inputs, 0.6)
     assert found.entropy.dtype == np.float64
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-13), found, expected)
     assert_gradients_close(gradients, expected_gradients, 1e-13)
 
 
-@pytest.mark.parametrize("words", [0, 7])
-@pytest.mark.parametrize("shift", [-768.0, 512.0])
-def test_logits_hundreds_away_from_zero(shift, words):
+@pytest.mark.parametrize(("shift", "entries"), [(-768.0, 7), (512.0, 0)])
+def test_logits_hundreds_away_from_zero(shift, entries):
     """Their softmax is that of logits near zero, and so is its entropy, to the bit of what the maximum leaves.
 
     Hidden states and table are multiples of 1 / 8, so that the logits are exact wherever they lie.
@@ -149,8 +145,8 @@ def test_logits_hundreds_away_from_zero(shift, words):
     further = np.concatenate([hidden, np.ones((B, T, 1))], axis=-1), np.pad(table, ((0, 0), (0, 1)))
     further[1][:, -1] = shift
     further = tuple(x.astype(np.float32) for x in further)
-    near, _ = graded_scores(hidden, table, targets, cotangents, tiling(words))
-    far, gradients = graded_scores(*further, targets, cotangents, tiling(words))
+    near, _ = graded_scores(hidden, table, targets, cotangents, tiling(entries))
+    far, gradients = graded_scores(*further, targets, cotangents, tiling(entries))
     np.testing.assert_array_equal(far.entropy, near.entropy)
     # Numbers near 1024 come in steps of 2**-14, and a log-prob is the difference of two of them.
     expected, _, expected_gradients = scores_by_hand(*further, targets, cotangents, 1.0)
@@ -160,7 +156,7 @@ def test_logits_hundreds_away_from_zero(shift, words):
     assert_gradients_close(gradients, expected_gradients, 2**-12)
 
 
-@pytest.mark.parametrize("narrow", ["hidden", "table", "both"])
+@pytest.mark.parametrize("narrow", ["hidden", "table"])
 def test_bfloat16_operands_have_float32_scores(narrow):
     """Products are exact in float32 and the rest is float32; gradients of logits are rounded to the hidden's dtype."""
     hidden, table, targets, cotangents = inputs_of(V)
@@ -182,7 +178,7 @@ def test_bfloat16_operands_have_float32_scores(narrow):
         assert (np.abs(np.asarray(got, np.float64) - want) <= 3 * 2**-9 * bound + 1e-6).all()
 
 
-# ---- what is never there
+# ---- memory
 
 
 def shapes_in(compiled):
@@ -191,104 +187,106 @@ def shapes_in(compiled):
     return max(int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes)
 
 
-WORDS, TOKENS, WIDTH = 151_936, (4, 2048), 64
+VOCABULARY, TOKENS, WIDTH = 151_936, (4, 2048), 64
 
 
-def compiled_scores(words):
+def compiled_scores(entries):
     """Value and gradients of 8,192 tokens' log-probs over Qwen3's vocabulary; compiled, not run."""
     hidden = jax.ShapeDtypeStruct((*TOKENS, WIDTH), jnp.float32)
-    table = jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)
+    table = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32)
     targets = jax.ShapeDtypeStruct(TOKENS, jnp.int32)
 
     def loss(hidden, table, targets):
-        scores = token_scores(hidden, table, targets, tiling(words))
+        scores = token_scores(hidden, table, targets, tiling(entries))
         return scores.logprobs.sum() + scores.entropy.sum()
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(hidden, table, targets).compile()
 
 
-def test_no_array_of_every_token_and_word():
-    """4.6 GiB in float32. A 16th of the words at once: logits, their gradient, and the operands of its two products."""
-    words, tokens = 9_496, int(np.prod(TOKENS))
-    compiled = compiled_scores(words)
-    assert shapes_in(compiled) <= max(tokens * words, WORDS * WIDTH) < tokens * WORDS
+@pytest.mark.slow
+def test_no_array_of_every_token_and_entry():
+    """4.6 GiB in float32. A 16th of the entries at once: logits, their gradient, and the operands of two matmuls."""
+    entries, tokens = 9_496, int(np.prod(TOKENS))
+    compiled = compiled_scores(entries)
+    assert shapes_in(compiled) <= max(tokens * entries, VOCABULARY * WIDTH) < tokens * VOCABULARY
     # What is not a tile: hidden states and a few numbers a token.
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * tokens * words) + 4 * (4 * tokens * WIDTH)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * tokens * entries) + 4 * (4 * tokens * WIDTH)
     # Without tiles it would be seen.
-    assert shapes_in(compiled_scores(0)) >= tokens * WORDS
+    assert shapes_in(compiled_scores(0)) >= tokens * VOCABULARY
 
 
-def compiled_terms(words):
+def compiled_terms(entries):
     vocab, steps = 32_000, 3
     outputs = jax.ShapeDtypeStruct((steps, *TOKENS, WIDTH), jnp.float32)
     table = jax.ShapeDtypeStruct((vocab, WIDTH), jnp.float32)
-    teacher = TargetDistribution(
+    target = TargetDistribution(
         jax.ShapeDtypeStruct((*TOKENS, WIDTH), jnp.float32), table, jax.ShapeDtypeStruct(TOKENS, "f4")
     )
 
-    def loss(outputs, table, teacher):
-        terms = draft_terms(outputs, table, teacher, tiling(words))
+    def loss(outputs, table, target):
+        terms = draft_terms(outputs, table, target, tiling(entries))
         return terms.cross_entropy.sum() + terms.overlap.sum()
 
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(outputs, table, teacher).compile()
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(outputs, table, target).compile()
 
 
-def test_no_array_of_every_pair_and_word_of_the_draft():
-    words, tokens = 2_000, int(np.prod(TOKENS))
-    compiled = compiled_terms(words)
+@pytest.mark.slow
+def test_no_array_of_every_pair_and_entry_of_the_draft():
+    entries, tokens = 2_000, int(np.prod(TOKENS))
+    compiled = compiled_terms(entries)
     # The gradients of three steps' logits lie beside each other.
-    assert shapes_in(compiled) <= 3 * tokens * words < tokens * 32_000
+    assert shapes_in(compiled) <= 3 * tokens * entries < tokens * 32_000
     # Six tiles a step: p, p~, q, the gradient of its logits, and the operands of the two products.
-    assert compiled.memory_analysis().temp_size_in_bytes < 3 * 6 * (4 * tokens * words) + 4 * (4 * tokens * WIDTH)
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * 6 * (4 * tokens * entries) + 4 * (4 * tokens * WIDTH)
 
 
-# ---- what a draft learns from
+# ---- terms of draft losses
 
 STEPS, WIDE = 3, 5  # the draft's width is another than the target's
 IDS = {size: np.array([7, 0, 30, 4, 8, 2, 11, 29, 16, 5, 21, 9, 3][:size]) for size in (12, 13)}
-# (i, t) whose teacher is in the row.
+# (i, t) whose target position is in the row.
 TAUGHT = np.stack([np.arange(T) < T - 1 - i for i in range(STEPS)])[:, None]
 
 
 def pairs_of(drafted, temperature=1.0, seed=0, favourite=None):
     """(outputs [S, B, T, D'], table [Vd, D'], TargetDistribution, cotangents of ce and overlap), float32.
 
-    The target says every word of 31, the draft some of them; `favourite` is a word of which it says most.
+    The target has all 31 entries, the draft some of them; `favourite` is the id of most of the target's mass.
     """
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(STEPS, B, T, WIDE)).astype(np.float32)
     table = rng.normal(size=(len(drafted), WIDE)).astype(np.float32)
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
-    words = rng.normal(size=(V, D)).astype(np.float32)
+    entries = rng.normal(size=(V, D)).astype(np.float32)
     if favourite is not None:
         hidden[..., 0] = 2.0
-        words[favourite] = [6.0] + [0.0] * (D - 1)
-    logits = np.einsum("BTD,VD->BTV", hidden, words, dtype=np.float64) / (temperature or 1.0)
+        entries[favourite] = [6.0] + [0.0] * (D - 1)
+    logits = np.einsum("BTD,VD->BTV", hidden, entries, dtype=np.float64) / (temperature or 1.0)
     normaliser = (logits.max(-1) + np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))).astype(np.float32)
     cotangents = np.where(TAUGHT, rng.normal(size=(2, STEPS, B, T)), 0.0).astype(np.float32)
-    return outputs, table, TargetDistribution(hidden, words[drafted], normaliser), cotangents
+    return outputs, table, TargetDistribution(hidden, entries[drafted], normaliser), cotangents
 
 
-def terms_by_hand(student, teacher, temperature):
+def terms_by_hand(student, target, temperature):
     """DraftTerms from float64 logits of the draft [S, B, T, Vd], in jax, to differentiate."""
     temperature = temperature or 1.0
-    hidden, table = (jnp.asarray(x, jnp.float64) for x in teacher[:2])
+    hidden, table = (jnp.asarray(x, jnp.float64) for x in target[:2])
     logits = jnp.einsum("BTD,VD->BTV", hidden, table) / temperature
     log_q = jax.nn.log_softmax(student / temperature)
     then = [shift_left(logits, 1 + i) for i in range(STEPS)]
-    p = jnp.stack([x - shift_left(jnp.asarray(teacher.normaliser), 1 + i)[..., None] for i, x in enumerate(then)])
+    p = jnp.stack([x - shift_left(jnp.asarray(target.normaliser), 1 + i)[..., None] for i, x in enumerate(then)])
     log_share = jax.nn.log_softmax(jnp.stack(then))
     share = jnp.exp(log_share)
     overlap = jnp.minimum(jnp.exp(p), jnp.exp(log_q)).sum(-1)
     return DraftTerms(-(share * log_q).sum(-1), -(share * log_share).sum(-1), overlap)
 
 
-def exact_terms(outputs, table, teacher, cotangents, temperature):
+def exact_terms(outputs, table, target, cotangents, temperature):
     """(DraftTerms, gradient of the draft's logits, (of outputs, of its table)) in float64 by autodiff."""
     outputs, table = (np.asarray(x, np.float64) for x in (outputs, table))
     with jax.enable_x64(True):
         student = jnp.einsum("SBTD,VD->SBTV", outputs, table)
-        found, pull = jax.vjp(lambda student: terms_by_hand(student, teacher, temperature), student)
+        found, pull = jax.vjp(lambda student: terms_by_hand(student, target, temperature), student)
         crossed, overlap = (jnp.asarray(c, jnp.float64) for c in cotangents)
         (to_logits,) = pull(DraftTerms(crossed, jnp.zeros_like(crossed), overlap))
         found, to_logits = jax.device_get((found, to_logits))
@@ -296,15 +294,15 @@ def exact_terms(outputs, table, teacher, cotangents, temperature):
     return found, to_logits, (to_outputs, np.einsum("SBTV,SBTD->VD", to_logits, outputs))
 
 
-def graded_terms(outputs, table, teacher, cotangents, tiling):
+def graded_terms(outputs, table, target, cotangents, tiling):
     """(DraftTerms, gradients of outputs and table) by the code under test; entropy's cotangent leads nowhere."""
 
     @jax.jit
-    def run(outputs, table, teacher, cotangents):
-        found, pull = jax.vjp(lambda outputs, table: draft_terms(outputs, table, teacher, tiling), outputs, table)
+    def run(outputs, table, target, cotangents):
+        found, pull = jax.vjp(lambda outputs, table: draft_terms(outputs, table, target, tiling), outputs, table)
         return found, pull(DraftTerms(cotangents[0], jnp.ones_like(cotangents[0]), cotangents[1]))
 
-    return jax.device_get(run(outputs, table, teacher, cotangents))
+    return jax.device_get(run(outputs, table, target, cotangents))
 
 
 def assert_terms_close(found, expected, **close):
@@ -313,20 +311,21 @@ def assert_terms_close(found, expected, **close):
         np.testing.assert_allclose(got, want, **close, err_msg=name)
 
 
-@pytest.mark.parametrize("mesh", ["one", "eight"])
-@pytest.mark.parametrize("vocab", [13, 12])
-@pytest.mark.parametrize("words", [0, 4, 5, 64])
-def test_terms_by_tiles_are_those_of_whole_logits(words, vocab, mesh):
+@pytest.mark.parametrize(
+    ("entries", "vocab", "mesh"),
+    [(0, 13, "one"), (5, 13, "one"), (4, 12, "eight"), (5, 12, "eight"), (64, 13, "eight")],
+)
+def test_terms_by_tiles_are_those_of_whole_logits(entries, vocab, mesh):
     pairs = pairs_of(IDS[vocab], 0.6)
-    found, gradients = graded_terms(*pairs, tiling(words, 0.6, mesh))
+    found, gradients = graded_terms(*pairs, tiling(entries, 0.6, mesh))
     expected, _, expected_gradients = exact_terms(*pairs, 0.6)
     assert {x.dtype for x in found} == {np.dtype("float32")}
     assert_terms_close(found, expected, **CLOSE)
     assert_gradients_close(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_terms_at_other_temperatures(temperature):
+def test_temperature_0_counts_as_1_in_the_terms():
+    temperature = 0.0
     pairs = pairs_of(IDS[13], temperature)
     found, gradients = graded_terms(*pairs, tiling(5, temperature))
     expected, _, expected_gradients = exact_terms(*pairs, temperature)
@@ -334,55 +333,32 @@ def test_terms_at_other_temperatures(temperature):
     assert_gradients_close(gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("words", [0, 5])
-def test_in_float64_the_terms_agree_to_the_last_digits(words, float64):
+@pytest.mark.parametrize("entries", [0, 5])
+def test_in_float64_the_terms_agree_to_the_last_digits(entries, float64):
     pairs = jax.tree.map(lambda x: x.astype(np.float64), pairs_of(IDS[13], 0.6))
-    found, gradients = graded_terms(*pairs, tiling(words, 0.6))
+    found, gradients = graded_terms(*pairs, tiling(entries, 0.6))
     expected, _, expected_gradients = exact_terms(*pairs, 0.6)
     assert found.overlap.dtype == np.float64
     assert_terms_close(found, expected, rtol=0, atol=1e-13)
     assert_gradients_close(gradients, expected_gradients, 1e-13)
 
 
-def test_gradients_are_the_published_ones():
-    """d ce / d z = q - p~ and d overlap / d z = q (1[q <= p] - sum of q where q <= p), pair by pair in NumPy.
+def test_no_gradient_goes_to_the_target():
+    outputs, table, target, cotangents = pairs_of(IDS[13])
 
-    Both as gradients of the draft's logits, which the identity for a table makes the outputs.
-    """
-    drafted, rng = IDS[13], np.random.default_rng(2)
-    logits, teacher = rng.normal(size=(STEPS, B, T, len(drafted))).astype(np.float32), pairs_of(drafted)[2]
-    eye, cotangents = np.eye(len(drafted), dtype=np.float32), rng.normal(size=(2, STEPS, B, T)).astype(np.float32)
-    found, (to_logits, _) = graded_terms(logits, eye, teacher, cotangents, tiling(5))
-    z = teacher.hidden.astype(np.float64) @ teacher.table.T.astype(np.float64)
-    seen = set()
-    for i, b, t in np.argwhere(np.broadcast_to(TAUGHT, (STEPS, B, T))):
-        p, share = np.exp(z[b, t + 1 + i] - teacher.normaliser[b, t + 1 + i]), softmax(z[b, t + 1 + i])
-        q = softmax(logits[i, b, t])
-        below = q <= p
-        seen.update(below.tolist())
-        crossed, kept = q - share, q * (below - q[below].sum())
-        expected = cotangents[0, i, b, t] * crossed + cotangents[1, i, b, t] * kept
-        np.testing.assert_allclose(to_logits[i, b, t], expected, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(found.overlap[i, b, t], np.minimum(p, q).sum(), rtol=0, atol=1e-6)
-    assert seen == {True, False}
-
-
-def test_no_gradient_goes_to_the_teacher():
-    outputs, table, teacher, cotangents = pairs_of(IDS[13])
-
-    def loss(teacher):
-        terms = draft_terms(outputs, table, teacher, tiling(5))
+    def loss(target):
+        terms = draft_terms(outputs, table, target, tiling(5))
         return sum(jnp.sum(term * c) for term, c in zip(terms, (*cotangents, cotangents[0])))
 
-    value, gradient = jax.jit(jax.value_and_grad(loss))(teacher)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(target)
     assert value != 0.0
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), gradient)
 
 
 def test_entropy_is_the_targets_own():
     """No gradient through it, and none of the draft in it."""
-    outputs, table, teacher, cotangents = pairs_of(IDS[13])
-    rest = table, teacher, 0 * cotangents, tiling(5)
+    outputs, table, target, cotangents = pairs_of(IDS[13])
+    rest = table, target, 0 * cotangents, tiling(5)
     _, gradients = graded_terms(outputs, *rest)
     for gradient in gradients:
         np.testing.assert_array_equal(gradient, 0.0)
@@ -390,20 +366,19 @@ def test_entropy_is_the_targets_own():
     np.testing.assert_array_equal(of_another, entropy)
 
 
-@pytest.mark.parametrize("words", [0, 5])
-def test_what_the_draft_cannot_say_is_not_kept(words):
-    """Nearly all of p outside the draft vocabulary: the overlap is with p as it is, cross-entropy with what is left.
+def test_the_overlap_is_with_p_not_renormalised():
+    """Nearly all of p is outside the draft vocabulary: a draft q = p~ is accepted with p's mass on that vocabulary.
 
-    A draft that says p~ itself is then kept as often as the target says any of its words; with p renormalised it would
-    be always. It has nothing to learn from either.
+    With p renormalised it would always be accepted. Neither loss has a gradient there.
     """
+    entries = 5
     drafted = IDS[13]
-    _, _, teacher, cotangents = pairs_of(drafted, favourite=1)
+    _, _, target, cotangents = pairs_of(drafted, favourite=1)
     assert 1 not in drafted
-    outputs = np.stack([shift_left(jnp.asarray(teacher.hidden), 1 + i) for i in range(STEPS)])
-    found, gradients = graded_terms(outputs, teacher.table, teacher, cotangents, tiling(words))
-    z = teacher.hidden.astype(np.float64) @ teacher.table.T.astype(np.float64)
-    mass = np.exp(z - teacher.normaliser[..., None]).sum(axis=-1)
+    outputs = np.stack([shift_left(jnp.asarray(target.hidden), 1 + i) for i in range(STEPS)])
+    found, gradients = graded_terms(outputs, target.table, target, cotangents, tiling(entries))
+    z = target.hidden.astype(np.float64) @ target.table.T.astype(np.float64)
+    mass = np.exp(z - target.normaliser[..., None]).sum(axis=-1)
     assert mass.max() < 0.3 and np.median(mass) < 0.02
     for i in range(STEPS):
         np.testing.assert_allclose(found.overlap[i, :, : T - 1 - i], mass[:, 1 + i :], rtol=1e-5)
@@ -415,8 +390,8 @@ def test_what_the_draft_cannot_say_is_not_kept(words):
 
 
 def test_bfloat16_outputs_have_float32_terms():
-    outputs, table, teacher, cotangents = pairs_of(IDS[13])
-    halved = outputs.astype(jnp.bfloat16), table, teacher._replace(hidden=teacher.hidden.astype(jnp.bfloat16))
+    outputs, table, target, cotangents = pairs_of(IDS[13])
+    halved = outputs.astype(jnp.bfloat16), table, target._replace(hidden=target.hidden.astype(jnp.bfloat16))
     found, gradients = graded_terms(*halved, cotangents, tiling(5))
     assert {x.dtype for x in found} == {np.dtype("float32")}
     assert [g.dtype for g in gradients] == [jnp.dtype("bfloat16"), np.dtype("float32")]
@@ -427,7 +402,7 @@ def test_bfloat16_outputs_have_float32_terms():
     rounded = (
         narrowed(outputs),
         narrowed(table),
-        teacher._replace(hidden=narrowed(teacher.hidden), table=narrowed(teacher.table)),
+        target._replace(hidden=narrowed(target.hidden), table=narrowed(target.table)),
     )
     expected, to_logits, expected_gradients = exact_terms(*rounded, cotangents, 1.0)
     assert_terms_close(found, expected, **CLOSE)

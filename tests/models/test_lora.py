@@ -77,6 +77,7 @@ def mesh_sizes(mesh):
 LEARNER_AXES = ("data", "fsdp", "expert", "tensor")
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_plain_path():
     """dA = scale dW B^T and dB = scale A^T dW, with dW that of a step whose weights are the sum."""
     adapters = random_adapters(PLAIN.model)
@@ -101,12 +102,14 @@ def test_gradients_are_those_of_the_plain_path():
     jax.tree.map(np.testing.assert_array_equal, frozen, initial_params())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh,microbatch", [(True, 0), (False, 2)])
 def test_neither_devices_nor_microbatches_matter(mesh, microbatch):
     for got, want in zip(jax.tree.leaves(update(mesh, microbatch)[0]), jax.tree.leaves(update(False)[0])):
         np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_the_sum_exists_for_one_layer_at_a_time():
     """No array as large as a stack of summed weights among the temporaries of a step: what would LoRA be for."""
     config = dataclasses.replace(PLAIN.model, layers=24)

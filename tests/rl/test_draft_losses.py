@@ -1,4 +1,4 @@
-"""What a draft learns and is expected to keep, against plain loops in float64: pairs, losses, weights.
+"""Draft losses against plain loops in float64: masks, losses, weights, gradients, packed rows.
 
 The losses take `DraftTerms`; these come from the real `draft_terms`, whose unembeddings are identities, so that tests
 choose the logits.
@@ -39,9 +39,9 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
 
 @functools.cache
-def tiling(temperature, words=2):
+def tiling(temperature, entries=2):
     mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
-    return Tiling(words, temperature, partitioner(mesh, LEARNER))
+    return Tiling(entries, temperature, partitioner(mesh, LEARNER))
 
 
 def mask_of(response):
@@ -56,7 +56,7 @@ def learns(response, i, t):
 
 @pytest.fixture(scope="module")
 def batch():
-    """(student [steps, B, T, Vd], target [B, T, V], response [B, T]): logits over five of nine words, and of all nine;
+    """(student [steps, B, T, Vd], target [B, T, V], response [B, T]): logits over five of nine entries and over all;
     a usual row, one that ends with the row, a short one, one without response.
     """
     rng = np.random.default_rng(0)
@@ -125,19 +125,19 @@ def test_a_packed_sequence_learns_what_it_learns_alone(pack):
 # ---- which losses
 
 
-def terms_of(student, target, temperature, drafted=DRAFTED, words=2):
+def terms_of(student, target, temperature, drafted=DRAFTED, entries=2):
     """DraftTerms of logits: the tables are identities."""
     eye = jnp.eye(V, dtype=jnp.asarray(target).dtype)
     normaliser = jax.nn.logsumexp(jnp.asarray(target) / (temperature or 1.0), axis=-1)
-    teacher = TargetDistribution(jnp.asarray(target), eye[np.array(drafted)], normaliser)
+    distribution = TargetDistribution(jnp.asarray(target), eye[np.array(drafted)], normaliser)
     table = jnp.eye(len(drafted), dtype=jnp.asarray(student).dtype)
-    return draft_terms(jnp.asarray(student), table, teacher, tiling(temperature, words))
+    return draft_terms(jnp.asarray(student), table, distribution, tiling(temperature, entries))
 
 
 def _means_of(name, student, target, mask, temperature, whole=False):
-    """Mean [steps] of a loss, or of `survival`."""
+    """Mean [steps] of a loss, or of `cumulative_acceptance`."""
     terms = terms_of(student, target, temperature, list(range(V)) if whole else DRAFTED)
-    values = cumulative_acceptance(terms) if name == "survival" else step_losses(name, terms)
+    values = cumulative_acceptance(terms) if name == "cumulative_acceptance" else step_losses(name, terms)
     return step_means(values, draft_loss_mask(mask, len(student)))
 
 
@@ -161,7 +161,13 @@ def pair_by_hand(student, target, b, t, steps, temperature):
         kept *= overlap
     share = p[DRAFTED] / p[DRAFTED].sum()
     ce = -share @ log_softmax(scaled)
-    return {"ce": ce, "kl": ce + share @ np.log(share), "tv": 1 - overlap, "e2e_tv": 1 - kept, "survival": kept}
+    return {
+        "ce": ce,
+        "kl": ce + share @ np.log(share),
+        "tv": 1 - overlap,
+        "e2e_tv": 1 - kept,
+        "cumulative_acceptance": kept,
+    }
 
 
 def by_hand(name, student, target, response, temperature):
@@ -174,10 +180,10 @@ def by_hand(name, student, target, response, temperature):
     return totals, counts
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("name", [*LOSSES, "survival"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", [*LOSSES, "cumulative_acceptance"])
 def test_each_loss_of_each_draft_step(name, temperature, batch):
-    """Along the text: e2e_tv and survival multiply what each step keeps. p over all nine words but in ce and kl."""
+    """e2e_tv and the cumulative acceptance multiply the overlaps along the text; p is over all nine entries but in ce, kl."""
     student, target, response = batch
     means = means_of(name, student, target, mask_of(response), temperature)
     totals, counts = by_hand(name, student, target, response, temperature)
@@ -187,34 +193,7 @@ def test_each_loss_of_each_draft_step(name, temperature, batch):
     np.testing.assert_allclose(means.total, totals, **CLOSE)
 
 
-def test_kl_and_tv_are_bounded_and_survival_falls(batch):
-    student, target, response = batch
-    rates = {name: means_of(name, student, target, mask_of(response), 1.0).value() for name in [*LOSSES, "survival"]}
-    assert (rates["kl"] > 0).all() and (rates["kl"] < rates["ce"]).all()
-    assert (rates["tv"] > 0).all() and (rates["tv"] < 1).all()
-    assert 0 < rates["survival"][2] < rates["survival"][1] < rates["survival"][0] < 1
-    np.testing.assert_allclose(rates["e2e_tv"], 1 - rates["survival"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_temperature_0_counts_as_1(name, batch):
-    student, target, response = batch
-    greedy, sampled = (means_of(name, student, target, mask_of(response), temperature) for temperature in (0.0, 1.0))
-    jax.tree.map(np.testing.assert_array_equal, greedy, sampled)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_rows_add_up(name, batch):
-    """Sums and counts, so that microbatches put together give the whole."""
-    student, target, response = batch
-    mask = mask_of(response)
-    whole = means_of(name, student, target, mask, 1.0)
-    parts = [means_of(name, student[:, [b]], target[[b]], mask[[b]], 1.0) for b in range(B)]
-    np.testing.assert_array_equal(np.sum([part.count for part in parts], axis=0), whole.count)
-    np.testing.assert_allclose(np.sum([part.total for part in parts], axis=0), whole.total, **CLOSE)
-
-
-def unsupervised(response):
+def unmasked(response):
     """(draft steps [steps, B, T] that learn nothing, positions [B, T] of the target from which nothing is learnt)."""
     learning = np.array([[[learns(row, i, t) for t in range(T)] for row in response] for i in range(STEPS)])
     read = np.zeros((B, T), bool)
@@ -227,7 +206,7 @@ def unsupervised(response):
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_supervised_does_not_matter(name, batch):
     student, target, response = batch
-    steps, positions = unsupervised(response)
+    steps, positions = unmasked(response)
     junk = np.where(steps[..., None], np.nan, student), np.where(positions[..., None], np.nan, target)
     clean, soiled = (means_of(name, *logits, mask_of(response), 1.0) for logits in ((student, target), junk))
     jax.tree.map(np.testing.assert_array_equal, soiled, clean)
@@ -235,7 +214,7 @@ def test_what_is_not_supervised_does_not_matter(name, batch):
     finite = (np.where(np.isnan(x), 30.0 * y, x) for x, y in zip(junk, (student, target)))
     gradients = [graded(name)(*logits, mask_of(response), 1.0) for logits in ((student, target), finite)]
     np.testing.assert_array_equal(gradients[1], gradients[0])
-    # Where no word of the draft has more than the target gives it, or all have, tv is flat.
+    # Where no entry of the draft has more than the target gives it, or all have, tv is flat.
     assert (gradients[0][steps] == 0).all() and np.mean(np.abs(gradients[0][~steps]).max(axis=-1) > 0) > 0.8
 
 
@@ -267,6 +246,12 @@ def graded(name):
     return jax.jit(jax.grad(lambda *inputs: loss_of(name, *inputs)), static_argnums=3, compiler_options=QUICKLY)
 
 
+def test_kl_has_the_gradient_of_ce(batch):
+    student, target, response = batch
+    ce, kl = (graded(name)(student, target, mask_of(response), 0.6) for name in ("ce", "kl"))
+    np.testing.assert_array_equal(kl, ce)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_the_losses(name, batch):
     """Central differences in float64 of the loss by hand; each logit of some pairs that learn, one at a time."""
@@ -282,36 +267,13 @@ def test_gradients_of_the_losses(name, batch):
         return sum(weights[i] / counts[i] * pair_by_hand(moved, target, b, t, i + 1, temperature)[name] for i in steps)
 
     for b, t in [(0, 1), (0, 3), (1, 0), (1, 4), (1, 7), (2, 3)]:
-        for i, word in np.ndindex(STEPS, len(DRAFTED)):
+        for i, entry in np.ndindex(STEPS, len(DRAFTED)):
             ahead, behind = student.astype(np.float64), student.astype(np.float64)
-            ahead[i, b, t, word] += 1e-6
-            behind[i, b, t, word] -= 1e-6
+            ahead[i, b, t, entry] += 1e-6
+            behind[i, b, t, entry] -= 1e-6
             slope = (of_pair(ahead, b, t) - of_pair(behind, b, t)) / 2e-6
             # Differences of two probabilities, each a few units of 2**-24.
-            np.testing.assert_allclose(got[i, b, t, word], slope, rtol=0, atol=1e-6, err_msg=f"{i, b, t, word}")
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_target_gets_no_gradient(name, batch):
-    student, target, response = batch
-    gradient = jax.jit(jax.grad(lambda target: loss_of(name, student, target, mask_of(response), 0.6)))(target)
-    np.testing.assert_array_equal(gradient, 0.0)
-
-
-def test_cross_entropy_has_the_gradient_q_minus_p_and_so_has_kl(batch):
-    """d/dz of -sum p log softmax(z / T) is (q - p) / T; step i weighs 0.8 ** i and is averaged over its own pairs."""
-    student, target, response = batch
-    temperature = 0.6
-    to_student = graded("ce")(student, target, mask_of(response), temperature)
-    _, counts = by_hand("ce", student, target, response, temperature)
-    expected = np.zeros(student.shape)
-    for i, b, t in np.ndindex(STEPS, B, T):
-        if learns(response[b], i, t):
-            q = softmax(student[i, b, t].astype(np.float64) / temperature)
-            p = softmax(target[b, t + 1 + i, DRAFTED].astype(np.float64) / temperature)
-            expected[i, b, t] = 0.8**i * (q - p) / temperature / counts[i]
-    np.testing.assert_allclose(to_student, expected, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(graded("kl")(student, target, mask_of(response), temperature), to_student)
+            np.testing.assert_allclose(got[i, b, t, entry], slope, rtol=0, atol=1e-6, err_msg=f"{i, b, t, entry}")
 
 
 # ---- the end to end loss is about what decoding keeps
@@ -358,12 +320,12 @@ def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
     value, gradient = jax.value_and_grad(of_pair_0)(student)
     assert 0.05 < value < 0.95
     np.testing.assert_allclose(value, refused(logits), rtol=1e-6)
-    for i, word in np.ndindex(logits.shape):
+    for i, entry in np.ndindex(logits.shape):
         ahead, behind = logits.copy(), logits.copy()
-        ahead[i, word] += 1e-5
-        behind[i, word] -= 1e-5
+        ahead[i, entry] += 1e-5
+        behind[i, entry] -= 1e-5
         slope = (refused(ahead) - refused(behind)) / 2e-5
-        np.testing.assert_allclose(gradient[i, 0, 0, word], slope, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(gradient[i, 0, 0, entry], slope, rtol=0, atol=1e-6)
     gradient = np.array(gradient)
     assert np.abs(gradient[:, 0, 0]).max(axis=-1).min() > 1e-3
     gradient[:, 0, 0] = 0
@@ -375,9 +337,9 @@ def test_a_draft_that_is_the_target_keeps_all_it_can_draft(batch):
     _, target, response = batch
     mask = mask_of(response)
     taught = np.stack([np.pad(target, ((0, 0), (0, 1 + i), (0, 0)))[:, 1 + i :] for i in range(STEPS)])
-    whole = means_of("survival", taught, target, mask, 1.0, whole=True)
+    whole = means_of("cumulative_acceptance", taught, target, mask, 1.0, whole=True)
     np.testing.assert_allclose(whole.value(), 1.0, rtol=1e-6)
-    part = means_of("survival", taught[..., DRAFTED], target, mask, 1.0)
+    part = means_of("cumulative_acceptance", taught[..., DRAFTED], target, mask, 1.0)
     mass = softmax(target)[..., DRAFTED].sum(axis=-1)
     first = [mass[b, t + 1] for b, t in np.ndindex(B, T) if learns(response[b], 0, t)]
     np.testing.assert_allclose(part.value()[0], np.mean(first), rtol=1e-6)
@@ -425,7 +387,7 @@ def head_and_sequences(kind):
     shapes = {"features": (*features, TARGET.embed), "embedded": (TARGET.embed,), "hidden": (TARGET.embed,)}
     lengths = [length for row in LENGTHS for length in row]
     texts = {name: [rng.normal(size=(n, *shape)).astype("f4") for n in lengths] for name, shape in shapes.items()}
-    # Above the logsumexp of the draft's words, by what the others have.
+    # Above the logsumexp over the draft vocabulary, by the rest of the vocabulary.
     texts["normaliser"] = [5 + rng.random(n).astype("f4") for n in lengths]
     texts["positions"] = [np.arange(n, dtype=np.int32) for n in lengths]
     texts["mask"] = [(np.arange(n) >= PROMPT - 1) & (np.arange(n) < n - 1) for n in lengths]
@@ -444,8 +406,8 @@ def losses_of_rows(kind):
         head = {name: w for name, w in params.items() if name != "unembed" or kind == "eagle3"}
         text = rows["features"], rows["embedded"], STEPS, rows["positions"], rows["segments"]
         outputs = module.unrolled(head, config, *text)
-        teacher = TargetDistribution(rows["hidden"], table, rows["normaliser"])
-        terms = draft_terms(outputs, params["unembed"], teacher, tiling(1.0, 4))
+        distribution = TargetDistribution(rows["hidden"], table, rows["normaliser"])
+        terms = draft_terms(outputs, params["unembed"], distribution, tiling(1.0, 4))
         return {name: step_losses(name, terms) for name in LOSSES}
 
     return run
@@ -457,7 +419,7 @@ def rows_of(texts, arrange):
     return rows if arrange is packed else rows | {"segments": None}
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     """Totals, counts and gradients of every loss: attention, rotary positions and shifts stay within a sequence."""
     params, texts = head_and_sequences(kind)
@@ -482,23 +444,3 @@ def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_apart), strict=True):
         assert np.abs(b).max() > 0
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_nothing_of_another_sequence_in_the_row_matters(kind):
-    """Each of the three by itself, junk in the other two: bit for bit the same losses of its pairs."""
-    params, texts = head_and_sequences(kind)
-    rows = rows_of(texts, packed)
-    clean, pairs = losses_of_rows(kind)(params, rows), draft_loss_mask(rows["mask"], STEPS, rows["segments"])
-    for segment in (1, 2, 3):
-        own = rows["segments"] == segment
-        junk = dict(rows)
-        for name in ("features", "embedded", "hidden", "normaliser"):
-            keep = own.reshape(own.shape + (1,) * (rows[name].ndim - 2))
-            junk[name] = np.where(keep, rows[name], rows[name] + 3).astype(np.float32)
-        soiled = losses_of_rows(kind)(params, junk)
-        learning = np.asarray(pairs & own[None])
-        assert learning.any()
-        for name in LOSSES:
-            np.testing.assert_array_equal(soiled[name][learning], clean[name][learning])
-            assert (np.asarray(soiled[name] != clean[name])[np.asarray(pairs & ~own[None])]).any()
