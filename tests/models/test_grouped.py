@@ -123,10 +123,11 @@ def test_rows_of_no_group_reach_nothing(monkeypatch):
     [(1, 1, 1, 1), (3, 2, 8, 8), (500, 4, 8, 8), pytest.param(700, 8, 4, 32, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_every_copy_has_one_place_in_a_tile_of_its_expert(n, k, experts, total):
+@pytest.mark.parametrize("crowded", [False, True])
+def test_every_copy_has_one_place_in_a_tile_of_its_expert(n, k, experts, total, crowded):
     rng = np.random.default_rng(0)
     chosen = np.stack([rng.permutation(total)[:k] for _ in range(n)]).clip(max=experts)
-    if seed:
+    if crowded:
         chosen = np.full_like(chosen, experts - 1)  # all in one: the most tiles that one expert can have
     tiles = grouped.lay_out(jnp.asarray(chosen, jnp.int32), experts, total)
     copies, owners, used = map(np.asarray, tiles[:3])

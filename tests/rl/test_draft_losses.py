@@ -183,7 +183,7 @@ def by_hand(name, student, target, response, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("name", [*LOSSES, "cumulative_acceptance"])
 def test_each_loss_of_each_draft_step(name, temperature, batch):
-    """e2e_tv and the cumulative acceptance multiply the overlaps along the text; p is over all nine entries but in ce, kl."""
+    """e2e_tv and the cumulative acceptance multiply overlaps along the text; p~ is only in ce and kl."""
     student, target, response = batch
     means = means_of(name, student, target, mask_of(response), temperature)
     totals, counts = by_hand(name, student, target, response, temperature)
