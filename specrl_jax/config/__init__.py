@@ -77,12 +77,26 @@ class Config:
 
 
 def base() -> ConfigDict:
-    """Return every key with its default, as a ConfigDict that takes no new keys."""
+    """Return every key with its default, as a ConfigDict that takes no new keys.
+
+    >>> from specrl_jax import base
+    >>> c = base()
+    >>> c.draft.kind = "ngram"
+    >>> c.grpo.group_size
+    8
+    """
     return ConfigDict(dataclasses.asdict(Config())).lock()
 
 
 def from_config_dict(c: ConfigDict) -> Config:
-    """Return the frozen config. Raise InputError naming the first key that is unknown, missing or has a wrong value."""
+    """Return the frozen config. Raise InputError naming the first key that is unknown, missing or has a wrong value.
+
+    >>> from specrl_jax import base, from_config_dict
+    >>> c = base()
+    >>> c.rollout.rule = "coupled"
+    >>> from_config_dict(c).rollout.rule
+    'coupled'
+    """
     return build(Config, c.to_dict())
 
 

@@ -15,7 +15,13 @@ from specrl_jax.rewards.scorer import check_rewards
 
 
 def validate(config: Config) -> None:
-    """Raise InputError naming the first key whose value is wrong, alone or beside the others."""
+    """Raise InputError naming the first key whose value is wrong, alone or beside the others.
+
+    >>> from specrl_jax import Config, validate
+    >>> validate(Config(steps=-1))
+    Traceback (most recent call last):
+    specrl_jax.errors.InputError: steps=-1: ...
+    """
     check_values(config)
     check_options(draft_options(config.draft))
     for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _rewards, _data, _mesh):
