@@ -79,5 +79,5 @@ def test_importing_the_library_touches_no_device():
 def test_the_library_and_its_rewards_import_no_jax():
     """In a fresh process: a reward worker stays small, and `import specrl_jax` is quick."""
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "specrl_jax/rewards").glob("*.py")]
-    program = f"import sys, specrl_jax, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
+    program = f"import sys, specrl_jax; specrl_jax.base(); import {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,27 +1,58 @@
 """task=train: RL steps with speculative rollouts."""
 
 import dataclasses
+import threading
+from collections.abc import Iterator
 
 from specrl_jax.config import Config
+from specrl_jax.config.validate import validate
 from specrl_jax.distributed import is_first_process
+from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.build import make_learner, make_rollout, make_scorer
-from specrl_jax.training.loop import train
+from specrl_jax.training.loop import training_steps
 from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.problems import load_problems
 
 
 def run(config: Config, workdir: str) -> None:
     """Train, or resume the run in `workdir`; print the closing table and plot the run."""
+    for _ in train(config, workdir, stop_on_signal()):
+        pass
+    if is_first_process():
+        rows = read_metrics(workdir)
+        print_report(rows, plot_run(rows, workdir))
+
+
+def train(config: Config, workdir: str, stop: threading.Event | None = None) -> Iterator[Row]:
+    """Train, or resume the run in `workdir`; yield the metrics of each step (docs/metrics.md).
+
+    Row 0 is the evaluation before training. The workdir gets the same files as those of the command.
+
+    Args:
+      stop: once set, the run saves the last finished step and raises Stopped.
+    Raises:
+      InputError: for a config, file or workdir that is wrong.
+
+    >>> import tempfile
+    >>> from specrl_jax import base, from_config_dict, train
+    >>> c = base()
+    >>> c.policy.preset, c.draft.kind, c.draft.length, c.draft.compare_rounds = "nano", "ngram", 1, 0
+    >>> c.steps, c.grpo.prompts_per_step, c.grpo.group_size, c.rollout.num_slots = 1, 1, 2, 1
+    >>> c.rollout.max_response_tokens, c.eval.samples, c.eval.problems = 4, 1, 1
+    >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp()))
+    engine program ...
+    >>> [row["step"] for row in rows]
+    [0, 1]
+    """
+    validate(config)
     plan = make_plan(config, open_mesh(config))
     learner, rollout = make_learner(plan), make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer)
     if is_first_process():
         open_workdir(workdir, dataclasses.asdict(config))
     with make_scorer(config.reward) as scorer:
-        rows = train(learner, rollout, problems, scorer, workdir, stop_on_signal())
-    if is_first_process():
-        print_report(rows, plot_run(rows, workdir))
+        yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event())

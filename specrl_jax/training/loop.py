@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -14,7 +14,7 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.checkpoints import Checkpoints, Host
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.learner.state import RunState
@@ -34,13 +34,22 @@ from specrl_jax.training.update import copy_params
 
 def train(
     learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
-) -> list[dict[str, float]]:
-    """Run, or resume, a training run in `workdir`.
+) -> list[Row]:
+    """Run, or resume, a training run as `training_steps` does; return all rows of its metrics."""
+    for _ in training_steps(learner, rollout, problems, scorer, workdir, stop):
+        pass
+    return read_metrics(workdir)
+
+
+def training_steps(
+    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+) -> Iterator[Row]:
+    """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
+
+    Row 0, the evaluation before training, comes first.
 
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
-    Returns:
-      The run's metrics rows; row 0 is the evaluation before training.
     Raises:
       Stopped: after saving, where `stop` was set.
       InputError: a checkpoint or data position that does not fit.
@@ -62,7 +71,9 @@ def train(
         try:
             compile_engine(rollout, prepare(learner, rollout, state)[0], display)
             if restored is None:
-                writer.write({"step": 0} | evaluation(state, 0))
+                row: Row = {"step": 0} | evaluation(state, 0)
+                writer.write(row)
+                yield row
             pipeline = make_pipeline(rollout, stream, scorer, speculation, step + 1, display.update_phase, devices)
             ending.callback(pipeline.close)
             while step < config.steps:
@@ -92,6 +103,7 @@ def train(
                 if step == config.steps or step % config.checkpoint.every == 0:
                     checkpoints.save(step, _saved_part(state, config), host, row.get("eval/accuracy"))
                 display.finish_step(step, _note(row, rollout.engine.draft_length))
+                yield row
         except Stopped:
             if step:
                 checkpoints.save(step, _saved_part(state, config), host)
@@ -102,7 +114,6 @@ def train(
         finally:
             writer.close()
             checkpoints.close()
-    return read_metrics(workdir)
 
 
 def open_checkpoints(config: Config, workdir: str) -> Checkpoints:
