@@ -33,7 +33,6 @@ class DataConfig:
     schema: str = key("", "gsm8k, dapo, verl, math: for all files, or one each with commas; '' = the keys below")
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")
-    answer_after: str = key("", "the answer is what follows the last occurrence of this text; '' = all of it")
     template: str = key("{prompt}", "text around a prompt that is text")
     chat: bool = key(False, "send a prompt that is text as a user's message through the chat template")
     system: str = key("", "system message for a chat that has none")

@@ -10,7 +10,6 @@ from specrl_jax.config.schema import key
 class CheckpointConfig:
     every: int = key(20, "steps between checkpoints", "steps", low=1)
     keep: int = key(2, "latest checkpoints kept", "checkpoints", low=1)
-    keep_every: int = key(0, "keep also those of every so many steps; 0 = none", "steps", low=0)
     keep_best: int = key(0, "keep also so many with the best eval/accuracy; 0 = none", "checkpoints", low=0)
 
 

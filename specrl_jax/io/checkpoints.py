@@ -26,14 +26,11 @@ class Checkpoints:
 
     Args:
       keep: number of latest steps to keep.
-      keep_every: also keep multiples of this step; 0: none.
       keep_best: also keep so many steps of the highest accuracy.
     """
 
-    def __init__(self, workdir: str, keep: int, keep_every: int = 0, keep_best: int = 0) -> None:
+    def __init__(self, workdir: str, keep: int, keep_best: int = 0) -> None:
         kept = [policies.LatestN(keep)]
-        if keep_every:
-            kept.append(policies.EveryNSteps(keep_every))
         if keep_best:
             best = policies.BestN(get_metric_fn=_accuracy, n=keep_best, keep_checkpoints_without_metrics=False)
             kept.append(best)

@@ -119,7 +119,7 @@ def training_steps(
 def open_checkpoints(config: Config, workdir: str) -> Checkpoints:
     """Open checkpoints/ of a workdir with the retention of checkpoint.*."""
     c = config.checkpoint
-    return Checkpoints(workdir, c.keep, c.keep_every, c.keep_best)
+    return Checkpoints(workdir, c.keep, c.keep_best)
 
 
 def _start(

@@ -96,7 +96,7 @@ def _read(
         d.skip_long,
         f"{section}.path",
     )
-    keys, found = Schema(d.prompt_key, d.answer_key, d.answer_after), []
+    keys, found = Schema(d.prompt_key, d.answer_key), []
     for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):
         problems, counts = reader.read(path, schema, answers)
         reports.append(counts.line(path))

@@ -30,12 +30,11 @@ SEEN = [None, 0.5, None, 0.9, 0.7, None, 0.3, None]
     ("keep", "left"),
     [
         ({"keep": 2}, [7, 8]),
-        ({"keep": 1, "keep_every": 3}, [3, 6, 8]),
         ({"keep": 1, "keep_best": 2}, [4, 5, 8]),
-        ({"keep": 1, "keep_every": 6, "keep_best": 1}, [4, 6, 8]),
+        ({"keep": 2, "keep_best": 1}, [4, 7, 8]),
     ],
 )
-def test_last_every_and_best(tmp_path, keep, left):
+def test_the_last_and_the_best_are_kept(tmp_path, keep, left):
     assert run(tmp_path, SEEN, **keep) == left
 
 

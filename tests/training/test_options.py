@@ -40,7 +40,6 @@ EVERYTHING = {
     "grpo__epochs": 2,
     "grpo__sampling_rounds": 2,
     "grpo__overlong_buffer": 4,
-    "checkpoint__keep_every": 2,
     "checkpoint__keep_best": 1,
     "checkpoint__keep": 1,
     "draft__compare_rounds": 0,
