@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, NamedTuple, TypeVar, cast
+from typing import IO, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,18 @@ Leaf = TypeVar("Leaf")
 # A network's parameters by name, in nested dicts. An entry has the type of an array; those that are trees themselves
 # ("layers") are read with `branch` or `branches` and put in with `nested`.
 Params = Mapping[str, jax.Array]
+
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class Jitted(Protocol[P, R]):
+    """A jitted function, `Jitted[[arguments], result]`: called, lowered, or evaluated for shapes."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def lower(self, *args: object) -> jax.stages.Lowered: ...
+    def eval_shape(self, *args: object) -> R: ...
 
 
 def branch(tree: Mapping[str, Leaf], name: str) -> Mapping[str, Leaf]:
