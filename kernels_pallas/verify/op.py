@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.verify import gpu, reference, tiled, tpu
 from kernels_pallas.verify.tiled import Kernels
@@ -60,10 +60,15 @@ def verify(
     fn = functools.partial(tiled.verify, sampling=sampling, kernels=kernels)
     if mesh is not None:
         # XLA cannot split a kernel over devices: each device verifies its own rows, without communication.
-        row = P(rows)
-        specs = VerifyInputs(Noise(P(), row, row), Draft(row, row, row, P(), row), row)
-        fn = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=row, check_vma=False)
+        row, replicated = _spec(rows), _spec(None)
+        specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row)
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(rows), check_vma=False)
     return fn(inputs)
+
+
+def _spec(rows: str | tuple[str, ...] | None) -> jax.Array:
+    """Return the sharding of an array's first axis, typed as the array whose place it takes in a tree of shardings."""
+    return cast(jax.Array, PartitionSpec(rows) if rows else PartitionSpec())
 
 
 def kernels_of(device: jax.Device) -> Kernels | None:

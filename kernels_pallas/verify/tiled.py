@@ -61,7 +61,7 @@ class _Target(NamedTuple):
     """The target's B * Q rows, and where each position's row is."""
 
     rows: _Rows
-    index: jax.Array  # [B, Q] int32
+    place: jax.Array  # [B, Q] int32
     outside: jax.Array | None  # [B, Q] probability of ids outside the draft's vocabulary; None: it has all
 
 
@@ -69,7 +69,7 @@ class _Draft(NamedTuple):
     """The draft's B * k rows, and where each position's row is."""
 
     rows: _Rows
-    index: jax.Array  # [B, k] int32
+    place: jax.Array  # [B, k] int32
     vocab_map: jax.Array | None
 
 
@@ -106,13 +106,14 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
         return by_exact_match(draft, _draw(rows, uniforms).reshape(B, Q))
 
     if by_best:
+        assert found.best is not None and found.token is not None, "requested by the options"
         tile = jnp.argmax(found.best, axis=-1)
         token = jnp.take_along_axis(found.token, tile[:, None], axis=-1)[:, 0]
         emitted = by_exact_match(draft, token.reshape(B, Q))
     elif not by_ratio:
         emitted = plain()
     else:
-        share = None if outside is None else _probability(found.top, found.outside, rows.norm).reshape(B, Q)
+        share = None if found.outside is None else _probability(found.top, found.outside, rows.norm).reshape(B, Q)
         ratio = _by_ratio(noise, draft, _Target(rows, index, share), sampling.rule, kernels)
         match = jax.lax.cond(draft.deterministic.any(), plain, lambda: ratio)
         emitted = choose_rows(draft.deterministic, match, ratio)
@@ -150,17 +151,18 @@ def _draw(rows: _Rows, uniforms: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def _by_ratio(noise: Noise, draft: Draft, target: _Target, rule: str, kernels: Kernels) -> Emitted:
     """Apply rule A or C, k >= 1."""
-    (B, k), Q = draft.tokens.shape, target.index.shape[1]
+    assert draft.logits is not None, "rows with probabilities have logits"
+    (B, k), Q = draft.tokens.shape, target.place.shape[1]
     rows = target.rows
     draft_options = TileOptions(draft.logits.shape[-1], rows.temperature)
     flat = draft.logits.reshape(B * k, -1)
     draft_rows, _ = _rows(flat, rows.temperature, None, kernels.statistics(draft_options, flat))
     drafted = _Draft(draft_rows, jnp.arange(B)[:, None] * k + jnp.arange(k)[None], draft.vocab_map)
-    before = target.index[:, :k]
+    before = target.place[:, :k]
     p_x = jnp.exp(rows.scaled(rows.pick(before, draft.tokens), before) - rows.norm[before])
     ids = _draft_ids(draft.tokens, draft.vocab_map)
     q_x = jnp.exp(
-        draft_rows.scaled(draft_rows.pick(drafted.index, ids), drafted.index) - draft_rows.norm[drafted.index]
+        draft_rows.scaled(draft_rows.pick(drafted.place, ids), drafted.place) - draft_rows.norm[drafted.place]
     )
     places = jnp.arange(k, dtype=jnp.int32)[None]
     u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
@@ -191,8 +193,8 @@ def _draft_ids(tokens: jax.Array, vocab_map: jax.Array | None) -> jax.Array:
 
 def _inner_mass(target: _Target, draft: _Draft, scale: jax.Array, kernels: Kernels) -> jax.Array:
     """Return S_i of i = 1 .. k-1, [B, k-1]: the sum of max(scale p - q, 0) over the target's vocabulary."""
-    k = draft.index.shape[1]
-    row, draft_row = target.index[:, 1:k].reshape(-1), draft.index[:, 1:].reshape(-1)
+    k = draft.place.shape[1]
+    row, draft_row = target.place[:, 1:k].reshape(-1), draft.place[:, 1:].reshape(-1)
     p, at = (
         (target.rows.logits, row)
         if draft.vocab_map is None
@@ -214,9 +216,9 @@ def _draw_residual(
     kernels: Kernels,
 ) -> jax.Array:
     """Draw [B] tokens of weights max(scale p - q, 0) after num_accepted drafts; of p if `bonus` or nothing is left."""
-    rows, k = target.rows, draft.index.shape[1]
-    row = jnp.take_along_axis(target.index, num_accepted[:, None], axis=1)[:, 0]
-    draft_row = draft.index[:, 0] + jnp.minimum(num_accepted, k - 1)
+    rows, k = target.rows, draft.place.shape[1]
+    row = jnp.take_along_axis(target.place, num_accepted[:, None], axis=1)[:, 0]
+    draft_row = draft.place[:, 0] + jnp.minimum(num_accepted, k - 1)
     V = rows.logits.shape[1]
     d = draft.rows.logits[draft_row]
     if draft.vocab_map is not None:

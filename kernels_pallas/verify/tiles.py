@@ -43,8 +43,7 @@ class TileOptions(NamedTuple):
 
     def named(self, found: Sequence[jax.Array]) -> "Statistics":
         """Return a kernel's results as `Statistics`, without tiles beyond the vocabulary."""
-        cropped = {name: x[:, : -(-self.V // TILE)] for name, x in zip(self.results, found, strict=True)}
-        return Statistics(*(cropped.get(name) for name in Statistics._fields))
+        return Statistics(**{name: x[:, : -(-self.V // TILE)] for name, x in zip(self.results, found, strict=True)})
 
 
 class Statistics(NamedTuple):
@@ -52,10 +51,10 @@ class Statistics(NamedTuple):
 
     top: jax.Array  # largest x; -inf in a tile without any
     total: jax.Array  # sum over the tile
-    kept: jax.Array | None  # sum over logits >= cut
-    outside: jax.Array | None  # sum over kept tokens outside the draft's vocabulary
-    best: jax.Array | None  # largest kept x, plus its noise if noise is added
-    token: jax.Array | None  # int32, first token that reaches it
+    kept: jax.Array | None = None  # sum over logits >= cut
+    outside: jax.Array | None = None  # sum over kept tokens outside the draft's vocabulary
+    best: jax.Array | None = None  # largest kept x, plus its noise if noise is added
+    token: jax.Array | None = None  # int32, first token that reaches it
 
 
 @jax.tree_util.register_dataclass
@@ -103,14 +102,14 @@ def statistics(
     safe = jnp.where(top > -jnp.inf, top, 0.0)
     weights = [jnp.exp(h - safe) for h in x]
     found = [top, total(weights)]
-    if options.cut:
+    if cut is not None:
         weights = [jnp.where(h >= cut, w, 0.0) for h, w in zip(logits, weights)]
         x = [jnp.where(h >= cut, s, -jnp.inf) for h, s in zip(logits, x)]
         found.append(total(weights))
-    if options.outside:
+    if outside is not None:
         found.append(total([jnp.where(o > 0, w, 0.0) for w, o in zip(weights, outside)]))
     if options.best:
-        x = [h + g for h, g in zip(x, noise)] if options.noise else x
+        x = x if noise is None else [h + g for h, g in zip(x, noise)]
         best = largest(x)
         # Columns are exact in float32, and every backend has a maximum of float32.
         first = largest([jnp.where(h == best, -c.astype(jnp.float32), -jnp.inf) for h, c in zip(x, columns)])
@@ -131,7 +130,7 @@ def residual(
     left = []
     for h, d, column in zip(target, draft, columns):
         p = jnp.exp(h / options.temperature - terms.p_norm)
-        p = jnp.where(h >= terms.cut, p, 0.0) if options.cut else p
+        p = p if terms.cut is None else jnp.where(h >= terms.cut, p, 0.0)
         q = jnp.exp(d / options.temperature - terms.q_norm)
         left.append(jnp.where(column < options.V, jnp.maximum(terms.scale * p - q, 0.0), 0.0))
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)

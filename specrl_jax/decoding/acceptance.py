@@ -54,7 +54,7 @@ class AcceptanceEstimate:
             cumulative.append(before)
         return cumulative
 
-    def observe(self, k: int, verifications: int, accepted: Sequence[int]) -> bool:
+    def observe(self, k: int, verifications: int, accepted: Sequence[int] | np.ndarray) -> bool:
         """Add the counts of a chunk with k drafted tokens; return whether the acceptance of a position has jumped.
 
         Args:

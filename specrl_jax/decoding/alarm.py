@@ -80,4 +80,4 @@ class Alarm:
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
         """Rebuild the alarm of `state`."""
-        return cls(**state | {"pending": tuple(state["pending"])})
+        return cls(**{**state, "pending": tuple(state["pending"])})

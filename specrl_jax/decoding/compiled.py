@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.core import stand_in
 from specrl_jax.decoding.decode import ChunkInputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import compact, empty_slots, refill
@@ -104,7 +105,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             if program not in self.all():
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
             start = time.perf_counter()
-            jit = not jax.config.jax_disable_jit
+            jit = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
             compiled = self.lower(program, params).compile() if jit else self.describe(program, params)[0]
             self._compiled[program] = compiled
             self.seconds[program] = time.perf_counter() - start
@@ -112,20 +113,26 @@ class CompiledFunctions(Generic[Params, Cache]):
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
         """Return the jitted function and the arguments to lower it with."""
-        static = {"functions": self._functions, "config": self._config}
+        engine_functions, config = self._functions, self._config
         both = (self._shardings, self._prompt_shardings)
         if program.kind == "empty":
-            return jax.jit(functools.partial(empty_slots, **static), out_shardings=both), ()
+            return jax.jit(functools.partial(empty_slots, engine_functions, config), out_shardings=both), ()
         if program.kind == "refill":
-            jitted = jax.jit(functools.partial(refill, **static), donate_argnums=(1, 2), out_shardings=both)
-            return jitted, (params, *self._abstract(program.size), abstract_prefill_batch(self._config))
+            fn = functools.partial(refill, functions=engine_functions, config=config)
+            return jax.jit(fn, donate_argnums=(1, 2), out_shardings=both), (
+                params,
+                *self._abstract(program.size),
+                abstract_prefill_batch(self._config),
+            )
         if program.kind == "compact":
             larger = self.sizes[self.sizes.index(program.size) - 1]
             rows = jax.ShapeDtypeStruct((program.size,), jnp.int32)
             return jax.jit(compact, out_shardings=self._shardings), (self._abstract(larger)[0], rows)
-        decode = functools.partial(decode_chunk, k=program.k, shardings=self._shardings, **static)
+        decode = functools.partial(
+            decode_chunk, k=program.k, functions=engine_functions, config=config, shardings=self._shardings
+        )
         jitted = jax.jit(decode, donate_argnums=1, out_shardings=(self._shardings, None))
-        inputs = ChunkInputs(*(jax.ShapeDtypeStruct((), x) for x in (jnp.uint32, jnp.int32, jnp.int32, jnp.bool_)))
+        inputs = ChunkInputs(*(_struct(x) for x in (jnp.uint32, jnp.int32, jnp.int32, jnp.bool_)))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
     def _abstract(self, size: int) -> tuple[Slots, Prompts]:
@@ -144,20 +151,21 @@ def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:
     """Return the ShapeDtypeStructs of a refill's input."""
     B, P, S = config.num_slots, config.prompts, config.cache_length
 
-    def of(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
     return PrefillBatch(
-        num_prompts=of(jnp.int32),
-        tokens=of(jnp.int32, P, config.max_prompt_tokens),
-        length=of(jnp.int32, P),
-        carry=of(jnp.int32),
-        fresh=of(jnp.bool_, B),
-        source=of(jnp.int32, B),
-        rollout_id=of(jnp.uint32, B),
-        group=of(jnp.int32, B),
-        sequence=of(jnp.int32, B),
-        new_group=of(jnp.int32, P),
-        texts=of(jnp.int32, P, config.sequences, S) if config.groups else None,
-        text_length=of(jnp.int32, P, config.sequences) if config.groups else None,
+        num_prompts=_struct(jnp.int32),
+        tokens=_struct(jnp.int32, P, config.max_prompt_tokens),
+        length=_struct(jnp.int32, P),
+        carry=_struct(jnp.int32),
+        fresh=_struct(jnp.bool_, B),
+        source=_struct(jnp.int32, B),
+        rollout_id=_struct(jnp.uint32, B),
+        group=_struct(jnp.int32, B),
+        sequence=_struct(jnp.int32, B),
+        new_group=_struct(jnp.int32, P),
+        texts=_struct(jnp.int32, P, config.sequences, S) if config.groups else None,
+        text_length=_struct(jnp.int32, P, config.sequences) if config.groups else None,
     )
+
+
+def _struct(dtype: jax.typing.DTypeLike, *shape: int) -> jax.Array:
+    return stand_in(jax.ShapeDtypeStruct(shape, dtype))

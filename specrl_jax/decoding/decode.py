@@ -66,14 +66,19 @@ def decode_chunk(
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, slots.tokens, length, slots.cache))
     before = slots
     count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
-    counted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
+    verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
     # At most half a chunk, so that the other half is left to be replayed.
-    drafted = min(drafter.length, config.chunk // 2)
-    if drafter.replayable and not k and drafted:
-        replayed = replay(before, slots, lambda then: drafter.draft(params, then, seed, drafted)[0], drafted)
-    return slots, ChunkStatistics(slots.done, count, *counted, replayed)
+    replay_length = min(drafter.length, config.chunk // 2)
+    if drafter.replayable and not k and replay_length:
+        replayed = replay(
+            before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
+        )
+    return slots, ChunkStatistics(slots.done, count, verifications, drafted, accepted, replayed)
 
 
-def _counters(slots: Slots) -> tuple[jax.Array, ...]:
-    return tuple(x.sum(axis=0, dtype=jnp.int32) for x in (slots.verifications, slots.drafted, slots.accepted))
+def _counters(slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:
+    verifications, drafted, accepted = (
+        x.sum(axis=0, dtype=jnp.int32) for x in (slots.verifications, slots.drafted, slots.accepted)
+    )
+    return verifications, drafted, accepted

@@ -96,9 +96,9 @@ class Engine(Generic[Params, Cache]):
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running))
-            lengths.observe(chunk, statistics.accepted)
+            lengths.observe(chunk, np.asarray(statistics.accepted))
             if statistics.replayed is not None:
-                lengths.replay(int(statistics.replayed[0]), statistics.replayed[1:])
+                lengths.replay(int(statistics.replayed[0]), np.asarray(statistics.replayed[1:]))
             on_progress(batch.finished, scheduler.total)
         return batch.rollouts(samples)
 

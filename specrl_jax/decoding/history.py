@@ -7,6 +7,8 @@ from typing import Self
 
 import numpy as np
 
+Tokens = Sequence[int] | np.ndarray
+
 
 class History:
     """The newest rollouts of each prompt, by the prompt's tokens.
@@ -25,7 +27,7 @@ class History:
         self._rollouts: OrderedDict[bytes, deque[np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()  # one thread generates while another adds finished rollouts
 
-    def add(self, prompt: Sequence[int], rollouts: Sequence[np.ndarray]) -> None:
+    def add(self, prompt: Tokens, rollouts: Sequence[np.ndarray]) -> None:
         """Add rollouts (prompt and response) of a prompt; the last is the newest."""
         with self._lock:
             kept = self._rollouts.setdefault(_key(prompt), deque(maxlen=self._per_prompt))
@@ -35,7 +37,7 @@ class History:
             while len(self._rollouts) > self._max_prompts:
                 self._rollouts.popitem(last=False)
 
-    def get(self, prompt: Sequence[int]) -> list[np.ndarray]:
+    def get(self, prompt: Tokens) -> list[np.ndarray]:
         """Return the int32 rollouts of a prompt, newest first; an unknown prompt has none."""
         with self._lock:
             if _key(prompt) not in self._rollouts:
@@ -64,5 +66,5 @@ class History:
         return history
 
 
-def _key(prompt: Sequence[int]) -> bytes:
+def _key(prompt: Tokens) -> bytes:
     return np.asarray(prompt, np.int32).tobytes()

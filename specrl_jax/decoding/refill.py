@@ -115,6 +115,7 @@ def _insert(cache: LookupCache | None, batch: PrefillBatch, prompts: Prompts) ->
     """Return the lookup cache with the new groups' earlier rollouts and the fresh rows' prompts."""
     if cache is None:
         return None
+    assert batch.texts is not None and batch.text_length is not None, "there are texts where there is a lookup cache"
     cache = insert(cache, batch.new_group, batch.texts, batch.text_length)
     group = jnp.where(batch.fresh, batch.group, cache.tokens.shape[0])
     positions = jnp.broadcast_to(jnp.arange(prompts.tokens.shape[1]), prompts.tokens.shape)

@@ -64,8 +64,8 @@ class Rollouts:
 
     def with_version(self, version: WeightsVersion) -> Self:
         """Return these rollouts with the version of the weights that generated them."""
-        columns = {name: np.full(len(self.length), value) for name, value in version._asdict().items()}
-        return dataclasses.replace(self, **columns)
+        weights, draft, checksum = (np.full(len(self.length), value) for value in version)
+        return dataclasses.replace(self, weights_version=weights, draft_version=draft, checksum=checksum)
 
 
 _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name != "chunks")

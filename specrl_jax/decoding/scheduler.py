@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
+from specrl_jax.core import stand_in
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.state import EngineConfig, PrefillBatch
 
@@ -57,45 +59,51 @@ class Scheduler:
         prompt = requests // samples
         new = self._new_prompts(range(carried + 1, last + 1))
 
-        def of_rows(values: np.ndarray, dtype: type) -> np.ndarray:
-            out = np.zeros(config.num_slots, dtype)
+        def of_rows(values: np.ndarray | list[int] | bool, dtype: type) -> jax.Array:
+            out: np.ndarray = np.zeros(config.num_slots, dtype)
             out[rows] = values
-            return out
+            return stand_in(out)
 
         self.owner[rows] = requests
         self.next += len(rows)
         return PrefillBatch(
-            num_prompts=np.int32(last - carried),
-            carry=np.int32(last - carried),
+            num_prompts=stand_in(np.int32(last - carried)),
+            carry=stand_in(np.int32(last - carried)),
             fresh=of_rows(True, bool),
             source=of_rows(prompt - carried, np.int32),
             rollout_id=of_rows(self._first_id + requests, np.uint32),
-            group=of_rows([self._group[p] for p in prompt], np.int32),
+            group=of_rows([self._group[int(p)] for p in prompt], np.int32),
             sequence=of_rows(requests % samples, np.int32),
             **new,
         )
 
-    def _new_prompts(self, prompts: range) -> dict[str, np.ndarray | None]:
+    def _new_prompts(self, prompts: range) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts; assigns their groups."""
         config, P = self._config, self._config.prompts
         tokens = np.full((P, config.max_prompt_tokens), self._pad_id, np.int32)
         length = np.ones(P, np.int32)
         group = np.full(P, config.groups, np.int32)
-        texts = text_length = None
-        if config.groups:
-            texts = np.zeros((P, config.sequences, config.cache_length), np.int32)
-            text_length = np.zeros((P, config.sequences), np.int32)
         for i, prompt in enumerate(prompts):
             own = self._prompts[prompt]
             tokens[i, : len(own)], length[i] = own, len(own)
             group[i] = self._group[prompt] = self._free_groups.pop() if self._free_groups else config.groups
-            if config.groups and self._history is not None:
-                earlier = self._history.get(np.asarray(own, np.int32))
-                for sequence, text in zip(range(self._samples, config.sequences), earlier):
-                    # A text kept under another config may be longer.
-                    text = text[: config.cache_length]
-                    texts[i, sequence, : len(text)], text_length[i, sequence] = text, len(text)
-        return {"tokens": tokens, "length": length, "new_group": group, "texts": texts, "text_length": text_length}
+        found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(prompts)
+        return {name: stand_in(x) for name, x in found.items()}
+
+    def _earlier_rollouts(self, prompts: range) -> dict[str, np.ndarray]:
+        """Return the texts of new prompts for the sequences that this call leaves free; none without a lookup cache."""
+        config, P = self._config, self._config.prompts
+        if not config.groups:
+            return {}
+        texts = np.zeros((P, config.sequences, config.cache_length), np.int32)
+        text_length = np.zeros((P, config.sequences), np.int32)
+        for i, prompt in enumerate(prompts):
+            earlier = self._history.get(self._prompts[prompt]) if self._history is not None else ()
+            for sequence, text in zip(range(self._samples, config.sequences), earlier):
+                # A text kept under another config may be longer.
+                text = text[: config.cache_length]
+                texts[i, sequence, : len(text)], text_length[i, sequence] = text, len(text)
+        return {"texts": texts, "text_length": text_length}
 
     def finish(self, rows: np.ndarray) -> np.ndarray:
         """Free the slots `rows`; return their requests."""

@@ -91,8 +91,8 @@ class PrefillBatch(NamedTuple):
     group: jax.Array  # [B] int32
     sequence: jax.Array  # [B] int32
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
-    texts: jax.Array | None  # [P, M, S] int32, rollouts of earlier epochs
-    text_length: jax.Array | None  # [P, M] int32
+    texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
+    text_length: jax.Array | None = None  # [P, M] int32
 
 
 class ChunkStatistics(NamedTuple):
@@ -103,4 +103,6 @@ class ChunkStatistics(NamedTuple):
     verifications: jax.Array  # [] int32, by running rows
     drafted: jax.Array  # [longest draft] int32
     accepted: jax.Array  # [longest draft] int32
-    replayed: jax.Array | None  # [1 + k] int32, result of `replay` after plain decoding with a replayable drafter
+    replayed: jax.Array | None = (
+        None  # [1 + k] int32, result of `replay` after plain decoding with a replayable drafter
+    )
