@@ -1,7 +1,7 @@
 """Read and write Qwen3 checkpoints in Hugging Face format."""
 
+import dataclasses
 import os
-from typing import TypedDict
 
 import jax.numpy as jnp
 
@@ -27,38 +27,25 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
         if raw.get(unsupported):
             raise raw.error(f"asks for {unsupported}, which is not supported")
     theta, yarn = read_rope(raw)
-    experts = _read_experts(raw) if kind == "qwen3_moe" else _NO_EXPERTS
-    return qwen3.Qwen3Config(
+    config = qwen3.Qwen3Config(
         vocab=raw.integer("vocab_size"),
         embed=raw.integer("hidden_size"),
         layers=raw.integer("num_hidden_layers"),
         heads=raw.integer("num_attention_heads"),
         kv_heads=raw.integer("num_key_value_heads"),
         head_dim=raw.integer("head_dim"),
-        mlp=raw.integer("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        mlp=raw.integer("intermediate_size"),
         tied=raw.flag("tie_word_embeddings", default=None),
         max_positions=raw.integer("max_position_embeddings"),
         rope_theta=theta,
         norm_epsilon=raw.number("rms_norm_eps"),
         yarn=yarn,
-        **experts,
     )
+    return _with_experts(config, raw) if kind == "qwen3_moe" else config
 
 
-class _Experts(TypedDict, total=False):
-    """Fields of Qwen3Config that only a mixture of experts sets."""
-
-    experts: int
-    experts_per_token: int
-    renormalise: bool
-    dense_mlp: int
-
-
-_NO_EXPERTS = _Experts()
-
-
-def _read_experts(raw: ConfigJson) -> _Experts:
-    """Read the sizes of a mixture; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
+def _with_experts(config: qwen3.Qwen3Config, raw: ConfigJson) -> qwen3.Qwen3Config:
+    """Add the sizes of a mixture; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
     if raw.values.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
         raise raw.error(
             "has layers without experts among those with (decoder_sparse_step, mlp_only_layers), which is not supported"
@@ -67,11 +54,13 @@ def _read_experts(raw: ConfigJson) -> _Experts:
     per_token = raw.integer("num_experts_per_tok")
     if not 0 < per_token <= experts:
         raise raw.error(f"has num_experts_per_tok={per_token} of {experts} experts")
-    return _Experts(
+    return dataclasses.replace(
+        config,
+        mlp=raw.integer("moe_intermediate_size"),
+        dense_mlp=config.mlp,
         experts=experts,
         experts_per_token=per_token,
         renormalise=raw.flag("norm_topk_prob"),  # absent is false, as transformers reads it
-        dense_mlp=raw.integer("intermediate_size"),
     )
 
 

@@ -173,11 +173,6 @@ def first_hidden(params: Params, config: Eagle3Config, features: jax.Array) -> j
         scales = [branch(params, "fc_norm")[name] for name in _FEATURES]
         normed = [rms_norm(features[:, :, i], scale, config.norm_epsilon) for i, scale in enumerate(scales)]
         features = jnp.stack(normed, axis=2)
-    return project_features(params, features)
-
-
-def project_features(params: Params, features: jax.Array) -> jax.Array:
-    """Apply `fc` to features [B, T, 3, D]; return [B, T, D]."""
     if params["fc"].ndim == 2:
         return einsum("BTE,ED->BTD", features.reshape(*features.shape[:2], -1), params["fc"])
     return einsum("BTAE,AED->BTD", features, params["fc"])
