@@ -3,6 +3,7 @@
 import dataclasses
 
 from specrl_jax.config.schema import key
+from specrl_jax.drafts.kinds import KINDS
 
 DTYPES = ("float32", "bfloat16")
 PRESETS = (
@@ -41,14 +42,14 @@ class DraftConfig:
         "none",
         "what drafts: a head (eagle3, mtp), a smaller policy (model), copies of earlier text (ngram, suffix); "
         "none = plain decoding, whatever else is set here",
-        choices=("none", "ngram", "suffix", "eagle3", "mtp", "model"),
+        choices=tuple(KINDS),
     )
     path: str = key("", "local folder of a draft checkpoint; '' = random weights, with the policy's lm_head")
     preset: str = key("", "draft.kind=model without draft.path: model sizes by name", choices=PRESETS)
     dialect: str = key(
         "",
         "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; '' = the first",
-        choices=("", "sglang", "vllm", "speculators", "deepseek", "mimo"),
+        choices=("", *(name for kind in KINDS.values() for name in kind.formats)),
     )
     length: int = key(3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0)
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")

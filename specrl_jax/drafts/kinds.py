@@ -1,16 +1,19 @@
-"""The table of draft kinds, and the one place that turns options into a draft."""
+"""The table of draft kinds, and the one place that turns options into a draft.
+
+Imports no jax: the configuration takes its choices from the table. A kind's module is imported when it is made.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+from typing import TYPE_CHECKING
 
-from specrl_jax.core import InputError
-from specrl_jax.decoding.drafters import NO_DRAFTER
-from specrl_jax.drafts.base import DraftMethod, DraftOptions
-from specrl_jax.drafts.eagle3 import draft as eagle3
-from specrl_jax.drafts.lookup import draft as lookup
-from specrl_jax.drafts.mtp import draft as mtp
-from specrl_jax.drafts.small_model import draft as small_model
-from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from specrl_jax.drafts.base import DraftMethod, DraftOptions
+    from specrl_jax.models.qwen3 import Qwen3Config
 
 # Tokens that a lookup compares at most; each costs a pass over every text.
 MAX_MATCH = 8
@@ -20,27 +23,23 @@ MAX_MATCH = 8
 class Kind:
     """One kind of draft: a value of `draft.kind`."""
 
-    make: Callable[[DraftOptions, Qwen3Config], DraftMethod]  # reads headers of draft.path; raises InputError
+    make: str  # module:function of (DraftOptions, Qwen3Config) -> DraftMethod, which may read headers of draft.path
     weights: bool = False  # False: draft.path must be ''
     formats: tuple[str, ...] = ()  # values of draft.dialect, the default first
     own_sizes: bool = False  # sizes do not follow from the target: draft.path or draft.preset gives them
 
 
-def _no_draft(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
-    return DraftMethod(lambda config: NO_DRAFTER)
-
-
 KINDS = {
-    "none": Kind(_no_draft),
-    "eagle3": Kind(eagle3.make, weights=True, formats=eagle3.FORMATS),
-    "mtp": Kind(mtp.make, weights=True, formats=mtp.FORMATS),
-    "model": Kind(small_model.make, weights=True, own_sizes=True),
-    "ngram": Kind(lookup.make_ngram),
-    "suffix": Kind(lookup.make_suffix),
+    "none": Kind("specrl_jax.drafts.lookup.draft:make_none"),
+    "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", weights=True, formats=("sglang", "vllm", "speculators")),
+    "mtp": Kind("specrl_jax.drafts.mtp.draft:make", weights=True, formats=("deepseek", "mimo")),
+    "model": Kind("specrl_jax.drafts.small_model.draft:make", weights=True, own_sizes=True),
+    "ngram": Kind("specrl_jax.drafts.lookup.draft:make_ngram"),
+    "suffix": Kind("specrl_jax.drafts.lookup.draft:make_suffix"),
 }
 
 
-def check_options(options: DraftOptions) -> None:
+def check_options(options: "DraftOptions") -> None:
     """Raise InputError for values of `draft.*` that do not go together; read no folder.
 
     Under draft.kind=none the other keys are ignored, so that one key switches speculation off.
@@ -67,17 +66,22 @@ def check_options(options: DraftOptions) -> None:
         raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
 
 
-def make_method(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+def make_method(options: "DraftOptions", target: "Qwen3Config") -> "DraftMethod":
     """Return the draft of a config, its sizes checked against the target's.
 
     Raises InputError as `check_options` does, and for a draft that is missing, damaged or another policy's.
     """
     check_options(options)
-    method = KINDS[options.kind].make(options, target)
+    method = _find(KINDS[options.kind].make)(options, target)
     if method.model is None:
         return method
     if not method.model.has_vocab_map and options.vocab_size not in (0, target.vocab):
         raise InputError(
             f"draft.vocab_size={options.vocab_size}: draft.kind={options.kind} has the policy's vocabulary; leave 0"
         )
-    return lookup.overridden(method, options) if options.cascade else method
+    return _find("specrl_jax.drafts.lookup.draft:overridden")(method, options) if options.cascade else method
+
+
+def _find(path: str) -> "Callable[..., DraftMethod]":
+    module, function = path.split(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,6 +1,7 @@
 """The drafters of docs/add_a_drafter.md: their code runs, and rollouts with them equal those without."""
 
 import re
+import sys
 import types
 
 import jax
@@ -24,13 +25,20 @@ BLOCKS = {
 }
 
 
+def module_of(name, monkeypatch):
+    """The page's module, imported as if it stood in its folder."""
+    path = f"specrl_jax.drafts.{name}.draft"
+    module = types.ModuleType(path)
+    monkeypatch.setitem(sys.modules, path, module)
+    exec(BLOCKS["file", name], module.__dict__)
+    return module
+
+
 @pytest.fixture(params=["repeat", "bigram"])
 def kind(request, monkeypatch):
-    """The kind of one of the page's modules, registered by the page's line."""
-    module = types.ModuleType(request.param)
-    monkeypatch.setitem(__import__("sys").modules, request.param, module)  # dataclasses look their module up
-    exec(BLOCKS["file", request.param], module.__dict__)
-    line = eval("{" + BLOCKS["line", request.param] + "}", {"Kind": kinds.Kind, request.param: module})
+    """One of the page's kinds, in the table by the page's line."""
+    module_of(request.param, monkeypatch)
+    line = eval("{" + BLOCKS["line", request.param] + "}", {"Kind": kinds.Kind})
     monkeypatch.setattr(kinds, "KINDS", kinds.KINDS | line)
     return request.param
 
@@ -54,8 +62,7 @@ def test_rollouts_with_the_drafter_equal_those_without(kind):
 
 def test_the_drafter_without_weights_in_the_toy_engine(monkeypatch):
     """A target that often repeats its last token: same tokens, some drafts accepted."""
-    module = types.ModuleType("repeat")
-    exec(BLOCKS["file", "repeat"], module.__dict__)
+    module = module_of("repeat", monkeypatch)
     table = toys.make_table(seed=0, V=4, scale=1.0) + 2 * np.eye(4, dtype=np.float32)
     drafter = module.repeat_drafter(DrafterConfig(2, Sampling(1.0), jnp.dtype("float32"), rollouts.partition()))
     limits, prompts = EngineConfig(6, 3, 16, 3), [[1, 2], [2], [1, 1, 2]]

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 import types
 
 import jax
@@ -12,15 +14,18 @@ import pytest
 import safetensors.numpy
 
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts import kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.kinds import check_options, make_method
+from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
+from tests.helpers.runs import ROOT
 
 TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
 HEAD = dataclasses.replace(eagle3.eagle3_config(TARGET, 16), aux_layers=(1, 4, 8))
@@ -163,3 +168,14 @@ def test_a_small_model_with_another_vocabulary_is_refused():
 )
 def test_which_methods_copy_from_other_rollouts(options, expected):
     assert make_method(DraftOptions(**options), TARGET).uses_lookup_cache is expected
+
+
+def test_the_table_lists_the_formats_that_checkpoints_have():
+    """It repeats their names, since it imports no jax."""
+    assert kinds.KINDS["eagle3"].formats == tuple(eagle3_formats.FORMATS)
+    assert kinds.KINDS["mtp"].formats == tuple(mtp_formats.FORMATS)
+
+
+def test_the_table_imports_no_jax():
+    run = "import sys, specrl_jax.drafts.kinds; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", run], check=True, cwd=ROOT)

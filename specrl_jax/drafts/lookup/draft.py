@@ -11,11 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.verify.op import Draft
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.lookup.search import look_up
 from specrl_jax.models.qwen3 import Qwen3Config
+
+
+def make_none(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return plain decoding."""
+    return DraftMethod(lambda config: NO_DRAFTER)
 
 
 def make_ngram(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
