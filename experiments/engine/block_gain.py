@@ -94,7 +94,11 @@ def load(policy: str, head: str, rule: str, k: int, rows: int) -> tuple[EngineFu
     parts = bench.engine_parts(model, draft, drafter, config, CharTokenizer(), partition)
     learner = partitioner(mesh, LEARNER)
     params = hf.load_params(policy, model, learner, jnp.float32), draft.load(head, learner)
-    return parts, make_prepare(model, draft, config, partition)(*params, draft.load_vocab_map(head, model)), limits
+    return (
+        parts,
+        make_prepare(model, draft, config, partition, partition)(*params, draft.load_vocab_map(head, model)),
+        limits,
+    )
 
 
 def make_wave(parts: EngineFunctions, limits: EngineConfig, k: int) -> Callable[[Any, list[list[int]], int], bench.Row]:

@@ -60,7 +60,9 @@ def build(
     learner = partitioner(bench.one_device(), LEARNER)
     specs = (qwen3.param_specs(model), draft.specs)
     params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
-    weights = make_prepare(model, draft, config, partition)(*params, jnp.arange(draft_vocab, dtype=jnp.int32))
+    weights = make_prepare(model, draft, config, partition, partition)(
+        *params, jnp.arange(draft_vocab, dtype=jnp.int32)
+    )
     target = Target(model, None, config, partition)
     return Case(engine, parts, target, draft, jax.block_until_ready(weights), config, partition)
 

@@ -94,7 +94,7 @@ def ours(
     drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))
     params = hf.load_params(folder, model, learner, jnp.float32)
     drafted = (head.load(draft, learner), head.load_vocab_map(draft, model)) if head else (None, None)
-    weights = jax.block_until_ready(make_prepare(model, head, config, partition)(params, *drafted))
+    weights = jax.block_until_ready(make_prepare(model, head, config, partition, partition)(params, *drafted))
     # An id outside the vocabulary, so that a row of fixed length does not end early.
     stops = Stops((model.vocab if eos is None else eos,))
     engine = make_rollout_engine(model, head, drafter, config, stops, partition)

@@ -124,7 +124,7 @@ def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
 @functools.cache
 def prepare_of(kind, drafting, partition, dtype):
     draft = DRAFTS[kind] if drafting else None
-    return make_prepare(MODELS[kind], draft, rollout_config(GREEDY, dtype=dtype), partition)
+    return make_prepare(MODELS[kind], draft, rollout_config(GREEDY, dtype=dtype), partition, partition)
 
 
 def prepared(kind, params, partition=ONE, vocab_map=VOCAB_MAP, dtype=jnp.float32):

@@ -61,7 +61,7 @@ def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    return engine, make_prepare(model, draft, config, partition())(policy(preset), params, vocab_map)
+    return engine, make_prepare(model, draft, config, partition(), partition())(policy(preset), params, vocab_map)
 
 
 def prompts(count):

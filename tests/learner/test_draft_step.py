@@ -551,7 +551,7 @@ def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     limits = EngineConfig(num_slots=6, max_prompt_tokens=4, max_response_tokens=5 * (K + 1), chunk=8)
     config = InferenceConfig(Sampling(0.0), limits, 0, F32, F32)
     tokenizer = types.SimpleNamespace(eos_ids=(0,), pad_id=0)
-    prepare = make_prepare(POLICY, HEAD, config, rollout_partition)
+    prepare = make_prepare(POLICY, HEAD, config, rollout_partition, rollout_partition)
     drafter = HEAD.drafter(DrafterConfig(K, config.sampling, F32, rollout_partition))
     engine = make_rollout_engine(POLICY, HEAD, drafter, config, tokenizer, rollout_partition)
     # Two tokens at least: a draft starts from a pair.
