@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
@@ -28,7 +29,7 @@ class Phase:
     name: str
     lower: Callable[[], jax.stages.Lowered]
     arguments: tuple[str, ...]  # the kind of each; of a TrainState, parameters and optimizer are told apart
-    resident: tuple[Any, ...] = ()  # TrainStates and weights that are no argument, yet on the devices all the while
+    resident: tuple[object, ...] = ()  # TrainStates and weights that are no argument, yet on the devices all the while
     unrolled: bool = False  # over the layers, which takes long to compile; else they are scanned
 
 
@@ -39,7 +40,7 @@ def find_phases(plan: Plan) -> list[Phase]:
     rows = g.prompts_per_step * g.group_size
     states = (state.policy, *([state.draft] if state.draft else []))
     params, draft = learner.merged(state.policy), state.draft
-    moments = tuple(x.replace(params=None, frozen=None) for x in states)
+    moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
     reference = (state.policy.params,) if g.kl_coef else ()
     weights = rollout.prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
 
@@ -77,10 +78,10 @@ def find_phases(plan: Plan) -> list[Phase]:
 def abstract_state(learner: Learner) -> RunState:
     """With what is frozen."""
     state = abstract_run_state(learner)
-    return state.replace(policy=state.policy.replace(frozen=abstract_frozen(learner)))
+    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=abstract_frozen(learner)))
 
 
-def _generation(rollout: Rollout, weights: Any, resident: tuple[Any, ...]) -> list[Phase]:
+def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
     """Refill, a chunk without speculation, and one with the longest drafts, all of the full batch."""
     programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
     drafted = rollout.engine.draft_length
@@ -97,7 +98,7 @@ def _generation(rollout: Rollout, weights: Any, resident: tuple[Any, ...]) -> li
     return phases if drafted else phases[:-1]
 
 
-def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[Any, ...]) -> list[Phase]:
+def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:
     """One update of the draft, from the features of one policy update."""
     state, d = abstract_state(learner), learner.plan.config.draft
     features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
@@ -108,14 +109,16 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
 
     arguments = (state.draft, tables, *jax.tree.map(part, (features, minibatch[0])))
     kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
-    return [Phase("train draft", lambda: learner.draft_step.lower(*arguments), kinds, resident)]
+    step = learner.draft_step
+    assert step is not None, "a draft that learns online has a step"
+    return [Phase("train draft", lambda: step.lower(*arguments), kinds, resident)]
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
     """What one policy update learns from."""
     g, o = learner.plan.config.grpo, learner.objective
     rows = abstract_rows(learner, g.prompts_per_step * g.group_size // g.minibatches)
-    floats = jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding)
+    floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding))
     signal = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
         ref_logprobs=floats if o.kl_coef else None,
@@ -129,12 +132,12 @@ def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
 def abstract_rows(learner: Learner, B: int) -> Rows:
     sharding = learner.plan.learner_partition.sharding(("batch", "sequence"))
     shape = (B, learner.plan.limits.cache_length)
-    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+    ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+    mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     return Rows(ints, ints, ints, mask, ints if learner.packing else None)
 
 
-def bytes_by_kind(tree: Any) -> dict[str, int]:
+def bytes_by_kind(tree: object) -> dict[str, int]:
     """Of TrainStates and weights, on one device."""
     found = dict.fromkeys(KINDS, 0)
     for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState)):
@@ -146,12 +149,12 @@ def bytes_by_kind(tree: Any) -> dict[str, int]:
     return found
 
 
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: object) -> int:
     """Of ShapeDtypeStructs with shardings, on one device."""
     return sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree))
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
+def shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> int:
     size = jnp.dtype(dtype).itemsize
     for n in sharding.shard_shape(shape):
         size *= n

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import time
-from typing import Any
 
 from specrl_jax.config import Config
 from specrl_jax.core import InputError
@@ -17,7 +16,7 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import Plan, make_plan
 
 
-def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, Any], workdir: str) -> Report:
+def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, object], workdir: str) -> Report:
     """Prints the report and leaves it in the workdir.
 
     Args:
