@@ -6,13 +6,14 @@ separate jitted functions.
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import DraftTerms, Mean, Params
+from specrl_jax.core import DraftTerms, Mean, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
@@ -80,7 +81,7 @@ def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTa
 
     table = partition.sharding(("vocab", "embed"))
     # The draft vocabulary need not divide over `vocab`.
-    return jax.jit(read, out_shardings=TargetTables(table, partition.sharding((None, "embed"))))
+    return jax.jit(read, out_shardings=TargetTables(stand_in(table), stand_in(partition.sharding((None, "embed")))))
 
 
 def make_draft_step(
@@ -111,7 +112,8 @@ def make_draft_step(
         (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, forward.microbatch)
         norm = optax.tree.norm(gradient)
         metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, _values(diagnostics))
-        return apply_gradient(state, gradient, optimizer, jnp.isfinite(norm)).replace(step=state.step + 1), metrics
+        updated = apply_gradient(state, gradient, optimizer, jnp.isfinite(norm))
+        return dataclasses.replace(updated, step=state.step + 1), metrics
 
     shardings = state_shardings(forward.draft.specs, optimizer, partition)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, partition.replicated))
@@ -147,8 +149,9 @@ def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:
     """Return diagnostics whose leaves are Means, so that microbatches add up."""
     terms = jax.lax.stop_gradient(terms)
     values = terms.entropy, terms.cross_entropy - terms.entropy, cumulative_acceptance(terms)
-    return DraftDiagnostics(*[step_means(x, pairs) for x in values])
+    return DraftDiagnostics(*[cast(jax.Array, step_means(x, pairs)) for x in values])
 
 
 def _values(sums: DraftDiagnostics) -> DraftDiagnostics:
-    return DraftDiagnostics(sums.target_entropy.value(), sums.kl.value(), sums.acceptance.value())
+    sums_of = (cast(Mean, x) for x in (sums.target_entropy, sums.kl, sums.acceptance))
+    return DraftDiagnostics(*[mean.value() for mean in sums_of])

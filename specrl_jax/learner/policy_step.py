@@ -16,6 +16,7 @@ from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_xla
+from specrl_jax.models.layers import Specs
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
@@ -37,20 +38,20 @@ class PolicyForward:
     attention: RowAttention = by_xla
 
     @property
-    def specs(self) -> Params:
+    def specs(self) -> Specs:
         """Specs of the parameters that the forward runs on."""
         specs = qwen3.param_specs(self.model)
         return attach(specs, adapter_specs(specs, self.lora), self.lora) if self.lora else specs
 
     @property
-    def trained_specs(self) -> Params:
+    def trained_specs(self) -> Specs:
         """Specs of TrainState.params: all weights, or the adapters."""
         specs = qwen3.param_specs(self.model)
         return adapter_specs(specs, self.lora) if self.lora else specs
 
     def merge(self, trained: Params, frozen: Params | None) -> Params:
         """Return the parameters that the forward runs on: the trained ones, or the frozen ones with their adapters."""
-        return attach(frozen, trained, self.lora) if self.lora else trained
+        return attach(frozen, trained, self.lora) if self.lora and frozen else trained
 
     def apply(self, params: Params, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
@@ -103,6 +104,7 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
     def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
         def score(rows: Rows) -> tuple[jax.Array, jax.Array]:
             out = forward.apply(params, rows, partition)
+            assert out.logprobs is not None and out.entropy is not None  # rows have targets
             return out.logprobs, out.entropy
 
         return merge(jax.lax.map(score, split(rows, forward.microbatch)))
@@ -123,6 +125,7 @@ def make_feature_step(forward: PolicyForward, partition: Partitioner) -> Feature
 
 
 def _features(out: qwen3.Output) -> Features:
+    assert out.normaliser is not None  # rows have targets
     return jax.lax.stop_gradient(Features(out.aux, out.hidden, out.normaliser))
 
 
@@ -140,6 +143,7 @@ def make_policy_step(
         trained: Params, frozen: Params | None, rows: Rows, inputs: LossInputs
     ) -> tuple[jax.Array, tuple[tuple[LossMetrics, jax.Array | None], StepOutputs]]:
         out = forward.apply(forward.merge(trained, frozen), rows, partition)
+        assert out.logprobs is not None and out.entropy is not None  # rows have targets
         terms = grpo_loss(out.logprobs, out.entropy, inputs, rows.mask, rows.segments, objective)
         logprobs = jax.lax.stop_gradient(out.logprobs)
         outputs = StepOutputs(logprobs, _features(out) if forward.features else None)

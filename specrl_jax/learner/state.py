@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import flax.struct
 import jax
@@ -60,9 +61,8 @@ def state_shardings(
         return partition.replicated
 
     opt_state = jax.tree.map_with_path(sharding, _state_shapes(specs, optimizer).opt_state)
-    return TrainState(
-        stand_in(partition.replicated), params, opt_state, partition.shardings(frozen) if frozen else None
-    )
+    frozen_shardings = cast(Params, partition.shardings(frozen)) if frozen else None
+    return TrainState(stand_in(partition.replicated), cast(Params, params), opt_state, frozen_shardings)
 
 
 def abstract_state(specs: Specs, optimizer: optax.GradientTransformation, partition: Partitioner) -> TrainState:

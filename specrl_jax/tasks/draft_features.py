@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from specrl_jax.config import Config
-from specrl_jax.core import Params
+from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import read_rows
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, parse_problem
@@ -173,7 +173,8 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tupl
 
     def collate(rows: Sequence[FeatureRow]) -> tuple[Features, Rows]:
         row = FeatureRow(*map(np.stack, zip(*rows)))
-        features = Features(row.aux if row.aux.shape[2] else None, row.hidden, row.normaliser)
+        aux = stand_in(row.aux) if row.aux.shape[2] else None
+        features = Features(aux, stand_in(row.hidden), stand_in(row.normaliser))
         return features, rows_of(row.tokens, row.prompt_length, row.length, pad_id)
 
     dataset = grain.MapDataset.source(store).seed(config.seed).shuffle().repeat()

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from specrl_jax.training.speedup import measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"
 
-Row = dict[str, float | None]
+Row = dict[str, float]
 
 
 def run(config: Config, workdir: str) -> None:
@@ -68,7 +69,7 @@ def draft_pretrain(
     log.jsonl in the workdir and beside the weights.
     """
     plan, config = learner.plan, learner.plan.config
-    assert plan.draft is not None  # validate
+    assert plan.draft is not None and state.draft is not None  # `validate` refuses others
     weights, _ = prepare(learner, rollout, state)
     with Display(config.steps, 0) as display:
         store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
@@ -78,10 +79,11 @@ def draft_pretrain(
         data = batches(learner, rollout.tokenizer.pad_id, store)
         log, best, trained = train_draft(learner, rollout, problems, state, data, display, stop)
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), best)
+        assert state.draft is not None
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, params=stored))
         row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state)
         log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained))
-        display.finish_step(row["step"], f"acceptance length {row[LENGTH]:.3f}")
+        display.finish_step(int(row["step"]), f"acceptance length {row[LENGTH]:.3f}")
     output, dtype = config.pretrain.output, config.pretrain.dtype
     plan.draft.save(output, stored, state.vocab_map, plan.model, dtype, config.policy.path)
     write_log(log, workdir, output)
@@ -90,6 +92,7 @@ def draft_pretrain(
 
 def choose_vocabulary(plan: Plan, state: RunState, store: FeatureStore) -> RunState:
     """Return the state with its head over the ids that the texts' responses use most."""
+    assert plan.draft is not None
     counts = np.bincount(np.concatenate(store.tokens()), minlength=plan.model.vocab)
     return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.model)
 
@@ -105,6 +108,7 @@ def train_draft(
 ) -> tuple[list[Row], Params, dict[str, float]]:
     """Return (log, the weights with the best acceptance, seconds). `state.draft` is not donated."""
     config = learner.plan.config
+    assert learner.draft_step is not None
     tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
     log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state)]
@@ -159,4 +163,4 @@ def cost_metrics(
     _, plain = timed(rollout.plain_engine, weights, work)
     saved = plain * (1 - 1 / speedup)
     row |= {"spec/speedup": speedup, "seconds/plain_rollouts": plain}
-    return row | {"break_even_step": sum(seconds.values()) / saved if saved > 0 else None}
+    return row | {"break_even_step": cast(float, sum(seconds.values()) / saved if saved > 0 else None)}

@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 from specrl_jax.config import Config
+from specrl_jax.core import branch, nested
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
@@ -36,23 +37,21 @@ def export(learner: Learner, workdir: str) -> list[str]:
         if step is None:
             raise InputError(f"--workdir {workdir}: the run has no checkpoint yet")
         # As the checkpoint spells the state; its other leaves are not read.
-        part: dict[str, object] = {"policy": {"params": state.policy.params}}
-        if state.draft:
-            part["draft"] = {"params": state.draft.params}
-        if state.vocab_map is not None:
-            part["vocab_map"] = state.vocab_map
+        trained = {"policy": state.policy} | ({"draft": state.draft} if state.draft else {})
+        ids = {} if state.vocab_map is None else {"vocab_map": state.vocab_map}
+        part = nested(ids, **{name: nested({}, params=one.params) for name, one in trained.items()})
         found = checkpoints.restore_part(step, part)
     finally:
         checkpoints.close()
     output, dtype = output_folder(config, workdir), config.export.dtype
-    folders, policy = [os.path.join(output, "policy")], found["policy"]["params"]
+    folders, policy = [os.path.join(output, "policy")], branch(branch(found, "policy"), "params")
     if learner.forward.lora:
         policy = merged(learner.forward.merge(policy, initial_params(learner)))
     hf.save_params(folders[0], policy, model, dtype, _tokenizer_folder(config))
     if learner.plan.draft:
         folders.append(os.path.join(output, "draft"))
-        params, ids = found["draft"]["params"], found.get("vocab_map")
-        learner.plan.draft.save(folders[1], params, ids, model, dtype, config.policy.path)
+        head, path = branch(branch(found, "draft"), "params"), config.policy.path
+        learner.plan.draft.save(folders[1], head, found.get("vocab_map"), model, dtype, path)
     for folder in folders:
         print(f"step {step}: {folder}")
     return folders

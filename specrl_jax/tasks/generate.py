@@ -175,7 +175,7 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
     path = os.path.join(workdir, "generations.jsonl")
     with open(path, "w") as file:
         for i, prompt in enumerate(out.prompts):
-            row = {"prompt": prompt, "response": out.texts[i], "tokens": out.tokens[i]}
+            row: dict[str, object] = {"prompt": prompt, "response": out.texts[i], "tokens": out.tokens[i]}
             row |= {"logprobs": out.logprobs[i].tolist(), "ended": bool(out.ended[i])}
             file.write(json.dumps(row) + "\n")
     summary = out.speculation | {"rollout/tokens_per_second": out.tokens_per_second, "time/generate": out.seconds}

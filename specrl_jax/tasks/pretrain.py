@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def pretrain(
     return log
 
 
-def write_log(log: Sequence[dict[str, float]], *folders: str) -> None:
+def write_log(log: Sequence[Mapping[str, float | None]], *folders: str) -> None:
     """Write log.jsonl to each folder."""
     for folder in folders:
         with open(os.path.join(folder, "log.jsonl"), "w") as file:
@@ -89,13 +89,15 @@ def make_pretrain_step(
     """Return the jitted (state, rows) -> (state, mean cross-entropy in nats); the state is donated."""
 
     def loss(params: Params, rows: Rows) -> tuple[jax.Array, Mean]:
-        mean = masked_mean(-forward.apply(params, rows, partition).logprobs, rows.mask)
+        logprobs = forward.apply(params, rows, partition).logprobs
+        assert logprobs is not None  # rows have targets
+        mean = masked_mean(-logprobs, rows.mask)
         return mean.value(), mean
 
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
         gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
         healthy = jnp.isfinite(optax.tree.norm(gradient))
-        return apply_gradient(state, gradient, optimizer, healthy).replace(step=state.step + 1), mean
+        return dataclasses.replace(apply_gradient(state, gradient, optimizer, healthy), step=state.step + 1), mean
 
     return jax.jit(update, donate_argnums=0)
 

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Params
+from specrl_jax.core import Params, stand_in
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.learner.state import RunState, abstract_state, init_random_params, init_state
@@ -93,7 +93,7 @@ def abstract_run_state(learner: Learner) -> RunState:
     if not plan.draft.has_vocab_map:
         return RunState(policy, draft, None, reference)
     ids = jax.ShapeDtypeStruct((plan.draft.vocab,), jnp.int32, sharding=partition.replicated)
-    return RunState(policy, draft, ids, reference)
+    return RunState(policy, draft, stand_in(ids), reference)
 
 
 def abstract_frozen(learner: Learner) -> Params | None:

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
+from typing import cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import PHASES, masked_max, masked_mean
-from specrl_jax.data.rows import Array
+from specrl_jax.core import PHASES, masked_max, masked_mean, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
@@ -40,7 +41,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
     scored = learner.objective.old_logprobs == "learner"
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
-    return row | mismatch_metrics(result.batch.behaviour, logprobs, result.batch.rows.mask)
+    compared = (stand_in(x) for x in (result.batch.behaviour, logprobs, result.batch.rows.mask))
+    return row | mismatch_metrics(*compared)
 
 
 def step_histograms(generated: ScoredRollouts) -> dict[str, np.ndarray]:
@@ -104,8 +106,9 @@ def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
     for update in updates[1:]:
         terms = terms + update.terms
     experts = {}
-    if updates[0].routing is not None:
-        used = balance(sum(update.routing for update in updates))
+    routing = [update.routing for update in updates if update.routing is not None]
+    if routing:
+        used = balance(cast(jax.Array, sum(routing)))
         experts = {"policy/expert_entropy": float(used.entropy.value()), "policy/expert_peak": float(used.peak)}
     return experts | {
         "policy/loss": float(terms.loss.value()),
@@ -136,7 +139,7 @@ def diagnostics_metrics(diagnostics: DraftDiagnostics | None) -> dict[str, float
     return {"draft/target_entropy": float(diagnostics.target_entropy.mean()), "draft/kl": float(diagnostics.kl.mean())}
 
 
-def mismatch_metrics(behaviour: Array, learner: Array, mask: Array) -> dict[str, float]:
+def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) -> dict[str, float]:
     """Compare rollout log-probs with the learner's for the same tokens; neither speculation nor dtypes may change them.
 
     kl is the k3 estimate; the correlation is Pearson's, of the tokens' probabilities, and absent where these are

@@ -51,7 +51,7 @@ class Performance:
     def _forward(self, length: np.ndarray) -> float:
         """Return the FLOPs of a forward over sequences of these lengths."""
         length = length.astype(float)
-        return forward_flops(self.model, length.sum(), (length**2).sum() / 2)
+        return float(forward_flops(self.model, length.sum(), (length**2).sum() / 2))
 
     def _memory(self) -> dict[str, float]:
         """Return peak memory, GiB: of this process, and of its fullest device where the runtime reports it."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
@@ -60,8 +62,8 @@ def make_prepare(
 
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
-            policy=partition.shardings(qwen3.inference_specs(model)),
-            draft=partition.shardings(draft.inference_specs) if draft else {},
+            policy=cast(Params, partition.shardings(qwen3.inference_specs(model))),
+            draft=cast(Params, partition.shardings(draft.inference_specs)) if draft else {},
             vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
             checksum=stand_in(partition.replicated),
         )
@@ -73,7 +75,7 @@ def make_prepare(
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = {**policy, "embed": jax.lax.optimization_barrier(embed)}
             policy = qwen3.inference_params(policy, model, config.dtype)
-            params = draft.inference_params(params, config.dtype) if draft else {}
+            params = draft.inference_params(params, config.dtype) if draft and params else {}
             return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out)
@@ -146,23 +148,26 @@ class Target:
 
     def decode(
         self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, return_logits: bool = True
-    ) -> tuple[jax.Array | None, Cache]:
-        """Return (logits, cache); the draft's cache records what the draft needs of this forward."""
+    ) -> tuple[jax.Array, Cache]:
+        """Return (logits, None without `return_logits`; cache); the draft's cache records what the draft needs of this forward."""
         options = qwen3.Options(
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
             return_logits=return_logits,
         )
-        own = cache.target if self.draft else cache
+        own = cache.target if isinstance(cache, Caches) else cache
         out = qwen3.forward(params.policy, self.model, qwen3.Inputs(tokens, positions), self.partition, options, own)
-        if not self.draft:
-            return out.logits, out.cache
-        return out.logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))
+        assert out.cache is not None  # one was given
+        logits = cast(jax.Array, out.logits)
+        if self.draft is None or not isinstance(cache, Caches):
+            return logits, out.cache
+        return logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))
 
     def slots_shardings(self) -> Slots:
         """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
         B = self.config.limits.num_slots
-        row, table = self.partition.sharding(("batch",), (B,)), self.partition.sharding(("batch", None), (B, 1))
+        row = stand_in(self.partition.sharding(("batch",), (B,)))
+        table = stand_in(self.partition.sharding(("batch", None), (B, 1)))
         return Slots(
             tokens=table,
             logprobs=table,
@@ -176,24 +181,24 @@ class Target:
             accepted=table,
             group=row,
             sequence=row,
-            lookup_cache=self.partition.replicated,
+            lookup_cache=cast(LookupCache, self.partition.replicated),
             cache=self._cache_shardings("batch"),
         )
 
     def prompt_shardings(self) -> Prompts:
         """Return shardings of one prefilled prompt: a single row is not split over rows."""
-        everywhere = self.partition.replicated
+        everywhere = stand_in(self.partition.replicated)
         return Prompts(everywhere, everywhere, self._cache_shardings(None))
 
     def _cache_shardings(self, rows: str | None) -> Cache:
         m = self.model
-        axes = kv.KVCache((kv.KEY_AXES,) * m.layers, (kv.VALUE_AXES,) * m.layers)
-        axes = Caches(axes, self.draft.cache_axes()) if self.draft else axes
+        target = kv.KVCache((stand_in(kv.KEY_AXES),) * m.layers, (stand_in(kv.VALUE_AXES),) * m.layers)
+        cache = Caches(target, self.draft.cache_axes()) if self.draft else target
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
             return self.partition.sharding((rows, *axes[1:]))
 
-        return jax.tree.map(sharding, axes, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
+        return jax.tree.map(sharding, cache, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
 
 
 def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: str = "rollout") -> None:

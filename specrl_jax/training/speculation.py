@@ -105,7 +105,8 @@ class Speculation:
 
     def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
-        predicted = None if diagnostics is None else diagnostics.acceptance
+        # Greedy acceptance differs from what sampled training predicts.
+        predicted = diagnostics.acceptance if diagnostics is not None and self._sampled else None
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
@@ -113,18 +114,19 @@ class Speculation:
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
-        known = predicted is not None and self._sampled
-        if known and self.controller:
+        if predicted is not None and self.controller:
             self.controller.predict(predicted.tolist())
         # Where drafts were longer than the learner unrolls, the positions that both know.
-        positions = min(len(predicted) if known else 1, len(drafted))
+        positions = min(1 if predicted is None else len(predicted), len(drafted))
         drafted, accepted = drafted[:positions], accepted[:positions]
         if not drafted.sum():
             return {"spec/alarm": float(self.alarm.tripped)}
-        expected = float((predicted[:positions] * drafted).sum() / drafted[0]) if known else None
+        expected = None
+        if predicted is not None:
+            expected = float((predicted[:positions] * drafted).sum() / drafted[0])
         if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
             warnings.warn(self.alarm.message(), stacklevel=2)
-        row = {"spec/acceptance_predicted": 1 + expected} if known else {}
+        row = {} if expected is None else {"spec/acceptance_predicted": 1 + expected}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
     def state(self) -> Host:

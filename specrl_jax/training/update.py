@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,13 @@ def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) 
     elif o.old_logprobs == "rollout":
         old_logprobs = batch.behaviour
     if o.kl_coef:
+        assert state.reference is not None  # set where there is a KL term
         reference = learner.forward.merge(state.reference, state.policy.frozen)
         ref_logprobs = distributed.to_host(learner.logprob_step(reference, rows)[0])
     behaviour = batch.behaviour if o.correction != "none" else None
     loss_mask = batch.loss_mask if learner.plan.config.grpo.leaves_out else None
-    return LossInputs(old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask)
+    found = old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask
+    return LossInputs(*[cast(jax.Array, x) for x in found])
 
 
 def update(
@@ -61,23 +63,25 @@ def update(
         share = slice(i % grpo.minibatches, None, grpo.minibatches)
         part, part_inputs = learner.place(jax.tree.map(lambda x, share=share: x[share], (rows, inputs)))
         first_epoch = i < grpo.minibatches
-        wanted = draft is not None and first_epoch and (train_draft or i == 0)
+        uses_draft = first_epoch and (train_draft or i == 0)
         # Copied before the update, which donates the tables and changes them.
-        tables = learner.read_tables(policy.base, state.vocab_map) if wanted else None
+        tables = learner.read_tables(policy.base, state.vocab_map) if draft and uses_draft else None
         policy, metrics, outputs = learner.policy_step(policy, part, part_inputs)
         updates.policy.append(metrics)
         if first_epoch:
             updates.logprobs[share] = distributed.to_host(outputs.logprobs)
-        if not wanted:
+        features = outputs.features
+        if draft is None or tables is None or features is None:
             continue
         jax.block_until_ready(outputs)
         start = time.perf_counter()
         if train_draft:
-            draft, draft_updates = _update_draft(learner, draft, tables, outputs.features, part)
+            draft, draft_updates = _update_draft(learner, draft, tables, features, part)
             updates.draft.extend(draft_updates)
             diagnostics = draft_updates[0].diagnostics
         else:
-            diagnostics = learner.predict_step(draft.params, tables, outputs.features, part)
+            assert learner.predict_step is not None
+            diagnostics = learner.predict_step(draft.params, tables, features, part)
         if i == 0:
             updates = updates._replace(diagnostics=jax.device_get(diagnostics))
         updates = updates._replace(draft_seconds=updates.draft_seconds + time.perf_counter() - start)
@@ -89,13 +93,14 @@ def _update_draft(
     learner: Learner, draft: TrainState, tables: TargetTables, features: Features, rows: Rows
 ) -> tuple[TrainState, list[DraftMetrics]]:
     """Update the draft `draft.minibatches` times in each of `draft.epochs` passes over the rows."""
-    d = learner.plan.config.draft
+    d, step = learner.plan.config.draft, learner.draft_step
+    assert step is not None
     found = []
     for i in range(d.epochs * d.minibatches):
         part = features, rows
         if d.minibatches > 1:
             part = jax.tree.map(lambda x, i=i: x[i % d.minibatches :: d.minibatches], part)
-        draft, metrics = learner.draft_step(draft, tables, *part)
+        draft, metrics = step(draft, tables, part[0], part[1])
         found.append(metrics)
     return jax.block_until_ready(draft), found
 
