@@ -110,7 +110,7 @@ class Speculation:
         if self.history is not None:
             for i in range(len(rollouts.length)):
                 prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
-                self.history.add(prompt, [rollouts.sequence(i)])
+                self.history.add(prompt.tolist(), [rollouts.sequence(i)])
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
