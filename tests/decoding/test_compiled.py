@@ -61,6 +61,7 @@ def compiled():
     return run, Controller((0, 1, 3), (16, 8, 2), probe_budget=1.0), told
 
 
+@pytest.mark.slow
 def test_after_compile_all_nothing_is_compiled(compiled):
     run, controller, _ = compiled
     history = history_of(PROMPTS[::2], 6, V - 1)
@@ -78,6 +79,7 @@ def test_after_compile_all_nothing_is_compiled(compiled):
     assert seen == []
 
 
+@pytest.mark.slow
 def test_compile_all_tells_of_every_program_once(compiled):
     run, _, told = compiled
     assert list(told) == run.compiled.all() and run.compiled.seconds == told
@@ -96,6 +98,7 @@ def test_programs_are_few():
     assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [2, 4, -1])
 def test_a_length_without_a_program_is_refused(compiled, k):
     run, *_ = compiled
@@ -128,6 +131,7 @@ def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
     assert bytes_of(slots) - bytes_of(slots.cache) < limits.num_slots * (limits.cache_length * 8 + 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, k", [("none", 0), ("eagle3", 3)])
 def test_the_caches_are_updated_in_place(kind, k):
     """A long one: donated and aliased, with temporaries that are small beside it."""

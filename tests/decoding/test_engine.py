@@ -19,6 +19,7 @@ from specrl_jax.drafts.lookup.draft import lookup_drafter
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
+from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 PAD, EOS, V = 0, 3, 4
@@ -176,8 +177,7 @@ def test_the_joint_law_of_plain_rollouts_is_the_targets(sampling):
     assert_drawn_from(observed(rollouts, 3, 2, 3), law, at_most=0.02)
 
 
-@pytest.mark.parametrize("eos", [None, 2], ids=["no end", "may end"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("eos, temperature", slow_but([(2, 0.6)], [None, 2], [1.0, 0.6]))
 def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
     """Four tokens by blocks of one to three: noise of one block used again by the next would couple them.
 
@@ -458,6 +458,7 @@ def changing(lengths=LENGTHS):
     return toys.Choosing(choose), chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature, eos", [(1.0, None), (0.6, 2)], ids=["no end", "may end"])
 @pytest.mark.parametrize("lengths", [(2,), (2, 0, 1, 2)], ids=str)
 def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_is_the_targets(

@@ -42,6 +42,15 @@ def test_the_cells_that_run_have_every_pair_of_values():
     assert set(cells) < set(PRODUCT) and len(cells) < 30
 
 
+EACH = [Cell(d, r, 1.0, 0, 1.0, "may end", "inside") for d in FACTORS["drafter"] for r in FACTORS["rule"]]
+
+
+@pytest.mark.parametrize("cell", EACH, ids=name)
+def test_each_drafter_under_each_rule_returns_the_targets_distribution(cell):
+    assert_lawful(cell)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", pairwise(), ids=name)
 def test_the_engine_returns_the_targets_distribution(cell):
     outcome = assert_lawful(cell)
@@ -57,6 +66,7 @@ KERNEL_CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", KERNEL_CELLS, ids=name)
 @pytest.mark.parametrize("backend, rollouts", [("tpu", 64), ("gpu", 3)])
 def test_with_interpreted_kernels_the_rollouts_are_the_references(cell, backend, rollouts):
@@ -113,6 +123,7 @@ def expected_accepted(rule, k, target, draft):
     return mean
 
 
+@pytest.mark.slow
 def test_block_accepts_more_than_rejection(monkeypatch):
     """2**17 first verifications, whose drafts count uncut, against the enumeration; and all that twelve tokens take.
 

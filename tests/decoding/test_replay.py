@@ -39,6 +39,7 @@ def slots_of(texts, length):
     return make_slots(tokens, np.array(length, np.int32), zeros, zeros, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [0, 2], ids=["ngram", "suffix"])
 def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
     """At every moment of a chunk when all rows come back to it at once; siblings' texts as long as they were."""

@@ -119,7 +119,7 @@ def test_every_request_starts_once_in_order_with_its_own_prompt(num_slots, promp
 
 
 def test_a_prefill_batch_takes_no_more_new_prompts_than_fit():
-    """Six slots, one answer each, two prompts at once: three prefill batches, and slots stay free until theirs comes."""
+    """Six slots, one answer each, two prompts at once: three prefill batches; slots stay free until then."""
     scheduler, limits, texts = make(num_slots=6, prompts=6, samples=1)
     book = Book(scheduler, limits, texts, 1)
     assert [int(book.schedule().fresh.sum()) for _ in range(3)] == [2, 2, 2]

@@ -15,6 +15,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
+from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 V, K, PROMPT = 2, 2, [1, 0, 0, 1, 0]
@@ -49,17 +50,21 @@ def assert_independent(siblings, longest, groups, at_most, **how):
     return rollouts
 
 
-@pytest.mark.parametrize("drafter, rule", [("suffix", "rejection"), ("suffix", "coupled"), ("cascade", "block")])
+@pytest.mark.parametrize(
+    "drafter, rule", slow_but([("suffix", "rejection")], ["suffix", "cascade"], ["rejection", "block", "coupled"])
+)
 def test_the_joint_law_of_two_siblings_is_the_product(drafter, rule):
     """Four tokens of each: 256 outcomes of 2**16 groups, error rates 1e-6 at 0.0385 against 0.077."""
     assert_independent(2, 4, 2**16, at_most=0.0385, drafter=drafter, rule=rule)
 
 
+@pytest.mark.slow
 def test_the_joint_law_of_three_siblings_is_the_product():
     """Two tokens of each: 64 outcomes of 2**16 groups, error rates 1e-6 at 0.022 against 0.044."""
     assert_independent(3, 2, 2**16, at_most=0.022)
 
 
+@pytest.mark.slow
 def test_siblings_do_draft_from_each_other():
     """The same tokens as when each has a group of its own, in other numbers of verifications."""
     together, alone = generate(2, 8, 2**10), generate(2, 8, 2**10, samples=1)
@@ -83,6 +88,7 @@ def test_siblings_that_share_all_noise_are_seen(monkeypatch):
         assert_independent(2, 4, 2**16, at_most=0.0385)
 
 
+@pytest.mark.slow
 def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
     right = counter.uniforms
 
@@ -95,6 +101,7 @@ def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
         assert_independent(2, 4, 2**16, at_most=0.0385)
 
 
+@pytest.mark.slow
 def test_copies_that_are_kept_too_willingly_are_seen(monkeypatch):
     """In every eighth rollout all of them are."""
     right = reference.by_exact_match

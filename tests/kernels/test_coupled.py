@@ -15,6 +15,7 @@ from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import SAMPLINGS, completed, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
 from tests.helpers.exact import flat_index, joint, sequences, softmax
+from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 COUPLED = {name: dataclasses.replace(sampling, rule="coupled") for name, sampling in SAMPLINGS.items()}
@@ -105,8 +106,9 @@ def test_the_best_of_logits_and_noise_has_the_law_of_the_softmax(monkeypatch, lo
     assert abs(np.asarray(out.tokens).mean() - softmax([0, logit])[1]) < 1e-3
 
 
-@pytest.mark.parametrize("name", COUPLED)
-@pytest.mark.parametrize("kind", ["random", "reduced"])
+@pytest.mark.parametrize(
+    "kind, name", slow_but([("random", "plain"), ("reduced", "all three")], ["random", "reduced"], COUPLED)
+)
 def test_the_joint_law_with_real_noise_is_the_targets(kind, name):
     """27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, 3, 2), COUPLED[name]

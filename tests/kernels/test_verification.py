@@ -30,6 +30,7 @@ from tests.helpers.blocks import (
     run_drafts,
 )
 from tests.helpers.exact import flat_index, joint, log_softmax, sequences
+from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 # Width of the cells on both sides of a breakpoint: a threshold that is off by more lands in the wrong cell.
@@ -179,6 +180,7 @@ def test_the_law_is_exact_given_each_draft_without_probabilities(certain, rule, 
         assert_exact(model, sampling, emitted_law(model, sampling, path[None], np.ones(1), certain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "zeros", "reduced"])
 def test_the_law_is_exact_given_long_drafts_without_probabilities(kind):
     model, sampling = make_model(kind, 3, 3), Sampling()
@@ -220,26 +222,27 @@ def test_a_residual_that_rounds_to_nothing_still_gives_a_possible_token(rule):
 # --- with its own noise
 
 
-@pytest.mark.parametrize(
-    "rule, kind, V, k, name, deterministic",
-    [
-        *(("rejection", "random", 3, 2, name, False) for name in SAMPLINGS if name != "all three"),
-        ("rejection", "random", 3, 0, "plain", False),
-        *(
-            (rule, *case)
-            for rule in RATIO_RULES
-            for case in [
-                ("random", 2, 3, "plain", False),
-                ("random", 3, 2, "all three", False),
-                ("random", 3, 2, "plain", True),
-                ("zeros", 3, 2, "plain", False),
-                ("peaked", 3, 2, "plain", False),
-                ("equal", 3, 2, "plain", False),
-                ("reduced", 3, 2, "warm", False),
-            ]
-        ),
-    ],
-)
+JOINT = [
+    *(("rejection", "random", 3, 2, name, False) for name in SAMPLINGS if name != "all three"),
+    ("rejection", "random", 3, 0, "plain", False),
+    *(
+        (rule, *case)
+        for rule in RATIO_RULES
+        for case in [
+            ("random", 2, 3, "plain", False),
+            ("random", 3, 2, "all three", False),
+            ("random", 3, 2, "plain", True),
+            ("zeros", 3, 2, "plain", False),
+            ("peaked", 3, 2, "plain", False),
+            ("equal", 3, 2, "plain", False),
+            ("reduced", 3, 2, "warm", False),
+        ]
+    ),
+]
+FAST = [(rule, "reduced", 3, 2, "warm", False) for rule in RATIO_RULES]
+
+
+@pytest.mark.parametrize("rule, kind, V, k, name, deterministic", slow_but(FAST, JOINT))
 def test_the_joint_law_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
     """At most 27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, V, k), with_rule(rule, name)
@@ -264,6 +267,7 @@ def test_the_bonus_does_not_depend_on_how_lucky_the_drafts_were(rule):
     assert_drawn_from(flat_index(sequence, 3), joint(model.p(sampling)).ravel(), at_most=0.02)
 
 
+@pytest.mark.slow
 def test_the_joint_law_holds_where_the_vocabulary_takes_several_tiles(monkeypatch):
     """Beyond one tile a draw uses both words of its noise, and the first word is the acceptance's too.
 
@@ -278,6 +282,7 @@ def test_the_joint_law_holds_where_the_vocabulary_takes_several_tiles(monkeypatc
     assert_drawn_from(indices, joint(model.p(sampling)), at_most=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_the_acceptance_rate_is_the_overlap_of_p_and_q(rule):
     """E[accepted first draft] = sum min(p, q); two outcomes, error rates 1e-6 at 0.0125 against 0.025."""
@@ -447,6 +452,7 @@ def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule,
 # --- what is returned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, name", [*(("rejection", name) for name in SAMPLINGS), ("block", "all three"), ("coupled", "all three")]
 )

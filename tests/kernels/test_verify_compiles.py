@@ -13,6 +13,7 @@ from kernels_pallas.verify import tiled
 from kernels_pallas.verify.op import KERNELS, Draft, Noise, VerifyInputs
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import targets
+from tests.helpers.slow import slow_but
 
 B, V, VD = 64, 151_936, 32_000  # Qwen3-8B
 BACKENDS = {"cuda": KERNELS["gpu"], "tpu": KERNELS["tpu"]}
@@ -38,15 +39,16 @@ def verification(platform, sampling):
     return functools.partial(tiled.verify, sampling=sampling, kernels=BACKENDS[platform])
 
 
-@pytest.mark.parametrize("k", [3, 7])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("platform", BACKENDS)
+@pytest.mark.parametrize(
+    "platform, name, k", slow_but([("cuda", "block", 3), ("tpu", "block", 3)], BACKENDS, CASES, [3, 7])
+)
 def test_lowers(platform, name, k):
     lowered = jax.jit(verification(platform, CASES[name])).trace(*arguments(k)).lower(lowering_platforms=(platform,))
     kernel = {"cuda": "mosaic_gpu", "tpu": "tpu_custom_call"}[platform]
     assert kernel in lowered.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, 7])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("platform", BACKENDS)

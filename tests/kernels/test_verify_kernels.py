@@ -18,6 +18,7 @@ from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import QUICKLY, jitted_verify
 from tests.helpers.interpreted import KERNELS
+from tests.helpers.slow import slow_but
 
 
 def logits_of(seed, *shape, scale=3.0, impossible=0.1):
@@ -40,6 +41,7 @@ def noise_of(rows):
 # --- the kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [300, TILE, 700, 5000])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_statistics_equal_the_definition(backend, V):
@@ -68,12 +70,14 @@ def test_statistics_equal_the_definition(backend, V):
     np.testing.assert_array_equal(np.asarray(found.token)[possible], best[possible])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_only_what_is_asked_for_is_made(backend):
     found = KERNELS[backend].statistics(TileOptions(600, 1.0), logits_of(0, 2, 600))
     assert [name for name in Statistics._fields if getattr(found, name) is not None] == ["top", "total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_of_equal_tokens_the_first_is_the_best(backend):
     x = np.zeros((1, 1200), np.float32)
@@ -82,6 +86,7 @@ def test_of_equal_tokens_the_first_is_the_best(backend):
     assert np.asarray(found.token)[0].tolist() == [3, 700, 1024]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, 0.5])
 @pytest.mark.parametrize("V", [300, 700, 5000])
 @pytest.mark.parametrize("backend", KERNELS)
@@ -150,19 +155,18 @@ SAMPLINGS = {
     "top-k 1": Sampling(1.0, 1),
     "greedy": Sampling(0.0),
 }
+EACH = [(backend, rule) for backend in ("gpu", "tpu") for rule in ("rejection", "block", "coupled")]
 SOME = jnp.arange(B) % 2 == 0
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+@pytest.mark.parametrize("backend, name", slow_but(EACH, ["gpu", "tpu"], SAMPLINGS))
 def test_verification_is_the_references(backend, name):
     """Rows with and without probabilities mixed, a reduced vocabulary that fills no tile."""
     accepted = compare(backend, SAMPLINGS[name], with_draft(case(3, 1, True), deterministic=SOME))
     assert accepted.max() > 0
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("backend", ["gpu", "tpu"])
+@pytest.mark.parametrize("backend, name", slow_but([("tpu", "block")], ["gpu", "tpu"], SAMPLINGS))
 def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     num_drafted = jnp.array([0, 1, 2, 3, 1, 2], jnp.int32)
     inputs = with_draft(case(3, 3, False, "equal"), deterministic=SOME, num_drafted=num_drafted)
@@ -170,11 +174,13 @@ def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     assert (accepted <= num_drafted).all() and (accepted[[1, 3]] == [1, 3]).all() | (name not in ("rejection", "block"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k, rule", [(0, "block"), (1, "block"), (2, "rejection"), (5, "rejection"), (7, "block")])
 def test_every_draft_length(k, rule):
     compare("tpu", Sampling(rule=rule), case(k, 2, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, wanted", [("equal", 3), ("refused", 0)])
 @pytest.mark.parametrize("backend, rule", [("gpu", "block"), ("tpu", "rejection")])
 def test_all_kept_and_all_refused(backend, rule, kind, wanted):
@@ -182,6 +188,7 @@ def test_all_kept_and_all_refused(backend, rule, kind, wanted):
     assert (accepted == wanted).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, rule", [("gpu", "rejection"), ("tpu", "block")])
 def test_without_draft_logits_and_with_empty_drafts(backend, rule):
     deterministic, num_drafted = jnp.ones(B, bool), jnp.array([3, 1, 0, 3, 3, 3], jnp.int32)
@@ -189,6 +196,7 @@ def test_without_draft_logits_and_with_empty_drafts(backend, rule):
     compare(backend, Sampling(rule=rule), with_draft(case(3, 4, True), **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_each_device_verifies_its_own_rows(rule):
     inputs = with_draft(case(2, 8, True), deterministic=SOME, num_drafted=jnp.arange(B, dtype=jnp.int32) % 3)
