@@ -67,8 +67,8 @@ def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, signal)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
     B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
-    rows = B // 4 * T * (4 + 4 + 4 + 1)
-    return params, rows, B // 4 * (4 * T + 4 * T)
+    rows = B // 4 * T * (4 + 4 + 4 + 1 + 4)  # tokens, targets, positions, mask, segments of packed rows
+    return params, rows, B // 4 * T * (4 + 4 + 1)  # log-probs, advantages, loss mask
 
 
 def resident_by_hand(plan):
@@ -105,7 +105,7 @@ def test_the_policys_update_by_hand(plan, phases):
 def test_the_logprobs_by_hand(plan, phases):
     memory = measure(phases["logprob"], exact=False).memory
     params, _, _ = by_hand(plan)
-    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4)}
+    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4 + 4)}
     # A dense policy does not read the mask. Log-probs and entropies of 4 rows, and the tuple's two pointers.
     assert memory.results == 2 * 4 * 28 * 4 + 2 * 8
     assert memory.padding == 0
@@ -128,10 +128,10 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
 def test_few_layers_extend_to_all(plan, monkeypatch):
     """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
     whole = run.with_layers(plan, 10)
-    settings = dataclasses.replace(whole.settings, dry_run=dataclasses.replace(whole.settings.dry_run, layers=7))
+    config = dataclasses.replace(whole.config, dry_run=dataclasses.replace(whole.config.dry_run, layers=7))
     names = ("prepare", "generate: plain chunk")
     monkeypatch.setattr(run, "find_phases", lambda s: [p for p in find_phases(s) if p.name in names])
-    extended = run.measure_all(dataclasses.replace(whole, settings=settings), exact=True)
+    extended = run.measure_all(dataclasses.replace(whole, config=config), exact=True)
     compiled = run.measure_all(whole, exact=True)
     assert [m.name for m in compiled] == list(names)
     for found, expected in zip(extended, compiled):
