@@ -138,6 +138,7 @@ def test_old_counts_fade():
     np.testing.assert_allclose(row["draft/coverage"], DECAY * 3 / (DECAY * 3 + 3))
 
 
+@pytest.mark.slow
 def test_a_fresh_head_begins_with_the_policys_unembedding_and_shares_no_buffer_with_it():
     """Over the first ids, since no text has been seen; its other matrices are its own draws."""
     config = rlzero_tiny.get_config("smoke")

@@ -296,6 +296,7 @@ def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
 # ---- the other kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "model"])
 def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(kind, tmp_path):
     """A policy that has something to say, thirty updates, and the folder read back into the same engine."""

@@ -1,6 +1,7 @@
 """task=pretrain: the policy that it writes."""
 
 import numpy as np
+import pytest
 
 from configs import pretrain_tiny, rlzero_tiny
 from specrl_jax.tasks import pretrain
@@ -8,6 +9,7 @@ from specrl_jax.training.initial import initial_params
 from tests.helpers.training import NEVER, make_run
 
 
+@pytest.mark.slow
 def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     # Its engines would be compiled for it.
     monkeypatch.setattr(pretrain, "evaluation_metrics", lambda *_, **__: {"eval/accuracy": 0.0})

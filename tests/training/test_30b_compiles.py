@@ -28,6 +28,8 @@ from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
+pytestmark = pytest.mark.slow
+
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset("qwen3_30b_a3b")
 DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000))

@@ -93,6 +93,7 @@ def test_minibatches():
     )
 
 
+@pytest.mark.slow
 def test_adapters():
     """dA = scale dW B^T and dB = scale A^T dW, with dW the gradient of weights that are the sum."""
     learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch=2, remat=True)

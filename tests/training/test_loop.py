@@ -187,6 +187,7 @@ def test_tensorboard_holds_the_same_scalars(whole):
     assert content.count(b"eval/pass_at_k") == 3
 
 
+@pytest.mark.slow
 def test_files_of_the_command(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     names = {path.name for path in workdir.iterdir()}
@@ -198,6 +199,7 @@ def test_files_of_the_command(tmp_path_factory):
     assert sorted(path.name for path in (workdir / "rollouts").iterdir()) == [f"step_{i}.jsonl" for i in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_figure_shows_something(tmp_path_factory):
     workdir, _, _ = finished_run(tmp_path_factory)
     image = matplotlib.image.imread(workdir / "plots/run.png")
@@ -241,6 +243,7 @@ def test_a_tiny_policy_learns(toy, tmp_path):
     assert np.mean(rewards[-5:]) > 0.5
 
 
+@pytest.mark.slow
 def test_every_option_of_the_objective_and_of_sampling_at_once(tmp_path, monkeypatch):
     """A reference, two minibatches of two microbatches, a cut and sharpened distribution."""
     run = make_run(
@@ -436,6 +439,7 @@ def test_fewer_steps_than_done_are_refused(toy, whole, tmp_path):
         train(with_config(toy, steps=4), workdir)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, tmp_path_factory, toy):
     """The real command: stopped by a signal, resumed, and compared with a run that was never stopped."""
     common = ["--config.eval.problems=1", "--config.checkpoint.every=1000", "--config.eval.every=0"]

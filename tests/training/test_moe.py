@@ -15,6 +15,8 @@ from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import lower_case, make_run, train
 from tests.learner.test_policy_step import WITH_KL, assert_trees_close, batch, recorder
 
+pytestmark = pytest.mark.slow
+
 NANO = qwen3.preset("nano_moe")
 
 

@@ -62,6 +62,7 @@ def whole(everything, tmp_path_factory):
     return workdir, train(everything, workdir)
 
 
+@pytest.mark.slow
 def test_every_row_is_finite_and_says_what_was_on(whole):
     for row in whole[1][1:]:
         assert all(np.isfinite(value) for value in row.values())
@@ -73,6 +74,7 @@ def test_every_row_is_finite_and_says_what_was_on(whole):
         assert row["rollout_vs_learner/logprob_abs_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_adapters_learn_and_the_reference_follows(everything, whole):
     """At step 3 the reference is the policy of step 2; four updates later the policy has left it."""
     state, _ = saved(everything, whole[0], STEPS)
@@ -83,6 +85,7 @@ def test_adapters_learn_and_the_reference_follows(everything, whole):
     assert 0 < kl[0] < kl[1] and 0 < kl[2] < kl[3] and kl[2] < kl[1]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tmp_path):
     for looks in (6, 9):
         with pytest.raises(Stopped):
@@ -93,6 +96,7 @@ def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tm
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
     setup = with_config(everything, export={"output": str(tmp_path), "dtype": "float32"})
     folder, _ = export(setup.learner, str(whole[0]))
@@ -131,6 +135,7 @@ def poisoned(everything, updates, **changes):
     return setup._replace(learner=dataclasses.replace(setup.learner, policy_step=step))
 
 
+@pytest.mark.slow
 def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, whole, tmp_path):
     """All four of step 1: the policy stays as it was, and step 2 learns as if nothing had been."""
     setup = poisoned(everything, {1, 2, 3, 4}, steps=2)
@@ -146,6 +151,7 @@ def test_an_update_without_a_finite_gradient_is_skipped_and_counted(everything, 
     assert int(optax.tree.get_all_with_path(state.policy.opt_state, "count")[0][1]) == 4
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_path):
     optimizer = dataclasses.replace(everything.config.optimizer, max_skipped=7)
     checkpoint = dataclasses.replace(everything.config.checkpoint, every=1)
@@ -155,6 +161,7 @@ def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_p
     assert [row["step"] for row in read_metrics(str(tmp_path))] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_path):
     """One of a step's four, three steps long; and two around the end of a step are two in a row."""
     optimizer = dataclasses.replace(everything.config.optimizer, max_skipped=2)
@@ -164,6 +171,7 @@ def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_pat
         train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), tmp_path / "joined")
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")

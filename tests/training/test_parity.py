@@ -53,6 +53,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
     assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
 
 
+@pytest.mark.slow
 def test_so_they_are_where_experts_take_turns():
     """A token's experts multiply it in one tile or another, beside the tokens of other rows."""
     out = generate("eagle3", 3, (3,), preset="nano_moe_deep")
@@ -86,6 +87,7 @@ def plain_run(tmp_path_factory):
     return trained("none", False, tmp_path_factory.mktemp("none"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_path):
     rollouts, rewards, policy, drafted = trained("eagle3", adaptive, tmp_path)

@@ -125,7 +125,6 @@ def runs(tmp_path_factory):
         "sync": {"mode": "sync"},
         "lag 0": {"mode": "async", "lag": 0},
         "lag 1": {"mode": "async", "lag": 1},
-        "lag 2": {"mode": "async", "lag": 2},
     }.items():
         run = with_config(first, pipeline=settings) if first else run_of(**settings)
         first, workdir = first or run, tmp_path_factory.mktemp("pipeline")
@@ -148,9 +147,8 @@ def test_without_lag_it_is_the_synchronous_run_to_the_last_bit(runs):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_rollouts_are_as_old_as_the_lag_and_no_older(runs, lag):
-    rows = runs[f"lag {lag}"][2][1:]
+def test_rollouts_are_as_old_as_the_lag_and_no_older(runs):
+    rows, lag = runs["lag 1"][2][1:], 1
     assert [row["rollout/lag"] for row in rows] == [min(row["step"] - 1, lag) for row in rows]
     # The first step is everybody's; then older policies draw, and the correction sees it.
     assert rows[0]["reward/mean"] == runs["sync"][2][1]["reward/mean"]

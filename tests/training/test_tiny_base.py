@@ -23,6 +23,7 @@ def setup():
     return make_run(config, scorer=FunctionScorer(exact))
 
 
+@pytest.mark.slow
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):
     problems = setup.problems.evaluation
     weights = initial_weights(setup.learner, setup.rollout)

@@ -23,6 +23,7 @@ def setup():
     return make_run(config)
 
 
+@pytest.mark.slow
 def test_the_head_drafts_for_the_base(setup):
     """The noise is fixed, so this is one fixed number; the bound is what the head was made for."""
     prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in setup.problems.evaluation]
