@@ -10,7 +10,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, VocabMap
 from specrl_jax.drafts.eagle3 import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import RecurrentDraft
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, store
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
@@ -76,7 +76,9 @@ class Eagle3Draft(RecurrentDraft):
     def write_pairs(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> DraftCache:
-        return network.write_pairs(params, self.config, hidden, embedded, pairs, cache)
+        """Compute neither attention nor mlp."""
+        k, v = network.keys_values(params, self.config, hidden, embedded, self.config.angles(pairs))
+        return store(cache, pairs, k, v)
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return network.draft_logits(weights.draft, self.config, a)

@@ -174,24 +174,19 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         **rope_scaling(head.yarn),
     }
     variants: dict[str, bool] = {key: getattr(head, key) for key in VARIANTS}
-    if FORMATS[name].nested:
-        architectures = hf_config(target, dtype)["architectures"]
-        return _nested_config(head, sizes, variants, {"name_or_path": verifier or None, "architectures": architectures})
-    # Variants only where they are on: SpecForge reads norm_output=false as no final norm at all.
-    return {
-        **sizes,
-        "architectures": [ARCHITECTURES[0]],
-        "draft_vocab_size": head.draft_vocab,
-        AUX_LAYERS: list(head.aux_layers),
-        "eagle_config": {AUX_LAYERS: [i - 1 for i in head.aux_layers]},
-        **{key: True for key, on in variants.items() if on},
-        **({FEEDBACK: True} if name == "sglang" and head.norm_output else {}),
-    }
-
-
-def _nested_config(
-    head: Eagle3Config, sizes: dict[str, object], variants: dict[str, bool], verifier: dict[str, object]
-) -> dict[str, object]:
+    if not FORMATS[name].nested:
+        # Variants only where they are on: SpecForge reads norm_output=false as no final norm at all.
+        flags = {key: True for key, on in variants.items() if on}
+        if name == "sglang" and head.norm_output:
+            flags[FEEDBACK] = True
+        return {
+            **sizes,
+            "architectures": [ARCHITECTURES[0]],
+            "draft_vocab_size": head.draft_vocab,
+            AUX_LAYERS: list(head.aux_layers),
+            "eagle_config": {AUX_LAYERS: [i - 1 for i in head.aux_layers]},
+            **flags,
+        }
     # Every variant, on or off, so that no reader's default decides.
     return {
         "architectures": ["Eagle3DraftModel"],
@@ -202,12 +197,15 @@ def _nested_config(
         **variants,
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
-        "torch_dtype": sizes["torch_dtype"],
+        "torch_dtype": dtype,
         "transformer_layer_config": {**sizes, "attention_bias": False, "mlp_bias": False},
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
             "default_proposal_method": "greedy",
-            "verifier": verifier,
+            "verifier": {
+                "name_or_path": verifier or None,
+                "architectures": hf_config(target, dtype)["architectures"],
+            },
         },
     }

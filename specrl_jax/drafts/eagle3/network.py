@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, nested
 from specrl_jax.drafts.recurrent import network as recurrent
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
+from specrl_jax.drafts.recurrent.network import Angles, Attend, HeadConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, matmul, project_heads, rms_norm, rotate, swiglu
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -208,21 +208,12 @@ def draft_logits(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Arra
     return matmul("BTD,VD->BTV", read, params["unembed"])
 
 
-def write_pairs(
-    params: Params,
-    config: Eagle3Config,
-    hidden: jax.Array,
-    embedded: jax.Array,
-    positions: jax.Array,
-    cache: DraftCache,
-) -> DraftCache:
-    """Write keys and values of pairs `positions` [B, Q], from hidden and embedded [B, Q, D], to the cache.
-
-    With one layer, later pairs read nothing else of these, so neither attention nor mlp is computed.
-    """
-    angles = config.angles(positions)
+def keys_values(
+    params: Params, config: Eagle3Config, hidden: jax.Array, embedded: jax.Array, angles: Angles
+) -> tuple[jax.Array, jax.Array]:
+    """Return k and v [B, T, K, H] of pairs: all that later pairs read of them, since there is one layer."""
     k, v = _keys_values(_inputs(params, config, hidden, embedded), params)
-    return recurrent.store(cache, positions, rotate(k, angles), v)
+    return rotate(k, angles), v
 
 
 def _final_norm(params: Params, config: Eagle3Config, a: jax.Array) -> jax.Array:

@@ -1,7 +1,5 @@
 """What draft heads of one layer share as drafts: the cache in the engine, and the drafter over it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -39,7 +37,14 @@ class RecurrentDraft:
         self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
     ) -> tuple[jax.Array, DraftCache]:
         """Apply the head to pairs [B, Q], each attending to pairs up to its own; return the output and the cache."""
-        return network.extend(functools.partial(self.layer, params), self.config, hidden, embedded, pairs, cache)
+        written = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            written.append(network.store(cache, pairs, k, v))
+            return kv.attend(q, written[0].keys, written[0].values, pairs)
+
+        a = self.layer(params, hidden, embedded, self.config.angles(pairs), attend)
+        return a, written[0]
 
     def write_pairs(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache

@@ -68,28 +68,6 @@ def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -
     return cache._replace(keys=keys, values=values)
 
 
-def extend(
-    layer: Layer,
-    config: HeadConfig,
-    hidden: jax.Array,
-    embedded: jax.Array,
-    positions: jax.Array,
-    cache: DraftCache,
-) -> tuple[jax.Array, DraftCache]:
-    """Apply the layer to pairs `positions` [B, Q], each attending to pairs up to its own.
-
-    Returns the output [B, Q, D], and the cache with the keys and values of these pairs.
-    """
-    written = []
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        written.append(store(cache, positions, k, v))
-        return kv.attend(q, written[0].keys, written[0].values, positions)
-
-    a = layer(hidden, embedded, config.angles(positions), attend)
-    return a, written[0]
-
-
 def unroll(
     layer: Layer,
     config: HeadConfig,

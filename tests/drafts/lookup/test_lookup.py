@@ -171,7 +171,7 @@ def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
 
 
 def some_slots(seed=0, cache=None, with_lookup_cache=True):
-    """Rows of two groups and of none, each group's texts in the lookup cache and a third one from before; some text left."""
+    """Rows of two groups and of none, with each group's texts and an earlier one in the lookup cache."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 3, (B, S)).astype(np.int32)
     length = np.array([3, 2, 4, 1, 3], np.int32)
