@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import stand_in
+from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
@@ -42,12 +43,14 @@ def find_phases(plan: Plan) -> list[Phase]:
     params, draft = learner.merged(state.policy), state.draft
     moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
     reference = (state.policy.params,) if g.kl_coef else ()
-    weights = rollout.prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
+    # Jitted where rollouts are on the learner's devices, as in a dry run.
+    prepare_step = cast(Jitted[[Params, Params | None, jax.Array | None], Weights], rollout.prepare_step)
+    weights = prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
 
     phases = [
         Phase(
             "prepare",
-            lambda: rollout.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
+            lambda: prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
             unrolled=True,

@@ -5,7 +5,6 @@ separate jitted functions.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import cast
 
 import flax.struct
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import DraftTerms, Mean, Params, stand_in
+from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
@@ -65,11 +64,11 @@ class DraftMetrics:
 
 
 # (policy params, vocab_map) -> copies of its tables
-ReadTables = Callable[[Params, jax.Array | None], TargetTables]
+ReadTables = Jitted[[Params, jax.Array | None], TargetTables]
 # The state is donated.
-DraftStep = Callable[[TrainState, TargetTables, Features, Rows], tuple[TrainState, DraftMetrics]]
+DraftStep = Jitted[[TrainState, TargetTables, Features, Rows], tuple[TrainState, DraftMetrics]]
 # (draft params, tables, features, rows) -> diagnostics
-PredictStep = Callable[[Params, TargetTables, Features, Rows], DraftDiagnostics]
+PredictStep = Jitted[[Params, TargetTables, Features, Rows], DraftDiagnostics]
 
 
 def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTables:

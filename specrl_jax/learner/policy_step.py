@@ -1,7 +1,6 @@
 """The learner's jitted functions of the policy: log-probs and features of recorded rows, and one GRPO update."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.struct
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specrl_jax.core import Params
+from specrl_jax.core import Jitted, Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.microbatches import accumulate, merge, split
 from specrl_jax.learner.optimizer import apply_gradient
@@ -92,10 +91,10 @@ class StepOutputs(NamedTuple):
 
 
 # (policy params, rows) -> (log-probs [B, T], entropy [B, T]), float32, nats
-LogprobStep = Callable[[Params, Rows], tuple[jax.Array, jax.Array]]
-FeatureStep = Callable[[Params, Rows], Features]
+LogprobStep = Jitted[[Params, Rows], tuple[jax.Array, jax.Array]]
+FeatureStep = Jitted[[Params, Rows], Features]
 # The state is donated.
-PolicyStep = Callable[[TrainState, Rows, LossInputs], tuple[TrainState, UpdateMetrics, StepOutputs]]
+PolicyStep = Jitted[[TrainState, Rows, LossInputs], tuple[TrainState, UpdateMetrics, StepOutputs]]
 
 
 def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> LogprobStep:

@@ -4,14 +4,14 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from specrl_jax.config import Config
-from specrl_jax.core import Mean, Params, masked_mean
+from specrl_jax.core import Jitted, Mean, Params, masked_mean
 from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
@@ -85,7 +85,7 @@ def write_log(log: Sequence[Mapping[str, float | None]], *folders: str) -> None:
 
 def make_pretrain_step(
     forward: PolicyForward, optimizer: optax.GradientTransformation, partition: Partitioner
-) -> Callable[[TrainState, Rows], tuple[TrainState, Mean]]:
+) -> Jitted[[TrainState, Rows], tuple[TrainState, Mean]]:
     """Return the jitted (state, rows) -> (state, mean cross-entropy in nats); the state is donated."""
 
     def loss(params: Params, rows: Rows) -> tuple[jax.Array, Mean]:

@@ -125,6 +125,7 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     assert memory.results == rows + 4 * 4 + 8 * (12 + 2 * m.layers + 3 + 5)
 
 
+@pytest.mark.slow
 def test_few_layers_extend_to_all(plan, monkeypatch):
     """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
     whole = run.with_layers(plan, 10)
