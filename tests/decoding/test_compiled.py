@@ -22,7 +22,7 @@ SEVEN = (0, 1, 2, 3, 5, 7)
 
 @contextlib.contextmanager
 def compilations():
-    """The names of everything that XLA compiles inside."""
+    """Yield the list of names that XLA compiles inside."""
     seen = []
 
     def listen(event, seconds, **kwargs):
@@ -44,7 +44,7 @@ def test_compilations_are_counted():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(engine that drafts by cascade, its controller), compiled, and the seconds that each program reported."""
+    """Return a compiled engine with lookup override, its controller, and the reported seconds of each program."""
     sizes = {
         "chunk": 2,
         "sizes": (8, 2),

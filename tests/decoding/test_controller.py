@@ -102,13 +102,13 @@ def drive(controller, machine, chunks, before=lambda t: None, **options):
 
 
 def usual(choices):
-    """The length of most chunks that were no probes."""
+    """Return the length of most chunks that were not probes."""
     lengths = [choice.k for choice in choices if choice.iterations is None]
     return max(set(lengths), key=lengths.count)
 
 
 class Bursts(Machine):
-    """Long stretches of chunks keep next to nothing, others nearly all, as copies from siblings do."""
+    """Alternates runs of chunks that accept almost nothing and almost all, as lookup drafts do."""
 
     def __init__(self, costs, share, chunks, **options):
         super().__init__(costs, (0.9,) * 7, **options)
@@ -158,8 +158,8 @@ def test_as_fast_as_the_best_fixed_length(acceptance, costs, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, costs", [(1, "nearly free"), (4, "paper, Zero"), (8, "dear")])
-def test_bursts_are_no_jumps(rows, costs):
-    """A stretch of chunks in which all is kept says little about the next one: the mean decides."""
+def test_bursts_do_not_count_as_jumps(rows, costs):
+    """Lookup acceptance is overdispersed: a run of accepted chunks says little about the next, the mean decides."""
     for seed in range(5):
         machine = Bursts(COSTS[costs], share=0.35, chunks=4, seed=seed, rows=rows, chunk=16)
         controller = calibrated(machine)
@@ -228,8 +228,8 @@ def test_leaves_a_head_that_was_lost_after_one_chunk(costs):
 
 
 @pytest.mark.parametrize("acceptance", ["none", "paper, Zero", "lookup"])
-def test_a_busy_machine_sends_no_tour_through_the_lengths(acceptance):
-    """Twice as slow for 50 chunks of every 100: every length is, so nothing better is to be found elsewhere."""
+def test_a_busy_machine_does_not_trigger_probes_of_all_lengths(acceptance):
+    """Every length is twice as slow for 50 of every 100 chunks, so none becomes better."""
     machine = Machine(COSTS["paper, Zero"], ACCEPTANCE[acceptance], seed=7)
 
     def load(t):
@@ -252,7 +252,7 @@ def test_recovers_from_a_calibration_that_was_wrong(wrong, factor):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lengths_near_the_best_are_tried_once_before_it_is_earned(seed):
+def test_lengths_near_the_best_are_tried_once_on_the_initial_budget(seed):
     """k = 7 looks best by a calibration that was wrong: a step of 20 chunks puts it right, not four of them."""
 
     def share(**options):
@@ -281,7 +281,7 @@ def test_probes_lose_no_more_than_their_budget(costs):
 
 
 def two_lengths():
-    """Drafting one token takes half as long again; no probe before it is earned."""
+    """Drafting one token takes half as long again; there is no initial probe budget."""
     controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
     controller.calibrate(SIZE, 0, 0.010)
     controller.calibrate(SIZE, 1, 0.015)
@@ -310,7 +310,7 @@ def test_probes_that_say_the_same_come_less_often():
     assert [wait / once for wait in gaps(controller, 50, probes=2)] == pytest.approx([4, 0.5], rel=0.2)
 
 
-def test_a_prediction_that_moves_sends_the_probes_out_again():
+def test_a_prediction_that_moves_resets_the_backoff_of_probes():
     controller = two_lengths()
     controller.predict([0.0])
     once, *_ = gaps(controller, accepted=0, probes=5)
@@ -320,7 +320,7 @@ def test_a_prediction_that_moves_sends_the_probes_out_again():
     assert gaps(controller, accepted=0, probes=1)[0] < 1.2 * once
 
 
-def test_a_probe_that_loses_more_than_was_saved_leaves_a_debt():
+def test_a_probe_that_loses_more_than_its_budget_leaves_a_debt():
     """1 % of 320 ms is saved a chunk, 4.8 ms at first; a probe counts as 10 ms at acceptance 0.45 and loses 20 at 0."""
     controller = two_lengths()
     observe(controller, SIZE, 1, 0.48, 32, 10_000, [4500])
@@ -335,7 +335,7 @@ def test_a_probe_is_short_and_longer_where_few_rows_run():
     assert [controller.choose(SIZE, running).iterations for running in (128, 16, 8, 1)] == [4, 4, 8, 32]
 
 
-def test_bringing_the_drafter_level_is_paid_by_the_probes():
+def test_the_switching_cost_is_charged_to_the_probes():
     def probes(switch_seconds):
         machine = Machine(COSTS["paper, Zero"], ACCEPTANCE["none"], seed=10)
         controller = calibrated(machine)
@@ -350,21 +350,21 @@ def test_bringing_the_drafter_level_is_paid_by_the_probes():
     assert probes(switch_seconds=2.0) < 0.8 * probes(switch_seconds=0.0)
 
 
-def test_the_length_in_use_does_not_pay_for_what_another_batch_size_left_behind():
+def test_the_length_in_use_is_not_charged_for_a_switch_between_batch_sizes():
     controller = Controller((0, 3), (128, 32))
     for size in (128, 32):
         for k, seconds in ((0, 0.010), (3, 0.012)):
             controller.calibrate(size, k, seconds)
 
-    def purse():
+    def budget():
         return controller.state()["per_size"][1]["purse"][1]
 
     for _ in range(3):  # plain at 128, where nothing is gained; at 32 the drafter has to be brought level each time
         observe(controller, 128, 0, 0.32, 32, 128 * 32, [0])
         assert controller.choose(32, 32).k == 3
-        before = purse()
+        before = budget()
         observe(controller, 32, 3, 0.384, 32, 32 * 32, [1000, 950, 900], switch_seconds=5.0)
-        assert purse() >= before
+        assert budget() >= before
 
 
 def test_off_means_probes_only_and_they_go_on():

@@ -1,6 +1,6 @@
-"""`coupled` in the engine: tokens are the target's and the noise's alone, whatever drafts, however the host deals.
+"""`coupled` in the engine: tokens depend on target and noise only, not on the drafter or on scheduling.
 
-In float64, where no rounding of the toy's logits or of the sampling settings could stand in for a difference.
+In float64, so that rounding hides no difference.
 """
 
 import functools
@@ -25,7 +25,7 @@ TABLE = (TARGET - 1.5 * np.eye(V, dtype=np.float32)[V - 1]).astype(np.float64)  
 
 
 def generate(drafter, k, lengths=None, num_slots=40, chunk=5, programs=None, **sizes):
-    """36 prompts, three rollouts each, that end at the limit or before; through several waves."""
+    """Generate three rollouts for each of 36 prompts, over several refills; they end at the limit or before."""
     cell = Cell(drafter, "coupled", 1.0, 0, 0.9, "may end", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     limits = EngineConfig(num_slots, 3, LONGEST, chunk, **lookup, **sizes)
@@ -49,7 +49,7 @@ def assert_same_tokens(out):
 
 @pytest.fixture
 def in_float64(monkeypatch):
-    """What the target's choice is made from is float64 throughout."""
+    """Check that the target samples from float64 logits."""
     inner, seen = reference.final_logits, set()
 
     def spy(logits, sampling):
@@ -81,7 +81,7 @@ def test_tokens_do_not_depend_on_the_drafter(drafter, k, in_float64):
 
 @pytest.mark.slow
 def test_drafts_of_the_target_itself_are_always_kept():
-    """They are drawn with its noise; one that is drawn with another is kept now and then."""
+    """They are drawn with the same noise; drafts of another rule are accepted now and then."""
     endless, sampling = TARGET - 50 * np.eye(V, dtype=np.float32)[V - 1], Sampling(rule="coupled")
     for rule, kept in (("coupled", True), ("rejection", False)):
         drafter = toys.stateful_drafter(endless, 2, 1.0, rule=rule)
@@ -91,7 +91,7 @@ def test_drafts_of_the_target_itself_are_always_kept():
 
 
 def changing(*lengths):
-    """Draft lengths that go through `lengths` over and over."""
+    """Cycle through draft lengths."""
     count = itertools.count()
     return toys.Choosing(lambda running: lengths[next(count) % len(lengths)])
 

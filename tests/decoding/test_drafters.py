@@ -1,4 +1,4 @@
-"""One drafted token: its law, its randomness, its vocabulary."""
+"""One drafted token: its distribution, its randomness, its vocabulary."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def drawn(logits=LOGITS, temperature=1.0, vocab_map=None, offset=1, seed=3, roll
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
-def test_a_drafted_token_has_the_law_of_the_softmax_at_the_temperature(temperature):
+def test_a_drafted_token_has_the_distribution_of_the_softmax_at_the_temperature(temperature):
     """5 outcomes, 2**15 rollouts: error rates 1e-6 at 0.02 against 0.04. The other two are further off."""
     assert_drawn_from(drawn(temperature=temperature), softmax(LOGITS / temperature), at_most=0.02)
     for other in {1.0, 0.5, 1.7} - {temperature}:
@@ -76,7 +76,7 @@ CHANGES = [{"seed": 4}, {"position": 12}, {"offset": 2}, {"rollout_ids": np.aran
 
 @pytest.mark.parametrize("change", CHANGES, ids=["seed", "position", "offset", "rollout"])
 def test_other_coordinates_give_an_independent_draft(change):
-    """Joint law of both is the product: 25 outcomes, 2**15 pairs, error rates 1e-6 at 0.023 against 0.046."""
+    """Joint distribution of both is the product: 25 outcomes, 2**15 pairs, error rates 1e-6 at 0.023 against 0.046."""
     p = softmax(LOGITS)
     pairs = drawn() * len(p) + drawn(**change)
     assert_drawn_from(pairs, joint([p, np.tile(p, (len(p), 1))]), at_most=0.023)

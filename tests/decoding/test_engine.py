@@ -60,16 +60,16 @@ def greedy_by_hand(table, prompt, longest):
 
 
 @pytest.mark.parametrize("longest, chunk", [(0, 8), (3, 1)])
-def test_a_copier_that_has_nothing_to_look_back_at_ends(longest, chunk):
-    """Where no draft fits into half a chunk nothing is gone over again; a loop over no tokens would not end."""
+def test_a_lookup_drafter_without_tokens_to_replay_ends(longest, chunk):
+    """If no draft fits into half a chunk nothing is replayed; a loop over no tokens would not end."""
     rollouts = engine(drafter=lookup_drafter(longest, 1, 4), chunk=chunk).generate(
         TABLE, PROMPTS, samples=2, seed=0, lengths=FixedLength(0)
     )
     assert len(rollouts.length) == 2 * len(PROMPTS)
 
 
-def test_a_refill_is_no_part_of_what_an_iteration_costs():
-    """Slots are there before the clock of their first chunk starts, also in calibration."""
+def test_the_cost_of_an_iteration_excludes_refills():
+    """The clock of a chunk starts after its refill has finished, in calibration too."""
 
     def slow(table, tokens, positions, cache):
         x = jnp.full((300, 300), 1e-3) * (1 + 0 * tokens[0, 0])
@@ -164,21 +164,21 @@ def test_any_of_several_end_of_text_ids_ends_a_rollout():
         assert not {2, EOS} & set(tokens[:-1])
 
 
-# --- joint laws
+# --- joint distributions
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 2, 0.9)], ids=["plain", "all three"])
-def test_the_joint_law_of_plain_rollouts_is_the_targets(sampling):
+def test_the_joint_distribution_of_plain_rollouts_is_the_targets(sampling):
     """Three tokens of three, the third ends: 27 outcomes, 41,000 rollouts, error rates 1e-6 at 0.02 against 0.04."""
     table, N = toys.make_table(seed=3, V=3), 41_000
     sizes = limits(num_slots=N, max_prompt_tokens=2, max_response_tokens=3)
     rollouts = toys.toy_engine(sizes, sampling, (2,)).generate(table, [[1, 0]], samples=N, seed=5)
-    law = response_distribution(table, [1, 0], 3, eos=2, sampling=sampling)
-    assert_drawn_from(observed(rollouts, 3, 2, 3), law, at_most=0.02)
+    distribution = response_distribution(table, [1, 0], 3, eos=2, sampling=sampling)
+    assert_drawn_from(observed(rollouts, 3, 2, 3), distribution, at_most=0.02)
 
 
 @pytest.mark.parametrize("eos, temperature", slow_but([(2, 0.6)], [None, 2], [1.0, 0.6]))
-def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
+def test_the_joint_distribution_over_successive_blocks_is_the_targets(eos, temperature):
     """Four tokens by blocks of one to three: noise of one block used again by the next would couple them.
 
     81 outcomes, 2**17 rollouts, error rates 1e-6 at 0.0165 against 0.033.
@@ -190,8 +190,8 @@ def test_the_joint_law_over_successive_blocks_is_the_targets(eos, temperature):
     rollouts = toys.toy_engine(sizes, sampling, eos_ids, drafter=drafter).generate(table, [[1, 0]], N, seed=6)
     # Blocks of several sizes were committed.
     assert {2, 3} <= set(rollouts.verifications[rollouts.response_length == 4].tolist())
-    law = response_distribution(table, [1, 0], 4, eos, sampling)
-    assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
+    distribution = response_distribution(table, [1, 0], 4, eos, sampling)
+    assert_drawn_from(observed(rollouts, 4, eos, 3), distribution, at_most=0.0165)
 
 
 # --- what results may not depend on
@@ -320,7 +320,7 @@ def test_progress_never_goes_back_and_reaches_the_total(num_slots):
 
 
 def test_a_group_shares_one_prefill_of_its_prompt():
-    """Rows through the model in prefill: each prompt once, however its group is dealt, and rows of nothing but pad."""
+    """Rows through the model in prefill: each prompt once, however its group is scheduled, and rows of padding."""
     rows = []
 
     def counting(table, tokens, positions, cache):
@@ -448,7 +448,7 @@ def stateful(drafter, sampling=Sampling(0.0), **sizes):  # noqa: B008 (frozen)
 
 
 def changing(lengths=LENGTHS):
-    """Draft lengths that go through `lengths` over and over, and the list of what it chose."""
+    """Cycle through draft lengths; return the policy and the list of its choices."""
     chosen = []
 
     def choose(running):
@@ -461,7 +461,7 @@ def changing(lengths=LENGTHS):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature, eos", [(1.0, None), (0.6, 2)], ids=["no end", "may end"])
 @pytest.mark.parametrize("lengths", [(2,), (2, 0, 1, 2)], ids=str)
-def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_is_the_targets(
+def test_the_joint_distribution_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_is_the_targets(
     temperature, eos, lengths
 ):
     """Two of three tokens are drafted, by what came before. 81 outcomes, 2**17 rollouts, 1e-6 at 0.0165 against 0.033.
@@ -477,8 +477,8 @@ def test_the_joint_law_with_a_draft_of_the_whole_prefix_on_a_reduced_vocabulary_
     # Drafts were kept and drafts were not, at both places.
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
     assert (accepted > 0).all() and (accepted < drafted).all()
-    law = response_distribution(table, [1, 0], 4, eos, Sampling(temperature))
-    assert_drawn_from(observed(rollouts, 4, eos, 3), law, at_most=0.0165)
+    distribution = response_distribution(table, [1, 0], 4, eos, Sampling(temperature))
+    assert_drawn_from(observed(rollouts, 4, eos, 3), distribution, at_most=0.0165)
 
 
 @pytest.mark.parametrize(
@@ -535,16 +535,16 @@ def test_a_perfect_draft_with_a_state_is_always_accepted_whatever_the_lengths(te
 
 
 @pytest.mark.parametrize("lengths", [(3,), (0, 3), (3, 3, 0, 0), (3, 1), (1, 3, 0, 2)], ids=str)
-def test_a_drafter_catches_up_only_where_it_missed_tokens(lengths, monkeypatch):
+def test_a_drafters_cache_is_updated_only_after_missed_tokens(lengths, monkeypatch):
     """After k = 0, and after blocks that may be longer than the next draft's window."""
     run = stateful(toys.stateful_drafter(NEARLY, 3, 0), chunk=1, max_response_tokens=20)
-    chunks, caught_up, inner = [], [], run.compiled.decode
+    chunks, synced, inner = [], [], run.compiled.decode
 
     def spy(params, slots, k, inputs):
         # A call of its own, without iterations, before the chunk that needs it.
         assert inputs.sync_cache == (inputs.max_iterations == 0)
         if inputs.sync_cache:
-            caught_up.append(len(chunks))
+            synced.append(len(chunks))
         else:
             chunks.append(k)
         return inner(params, slots, k, inputs)
@@ -553,7 +553,7 @@ def test_a_drafter_catches_up_only_where_it_missed_tokens(lengths, monkeypatch):
     choose, chosen = changing(lengths)
     run.generate(ENDLESS, PROMPTS, samples=2, seed=0, lengths=choose)
     missed = [after > 0 and (before == 0 or after < before) for before, after in itertools.pairwise(chosen)]
-    assert caught_up == [1 + i for i, after_gap in enumerate(missed) if after_gap]
+    assert synced == [1 + i for i, after_gap in enumerate(missed) if after_gap]
     assert chunks == chosen
     assert any(missed) or lengths == (3,)
 
@@ -621,7 +621,7 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
     assert 1 < acceptance_length < 4 and len(set(out.verifications.tolist())) > 2
 
 
-def test_every_rollout_carries_the_stamp_of_its_weights():
+def test_every_rollout_carries_the_version_of_its_weights():
     version = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
     out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0).with_version(version)
     for name, value in version._asdict().items():

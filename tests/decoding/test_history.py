@@ -83,7 +83,7 @@ def test_an_empty_history_is_restored_empty():
     assert History.from_arrays(2, 2, History(2, 2).to_arrays()).to_arrays()["rollouts"].tolist() == []
 
 
-def test_restored_into_less_room_the_newest_stay():
+def test_restored_with_a_smaller_limit_the_newest_stay():
     history = History(per_prompt=3, max_prompts=3)
     for prompt in (1, 2):
         history.add([prompt], [text(prompt, i) for i in range(3)])

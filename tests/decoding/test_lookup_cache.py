@@ -1,4 +1,4 @@
-"""Writing texts into the lookup_cache, against plain loops over numpy arrays."""
+"""Writing texts into the lookup cache, against plain loops over numpy arrays."""
 
 import hypothesis.strategies as st
 import jax
@@ -27,14 +27,14 @@ def assert_equal(found, wanted):
         np.testing.assert_array_equal(a, b)
 
 
-def test_an_empty_corpus_holds_no_text():
+def test_an_empty_lookup_cache_holds_no_text():
     lookup_cache = empty_lookup_cache(C, M, S)
     assert lookup_cache.tokens.shape == (C, M, S)
     assert_equal(lookup_cache, (lookup_cache.tokens, np.zeros((C, M))))
 
 
 @given(seeds)
-def test_admitting_replaces_whole_groups_and_drops_those_of_no_number(seed):
+def test_inserting_replaces_whole_groups_and_drops_those_of_no_number(seed):
     rng = np.random.default_rng(seed)
     lookup_cache, wanted = (some_corpus(np.random.default_rng(seed)) for _ in range(2))
     # Groups C and C + 1 do not exist; C comes more than once.
@@ -47,7 +47,7 @@ def test_admitting_replaces_whole_groups_and_drops_those_of_no_number(seed):
 
 
 @given(seeds)
-def test_recording_equals_a_loop_over_tokens(seed):
+def test_appending_equals_a_loop_over_tokens(seed):
     rng = np.random.default_rng(seed)
     lookup_cache, wanted = (some_corpus(np.random.default_rng(seed)) for _ in range(2))
     # Distinct texts, and some rows that have none.

@@ -1,4 +1,4 @@
-"""What copies would have had accepted: moments gone back to, the counts, and that a controller acts on them."""
+"""Replay of lookup drafts after plain decoding: its drafts, its counts, and the controller's use of them."""
 
 import dataclasses
 
@@ -41,8 +41,8 @@ def slots_of(texts, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [0, 2], ids=["ngram", "suffix"])
-def test_every_turn_drafts_what_would_have_been_drafted_then(groups):
-    """At every moment of a chunk when all rows come back to it at once; siblings' texts as long as they were."""
+def test_every_replayed_draft_is_the_draft_of_that_moment(groups):
+    """At every iteration of a chunk, with the siblings' texts at their length then."""
     drafter = lookup_drafter(K, 1, 4)
     engine_ = engine(drafter, groups)
 
@@ -92,7 +92,7 @@ def test_counts_are_of_verifications_after_the_first():
     np.testing.assert_array_equal(found, [3, 1, 1, 0])
 
 
-def test_only_plain_chunks_of_drafters_that_copy_are_replayed():
+def test_only_plain_chunks_of_replayable_drafters_are_replayed():
     drafter = lookup_drafter(K, 1, 4)
     for drafts, k, replays in (
         (drafter, 0, True),
@@ -107,7 +107,7 @@ def test_only_plain_chunks_of_drafters_that_copy_are_replayed():
 
 
 class Recorder:
-    """Always k; what was seen of acceptance, really and in replays: verifications, and those that kept draft i."""
+    """Always k; adds up acceptance counts, of real drafts and of replays."""
 
     def __init__(self, k):
         self.k, self.real, self.replayed = k, np.zeros(1 + K), np.zeros(1 + K)

@@ -1,4 +1,4 @@
-"""Rollouts of one prompt that draft from each other are as independent as if they did not."""
+"""Rollouts of one prompt that copy drafts from each other stay independent."""
 
 import functools
 
@@ -44,8 +44,8 @@ def assert_independent(siblings, longest, groups, at_most, **how):
     rollouts = generate(siblings, longest, groups, **how)
     each = observed(rollouts, longest, None, V).reshape(groups, siblings)
     outcomes = V**longest
-    law = response_distribution(TARGET, PROMPT, longest, None, Sampling())
-    joint = functools.reduce(np.multiply.outer, [law] * siblings)
+    distribution = response_distribution(TARGET, PROMPT, longest, None, Sampling())
+    joint = functools.reduce(np.multiply.outer, [distribution] * siblings)
     assert_drawn_from(each @ outcomes ** np.arange(siblings)[::-1], joint, at_most)
     return rollouts
 
@@ -53,13 +53,13 @@ def assert_independent(siblings, longest, groups, at_most, **how):
 @pytest.mark.parametrize(
     "drafter, rule", slow_but([("suffix", "rejection")], ["suffix", "cascade"], ["rejection", "block", "coupled"])
 )
-def test_the_joint_law_of_two_siblings_is_the_product(drafter, rule):
+def test_the_joint_distribution_of_two_siblings_is_the_product(drafter, rule):
     """Four tokens of each: 256 outcomes of 2**16 groups, error rates 1e-6 at 0.0385 against 0.077."""
     assert_independent(2, 4, 2**16, at_most=0.0385, drafter=drafter, rule=rule)
 
 
 @pytest.mark.slow
-def test_the_joint_law_of_three_siblings_is_the_product():
+def test_the_joint_distribution_of_three_siblings_is_the_product():
     """Two tokens of each: 64 outcomes of 2**16 groups, error rates 1e-6 at 0.022 against 0.044."""
     assert_independent(3, 2, 2**16, at_most=0.022)
 
@@ -72,11 +72,11 @@ def test_siblings_do_draft_from_each_other():
     assert (together.verifications != alone.verifications).mean() > 0.1
 
 
-# --- controls: what the assertion sees
+# --- negative controls
 
 
-def test_siblings_that_share_all_noise_are_seen(monkeypatch):
-    """Each has the right law by itself."""
+def test_siblings_that_share_all_noise_are_detected(monkeypatch):
+    """Each has the right distribution by itself."""
     deal = Scheduler.schedule
 
     def shared(self):
@@ -89,7 +89,7 @@ def test_siblings_that_share_all_noise_are_seen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
+def test_siblings_that_share_the_noise_of_one_token_are_detected(monkeypatch):
     right = counter.uniforms
 
     def shared(seed, rollout_id, position, offset, stream):
@@ -102,7 +102,7 @@ def test_siblings_that_share_the_noise_of_one_token_are_seen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_copies_that_are_kept_too_willingly_are_seen(monkeypatch):
+def test_copies_that_are_accepted_too_often_are_detected(monkeypatch):
     """In every eighth rollout all of them are."""
     right = reference.by_exact_match
 

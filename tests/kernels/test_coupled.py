@@ -1,4 +1,4 @@
-"""The rule `coupled`: tokens are the target's and the noise's alone, with the target's law; drafts share the noise."""
+"""The rule `coupled`: tokens depend on target and noise only and have the target's distribution."""
 
 import dataclasses
 import functools
@@ -54,12 +54,12 @@ def test_its_own_drafts_are_kept_up_to_the_first_that_differs(kind, name):
     np.testing.assert_array_equal(np.asarray(out.tokens)[emitted], plain[emitted])
 
 
-# --- the law
+# --- the distribution
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, name):
-    """Exact, given that argmax(logits + g) has the law of the softmax: each path of best tokens, by its weight."""
+    """Exact, given that argmax(logits + g) is distributed as the softmax: sums the weights of all paths."""
     model, sampling = make_model("random", 3, 2), COUPLED[name]
     p, drafts, paths = model.p(sampling), sequences(3, 2), sequences(3, 3)
     # Row r: noise that makes paths[r // 9] win, where top-k and top-p leave it in play.
@@ -80,18 +80,18 @@ def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, na
     probs = model.along(p, tiled)
     wins = np.take_along_axis(probs, np.asarray(winners)[..., None], axis=-1)[..., 0]
     for draft in range(len(drafts)):
-        law = np.zeros(27)
+        distribution = np.zeros(27)
         for row in range(draft, rows, len(drafts)):
             mass = np.zeros((3,) * (accepted[row] + 1))
             mass[tuple(tokens[row, : accepted[row] + 1])] = np.prod(wins[row])
             for conditional in p[accepted[row] + 1 :]:
                 mass = mass[..., None] * conditional
-            law += mass.ravel()
-        np.testing.assert_allclose(law, joint(p).ravel(), rtol=0, atol=1e-14)
+            distribution += mass.ravel()
+        np.testing.assert_allclose(distribution, joint(p).ravel(), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("logit", [-3.0, -0.4, 0.0, 1.1, 6.0])
-def test_the_best_of_logits_and_noise_has_the_law_of_the_softmax(monkeypatch, logit):
+def test_the_best_of_logits_and_noise_has_the_distribution_of_the_softmax(monkeypatch, logit):
     """Two tokens, over a grid of their noise of 1024 x 1024 cells.
 
     The boundary u_1 = f(u_0) is monotone, so it passes fewer than 2048 cells, half of each of which is wrong at most.
@@ -109,7 +109,7 @@ def test_the_best_of_logits_and_noise_has_the_law_of_the_softmax(monkeypatch, lo
 @pytest.mark.parametrize(
     "kind, name", slow_but([("random", "plain"), ("reduced", "all three")], ["random", "reduced"], COUPLED)
 )
-def test_the_joint_law_with_real_noise_is_the_targets(kind, name):
+def test_the_joint_distribution_with_real_noise_is_the_targets(kind, name):
     """27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, 3, 2), COUPLED[name]
     drafts, out = run_block(model, sampling, np.arange(50_000))

@@ -237,7 +237,7 @@ def cell(g):
 
 
 @pytest.mark.parametrize("name", GUMBEL_PAIRS)
-def test_two_gumbels_have_the_joint_law_of_independent_ones(name):
+def test_two_gumbels_have_the_joint_distribution_of_independent_ones(name):
     """64 cells, 2**17 pairs: both error rates are 1e-6 at total variation 0.015 against 0.03."""
     a, b = (cell(gumbel(**({"rollout_id": IDS} | changes))) for changes in GUMBEL_PAIRS[name])
     assert_drawn_from(a * 8 + b, np.full(64, 1 / 64), at_most=0.015)
@@ -252,11 +252,11 @@ def test_gumbels_are_independent_of_the_other_streams(stream, word):
     assert_drawn_from(a * 8 + (u * 8).astype(int), np.full(64, 1 / 64), at_most=0.015)
 
 
-def test_gumbels_of_one_vocabulary_have_the_law_of_a_gumbel():
+def test_gumbels_of_one_vocabulary_have_the_distribution_of_a_gumbel():
     """2**18 tokens of one position: Kolmogorov's distance is above 0.006 with chance 2 exp(-2 N 0.006**2) < 2e-8."""
     g = np.sort(np.asarray(noise.gumbel_rows(jnp.uint32(7), jnp.uint32(1), jnp.int32(3), 2**18), np.float64))
-    law, steps = np.exp(-np.exp(-g)), np.arange(2**18 + 1) / 2**18
-    assert max(np.abs(law - steps[1:]).max(), np.abs(law - steps[:-1]).max()) < 0.006
+    distribution, steps = np.exp(-np.exp(-g)), np.arange(2**18 + 1) / 2**18
+    assert max(np.abs(distribution - steps[1:]).max(), np.abs(distribution - steps[:-1]).max()) < 0.006
     # The mean has standard error 1.2825 / 512 = 0.0025; five of them.
     assert abs(g.mean() - 0.57722) < 0.0125
 

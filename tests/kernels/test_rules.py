@@ -27,7 +27,7 @@ def pick(rows, drafts):
 
 
 def outcomes(rule, p, q, drafts):
-    """Every draft's law of num_accepted [N, k+1] and, given it, of the next token [N, k+1, V]; p [N, k+1, V]."""
+    """Return the distributions of num_accepted [N, k+1] and, given it, of the next token [N, k+1, V], per draft."""
     k = drafts.shape[1]
     p_x, q_x = pick(p[:, :k], drafts), pick(q, drafts)
     if rule == "block":
@@ -42,41 +42,45 @@ def outcomes(rule, p, q, drafts):
     return np.stack(accepted, axis=1), weights / weights.sum(axis=-1, keepdims=True)
 
 
-def emitted_law(rule, model, sampling):
-    """[V ** (k+1)] law of what is emitted, completed by the target, and the mean number of accepted drafts."""
+def emitted_distribution(rule, model, sampling):
+    """Return the distribution [V ** (k+1)] of emitted tokens, completed by the target, and the mean of num_accepted."""
     V, k, drafts = model.V, model.k, sequences(model.V, model.k)
     p, q = model.p(sampling), model.q(sampling)
     accepted, following = outcomes(rule, model.along(p, drafts), model.along(q, drafts), drafts)
     mass = joint(q).reshape(-1, 1) * accepted
-    law = np.zeros(V ** (k + 1))
+    distribution = np.zeros(V ** (k + 1))
     for n in range(k + 1):
         prefix = np.zeros((V**n, V))
         np.add.at(prefix, flat_index(drafts[:, :n], V), mass[:, n : n + 1] * following[:, n])
         emitted = prefix.reshape((V,) * (n + 1))
         for conditional in p[n + 1 :]:
             emitted = emitted[..., None] * conditional
-        law += emitted.ravel()
-    return law, (mass * np.arange(k + 1)).sum()
+        distribution += emitted.ravel()
+    return distribution, (mass * np.arange(k + 1)).sum()
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("V, k", SIZES)
-def test_what_is_emitted_has_exactly_the_targets_law(rule, V, k):
+def test_emitted_tokens_have_exactly_the_targets_distribution(rule, V, k):
     # Sums of at most 4 ** 4 products in float64: a few 1e-16.
     for kind in KINDS:
         for none in (-200.0, -np.inf):
             model = make_model(kind, V, k, seed=3, none=none)
-            law, _ = emitted_law(rule, model, Sampling())
-            np.testing.assert_allclose(law, joint(model.p(Sampling())).ravel(), rtol=0, atol=1e-14, err_msg=kind)
+            distribution, _ = emitted_distribution(rule, model, Sampling())
+            np.testing.assert_allclose(
+                distribution, joint(model.p(Sampling())).ravel(), rtol=0, atol=1e-14, err_msg=kind
+            )
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_law_is_exact_under_temperature_top_k_and_top_p(rule, name):
+def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name):
     for kind in ("random", "zeros", "reduced"):
         model = make_model(kind, 4, 3)
-        law, _ = emitted_law(rule, model, SAMPLINGS[name])
-        np.testing.assert_allclose(law, joint(model.p(SAMPLINGS[name])).ravel(), rtol=0, atol=1e-14, err_msg=kind)
+        distribution, _ = emitted_distribution(rule, model, SAMPLINGS[name])
+        np.testing.assert_allclose(
+            distribution, joint(model.p(SAMPLINGS[name])).ravel(), rtol=0, atol=1e-14, err_msg=kind
+        )
 
 
 @pytest.mark.parametrize("V, k", SIZES)
@@ -105,10 +109,10 @@ def test_block_accepts_as_many_as_rejection_or_more(V, k):
     for seed in range(1, 31):
         for kind in ("random", "peaked"):
             model = make_model(kind, V, k, seed)
-            means = [emitted_law(rule, model, Sampling())[1] for rule in RATIO_RULES]
+            means = [emitted_distribution(rule, model, Sampling())[1] for rule in RATIO_RULES]
             gains.append(means[1] - means[0])
             certain = make_model("one-hot draft", V, k, seed, none=-np.inf)
-            means = [emitted_law(rule, certain, Sampling())[1] for rule in RATIO_RULES]
+            means = [emitted_distribution(rule, certain, Sampling())[1] for rule in RATIO_RULES]
             assert abs(means[1] - means[0]) < 1e-14
     assert min(gains) > -1e-14
     assert max(gains) < 1e-14 if k == 1 else np.median(gains) > 1e-3
@@ -124,7 +128,7 @@ def test_a_certain_draft_is_kept_with_the_targets_probability_by_both():
 
 
 def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
-    """The block rule without the scale in its residual, and with P_i for h_i: the law is off."""
+    """The block rule without the scale in its residual, and with P_i for h_i: the distribution is off."""
     model, right = make_model("random", 3, 2, seed=3), rules.block_chances
     expected = joint(model.p(Sampling())).ravel()
 
@@ -138,7 +142,7 @@ def test_the_enumeration_sees_a_wrong_rule(monkeypatch):
 
     for wrong in (without_scale, too_willing):
         monkeypatch.setattr(rules, "block_chances", wrong)
-        assert np.abs(emitted_law("block", model, Sampling())[0] - expected).max() > 1e-2
+        assert np.abs(emitted_distribution("block", model, Sampling())[0] - expected).max() > 1e-2
 
 
 # --- where float32 gives out

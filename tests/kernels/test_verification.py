@@ -1,4 +1,4 @@
-"""`verify` under rejection, block and greedy: its exact law, its law with real noise, and what it hands back."""
+"""`verify` under rejection, block and greedy: its exact and its sampled distribution, and its results."""
 
 import dataclasses
 import functools
@@ -97,8 +97,8 @@ def verify_with(uniform, draft, target_logits, sampling):
         return verify(VerifyInputs(noise, draft, target_logits), sampling)
 
 
-def emitted_law(model, sampling, drafts, draft_weights, certain=None):
-    """Law [V ** (k + 1)] of k + 1 tokens: what `verify` emits, completed by sampling from the target.
+def emitted_distribution(model, sampling, drafts, draft_weights, certain=None):
+    """Distribution [V ** (k + 1)] of k + 1 tokens: what `verify` emits, completed by sampling from the target.
 
     Integrates the function `verify` itself over its uniforms: every draft path, every cell of every draw. The
     breakpoints come from the definition, in float64.
@@ -133,73 +133,73 @@ def emitted_law(model, sampling, drafts, draft_weights, certain=None):
     )
     out = verify_with(jnp.array(uniform), draft, jnp.array(model.along(model.target, drafts)[path]), sampling)
     tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
-    law = np.zeros(V ** (k + 1))
+    distribution = np.zeros(V ** (k + 1))
     for n in range(k + 1):
         rows = accepted == n
         mass = np.bincount(flat_index(tokens[rows, : n + 1], V), weight[rows], V ** (n + 1)).reshape((V,) * (n + 1))
         for conditional in p[n + 1 :]:
             mass = mass[..., None] * conditional
-        law += mass.ravel()
-    return law
+        distribution += mass.ravel()
+    return distribution
 
 
-def assert_exact(model, sampling, law):
-    np.testing.assert_allclose(law, joint(model.p(sampling)).ravel(), rtol=0, atol=1e-10)
+def assert_exact(model, sampling, distribution):
+    np.testing.assert_allclose(distribution, joint(model.p(sampling)).ravel(), rtol=0, atol=1e-10)
 
 
-def drawn_law(model, sampling):
-    return emitted_law(model, sampling, sequences(model.V, model.k), joint(model.q(sampling)).ravel())
+def drawn_distribution(model, sampling):
+    return emitted_distribution(model, sampling, sequences(model.V, model.k), joint(model.q(sampling)).ravel())
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("V, k", [(2, 3), (3, 1), (3, 3), (4, 2)])
-def test_what_is_emitted_has_exactly_the_targets_law(rule, V, k):
+def test_emitted_tokens_have_exactly_the_targets_distribution(rule, V, k):
     for kind in KINDS:
         model = make_model(kind, V, k)
-        assert_exact(model, with_rule(rule), drawn_law(model, with_rule(rule)))
+        assert_exact(model, with_rule(rule), drawn_distribution(model, with_rule(rule)))
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_law_is_exact_under_temperature_top_k_and_top_p(rule, name):
+def test_the_distribution_is_exact_under_temperature_top_k_and_top_p(rule, name):
     # With this seed a block's residual without its scale is off by more than 1e-2.
     model, sampling = make_model("random", 3, 2, seed=3), with_rule(rule, name)
-    assert_exact(model, sampling, drawn_law(model, sampling))
+    assert_exact(model, sampling, drawn_distribution(model, sampling))
     if name == "all three":
         model = make_model("reduced", 3, 2)
-        assert_exact(model, sampling, drawn_law(model, sampling))
+        assert_exact(model, sampling, drawn_distribution(model, sampling))
 
 
 @pytest.mark.parametrize("certain", ["no logits", "logits to ignore"])
 @pytest.mark.parametrize("rule, name", [("rejection", "plain"), ("rejection", "all three"), ("block", "plain")])
-def test_the_law_is_exact_given_each_draft_without_probabilities(certain, rule, name):
+def test_the_distribution_is_exact_given_each_draft_without_probabilities(certain, rule, name):
     """For every draft, not on average over drafts; those that end early among them."""
     model, sampling = make_model("random", 3, 2), with_rule(rule, name)
     early = np.array([[0, -1], [2, -1], [-1, -1]], np.int32)
     for path in np.concatenate([sequences(3, 2), early]):
-        assert_exact(model, sampling, emitted_law(model, sampling, path[None], np.ones(1), certain))
+        assert_exact(model, sampling, emitted_distribution(model, sampling, path[None], np.ones(1), certain))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "zeros", "reduced"])
-def test_the_law_is_exact_given_long_drafts_without_probabilities(kind):
+def test_the_distribution_is_exact_given_long_drafts_without_probabilities(kind):
     model, sampling = make_model(kind, 3, 3), Sampling()
     for path in np.array([[0, 0, 0], [1, 2, 0], [2, 1, -1]], np.int32):
-        assert_exact(model, sampling, emitted_law(model, sampling, path[None], np.ones(1), "logits to ignore"))
+        assert_exact(model, sampling, emitted_distribution(model, sampling, path[None], np.ones(1), "logits to ignore"))
 
 
 @pytest.mark.parametrize("rule, name", [*(("rejection", name) for name in SAMPLINGS), ("block", "all three")])
 def test_nothing_drafted_is_plain_sampling(rule, name):
     model, sampling = make_model("random", 4, 0), with_rule(rule, name)
-    assert_exact(model, sampling, emitted_law(model, sampling, sequences(4, 0), np.ones(1)))
+    assert_exact(model, sampling, emitted_distribution(model, sampling, sequences(4, 0), np.ones(1)))
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_the_enumeration_sees_a_wrong_rule(rule):
-    """The enumerator is no mirror: drafts weighted by another q than the one verified against change the law."""
+    """Negative control: drafts weighted by a q other than the one verified against change the distribution."""
     model, sampling = make_model("random", 3, 2), with_rule(rule)
-    law = emitted_law(model, sampling, sequences(3, 2), np.full(9, 1 / 9))
-    assert np.abs(law - joint(model.p(sampling)).ravel()).max() > 1e-3
+    distribution = emitted_distribution(model, sampling, sequences(3, 2), np.full(9, 1 / 9))
+    assert np.abs(distribution - joint(model.p(sampling)).ravel()).max() > 1e-3
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
@@ -243,7 +243,7 @@ FAST = [(rule, "reduced", 3, 2, "warm", False) for rule in RATIO_RULES]
 
 
 @pytest.mark.parametrize("rule, kind, V, k, name, deterministic", slow_but(FAST, JOINT))
-def test_the_joint_law_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
+def test_the_joint_distribution_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
     """At most 27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, V, k), with_rule(rule, name)
     drafts, out = run_block(model, sampling, np.arange(50_000), deterministic=deterministic)
@@ -268,7 +268,7 @@ def test_the_bonus_does_not_depend_on_how_lucky_the_drafts_were(rule):
 
 
 @pytest.mark.slow
-def test_the_joint_law_holds_where_the_vocabulary_takes_several_tiles(monkeypatch):
+def test_the_joint_distribution_holds_where_the_vocabulary_takes_several_tiles(monkeypatch):
     """Beyond one tile a draw uses both words of its noise, and the first word is the acceptance's too.
 
     Tiles of two tokens; 25 outcomes, error rates 1e-6 at 0.02 against 0.04.
@@ -354,7 +354,7 @@ def assert_four_tokens_follow_the_target(model, sampling):
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
-def test_two_blocks_in_a_row_have_the_targets_joint_law(rule, seven_deep):
+def test_two_blocks_in_a_row_have_the_targets_joint_distribution(rule, seven_deep):
     assert_four_tokens_follow_the_target(seven_deep, with_rule(rule))
 
 
@@ -431,7 +431,7 @@ def test_where_nothing_was_drafted_nothing_is_accepted(sampling, reduced):
 @pytest.mark.parametrize("kind", ["random", "equal", "reduced"])
 @pytest.mark.parametrize("rule", [*RATIO_RULES, "coupled"])
 def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule, kind):
-    """Rows of 0 to 3 drafted tokens in one call emit what calls with k = 0 to 3 emit: so each keeps its law."""
+    """Rows of 0 to 3 drafted tokens in one call emit what calls with k = 0 to 3 emit"""
     model, sampling, ids = make_model(kind, 4, 3), with_rule(rule, "warm"), np.arange(2000)
     drafts, _ = run_block(model, sampling, ids)
     drafts, num_drafted = np.asarray(drafts), ids % 4

@@ -111,7 +111,7 @@ V, VD, B = 1100, 400, 6
 
 
 def case(k, seed, reduced, kind="drawn"):
-    """A batch of drafts, drawn from the draft's law; or from the target's own, or made impossible for the target."""
+    """Return a batch of drafts drawn from the draft (or from the target, or impossible for the target)."""
     rng = np.random.default_rng(seed)
     target = logits_of(seed, B, k + 1, V)
     vocab_map = np.sort(rng.permutation(V)[:VD]).astype(np.int32) if reduced else None

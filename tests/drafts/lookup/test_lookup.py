@@ -351,8 +351,8 @@ def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     drafted, accepted = rollouts.drafted.sum(axis=0), rollouts.accepted.sum(axis=0)
     assert drafted[1] < drafted[0], "copies that end early"
     assert (accepted > 0).all() and (accepted < drafted).all()
-    law = joint([final_probs(after(table, prompt, i), sampling) for i in range(4)])
-    assert_drawn_from(flat_index(rollouts.tokens[:, 4:], 3), law, at_most=0.0165)
+    distribution = joint([final_probs(after(table, prompt, i), sampling) for i in range(4)])
+    assert_drawn_from(flat_index(rollouts.tokens[:, 4:], 3), distribution, at_most=0.0165)
 
 
 def after(table, prompt, n):

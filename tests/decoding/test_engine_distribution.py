@@ -70,7 +70,7 @@ KERNEL_CELLS = [
 @pytest.mark.parametrize("cell", KERNEL_CELLS, ids=name)
 @pytest.mark.parametrize("backend, rollouts", [("tpu", 64), ("gpu", 3)])
 def test_with_interpreted_kernels_the_rollouts_are_the_references(cell, backend, rollouts):
-    """Token for token, over successive blocks: the reference's law, proven above, is theirs."""
+    """Token for token, over successive blocks: the reference's distribution, proven above, is theirs."""
     limits = EngineConfig(rollouts, len(PROMPT), 5, chunk=100)
     found = [
         make_engine(cell, limits, k=2, lengths=(2,), **more).generate(TARGET, [PROMPT], rollouts, seed=0)
