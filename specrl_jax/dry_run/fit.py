@@ -30,7 +30,7 @@ def parts(memory: PhaseMemory) -> dict[str, int]:
 
 
 def judge_memory(
-    measured: list[CompiledPhase], target: HardwareTarget, settings: Config, num_shards: int
+    measured: list[CompiledPhase], target: HardwareTarget, config: Config, num_shards: int
 ) -> MemoryVerdict:
     """Judge all phases; a batch of rows has `num_shards` shards."""
     known = [(m.name, m.memory) for m in measured if m.memory]
@@ -43,45 +43,45 @@ def judge_memory(
     sums = " + ".join(f"{kind} {shown(n)}" for kind, n in parts(memory).items() if n)
     arithmetic = f"{sums} = {shown(memory.total)} of {shown(target.memory)}, {share:.0%}"
     fits = share <= LARGEST_SHARE
-    suggestion = suggest(memory, target, settings, num_shards) if not fits else ""
+    suggestion = suggest(memory, target, config, num_shards) if not fits else ""
     if fits and share > target.share:
         suggestion = f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGEST_SHARE}: jax takes {target.share:.0%} as it comes"
     return MemoryVerdict(phase, fits, memory.total, target.memory, arithmetic, suggestion)
 
 
-def suggest(memory: PhaseMemory, target: HardwareTarget, settings: Config, num_shards: int) -> str:
+def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_shards: int) -> str:
     """Suggest how to shrink the largest term."""
     sizes = parts(memory)
     largest = max(sizes, key=lambda kind: sizes[kind])
     if largest == CACHE:
-        return _fewer_slots(memory, target, settings, num_shards)
+        return _fewer_slots(memory, target, config, num_shards)
     if largest in (PARAMETERS, OPTIMIZER):
         return "more devices for each weight: a larger mesh.fsdp or mesh.tensor (mesh.expert for experts)"
     if largest in (BATCH, "results"):
-        return f"fewer rows in an update: grpo.minibatches above {settings.grpo.minibatches}"
-    return _fewer_temporaries(settings, num_shards)
+        return f"fewer rows in an update: grpo.minibatches above {config.grpo.minibatches}"
+    return _fewer_temporaries(config, num_shards)
 
 
-def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, settings: Config, num_shards: int) -> str:
+def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, config: Config, num_shards: int) -> str:
     """Suggest the most slots that fit beside everything else."""
-    slots, cache = settings.rollout.num_slots, memory.by_kind()[CACHE]
+    slots, cache = config.rollout.num_slots, memory.by_kind()[CACHE]
     free = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
     most = max(0, slots * free // cache) // num_shards * num_shards
-    narrower = ", or rollout.cache_dtype=bfloat16" if settings.rollout.cache_dtype == "float32" else ""
+    narrower = ", or rollout.cache_dtype=bfloat16" if config.rollout.cache_dtype == "float32" else ""
     if not most:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
     return f"rollout.num_slots={most} instead of {slots}{narrower}"
 
 
-def _fewer_temporaries(settings: Config, num_shards: int) -> str:
-    rows = settings.grpo.microbatch
-    if not settings.policy.remat:
+def _fewer_temporaries(config: Config, num_shards: int) -> str:
+    rows = config.grpo.microbatch
+    if not config.policy.remat:
         return "policy.remat=true"
     if not rows or rows > num_shards:
         return f"grpo.microbatch={num_shards}: one row for each of the {num_shards} parts of a batch"
-    if not settings.policy.vocab_tile:
+    if not config.policy.vocab_tile:
         return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
-    return f"shorter rows (rollout.max_response_tokens={settings.rollout.max_response_tokens}) or a larger mesh.tensor"
+    return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"
 
 
 def shown(n: int) -> str:

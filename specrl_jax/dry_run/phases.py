@@ -1,14 +1,15 @@
-"""The programs of one training step, each to be lowered without arrays, and what else lies on the devices meanwhile."""
+"""The programs of one training step, lowered without arrays, and the arrays that stay on the devices meanwhile."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
-from specrl_jax.core import Jitted, Params, stand_in
+from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
@@ -19,23 +20,23 @@ from specrl_jax.training.initial import abstract_frozen, abstract_run_state
 from specrl_jax.training.performance import logprob_passes
 from specrl_jax.training.plan import Plan
 
-# What memory is for.
+# Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One program."""
+    """One program of a step."""
 
     name: str
     lower: Callable[[], jax.stages.Lowered]
-    arguments: tuple[str, ...]  # the kind of each; of a TrainState, parameters and optimizer are told apart
-    resident: tuple[object, ...] = ()  # TrainStates and weights that are no argument, yet on the devices all the while
-    unrolled: bool = False  # over the layers, which takes long to compile; else they are scanned
+    arguments: tuple[str, ...]  # kind of each; a TrainState is divided into parameters and optimizer
+    resident: tuple[object, ...] = ()  # TrainStates and weights on the devices that are not arguments
+    unrolled: bool = False  # layers are unrolled, which takes long to compile; else they are scanned
 
 
 def find_phases(plan: Plan) -> list[Phase]:
-    """In the order of a step of the synchronous loop. Nothing of them is compiled yet."""
+    """Return the programs in the order of a synchronous step, not compiled yet."""
     learner, rollout = make_learner(plan), make_rollout(plan)
     state, g, d = abstract_state(learner), plan.config.grpo, plan.config.draft
     rows = g.prompts_per_step * g.group_size
@@ -43,14 +44,12 @@ def find_phases(plan: Plan) -> list[Phase]:
     params, draft = learner.merged(state.policy), state.draft
     moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
     reference = (state.policy.params,) if g.kl_coef else ()
-    # Jitted where rollouts are on the learner's devices, as in a dry run.
-    prepare_step = cast(Jitted[[Params, Params | None, jax.Array | None], Weights], rollout.prepare_step)
-    weights = prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
+    weights = jax.eval_shape(rollout.prepare_step, params, draft.params if draft else None, state.vocab_map)
 
     phases = [
         Phase(
             "prepare",
-            lambda: prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
+            lambda: rollout.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
             unrolled=True,
@@ -79,13 +78,14 @@ def find_phases(plan: Plan) -> list[Phase]:
 
 
 def abstract_state(learner: Learner) -> RunState:
-    """With what is frozen."""
+    """Return the state of a run, including frozen parameters."""
     state = abstract_run_state(learner)
-    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=abstract_frozen(learner)))
+    policy = dataclasses.replace(state.policy, frozen=abstract_frozen(learner))
+    return dataclasses.replace(state, policy=policy)
 
 
 def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
-    """Refill, a chunk without speculation, and one with the longest drafts, all of the full batch."""
+    """Return refill, a plain chunk and a chunk of the longest drafts, all at the full batch size."""
     programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
     drafted = rollout.engine.draft_length
 
@@ -102,10 +102,10 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
 
 
 def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:
-    """One update of the draft, from the features of one policy update."""
+    """Return the draft update from the features of one policy update."""
     state, d = abstract_state(learner), learner.plan.config.draft
-    features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
-    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
+    features = jax.eval_shape(learner.policy_step, state.policy, *minibatch)[2].features
+    tables = jax.eval_shape(learner.read_tables, state.policy.base, state.vocab_map)
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0] // d.minibatches, *x.shape[1:]), x.dtype, sharding=x.sharding)
@@ -118,30 +118,34 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
-    """What one policy update learns from."""
+    """Return the shapes of the inputs of one policy update."""
     g, o = learner.plan.config.grpo, learner.objective
     rows = abstract_rows(learner, g.prompts_per_step * g.group_size // g.minibatches)
-    floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows.mask.sharding))
-    signal = LossInputs(
+    floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows_sharding(learner)))
+    inputs = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
         ref_logprobs=floats if o.kl_coef else None,
         advantages=floats,
         behaviour=floats if o.correction != "none" else None,
         loss_mask=rows.mask if g.leaves_out else None,
     )
-    return rows, signal
+    return rows, inputs
+
+
+def rows_sharding(learner: Learner) -> NamedSharding:
+    return learner.plan.learner_partition.sharding(("batch", "sequence"))
 
 
 def abstract_rows(learner: Learner, B: int) -> Rows:
-    sharding = learner.plan.learner_partition.sharding(("batch", "sequence"))
-    shape = (B, learner.plan.limits.cache_length)
+    """Return the shapes of B learner rows."""
+    shape, sharding = (B, learner.plan.limits.cache_length), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     return Rows(ints, ints, ints, mask, ints if learner.packing else None)
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:
-    """Of TrainStates and weights, on one device."""
+    """Return the bytes of TrainStates and weights on one device."""
     found = dict.fromkeys(KINDS, 0)
     for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState)):
         if isinstance(part, TrainState):
@@ -153,12 +157,9 @@ def bytes_by_kind(tree: object) -> dict[str, int]:
 
 
 def device_bytes(tree: object) -> int:
-    """Of ShapeDtypeStructs with shardings, on one device."""
+    """Return the bytes of ShapeDtypeStructs with shardings on one device."""
     return sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree))
 
 
-def shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> int:
-    size = jnp.dtype(dtype).itemsize
-    for n in sharding.shard_shape(shape):
-        size *= n
-    return size
+def shard_bytes(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> int:
+    return jnp.dtype(dtype).itemsize * math.prod(sharding.shard_shape(shape))

@@ -1,6 +1,7 @@
-"""task=dry_run: compiles every phase of a training step for devices that are not here, without weights."""
+"""task=dry_run: compile every phase of a training step for devices that are not present, without weights."""
 
 import dataclasses
+import math
 import os
 import time
 
@@ -16,24 +17,21 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import Plan, make_plan
 
 
-def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, object], workdir: str) -> Report:
-    """Prints the report and leaves it in the workdir.
+def dry_run(config: Config, workdir: str) -> Report:
+    """Compile, print the report and write it to the workdir.
 
-    Args:
-      sizes: of the mesh's axes, one of which may be -1.
-    Raises:
-      InputError: a target, mesh or batch that cannot be; a workdir that cannot be written.
+    Raises InputError for an impossible target, mesh or batch, and for a workdir that cannot be written.
     """
     start = time.perf_counter()
-    if settings.pipeline.rollout_devices:
+    if config.pipeline.rollout_devices:
         raise InputError(
-            f"task=dry_run: pipeline.rollout_devices={settings.pipeline.rollout_devices}: devices that only "
+            f"task=dry_run: pipeline.rollout_devices={config.pipeline.rollout_devices}: devices that only "
             "generate are not counted; ask for either side by itself, with 0"
         )
-    target = find_target(settings.dry_run.target)
+    target = find_target(config.dry_run.target)
     compiler = compiler_of(target)
-    mesh = make_mesh(sizes, compiler.devices(count_devices(settings, sizes)))
-    plan = make_plan(without_files(settings), mesh)
+    mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))
+    plan = make_plan(without_files(config), mesh)
     try:
         os.makedirs(workdir, exist_ok=True)
     except OSError as error:
@@ -41,15 +39,15 @@ def dry_run(settings: Config, sizes: dict[str, int], config: dict[str, object], 
     exact = compiler is target and target.memory > 0
     measured = measure_all(plan, exact)
     num_shards = plan.rollout_partition.num_shards("batch")
-    fit = judge_memory(measured, target, settings, num_shards) if target.memory else None
+    fit = judge_memory(measured, target, config, num_shards) if target.memory else None
     report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
     report.print()
-    say(f"written: {report.write(workdir, config)}")
+    say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
     return report
 
 
 def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
-    """Compile every phase, whole, or extended from `dry_run.layers` layers where it unrolls them."""
+    """Compile every phase; extrapolate those that unroll their layers from `dry_run.layers` layers."""
     layers, whole = plan.config.dry_run.layers, plan.model.layers
     shallow = [with_layers(plan, layers + i) for i in (0, 1)] if 0 < layers < whole - 1 else []
     measured = []
@@ -69,23 +67,20 @@ def with_layers(plan: Plan, layers: int) -> Plan:
     return make_plan(plan.config, plan.learner_partition.mesh, model)
 
 
-def count_devices(settings: Config, sizes: dict[str, int]) -> int:
-    """dry_run.devices, or as many as the mesh says. Raises InputError for settings that no dry run could have."""
-    find_target(settings.dry_run.target)
-    if settings.dry_run.devices:
-        return settings.dry_run.devices
-    product = 1
-    for size in sizes.values():
-        product *= size
-    return product
+def count_devices(config: Config) -> int:
+    """Return dry_run.devices, or the size of the mesh. Raises InputError for an unknown target."""
+    find_target(config.dry_run.target)
+    if config.dry_run.devices:
+        return config.dry_run.devices
+    return math.prod(dataclasses.asdict(config.mesh).values())
 
 
-def without_files(settings: Config) -> Config:
-    """The same training run with nothing to read but a draft's own sizes: its shapes do not depend on the rest.
+def without_files(config: Config) -> Config:
+    """Return the training run without files, which do not change its shapes.
 
-    A policy without a preset has its sizes in the checkpoint alone, and keeps it.
+    The draft's folder stays, and a policy without a preset keeps its checkpoint: they hold the sizes.
     """
-    policy = dataclasses.replace(settings.policy, path="" if settings.policy.preset else settings.policy.path)
-    data = dataclasses.replace(settings.data, path="", schema="", tokenizer="char", chat=False)
-    evaluation = dataclasses.replace(settings.eval, path="", schema="")
-    return dataclasses.replace(settings, task="train", policy=policy, data=data, eval=evaluation)
+    policy = dataclasses.replace(config.policy, path="" if config.policy.preset else config.policy.path)
+    data = dataclasses.replace(config.data, path="", schema="", tokenizer="char", chat=False)
+    evaluation = dataclasses.replace(config.eval, path="", schema="")
+    return dataclasses.replace(config, task="train", policy=policy, data=data, eval=evaluation)

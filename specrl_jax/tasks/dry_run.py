@@ -1,6 +1,5 @@
 """task=dry_run: compile every phase of a step for devices that are not here."""
 
-import dataclasses
 import os
 
 import jax
@@ -11,11 +10,10 @@ from specrl_jax.dry_run.run import count_devices, dry_run
 
 def run(config: Config, workdir: str) -> None:
     """Compile, print the report and write it to `workdir`."""
-    sizes = dataclasses.asdict(config.mesh)
     # Before JAX looks at devices. A fake device costs nothing where the target has a compiler of its own.
     jax.config.update("jax_platforms", "cpu")
-    fake = f"--xla_force_host_platform_device_count={count_devices(config, sizes)}"
+    fake = f"--xla_force_host_platform_device_count={count_devices(config)}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake}"
     # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
     os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
-    dry_run(config, sizes, dataclasses.asdict(config), workdir)
+    dry_run(config, workdir)

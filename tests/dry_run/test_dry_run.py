@@ -1,4 +1,4 @@
-"""task=dry_run: argument and result bytes equal arithmetic by hand, and the whole command on a config without files."""
+"""task=dry_run: bytes against arithmetic by hand, and the whole command on a config without files."""
 
 import dataclasses
 import importlib
@@ -64,11 +64,11 @@ def split_bytes(specs, ways, itemsize):
 
 
 def by_hand(plan):
-    """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, signal)."""
+    """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, loss inputs)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
     B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
-    rows = B // 4 * T * (4 + 4 + 4 + 1 + 4)  # tokens, targets, positions, mask, segments of packed rows
-    return params, rows, B // 4 * T * (4 + 4 + 1)  # log-probs, advantages, loss mask
+    rows = B // 4 * T * (4 + 4 + 4 + 1 + 4)  # with the segments of packed rows
+    return params, rows, B // 4 * (4 * T + 4 * T + T)  # old log-probs, advantages, loss mask
 
 
 def resident_by_hand(plan):
@@ -83,13 +83,13 @@ def test_the_phases_are_those_of_a_step(phases):
 
 def test_the_policys_update_by_hand(plan, phases):
     memory = measure(phases["train policy"], exact=False).memory
-    params, rows, signal = by_hand(plan)
+    params, rows, inputs = by_hand(plan)
     # Two moments; adamw's count, the schedule's count and the step are int32.
     assert memory.arguments == {
         "parameters": params,
         "optimizer": 2 * params + 3 * 4,
         "cache": 0,
-        "batch": rows + signal,
+        "batch": rows + inputs,
     }
     assert memory.padding == 0 and memory.temporaries is None
     # The state is donated. New are the features of 2 rows of 28 tokens: three aux layers and the hidden state in
@@ -127,7 +127,7 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
 
 @pytest.mark.slow
 def test_few_layers_extend_to_all(plan, monkeypatch):
-    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, also what is counted."""
+    """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, including the counts."""
     whole = run.with_layers(plan, 10)
     config = dataclasses.replace(whole.config, dry_run=dataclasses.replace(whole.config.dry_run, layers=7))
     names = ("prepare", "generate: plain chunk")
