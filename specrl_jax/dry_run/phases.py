@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def find_phases(plan: Plan) -> list[Phase]:
     phases = [
         Phase(
             "prepare",
-            lambda: rollout.prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
+            lambda: _jitted(rollout.prepare_step).lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
             unrolled=True,
@@ -60,7 +61,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "logprob",
-                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows)),
+                lambda: _jitted(learner.logprob_step).lower(params, abstract_rows(learner, rows)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -69,7 +70,7 @@ def find_phases(plan: Plan) -> list[Phase]:
     phases.append(
         Phase(
             "train policy",
-            lambda: learner.policy_step.lower(state.policy, *minibatch),
+            lambda: _jitted(learner.policy_step).lower(state.policy, *minibatch),
             (PARAMETERS, BATCH, BATCH),
             (*reference, *([draft] if draft else [])),
         )
@@ -114,7 +115,7 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
     kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
     step = learner.draft_step
     assert step is not None, "a draft that learns online has a step"
-    return [Phase("train draft", lambda: step.lower(*arguments), kinds, resident)]
+    return [Phase("train draft", lambda: _jitted(step).lower(*arguments), kinds, resident)]
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
@@ -130,6 +131,11 @@ def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
         loss_mask=rows.mask if g.leaves_out else None,
     )
     return rows, inputs
+
+
+def _jitted(step: object) -> jax.stages.Wrapped:
+    """Type a jitted step, which its owner declares as a plain function."""
+    return cast(jax.stages.Wrapped, step)
 
 
 def rows_sharding(learner: Learner) -> NamedSharding:
