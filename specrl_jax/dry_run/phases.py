@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
-from specrl_jax.core import stand_in
+from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
@@ -45,12 +45,14 @@ def find_phases(plan: Plan) -> list[Phase]:
     params, draft = learner.merged(state.policy), state.draft
     moments = tuple(dataclasses.replace(x, params={}, frozen=None) for x in states)
     reference = (state.policy.params,) if g.kl_coef else ()
-    weights = jax.eval_shape(rollout.prepare_step, params, draft.params if draft else None, state.vocab_map)
+    # Jitted where rollouts are on the learner's devices, as in a dry run.
+    prepare_step = cast(Jitted[[Params, Params | None, jax.Array | None], Weights], rollout.prepare_step)
+    weights = prepare_step.eval_shape(params, draft.params if draft else None, state.vocab_map)
 
     phases = [
         Phase(
             "prepare",
-            lambda: _jitted(rollout.prepare_step).lower(params, draft.params if draft else None, state.vocab_map),
+            lambda: prepare_step.lower(params, draft.params if draft else None, state.vocab_map),
             (PARAMETERS, PARAMETERS, PARAMETERS),
             (*moments, *reference),
             unrolled=True,
@@ -61,7 +63,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "logprob",
-                lambda: _jitted(learner.logprob_step).lower(params, abstract_rows(learner, rows)),
+                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -70,7 +72,7 @@ def find_phases(plan: Plan) -> list[Phase]:
     phases.append(
         Phase(
             "train policy",
-            lambda: _jitted(learner.policy_step).lower(state.policy, *minibatch),
+            lambda: learner.policy_step.lower(state.policy, *minibatch),
             (PARAMETERS, BATCH, BATCH),
             (*reference, *([draft] if draft else [])),
         )
@@ -115,7 +117,7 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
     kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
     step = learner.draft_step
     assert step is not None, "a draft that learns online has a step"
-    return [Phase("train draft", lambda: _jitted(step).lower(*arguments), kinds, resident)]
+    return [Phase("train draft", lambda: step.lower(*arguments), kinds, resident)]
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
@@ -131,11 +133,6 @@ def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
         loss_mask=rows.mask if g.leaves_out else None,
     )
     return rows, inputs
-
-
-def _jitted(step: object) -> jax.stages.Wrapped:
-    """Type a jitted step, which its owner declares as a plain function."""
-    return cast(jax.stages.Wrapped, step)
 
 
 def rows_sharding(learner: Learner) -> NamedSharding:
