@@ -1,4 +1,4 @@
-"""Types, masked sums, token log-probs and errors that several packages share.
+"""Types, masked sums and files that several packages share.
 
 Letters used in shapes everywhere in this project:
 
@@ -72,7 +72,7 @@ def stand_in(x: object) -> jax.Array:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises InputError naming `file:line` for anything else."""
+    """Return the JSON object in a file. Raises InputError naming `file:line` for anything else."""
     with open(path, encoding="utf-8") as file:
         try:
             content = json.load(file)
@@ -108,53 +108,34 @@ class Mean(NamedTuple):
 
 
 class DraftTerms(NamedTuple):
-    """What a draft's losses are made of; each [steps, B, T], entry (i, t) of draft step i of the pair t.
+    """Terms of a draft's losses, each [steps, B, T]; entry (i, t) is of draft step i of pair t.
 
-    p is the target's distribution and q the draft's. p~ is p renormalised on the draft vocabulary.
+    p is the target's distribution, q the draft's, and p~ is p renormalised on the draft vocabulary.
     """
 
     cross_entropy: jax.Array  # - sum p~ log q, nats
-    entropy: jax.Array  # - sum p~ log p~, nats: what of it no draft can remove; behind stop_gradient
-    overlap: jax.Array  # sum min(p, q): the chance that verification keeps a draft sampled from q
+    entropy: jax.Array  # - sum p~ log p~, nats: the minimum of the cross-entropy; behind stop_gradient
+    overlap: jax.Array  # sum min(p, q): probability that verification accepts a draft sampled from q
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> Mean:
-    """Sum and count of `values` where `mask` keeps them; both of one shape, any rank, summed in float32 at least."""
+    """Return sum and count of `values` where `mask` is true; equal shapes, any rank, summed in float32 at least."""
     # `where` before the sum: a NaN outside the mask must not reach it, and 0 * NaN would.
     kept = jnp.where(mask, at_least_float32(values), 0.0)
     return Mean(kept.sum(), mask.sum(dtype=jnp.float32))
 
 
 def masked_max(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Largest of non-negative `values` where `mask` keeps them, 0 where it keeps nothing."""
+    """Return the largest of non-negative `values` where `mask` is true; 0 where it is nowhere."""
     return jnp.max(jnp.where(mask, values, 0.0), initial=0.0)
 
 
 def shift_left(x: jax.Array, by: int) -> jax.Array:
-    """x [B, T, ...] with entry t + by at t, zeros (False) at the end."""
+    """Move entry t + by of x [B, T, ...] to t; zeros (False) at the end."""
     padding = [(0, 0), (0, by)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, padding)[:, by:]
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-    """bfloat16 widened; float32 and float64 as they are."""
+    """Widen bfloat16 to float32; leave float32 and float64 as they are."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def logprobs_and_entropy(logits: jax.Array, tokens: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of `tokens` and entropy of log_softmax(logits / T), before any top-k or top-p.
-
-    Args:
-      logits: [..., V], any float dtype; the arithmetic is float32, or float64 where they are.
-      tokens: [...] int32.
-      temperature: T; 0 (greedy) is scored at T = 1, the same rule for rollout and learner.
-    Returns:
-      log-probs [...] float32 (float64) in nats; entropy [...] the same.
-    """
-    logits = at_least_float32(logits) / (temperature or 1.0)
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    # From log-probs, not as normaliser - sum(p * logits): logits far from zero would multiply the rounding of sum(p).
-    logprobs = logits - normaliser[..., None]
-    entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return chosen - normaliser, entropy

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import DraftTerms, logprobs_and_entropy, shift_left
+from specrl_jax.core import DraftTerms, shift_left
 from specrl_jax.models import lm_head
 from specrl_jax.models.lm_head import TargetDistribution, Tiling, TokenScores, draft_terms, token_scores
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
@@ -67,7 +67,9 @@ def scores_by_hand(hidden, table, targets, cotangents, temperature):
     hidden, table = (np.asarray(x, np.float64) for x in (hidden, table))
 
     def scores(logits):
-        logprobs, entropy = logprobs_and_entropy(logits, targets, temperature)
+        p = jax.nn.log_softmax(logits / (temperature or 1.0))
+        logprobs = jnp.take_along_axis(p, jnp.asarray(targets)[..., None], axis=-1)[..., 0]
+        entropy = -(jnp.exp(p) * p).sum(axis=-1)
         return TokenScores(logprobs, entropy, jax.nn.logsumexp(logits / (temperature or 1.0), axis=-1))
 
     with jax.enable_x64(True):
