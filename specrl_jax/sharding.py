@@ -1,8 +1,8 @@
 """Shardings: the table from logical axes to mesh axes, the mesh, and `Partitioner`, which reads both.
 
 Only this file names mesh axes. Arrays declare *logical* axes ("embed", "heads", ...). The table has two versions,
-`LEARNER` and `ROLLOUT`: training splits weights so that the optimizer state fits, decoding so that each token reads them
-once. The mesh has Auto axes on purpose: XLA propagates shardings between the constraints, and a gather from a
+`LEARNER` and `ROLLOUT`: training splits weights so that the optimizer state fits, decoding so that each token reads
+them once. The mesh has Auto axes on purpose: XLA propagates shardings between the constraints, and a gather from a
 vocabulary-sharded embedding is legal (it is not under Explicit axes in jax 0.10).
 """
 
@@ -51,7 +51,7 @@ class Spec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Partitioner:
-    """Turn logical axes into shardings, by a mesh and one version of the table. Hashable, so it can be static in jit."""
+    """Turn logical axes into shardings, by a mesh and one version of the table. Hashable: static under jit."""
 
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]

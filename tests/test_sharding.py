@@ -1,4 +1,4 @@
-"""The table from logical axes to mesh axes: what it gives, and what it refuses."""
+"""The table from logical axes to mesh axes: the shardings it gives, and the ones it refuses."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_every_preset_splits_over_a_small_mesh(name):
     assert len(rollout["layers"]) == config.layers
 
 
-def test_ways_counts_the_parts():
+def test_num_shards_counts_the_shards():
     partition = learner(data=2, fsdp=2, tensor=2)
     assert {axis: partition.num_shards(axis) for axis in ("batch", "embed", "heads", "sequence", "experts")} == {
         "batch": 4,

@@ -1,4 +1,4 @@
-"""Group-normalised advantages against float64 NumPy."""
+"""Advantages against float64 NumPy."""
 
 import numpy as np
 import pytest
@@ -33,34 +33,11 @@ def test_against_float64(rewards):
     np.testing.assert_allclose(advantages, reference(rewards), atol=2e-4)
 
 
-def test_a_known_group():
-    advantages = group_normalised(np.array([[1.0, 0.0, 0.0, 1.0]], np.float32))
-    expected = 0.5 / (np.sqrt(1 / 3) + EPSILON)
-    np.testing.assert_allclose(advantages, [[expected, -expected, -expected, expected]], rtol=1e-6)
-
-
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 16))
-def test_equal_rewards_teach_exactly_nothing(reward, group_size):
+def test_equal_rewards_have_an_advantage_of_exactly_zero(reward, group_size):
     """Exactly: a rounded mean would leave 1e-8 / epsilon, and Adam turns any steady gradient into full steps."""
     advantages = group_normalised(np.full((2, group_size), reward, np.float32))
     np.testing.assert_array_equal(advantages, np.zeros((2, group_size)))
-
-
-def test_a_group_of_one_teaches_nothing():
-    advantages = group_normalised(np.array([[3.0], [-1.0]], np.float32))
-    np.testing.assert_array_equal(advantages, [[0.0], [0.0]])
-    assert advantages.dtype == np.float32
-
-
-@given(REWARDS)
-def test_advantages_of_a_group_sum_to_zero(rewards):
-    # Eight terms, each right to 2e-4.
-    np.testing.assert_allclose(group_normalised(rewards).sum(axis=1), 0.0, atol=2e-3)
-
-
-@given(REWARDS, st.integers(-100, 100))
-def test_a_constant_added_to_the_rewards_changes_nothing(rewards, shift):
-    np.testing.assert_allclose(group_normalised(rewards + np.float32(shift)), group_normalised(rewards), atol=4e-4)
 
 
 @given(REWARDS, st.randoms(use_true_random=False))
@@ -89,6 +66,6 @@ def test_the_other_advantages_against_float64(rewards):
 
 
 @pytest.mark.parametrize("function", ADVANTAGES.values(), ids=ADVANTAGES)
-def test_equal_rewards_and_groups_of_one_teach_nothing(function):
+def test_equal_rewards_and_groups_of_one_have_no_advantage(function):
     np.testing.assert_array_equal(function(np.full((2, 3), 0.1, np.float32)), 0.0)
     np.testing.assert_array_equal(function(np.array([[3.0], [5.0]], np.float32)), 0.0)

@@ -295,8 +295,8 @@ def expected_kept(p, q):
 def test_e2e_tv_is_one_minus_the_share_of_drafts_kept():
     """Its value and its gradient, from the enumeration of the rejection rule in float64: 729 drafts of three tokens.
 
-    One pair in whose row the target says the same after any text, so that there is one law of drafts and not one for
-    every text.
+    One pair, in a row where the target's distribution does not depend on the text, so that all drafts have one
+    distribution.
     """
     rng = np.random.default_rng(4)
     student = 1.5 * rng.normal(size=(STEPS, 1, 5, len(DRAFTED))).astype(np.float32)
@@ -374,7 +374,7 @@ def alone(arrays):
 
 @functools.cache
 def head_and_sequences(kind):
-    """(head's parameters with its unembedding, arrays of each sequence by name)."""
+    """(head's parameters with its lm_head, arrays of each sequence by name)."""
     module, config, features = HEADS[kind]
     rng = np.random.default_rng(6)
 
