@@ -52,7 +52,7 @@ def test_the_unit_divides_for_devices_microbatches_and_the_draft():
     assert packing_unit(4, 6, 2) == 24 and packing_unit(4, 0, 1) == 4
 
 
-def lesson_of(seed=0, rollouts=8):
+def training_batch(seed=0, rollouts=8):
     rng = np.random.default_rng(seed)
     prompt, response = rng.integers(1, 5, rollouts), rng.integers(1, 8, rollouts)
     tokens = np.zeros((rollouts, T), np.int32)
@@ -66,8 +66,8 @@ def lesson_of(seed=0, rollouts=8):
 
 
 def test_every_token_is_there_once_with_what_belongs_to_it():
-    lesson = lesson_of()
-    padded, packed = learner_batch(lesson, 0), learner_batch(lesson, 0, Packing(2 * T, 2, 1))
+    drawn = training_batch()
+    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, Packing(2 * T, 2, 1))
     assert len(packed.rows.tokens) < len(padded.rows.tokens)
 
     def found(batch):
@@ -77,11 +77,11 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
 
     assert (
         found(packed) == found(padded)
-        and len(found(packed)) == (lesson.rollouts.length - lesson.rollouts.prompt_length).sum()
+        and len(found(packed)) == (drawn.rollouts.length - drawn.rollouts.prompt_length).sum()
     )
     # Padding belongs to no sequence.
     assert (
-        packed.rows.segments[packed.rows.segments == 0].size + lesson.rollouts.length.sum()
+        packed.rows.segments[packed.rows.segments == 0].size + drawn.rollouts.length.sum()
     ) == packed.rows.tokens.size
 
 
@@ -94,14 +94,14 @@ OBJECTIVES = {
 
 @functools.cache
 def gradient_of(name, packing=None, microbatch=0):
-    batch = learner_batch(lesson_of(), 0, packing)
+    batch = learner_batch(training_batch(), 0, packing)
     rng = np.random.default_rng(7)
     # By token, so that both layouts have the same: a function of the target.
     ref = (-4.85 + rng.normal(0, 0.3, 128)).astype(np.float32)[batch.rows.targets]
-    signal = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
+    inputs = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
     learner = dataclasses.replace(PLAIN, microbatch=microbatch)
     _, step = step_functions("one", learner, OBJECTIVES[name])
-    state, metrics, learnt = step(recording_state("one"), batch.rows, signal)
+    state, metrics, learnt = step(recording_state("one"), batch.rows, inputs)
     return jax.device_get((state.opt_state, metrics.terms)), np.sort(np.asarray(learnt.logprobs)[batch.rows.mask])
 
 

@@ -76,7 +76,7 @@ def draw(specs, seed):
 
 
 def make_batch(vocab, batch, length, seed=0):
-    """Rows of unlike lengths and a signal, as a step has recorded them."""
+    """Rows of unlike lengths and a inputs, as a step has recorded them."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(2, vocab, rng.integers(1, 5)).tolist() for _ in range(batch)]
     responses = [rng.integers(2, vocab, rng.integers(3, length - 4)).tolist() for _ in range(batch)]
@@ -162,22 +162,22 @@ def runs(kind):
         state = host_made_state(setup)
         states, updates = [jax.device_get(state)], []
         for i in range(5):
-            rows, signal = make_batch(
+            rows, inputs = make_batch(
                 setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i
             )
-            state, updates_of_step = update(setup.learner, state, rows, signal, online)
+            state, updates_of_step = update(setup.learner, state, rows, inputs, online)
             states.append(jax.device_get(state))
             updates.append(jax.device_get(updates_of_step))
         results[online] = states, updates
         if online:
-            results["draft"] = draft_alone(setup, state, rows, signal, 30)
+            results["draft"] = draft_alone(setup, state, rows, inputs, 30)
     return results
 
 
-def draft_alone(setup, state, rows, signal, count):
+def draft_alone(setup, state, rows, inputs, count):
     """DraftMetrics of so many updates of the draft from one minibatch."""
     tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
-    features, draft, metrics = setup.learner.policy_step(state.policy, rows, signal)[2].features, state.draft, []
+    features, draft, metrics = setup.learner.policy_step(state.policy, rows, inputs)[2].features, state.draft, []
     for _ in range(count):
         draft, found = setup.learner.draft_step(draft, tables, features, rows)
         metrics.append(jax.device_get(found))
@@ -205,9 +205,9 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
     setup = sharing(setup, compiled_setup("mtp"))
     state = host_made_state(setup)
     for i in range(2):
-        rows, signal = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i)
+        rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length, seed=i)
         before = jax.device_get(state.draft.params)
-        state, found = update(setup.learner, state, rows, signal, True)
+        state, found = update(setup.learner, state, rows, inputs, True)
         assert_trees_equal(state.policy, off[1 + i].policy)
         assert_trees_equal(found.policy, off_updates[i].policy)
         assert differ(before, jax.device_get(state.draft.params))
@@ -259,10 +259,10 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
     """One row in four, or as few as still divide over the four devices of `batch`."""
     setup = setup_of("mtp", online, sizes=sizes)
     state = host_made_state(setup)
-    rows, signal = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
-    rows, signal = setup.learner.place((rows, signal))
+    rows, inputs = make_batch(setup.learner.plan.model.vocab, 8, setup.rollout.config.limits.cache_length)
+    rows, inputs = setup.learner.place((rows, inputs))
     tables = setup.learner.read_tables(state.policy.params, state.vocab_map)
-    draft, features = state.draft.params, setup.learner.policy_step(state.policy, rows, signal)[2].features
+    draft, features = state.draft.params, setup.learner.policy_step(state.policy, rows, inputs)[2].features
     of_all_given = make_predict_step(setup.learner.draft_forward, setup.learner.plan.learner_partition)
     watched = jax.tree.map(lambda x: np.asarray(x)[::one_in], (features, rows))
     expected, found = of_all_given(draft, tables, *watched), setup.learner.predict_step(draft, tables, features, rows)
@@ -295,7 +295,7 @@ def two_minibatches(train_draft):
     """(what the draft's steps got, state, updates) of a step in two minibatches, whose functions are stood in for."""
     seen = []
 
-    def policy_step(policy, rows, signal):
+    def policy_step(policy, rows, inputs):
         outputs = StepOutputs(np.zeros(rows.tokens.shape), ("features", policy.params, rows.tokens.tolist()))
         return policy.replace(params=policy.params + 1), "policy", outputs
 
@@ -319,9 +319,9 @@ def two_minibatches(train_draft):
         place=lambda rows: rows,
     )
     rows = make_rows([[1], [2], [3], [4]], [[5], [5], [5], [5]], 2, 0)
-    signal = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
+    inputs = LossInputs(np.zeros((4, 2)), None, np.zeros((4, 1)))
     state = RunState(TrainState(7, 0, None), TrainState(14, None, None), "map")
-    return seen, *update(learner, state, rows, signal, train_draft)
+    return seen, *update(learner, state, rows, inputs, train_draft)
 
 
 def test_each_update_of_the_head_sees_what_that_update_of_the_policy_saw():
@@ -371,8 +371,8 @@ def policy_state(params, partition):
 
 def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     """Of an update in microbatches, of the pass without one, and of each row by itself."""
-    rows, signal = make_batch(POLICY.vocab, B, T)
-    _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, signal)
+    rows, inputs = make_batch(POLICY.vocab, B, T)
+    _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, inputs)
     updated = learnt.features
     passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
     assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
@@ -401,18 +401,18 @@ def test_features_carry_no_gradient(policy_params, partition):
 
 
 def test_without_a_head_there_are_no_features(policy_params, partition):
-    rows, signal = make_batch(POLICY.vocab, 2, T)
+    rows, inputs = make_batch(POLICY.vocab, 2, T)
     step = make_policy_step(dataclasses.replace(LEARN, features=False, aux_layers=()), OBJECTIVE, MOVES, partition)
-    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, signal)[2].features is None
+    assert jax.eval_shape(step, policy_state(policy_params, partition), rows, inputs)[2].features is None
 
 
 def test_tables_are_those_before_the_update(policy_params, partition):
     """Read, then donated to an update that moves every weight."""
     state = policy_state(policy_params, partition)
     tables = make_read_tables(POLICY, partition)(state.params, IDS)
-    rows, signal = make_batch(POLICY.vocab, B, T)
+    rows, inputs = make_batch(POLICY.vocab, B, T)
     donated = state.params["embed"]
-    state, _, _ = policy_step(partition)(state, rows, signal)
+    state, _, _ = policy_step(partition)(state, rows, inputs)
     assert donated.is_deleted()
     np.testing.assert_array_equal(tables.embed, policy_params["embed"])
     np.testing.assert_array_equal(tables.lm_head, policy_params["unembed"][IDS])

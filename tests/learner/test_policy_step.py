@@ -49,7 +49,7 @@ def recorder():
 
 @functools.cache
 def batch():
-    """Rows of unlike lengths, one of them full, and a signal whose ratios reach beyond both bounds."""
+    """Rows of unlike lengths, one of them full, and loss inputs whose ratios reach beyond both bounds."""
     rng = np.random.default_rng(0)
     lengths = [(3, 4), (5, 11), (1, 1), (2, 9), (4, 4), (6, 2), (3, 12), (1, 15)]
     prompts, responses = zip(*[(rng.integers(2, 97, p).tolist(), rng.integers(1, 97, r).tolist()) for p, r in lengths])
@@ -87,11 +87,11 @@ def recording_state(mesh):
 @functools.cache
 def results(mesh, learner):
     """(log-probs, entropy), recorded gradient, metrics: all on the host."""
-    rows, signal = batch()
+    rows, inputs = batch()
     logprob_step, policy_step = step_functions(mesh, learner, WITH_KL)
     state = recording_state(mesh)
     scored = logprob_step(state.params, rows)
-    state, metrics, _ = policy_step(state, rows, signal)
+    state, metrics, _ = policy_step(state, rows, inputs)
     return jax.device_get((scored, state.opt_state, metrics))
 
 
@@ -109,16 +109,16 @@ def test_the_batch_clips_some_tokens():
 
 def test_gradient_is_that_of_the_mean_over_response_tokens():
     """Against jax.grad of REINFORCE: at ratio 1 and without KL the two are one formula. Only one recomputes layers."""
-    rows, signal = batch()
+    rows, inputs = batch()
     logprob_step, _ = step_functions("one", PLAIN, WITH_KL)
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
     state = recording_state("one")
     old, _ = jax.device_get(logprob_step(state.params, rows))
-    state, metrics, _ = policy_step(state, rows, LossInputs(old, None, signal.advantages))
+    state, metrics, _ = policy_step(state, rows, LossInputs(old, None, inputs.advantages))
 
     def reinforce(params):
         logprobs = PLAIN.apply(params, rows, partition_of("one")).logprobs
-        return -jnp.sum(jnp.where(rows.mask, logprobs * signal.advantages, 0.0)) / rows.mask.sum()
+        return -jnp.sum(jnp.where(rows.mask, logprobs * inputs.advantages, 0.0)) / rows.mask.sum()
 
     # The ratio is 1 to rounding (two programs), and the rest is the same sum: a few units of 2**-24.
     assert_trees_close(state.opt_state, jax.jit(jax.grad(reinforce))(initial_params()), rtol=1e-5)
@@ -149,11 +149,11 @@ def test_sharded_equals_unsharded(mesh, microbatch):
 
 def test_a_row_is_split_along_its_tokens():
     """What a layer leaves for the backward pass, and what a draft learns from: a quarter of the tokens a device."""
-    rows, signal = batch()
+    rows, inputs = batch()
     learner = dataclasses.replace(PLAIN, features=True, remat=True)
     partition = partition_of("sequence 4, fsdp 2")
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
-    _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, signal.replace(advantages=np.ones((B, T), "f4")))
+    _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, inputs.replace(advantages=np.ones((B, T), "f4")))
     D = PLAIN.model.embed
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
@@ -197,14 +197,14 @@ def test_random_parameters_do_not_depend_on_the_mesh():
 
 def test_padding_and_prompt_positions_carry_no_gradient():
     """Junk behaviour and reference log-probs outside the mask, other pad tokens: the same gradient, bit for bit."""
-    rows, signal = batch()
+    rows, inputs = batch()
     last = T - 1 - np.argmax(rows.mask[:, ::-1], axis=1)  # the last position that predicts a response token
     beyond = np.arange(T)[None] > last[:, None]
     assert beyond.any()
     junk_rows = rows.replace(tokens=np.where(beyond, 77, rows.tokens).astype(np.int32))
-    junk_signal = signal.replace(
-        old_logprobs=np.where(rows.mask, signal.old_logprobs, np.nan).astype(np.float32),
-        ref_logprobs=np.where(rows.mask, signal.ref_logprobs, -np.inf).astype(np.float32),
+    junk_signal = inputs.replace(
+        old_logprobs=np.where(rows.mask, inputs.old_logprobs, np.nan).astype(np.float32),
+        ref_logprobs=np.where(rows.mask, inputs.ref_logprobs, -np.inf).astype(np.float32),
     )
     _, policy_step = step_functions("one", PLAIN, WITH_KL)
     state, metrics, _ = policy_step(recording_state("one"), junk_rows, junk_signal)
@@ -213,11 +213,11 @@ def test_padding_and_prompt_positions_carry_no_gradient():
 
 def test_zero_advantages_give_exactly_no_gradient():
     """Not even through the entropy, which is only reported; Adam turns any gradient, however small, into full steps."""
-    rows, signal = batch()
+    rows, inputs = batch()
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
     state = recording_state("one")
     before = jax.device_get(state.params)
-    state, metrics, _ = policy_step(state, rows, LossInputs(signal.old_logprobs, None, np.zeros((B, 1), np.float32)))
+    state, metrics, _ = policy_step(state, rows, LossInputs(inputs.old_logprobs, None, np.zeros((B, 1), np.float32)))
     jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0.0), jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
     assert float(metrics.grad_norm) == 0.0
@@ -232,12 +232,12 @@ def test_adam_does_not_move_without_a_gradient():
 
 
 def test_kl_is_zero_at_the_reference():
-    rows, signal = batch()
+    rows, inputs = batch()
     logprob_step, policy_step = step_functions("one", PLAIN, WITH_KL)
     state = recording_state("one")
     ref, _ = jax.device_get(logprob_step(state.params, rows))
     nothing = np.zeros((B, 1), np.float32)
-    state, metrics, _ = policy_step(state, rows, signal.replace(ref_logprobs=ref, advantages=nothing))
+    state, metrics, _ = policy_step(state, rows, inputs.replace(ref_logprobs=ref, advantages=nothing))
     # Two programs differ by about 1e-6 nats; k3 is half its square, its slope that difference.
     assert 0 <= float(metrics.terms.kl.value()) < 1e-10
     assert float(metrics.grad_norm) < 1e-5
@@ -246,9 +246,9 @@ def test_kl_is_zero_at_the_reference():
 
 def test_a_microbatch_that_does_not_divide_is_refused():
     _, policy_step = step_functions("one", dataclasses.replace(PLAIN, microbatch=3), WITH_KL)
-    rows, signal = batch()
+    rows, inputs = batch()
     with pytest.raises(InputError, match=r"grpo\.microbatch=3 .* 8 rows"):
-        policy_step(recording_state("one"), rows, signal)
+        policy_step(recording_state("one"), rows, inputs)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -75,7 +75,7 @@ def test_one_round_takes_what_comes():
     np.testing.assert_array_equal(kept.advantages, 0)
 
 
-def test_rounds_go_on_until_every_group_teaches():
+def test_rounds_go_on_until_every_group_has_reward_variance():
     """Ids never repeat: those of step 1 lie beyond all three rounds of step 0."""
     g = settings(sampling_rounds=3)
     batches, asked = rounds_of(ONE, MIXED, g=g, step=1)
@@ -87,7 +87,7 @@ def test_rounds_go_on_until_every_group_teaches():
     assert kept.rollouts.prompt_index.tolist() == [1, 1, 3, 3, 4, 4]
 
 
-def test_rounds_that_do_not_suffice_fill_up_with_groups_that_count_nowhere():
+def test_groups_without_variance_that_fill_the_batch_are_masked_out():
     g = settings(sampling_rounds=2)
     batches, asked = rounds_of(EQUAL, ONE, g=g)
     assert len(asked) == 2
@@ -101,7 +101,7 @@ def test_enough_at_once_is_not_generated_again():
     assert len(rounds_of(MIXED, g=settings(sampling_rounds=3))[1]) == 1
 
 
-def test_answers_cut_by_the_limit_do_not_teach_but_count_in_their_group():
+def test_truncated_responses_are_masked_out_but_count_in_their_group():
     g = settings(mask_truncated=True)
     ended = [True, False, True, True, False, True]
     batch = ScoredRollouts(rollouts_of(0, ended=ended), [], scores_of(MIXED), np.asarray(MIXED, np.float32).reshape(-1))

@@ -45,11 +45,11 @@ def wide(tree):
 
 
 def batch_of(packing=None):
-    """(rows, signal); what belongs to a token is a function of its target, so that every layout has the same."""
+    """(rows, inputs); what belongs to a token is a function of its target, so that every layout has the same."""
     batch = learner_batch(lesson_of(), 0, packing)
     ref = (-4.85 + np.random.default_rng(7).normal(0, 0.3, 128))[batch.rows.targets]
-    signal = LossInputs(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.loss_mask)
-    return batch.rows, signal
+    inputs = LossInputs(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.loss_mask)
+    return batch.rows, inputs
 
 
 def gradient(name, learner, batch, trained=None, frozen=None):

@@ -122,11 +122,11 @@ class Poisoned:
     def __init__(self, step, updates):
         self.step, self.updates, self.count = step, updates, 0
 
-    def __call__(self, policy, rows, signal):
+    def __call__(self, policy, rows, inputs):
         self.count += 1
         if self.count in self.updates:
-            signal = signal.replace(advantages=np.full_like(signal.advantages, np.nan))
-        return self.step(policy, rows, signal)
+            inputs = inputs.replace(advantages=np.full_like(inputs.advantages, np.nan))
+        return self.step(policy, rows, inputs)
 
 
 def poisoned(everything, updates, **changes):

@@ -55,7 +55,7 @@ def shape(*sizes, dtype=jnp.int32):
 
 @pytest.fixture(scope="module")
 def rows(setup):
-    """(rows, signal) of a minibatch."""
+    """(rows, inputs) of a minibatch."""
     g, limits = setup.config.grpo, setup.rollout.config.limits
     B, T = g.prompts_per_step * g.group_size // g.minibatches, limits.cache_length
     rows = Rows(shape(B, T), shape(B, T), shape(B, T), shape(B, T, dtype=jnp.bool_))
