@@ -17,7 +17,7 @@ from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
-from tests.learner.test_batch import OBJECTIVES, T, lesson_of
+from tests.learner.test_batch import OBJECTIVES, T
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
 WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
@@ -46,7 +46,7 @@ def wide(tree):
 
 def batch_of(packing=None):
     """(rows, inputs); what belongs to a token is a function of its target, so that every layout has the same."""
-    batch = learner_batch(lesson_of(), 0, packing)
+    batch = learner_batch(training_batch(), 0, packing)
     ref = (-4.85 + np.random.default_rng(7).normal(0, 0.3, 128))[batch.rows.targets]
     inputs = LossInputs(*map(np.float64, (batch.behaviour, ref, batch.advantages, ref - 0.2)), batch.loss_mask)
     return batch.rows, inputs

@@ -1,10 +1,14 @@
-"""Each alarm at its threshold, and that it speaks once."""
+"""Each alarm at its threshold and reported once; skipped updates counted in a row."""
 
 import dataclasses
+import types
 
 import pytest
 
-from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms
+from specrl_jax.errors import RunFailed
+from specrl_jax.io.progress import Display
+from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms, Monitor
+from tests.training.test_speculation import setup_of as speculation_parts
 
 HEALTHY = {
     "rollout_vs_learner/kl": 2e-3,
@@ -89,3 +93,35 @@ def test_what_it_knows_survives_a_restart():
     again = Alarms(**dataclasses.asdict(alarms))
     row, begun = again.observe(HEALTHY | SICK["truncated"] | SICK["entropy"])
     assert names(row) == ["truncated", "entropy"] and len(begun) == 1
+
+
+# ---- updates skipped in a row
+
+
+def monitor_of(max_skipped, host=None):
+    plan, engine = speculation_parts(weights=False)
+    plan.config.optimizer = types.SimpleNamespace(max_skipped=max_skipped)
+    return Monitor(plan, engine, host)
+
+
+def observe(monitor, step, *skipped):
+    checkpoints = types.SimpleNamespace(kept=lambda: "the last good checkpoint is step 2")
+    return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints, Display(9, 0, shown=False))
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run_and_name_the_checkpoint():
+    monitor = monitor_of(3)
+    observe(monitor, 1, True, True, False)
+    observe(monitor, 2, False, True)
+    # Counted over the end of a step, and through a checkpoint.
+    restored = monitor_of(3, monitor.state({}))
+    with pytest.raises(RunFailed, match=r"step 3: 3 updates in a row .*max_skipped=3.* checkpoint is step 2"):
+        observe(restored, 3, True, True, False)
+
+
+def test_skipped_updates_with_good_ones_between_are_not_in_a_row():
+    monitor = monitor_of(2)
+    for step in range(1, 6):
+        observe(monitor, step, True, False)
+    forever = monitor_of(0)
+    observe(forever, 1, *[True] * 50)

@@ -157,16 +157,6 @@ def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_p
 
 
 @pytest.mark.slow
-def test_bad_updates_with_good_ones_between_are_not_in_a_row(everything, tmp_path):
-    """One of a step's four, three steps long; and two around the end of a step are two in a row."""
-    optimizer = dataclasses.replace(everything.config.optimizer, max_skipped=2)
-    rows = train(poisoned(everything, {1, 6, 11}, steps=3, optimizer=optimizer), tmp_path / "apart")
-    assert [row["policy/nonfinite_updates"] for row in rows[1:]] == [1, 1, 1]
-    with pytest.raises(RunFailed, match="step 2: 2 updates in a row"):
-        train(poisoned(everything, {4, 5}, steps=3, optimizer=optimizer), tmp_path / "joined")
-
-
-@pytest.mark.slow
 def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "metrics.jsonl")
