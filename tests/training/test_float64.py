@@ -17,7 +17,7 @@ from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
-from tests.learner.test_batch import OBJECTIVES, T
+from tests.learner.test_batch import OBJECTIVES, T, training_batch
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
 WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
