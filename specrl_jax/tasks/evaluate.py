@@ -20,8 +20,8 @@ def run(config: Config, workdir: str) -> None:
     plan = make_plan(config, open_mesh(config))
     learner, rollout = make_learner(plan), make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer, train=False)
-    open_workdir(workdir, dataclasses.asdict(config))
     with make_scorer(config.reward) as scorer:
+        open_workdir(workdir, dataclasses.asdict(config))
         evaluate_policy(learner, rollout, problems, scorer, workdir)
 
 

@@ -41,8 +41,8 @@ def run(config: Config, workdir: str) -> None:
     learner, rollout = make_learner(plan), make_rollout(plan)
     open_output("pretrain.output", config.pretrain.output)
     problems = load_problems(config, rollout.tokenizer)
-    open_workdir(workdir, dataclasses.asdict(config))
     with make_scorer(config.reward) as scorer:
+        open_workdir(workdir, dataclasses.asdict(config))
         pretrain(learner, rollout, problems, scorer, workdir, stop_on_signal())
 
 

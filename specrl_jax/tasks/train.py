@@ -52,7 +52,7 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     plan = make_plan(config, open_mesh(config))
     learner, rollout = make_learner(plan), make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer)
-    if is_first_process():
-        open_workdir(workdir, dataclasses.asdict(config))
     with make_scorer(config.reward) as scorer:
+        if is_first_process():
+            open_workdir(workdir, dataclasses.asdict(config))
         yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event())
