@@ -16,20 +16,13 @@ class Sampling(Protocol):
     """
 
     @property
-    def temperature(self) -> float:
-        """0: greedy."""
-
+    def temperature(self) -> float: ...  # 0: greedy
     @property
-    def top_k(self) -> int:
-        """0: off."""
-
+    def top_k(self) -> int: ...  # 0: off
     @property
-    def top_p(self) -> float:
-        """1.0: off."""
-
+    def top_p(self) -> float: ...  # 1.0: off
     @property
-    def rule(self) -> str:
-        """rejection, block or coupled."""
+    def rule(self) -> str: ...  # rejection, block or coupled
 
 
 class Noise(NamedTuple):

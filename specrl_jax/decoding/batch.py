@@ -16,16 +16,7 @@ if TYPE_CHECKING:
     from specrl_jax.decoding.engine import Engine
 
 # Fields of a finished slot that become fields of its rollout.
-_COLLECTED = (
-    "rollout_id",
-    "tokens",
-    "logprobs",
-    "prompt_length",
-    "length",
-    "verifications",
-    "drafted",
-    "accepted",
-)
+_COLLECTED = ("rollout_id", "tokens", "logprobs", "prompt_length", "length", "verifications", "drafted", "accepted")
 
 
 class ActiveBatch(Generic[Params, Cache]):

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import stand_in
-from specrl_jax.decoding.decode import ChunkInputs, decode_chunk
+from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import compact, empty_slots, refill
+from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
 
@@ -132,7 +132,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             decode_chunk, k=program.k, functions=engine_functions, config=config, shardings=self._shardings
         )
         jitted = jax.jit(decode, donate_argnums=1, out_shardings=(self._shardings, None))
-        inputs = ChunkInputs(*(_struct(x) for x in (jnp.uint32, jnp.int32, jnp.int32, jnp.bool_)))
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), chunk_inputs(seed=0, max_iterations=0))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
     def _abstract(self, size: int) -> tuple[Slots, Prompts]:
@@ -149,23 +149,5 @@ class CompiledFunctions(Generic[Params, Cache]):
 
 def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:
     """Return the ShapeDtypeStructs of a refill's input."""
-    B, P, S = config.num_slots, config.prompts, config.cache_length
-
-    return PrefillBatch(
-        num_prompts=_struct(jnp.int32),
-        tokens=_struct(jnp.int32, P, config.max_prompt_tokens),
-        length=_struct(jnp.int32, P),
-        carry=_struct(jnp.int32),
-        fresh=_struct(jnp.bool_, B),
-        source=_struct(jnp.int32, B),
-        rollout_id=_struct(jnp.uint32, B),
-        group=_struct(jnp.int32, B),
-        sequence=_struct(jnp.int32, B),
-        new_group=_struct(jnp.int32, P),
-        texts=_struct(jnp.int32, P, config.sequences, S) if config.groups else None,
-        text_length=_struct(jnp.int32, P, config.sequences) if config.groups else None,
-    )
-
-
-def _struct(dtype: jax.typing.DTypeLike, *shape: int) -> jax.Array:
-    return stand_in(jax.ShapeDtypeStruct(shape, dtype))
+    batch = Scheduler(config, 0, prompts=[[0]], samples=1, first_id=0, history=None).schedule()
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

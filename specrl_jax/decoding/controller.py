@@ -1,8 +1,8 @@
 """Chooses the draft length of the next chunk: k* = argmax E[tokens](k) / c(size, k), k = 0 included.
 
-E[tokens](k) = 1 + the sum of a_i over i <= k, where a_i is the share of verifications that accept draft i and all before
-it. Acceptance does not depend on the load, the cost c does: one estimate of a for all batch sizes, one table of c for
-each. All of it is host state between two chunks: no arrays, no randomness.
+E[tokens](k) = 1 + the sum of a_i over i <= k, where a_i is the share of verifications that accept draft i and all
+before it. Acceptance does not depend on the load, the cost c does: one estimate of a for all batch sizes, one table of
+c for each. All of it is host state between two chunks: no arrays, no randomness.
 """
 
 import dataclasses
@@ -60,8 +60,8 @@ class _SizeState:
 class Controller:
     """Running estimates of acceptance and cost, and the choice that follows from them.
 
-    Unused lengths share `probe_budget` of the running time. A length is probed when its budget covers the estimated loss
-    of the probe: iterations x (c(k) - E(k) c(k*) / E(k*)) seconds.
+    Unused lengths share `probe_budget` of the running time. A length is probed when its budget covers the probe's
+    estimated loss: iterations x (c(k) - E(k) c(k*) / E(k*)) seconds.
 
     Args:
       lengths: draft lengths that have a program, ascending from 0.

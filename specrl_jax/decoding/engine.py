@@ -1,8 +1,8 @@
 """Continuous batching: rollouts of many prompts over a fixed number of slots.
 
 The device runs the compiled functions of `compiled.py`. Between decode chunks the host collects finished rollouts,
-refills their slots, compacts the batch once nothing waits, chooses the next draft length, and reports progress. k = 0 is
-plain autoregressive decoding through the same code.
+refills their slots, compacts the batch once nothing waits, chooses the next draft length, and reports progress. k = 0
+is plain autoregressive decoding through the same code.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ RULES = ("rejection", "block", "coupled")
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p. temperature 0 = greedy, top_k 0 = off, top_p 1.0 = off; rule: one of RULES."""
+    """Temperature, then top-k, then top-p. temperature 0 = greedy, top_k 0 = off, top_p 1.0 = off; rule: of RULES."""
 
     temperature: float = 1.0
     top_k: int = 0
