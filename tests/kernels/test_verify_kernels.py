@@ -229,6 +229,7 @@ def test_a_device_takes_its_kernels_or_the_definition(device, found):
     assert kernels_of(device) is (PLATFORMS[found] if found else None)
 
 
+@pytest.mark.slow
 def test_without_kernels_verification_is_the_definition():
     arguments = case(2, 5, True), Sampling()
     jax.tree.map(np.testing.assert_array_equal, verify(*arguments), reference.verify(*arguments))
