@@ -150,6 +150,7 @@ def dry(call, workdir, *overrides):
     return call(argv)
 
 
+@pytest.mark.slow
 def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
     status, out, err = dry(call, tmp_path / "run", "--config.dry_run.devices=8", "--config.draft.kind=none")

@@ -36,6 +36,7 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.initial import initial_vocab_map
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.update import update
+from tests.helpers.slow import slow_but
 from tests.helpers.training import make_run
 
 POLICY = qwen3.Qwen3Config(48, 32, 7, 4, 2, 8, 48, tied=False, max_positions=64)
@@ -184,7 +185,7 @@ def draft_alone(setup, state, rows, inputs, count):
     return metrics
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
 def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     """Parameters and moments after each update, and all that is reported of them."""
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
@@ -196,6 +197,7 @@ def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     assert int(on[5].policy.step) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ce"])
 def test_by_every_loss_the_policy_stays_bit_equal(loss):
     """As above, for two updates of a small head; cross-entropy is above."""
@@ -214,7 +216,7 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
         assert len(found.draft) == 1 and 0 < found.draft[0].loss < np.inf
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
 def test_every_weight_of_the_draft_learns(kind):
     """None is behind a stop_gradient: the first moments after one update, a tenth of the clipped gradient."""
     state = runs(kind)[True][0][1]
@@ -224,7 +226,7 @@ def test_every_weight_of_the_draft_learns(kind):
         assert np.abs(leaf).max() > 1e-4 * optax.tree.norm(moments), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
 def test_the_draft_changes_only_on_line(kind):
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
     assert_trees_equal(on[0], off[0])
@@ -240,7 +242,7 @@ def test_the_draft_changes_only_on_line(kind):
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
 def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
     """Of every draft step, from the features of the policy's own update."""
     first, *_, last = runs(kind)["draft"]
@@ -254,6 +256,7 @@ def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
         assert 1 >= diagnostics.acceptance[0] > diagnostics.acceptance[1] > diagnostics.acceptance[2] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "online", "one_in"), [(ONE, True, 1), (ONE, False, 4), (EIGHT, False, 2)])
 def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, online, one_in):
     """One row in four, or as few as still divide over the four devices of `batch`."""
@@ -271,7 +274,7 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
         assert differ(found, of_all_given(draft, tables, features, rows))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
 def test_cross_entropy_is_entropy_plus_mismatch(kind):
     """Whose weighted sum is the loss that is reported beside them."""
     for metrics in runs(kind)["draft"]:
@@ -457,7 +460,7 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
 WHOLE = (tuple(ONE.items()), 0)
 
 
-@pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
+@pytest.mark.parametrize("loss", slow_but(["ce"], ["ce", "e2e_tv"]))
 def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     gradient, metrics = recorded_update(*WHOLE, loss)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
@@ -470,6 +473,7 @@ def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ce", "e2e_tv"])
 @pytest.mark.parametrize(
     ("sizes", "microbatch", "vocab_tile"),
@@ -486,7 +490,7 @@ def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_
 PACKED = {"eagle3": HEAD, "model": SmallModelDraft(dataclasses.replace(POLICY, layers=1))}
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", slow_but(["eagle3"], PACKED))
 def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     """Eight sequences in three rows: the same gradient and metrics, from features that came with the tokens."""
     draft, rng = PACKED[kind], np.random.default_rng(3)
@@ -544,6 +548,7 @@ def cycling_policy():
     return params | {"embed": embed, "unembed": unembed, "layers": layers, "final_norm": final_norm}
 
 
+@pytest.mark.slow
 def test_a_head_that_has_learnt_a_cycle_drafts_it_whole(partition):
     """Through every shift there is: features, tokens, teacher, vocabulary map, and the engine's own use of them."""
     policy = cycling_policy()

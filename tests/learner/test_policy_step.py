@@ -18,6 +18,7 @@ from specrl_jax.learner.state import TrainState, init_random_params, init_state,
 from specrl_jax.models import qwen3
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.slow import slow_but
 
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
@@ -125,6 +126,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(state.opt_state), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_change_rounding_only():
     whole, split = results("one", PLAIN), results("one", dataclasses.replace(PLAIN, microbatch=2))
     # Rows come back in their order: neighbours differ by nats.
@@ -136,7 +138,10 @@ def test_microbatches_change_rounding_only():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatch"), [("fsdp 8", 0), ("data 2, tensor 2, fsdp 2", 4), ("sequence 4, fsdp 2", 0)]
+    ("mesh", "microbatch"),
+    slow_but(
+        [("data 2, tensor 2, fsdp 2", 4)], [("fsdp 8", 0), ("data 2, tensor 2, fsdp 2", 4), ("sequence 4, fsdp 2", 0)]
+    ),
 )
 def test_sharded_equals_unsharded(mesh, microbatch):
     one, sharded = results("one", PLAIN), results(mesh, dataclasses.replace(PLAIN, microbatch=microbatch))
@@ -158,7 +163,9 @@ def test_a_row_is_split_along_its_tokens():
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
 
-@pytest.mark.parametrize("mesh", ["one", "data 2, tensor 2, fsdp 2", "sequence 4, fsdp 2"])
+@pytest.mark.parametrize(
+    "mesh", slow_but(["data 2, tensor 2, fsdp 2"], ["one", "data 2, tensor 2, fsdp 2", "sequence 4, fsdp 2"])
+)
 def test_packed_rows_score_as_one_row_a_sequence(mesh):
     """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
 

@@ -154,6 +154,7 @@ def test_features_of_another_policy_are_refused(made, tmp_path):
         pretrained(used, changed, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp_path, monkeypatch):
     """Acceptance 1.5 before, then 2.0, 1.9, 1.9: over after the third measurement, with the weights of the first."""
     setup, workdir, _, _, start = made

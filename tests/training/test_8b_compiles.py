@@ -28,8 +28,6 @@ from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 
-pytestmark = pytest.mark.slow
-
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
 DRAFT_VOCAB = 32_000
@@ -62,6 +60,7 @@ def test_policy_step_compiles_sharded(mesh):
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 3])
 def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     """Plain, and drafting 3 tokens with a head of the published size."""
@@ -91,6 +90,7 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     dtype, grpo = jnp.dtype(CONFIG.policy.compute_dtype), CONFIG.grpo

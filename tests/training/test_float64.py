@@ -17,6 +17,7 @@ from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
+from tests.helpers.slow import slow_but
 from tests.learner.test_batch import OBJECTIVES, T, training_batch
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
@@ -68,13 +69,14 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
 def test_packed_rows(name):
     packed = batch_of(Packing(2 * T, 1, 2))
     assert len(packed[0].tokens) < len(batch_of()[0].tokens)
     assert_same(gradient(name, WIDE, packed)[0], gradient(name, WIDE, batch_of())[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [None, Packing(2 * T, 1, 2)])
 def test_microbatches_with_recomputed_layers(packing):
     batch = batch_of(packing)
@@ -82,6 +84,7 @@ def test_microbatches_with_recomputed_layers(packing):
     assert_same(gradient("token", parts, batch)[0], gradient("token", WIDE, batch)[0])
 
 
+@pytest.mark.slow
 def test_minibatches():
     """Of one policy, each weighed by its tokens, they add up to the gradient of the whole."""
     batch = batch_of()

@@ -229,6 +229,7 @@ def test_behaviour_logprobs_are_the_learners(whole, toy):
         assert 0 <= row["rollout_vs_learner/kl"] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_tiny_policy_learns(toy, tmp_path):
     """Deterministic on one machine; elsewhere rounding sends it down another path, to 0.7 as well."""
     run = with_config(
@@ -321,6 +322,7 @@ def test_a_draft_that_learns_every_other_step_is_asked_in_between(toy, whole, tm
         assert rows[0][name] == pytest.approx(whole[1][1][name], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_plain_decoding_has_nothing_of_a_draft(tmp_path, monkeypatch):
     # Engines of other temperatures would be compiled for it.
     monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})
@@ -346,6 +348,7 @@ def test_answers_of_every_evaluation_are_kept(whole):
 # ---- interruptions
 
 
+@pytest.mark.slow
 def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_path):
     """Stops in each phase: before any step is done, in the middle of steps, and right after a restart."""
     run = with_config(toy, checkpoint=dataclasses.replace(toy.config.checkpoint, every=100))

@@ -18,6 +18,8 @@ from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import abstract_run_state
 from tests.helpers.training import make_run
 
+pytestmark = pytest.mark.slow
+
 # Their meshes, folded onto eight devices: (fsdp, expert, tensor).
 MESHES = {
     "rlzero_0p6b": (8, 1, 1),

@@ -12,6 +12,8 @@ from specrl_jax.training.initial import initial_weights
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import make_run
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -23,7 +25,6 @@ def setup():
     return make_run(config, scorer=FunctionScorer(exact))
 
 
-@pytest.mark.slow
 def test_the_base_solves_few_problems_and_greedily_fewer(setup):
     problems = setup.problems.evaluation
     weights = initial_weights(setup.learner, setup.rollout)

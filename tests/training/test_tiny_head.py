@@ -11,6 +11,8 @@ from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.metrics import speculation_metrics
 from tests.helpers.training import make_run
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 CARRIED = [ROOT / "experiments" / name / "checkpoint" for name in ("tiny_base", "tiny_head")]
 
@@ -23,7 +25,6 @@ def setup():
     return make_run(config)
 
 
-@pytest.mark.slow
 def test_the_head_drafts_for_the_base(setup):
     """The noise is fixed, so this is one fixed number; the bound is what the head was made for."""
     prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in setup.problems.evaluation]
