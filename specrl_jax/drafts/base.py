@@ -42,7 +42,7 @@ class DraftOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """What an engine asks of its drafter."""
+    """Settings of an engine's drafter."""
 
     length: int  # k, tokens of the longest draft
     sampling: Sampling
@@ -59,7 +59,7 @@ class TargetTables:
 
 
 class DraftInputs(NamedTuple):
-    """What a draft learns from, along rows of tokens [B, T]."""
+    """Inputs of a draft's loss, along rows of tokens [B, T]."""
 
     tables: TargetTables
     aux: jax.Array | None  # [B, T, A, D], the target's residual stream entering `aux_layers`; None = reads none
@@ -78,23 +78,23 @@ class DraftModel(Protocol[Cache]):
 
     @property
     def vocab(self) -> int:
-        """Vd, entries of the draft's vocabulary."""
+        """Return Vd, the entries of the draft's vocabulary."""
 
     @property
     def has_vocab_map(self) -> bool:
-        """Whether the draft numbers its vocabulary itself; its lm_head is then the parameter "unembed" [Vd, D]."""
+        """Return whether draft ids are not target ids; the draft's lm_head is then its parameter "unembed" [Vd, D]."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs the draft reads."""
+        """Return the target's layers whose inputs the draft reads."""
 
     @property
     def specs(self) -> Specs:
-        """Tree of ParamSpec of the training layout."""
+        """Return the training layout."""
 
     @property
     def inference_specs(self) -> Specs:
-        """Tree of ParamSpec of the inference layout."""
+        """Return the inference layout."""
 
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         """Map parameters from the training to the inference layout."""
@@ -119,12 +119,9 @@ class DraftModel(Protocol[Cache]):
         """
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
-        """Replace those random parameters that the target's can take the place of.
+        """Replace random parameters by the target's where these fit, both in the training layout.
 
-        Args:
-          params: the draft's, training layout.
-          target: the target's, training layout.
-          lm_head: [Vd, D], the target's rows of the draft's vocabulary.
+        `lm_head` [Vd, D] has the target's rows of the draft's vocabulary.
         """
 
     def load(self, folder: str, partition: Partitioner) -> Params:

@@ -1,4 +1,4 @@
-"""What draft heads of one layer share as drafts: the cache in the engine, and the drafter over it."""
+"""Base class of drafts with a recurrent head of one layer: their cache in the engine and their drafter."""
 
 import jax
 import jax.numpy as jnp
