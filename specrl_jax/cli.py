@@ -1,8 +1,9 @@
 """The command: parse the flags, check the config, run its task. `python main.py` and `specrl` are the same.
 
-    specrl --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...]
+    specrl --config configs/NAME.py[:variant] [--workdir DIR] [--config.key=value ...] [--distributed]
 
-The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resumes its run.
+The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resumes its run. `--distributed` joins the
+other processes of a TPU pod, Kubernetes or MPI job; those of a Slurm job join by themselves.
 """
 
 import os
@@ -18,9 +19,7 @@ from specrl_jax.config.page import page
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
-_DISTRIBUTED = flags.DEFINE_bool(
-    "distributed", False, "join the other processes of a TPU pod, Kubernetes or MPI job; Slurm's join by themselves"
-)
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the other processes of a job that is not Slurm's")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run; runs/NAME[_variant] by default")
 
 

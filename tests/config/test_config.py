@@ -106,7 +106,7 @@ def test_a_config_dict_with_a_missing_or_unknown_key_is_refused():
 
 
 def variants():
-    """(config, variant) of all of them; a config without variants says so when it is asked for one."""
+    """Yield (config, variant) of all of them; a config raises for a variant that it does not have."""
     for name in CONFIGS:
         for variant in ("", "smoke", "small", "zero", "think"):
             try:
@@ -120,13 +120,7 @@ def variants():
 def test_every_shipped_config_is_valid(name, variant):
     c = importlib.import_module(f"configs.{name}").get_config(variant)
     assert isinstance(c, ConfigDict)
-    config = from_config_dict(c)
-    validate(config)
-    for section in (config.optimizer, config.draft):
-        if section.decay_steps:
-            c.steps = 217
-            changed = from_config_dict(c)
-            assert 217 in (changed.optimizer.decay_steps, changed.draft.decay_steps)
+    validate(from_config_dict(c))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
