@@ -5,6 +5,7 @@ rollouts of the tiny policy (rollouts.csv, by drafter, k and slots), and its RL 
 rows have `set`, `cell`, `use` ('fitted' or 'held out'), `measured`, `predicted`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,14 +13,14 @@ import numpy as np
 
 from experiments.engine import bench
 from experiments.engine.peers import MODELS
+from experiments.scale_projection.calibrate import Calibration, fit
 from specrl_jax.core import PHASES
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.calibrate import Calibration, fit
 from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
 from specrl_jax.simulator.hardware import HARDWARE, Hardware
 from specrl_jax.simulator.learner import Workload
-from specrl_jax.simulator.lengths import EmpiricalLengths, sample
+from specrl_jax.simulator.lengths import sample
 from specrl_jax.simulator.rollout import Drafting, EngineSchedule, cumulative_acceptance, profile, run
 from specrl_jax.simulator.scenario import Scenario, points, predict
 
@@ -78,6 +79,19 @@ def rollouts() -> list[Row]:
 
 
 @functools.cache
+@dataclasses.dataclass(frozen=True)
+class EmpiricalLengths:
+    """Observed response lengths, scaled to another mean."""
+
+    observed: tuple[int, ...]  # tokens
+    mean: float
+    limit: float
+
+    def quantile(self, share: np.ndarray) -> np.ndarray:
+        scaled = np.quantile(self.observed, share) * self.mean / np.mean(self.observed)
+        return np.clip(scaled, 1.0, self.limit)
+
+
 def answers(mean: float) -> EmpiricalLengths:
     """Return the response lengths: those of the arithmetic task's worked solutions, which the policy imitates."""
     source = TaskSource("arithmetic", "validation", seed=0)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.scale_projection.calibrate import NINETY, Calibration, fit
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.calibrate import NINETY, Calibration, fit
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import head_config
 from specrl_jax.simulator.hardware import SHARES, SPREAD, Hardware

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.scale_projection import apart, effects, figures, large, ours, paper
-from specrl_jax.simulator.calibrate import Calibration, errors
+from experiments.scale_projection.calibrate import Calibration, errors
 from specrl_jax.simulator.grid import write_rows
 from specrl_jax.simulator.hardware import HARDWARE
 

@@ -1,7 +1,7 @@
 """Hardware figures: the vendors' peak numbers, and the share of them that programs attain.
 
-An assumed number has its source or reason beside it and a range in `SPREAD`; `calibrate` replaces fitted ones. Rates
-are per device; a GB is 1e9 bytes.
+An assumed number has its source or reason beside it and a range in `SPREAD`; experiments/scale_projection fits others.
+Rates are per device; a GB is 1e9 bytes.
 """
 
 import dataclasses
@@ -162,6 +162,8 @@ class Hardware:
 # over an NVSwitch and twice that over InfiniBand; a hop of a TPU's links takes about 1 us, a slice some ten.
 _NVLINK4, _NVLINK5 = Link(450e9, 8e-6), Link(900e9, 8e-6)
 _INFINIBAND = Link(50e9, 20e-6)  # one 400 Gb/s adapter a device
+_LOCAL = Link(1e9, 1e-3)  # never used: there is one device
+_V5P, _V6E = Peak(459e12 / 6, 459e12, 459e12), Peak(918e12 / 6, 918e12, 918e12)
 _HOPPER = Peak(67e12, 989e12, 1979e12)
 
 HARDWARE = {
@@ -176,41 +178,14 @@ HARDWARE = {
     "h100": Hardware("h100", "NVIDIA H100", _HOPPER, 80e9, 3.35e12, 8, _NVLINK4, _INFINIBAND),
     # Google Cloud documentation, "TPU v5p": 459 TFLOP/s, also in FP8; 95 GiB, 2765 GB/s, links of 1200 GB/s both ways,
     # a pod of 8,960, data-center network 50 Gb/s a chip. A TPU multiplies float32 in three or six bfloat16 passes.
-    "tpu_v5p": Hardware(
-        "tpu_v5p",
-        "TPU v5p",
-        Peak(459e12 / 6, 459e12, 459e12),
-        95 * 2**30,
-        2765e9,
-        8960,
-        Link(600e9, 10e-6),
-        Link(6.25e9, 50e-6),
-    ),
+    "tpu_v5p": Hardware("tpu_v5p", "TPU v5p", _V5P, 95 * 2**30, 2765e9, 8960, Link(600e9, 10e-6), Link(6.25e9, 50e-6)),
     # Google Cloud documentation, "TPU v6e": 918 TFLOP/s (1836 TOP/s int8, no FP8), 32 GB, 1638 GB/s, links of 800 GB/s
     # both ways, a pod of 256. Network: 4 x 200 Gb/s a host of 8 chips.
-    "tpu_v6e": Hardware(
-        "tpu_v6e",
-        "TPU v6 lite",
-        Peak(918e12 / 6, 918e12, 918e12),
-        32e9,
-        1638e9,
-        256,
-        Link(400e9, 10e-6),
-        Link(12.5e9, 50e-6),
-    ),
+    "tpu_v6e": Hardware("tpu_v6e", "TPU v6 lite", _V6E, 32e9, 1638e9, 256, Link(400e9, 10e-6), Link(12.5e9, 50e-6)),
     # Two cores of an AMD EPYC 9004 (AVX-512) with 24 GiB, shared. Matmuls on two threads measured: 205 GFLOP/s in
     # float32, 430 in bfloat16; 37 GB/s from memory, about 100 from its 32 MiB of L3. One domain of one device.
     "this_machine": Hardware(
-        "this_machine",
-        "cpu",
-        Peak(205e9, 430e9, 430e9),
-        24 * 2**30,
-        37e9,
-        1,
-        Link(1e9, 1e-3),
-        Link(1e9, 1e-3),
-        cache_bytes=32 * 2**20,
-        cache_bandwidth=100e9,
+        "this_machine", "cpu", Peak(205e9, 430e9, 430e9), 24 * 2**30, 37e9, 1, _LOCAL, _LOCAL, 32 * 2**20, 100e9
     ),
 }
 

@@ -5,11 +5,26 @@ Log-normal: ln X is normal with standard deviation `spread`; a response is trunc
 """
 
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 
 from specrl_jax.errors import InputError
+
+
+class ResponseLengths(Protocol):
+    """A distribution of response lengths in tokens; hashable."""
+
+    @property
+    def mean(self) -> float: ...
+
+    @property
+    def limit(self) -> float: ...
+
+    def quantile(self, share: np.ndarray) -> np.ndarray: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +61,6 @@ class LogNormalLengths:
         """E[min(X, limit)] = e^(m + s^2 / 2) Phi((ln M - m - s^2) / s) + M (1 - Phi((ln M - m) / s))."""
         s, edge = self.spread, (np.log(self.limit) - location) / self.spread
         return float(np.exp(location + s * s / 2) * ndtr(edge - s) + self.limit * ndtr(-edge))
-
-
-@dataclasses.dataclass(frozen=True)
-class EmpiricalLengths:
-    """Observed response lengths, scaled to another mean."""
-
-    observed: tuple[int, ...]  # tokens
-    mean: float
-    limit: float
-
-    def quantile(self, share: np.ndarray) -> np.ndarray:
-        scaled = np.quantile(self.observed, share) * self.mean / np.mean(self.observed)
-        return np.clip(scaled, 1.0, self.limit)
-
-
-ResponseLengths = LogNormalLengths | EmpiricalLengths
 
 
 def sample(lengths: ResponseLengths, count: int, of: int, jitter: float = 0.0, seed: int = 0) -> np.ndarray:

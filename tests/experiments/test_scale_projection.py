@@ -8,7 +8,7 @@ import pytest
 
 from configs import rlzero_8b
 from experiments.scale_projection import apart, effects, grid, large, ours, paper, validate
-from specrl_jax.simulator.calibrate import errors
+from experiments.scale_projection.calibrate import errors
 from specrl_jax.simulator.command import MEAN_SHARE
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 
@@ -114,3 +114,9 @@ def test_asynchronous_steps_follow_from_the_phases_and_one_constant():
         ("split total", "sync seed=0"),
         ("split total", "lag 1 seed=0"),
     }
+
+
+def test_empirical_lengths_are_scaled_and_truncated():
+    assert ours.EmpiricalLengths((10, 20, 30), 40.0, 55.0).quantile(np.array([0.0, 0.5, 1.0])) == pytest.approx(
+        [20, 40, 55]
+    )

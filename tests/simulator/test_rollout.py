@@ -9,7 +9,7 @@ from specrl_jax.core import InputError
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.cost import DecoderCost, head_config
 from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.lengths import EmpiricalLengths, LogNormalLengths, sample
+from specrl_jax.simulator.lengths import LogNormalLengths, sample
 from specrl_jax.simulator.rollout import (
     LENGTHS,
     Drafting,
@@ -70,10 +70,6 @@ def test_a_replica_gets_the_longest_of_all():
     alone, one_of_many = sample(LogNormalLengths(1000, 1e6), 16, 16), sample(LogNormalLengths(1000, 1e6), 16, 1024)
     assert one_of_many.max() == LogNormalLengths(1000, 1e6).quantile(1 - 0.5 / 1024) > alone.max()
     assert sorted(one_of_many)[:-1] == sorted(alone)[:-1]
-
-
-def test_counted_lengths_are_scaled_and_cut():
-    assert EmpiricalLengths((10, 20, 30), 40.0, 55.0).quantile(np.array([0.0, 0.5, 1.0])) == pytest.approx([20, 40, 55])
 
 
 # ---- who runs when
