@@ -26,10 +26,11 @@ B, T = 8, 16
 PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
 WITHOUT_KL = Objective(0.2, 0.28, 0.0)
+SPLIT = "data 2, tensor 2, fsdp 2"
 MESHES = {
     "one": {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1},
     "fsdp 8": {"data": 1, "fsdp": 8, "expert": 1, "tensor": 1},
-    "data 2, tensor 2, fsdp 2": {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2},
+    SPLIT: {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2},
     "sequence 4, fsdp 2": {"data": 1, "fsdp": 2, "expert": 1, "tensor": 1, "sequence": 4},
 }
 
@@ -163,9 +164,7 @@ def test_a_row_is_split_along_its_tokens():
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
 
-@pytest.mark.parametrize(
-    "mesh", slow_but(["data 2, tensor 2, fsdp 2"], ["one", "data 2, tensor 2, fsdp 2", "sequence 4, fsdp 2"])
-)
+@pytest.mark.parametrize("mesh", slow_but([SPLIT], ["one", SPLIT, "sequence 4, fsdp 2"]))
 def test_packed_rows_score_as_one_row_a_sequence(mesh):
     """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
 
