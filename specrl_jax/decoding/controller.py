@@ -123,15 +123,6 @@ class Controller:
         """Return the lengths to calibrate before real work."""
         return [k for k, samples in zip(self.lengths, self._sizes[size].samples) if not samples]
 
-    def table(self) -> list[dict[str, float]]:
-        """Return one row per measured (size, length), for logs; the rate is tokens per second and running row."""
-        rows = [(size, k, self.cost(size, k), self.expected_tokens(k)) for size in self.sizes for k in self.lengths]
-        return [
-            {"size": size, "k": k, "cost_ms": 1e3 * cost, "expected_tokens": tokens, "tokens_per_second": tokens / cost}
-            for size, k, cost, tokens in rows
-            if not math.isnan(cost)
-        ]
-
     def drafts(self, size: int) -> bool | None:
         """Return whether batches of this size draft at present, probes aside; None before the first choice."""
         current = self._sizes[size].current

@@ -468,20 +468,7 @@ def test_drafts_that_add_nothing_are_not_chosen_for_a_cost_that_looks_lower():
     assert controller.choose(SIZE, SIZE) == Choice(0, None)
 
 
-# --- logs and checkpoints
-
-
-def test_the_table_says_what_the_choice_rests_on():
-    controller = Controller((0, 1), (8, SIZE))
-    controller.calibrate(8, 0, 0.010)
-    controller.calibrate(8, 1, 0.016)
-    observe(controller, 8, 1, 0.016, 1, 10_000, [6000])
-    rows = controller.table()
-    assert [(row["size"], row["k"]) for row in rows] == [(8, 0), (8, 1)]
-    assert rows[1] == pytest.approx(
-        {"size": 8, "k": 1, "cost_ms": 16.0, "expected_tokens": 1.6, "tokens_per_second": 100.0}
-    )
-    json.dumps(rows)
+# --- checkpoints
 
 
 def test_restored_it_continues_identically():
