@@ -52,7 +52,7 @@ from experiments.runs import (
     run_all,
 )
 from experiments.sweeps import default_workdir, load_sweep, plan
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 PROGRAM = (sys.executable, "main.py")
 # Flag, type, help.

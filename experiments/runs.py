@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from specrl_jax.core import InputError, read_json
+from specrl_jax.core import read_json
+from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]

@@ -20,7 +20,8 @@ import submitit
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from experiments import runs
-from specrl_jax.core import InputError, read_json
+from specrl_jax.core import read_json
+from specrl_jax.errors import InputError
 
 # Seconds before the end at which a job gets the signal: enough for the longest phase of a step and a checkpoint.
 GRACE = 300

@@ -9,7 +9,7 @@ import runpy
 from typing import Any
 
 from experiments.runs import Run
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 NAME_LENGTH = 100  # most characters of a name; file systems allow 255 bytes
 

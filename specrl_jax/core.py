@@ -18,9 +18,7 @@ from typing import IO, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.errors import InputError as InputError
-from specrl_jax.errors import RunFailed as RunFailed
-from specrl_jax.errors import Stopped as Stopped
+from specrl_jax.errors import InputError
 
 # The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
 PHASES = ("data", "prepare", "generate", "logprob", "train")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
 

@@ -13,7 +13,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import InputError, atomic_write, read_json
+from specrl_jax.core import atomic_write, read_json
+from specrl_jax.errors import InputError
 
 MANIFEST = "features.json"
 

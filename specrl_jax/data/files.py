@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 PARQUET = (".parquet", ".pq")
 

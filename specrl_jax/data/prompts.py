@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
-from specrl_jax.core import InputError
 from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Messages, Tokenizer
+from specrl_jax.errors import InputError
 
 
 class Schema(NamedTuple):

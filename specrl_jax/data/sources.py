@@ -5,8 +5,8 @@ from typing import Protocol
 
 import grain
 
-from specrl_jax.core import InputError
 from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.errors import InputError
 
 
 class Source(Protocol):

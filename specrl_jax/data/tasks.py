@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,8 @@ from typing import Protocol
 import jinja2.sandbox
 import tokenizers
 
-from specrl_jax.core import InputError, read_json
+from specrl_jax.core import read_json
+from specrl_jax.errors import InputError
 
 Messages = list[dict[str, str]]
 

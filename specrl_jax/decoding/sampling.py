@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 # Verification rules, defined in `kernels_pallas.verify.reference`.
 RULES = ("rejection", "block", "coupled")

@@ -11,9 +11,9 @@ every collective are exact; temporaries, which share memory as the compiler find
 import collections
 import dataclasses
 
-from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count, Loop
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
+from specrl_jax.errors import InputError
 
 
 def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[str, int]) -> CompiledPhase:

@@ -6,13 +6,13 @@ import os
 import time
 
 from specrl_jax.config import Config
-from specrl_jax.core import InputError
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import compiler_of, find_target
+from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import Plan, make_plan
 

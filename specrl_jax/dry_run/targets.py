@@ -11,7 +11,7 @@ import math
 import jax
 from jax.experimental import topologies
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 GIB = 2**30
 

@@ -9,7 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from specrl_jax.core import InputError, RunFailed, Tree
+from specrl_jax.core import Tree
+from specrl_jax.errors import InputError, RunFailed
 
 
 class Host(NamedTuple):

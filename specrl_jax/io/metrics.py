@@ -9,7 +9,8 @@ import os
 import numpy as np
 import tensorboardX
 
-from specrl_jax.core import InputError, atomic_write
+from specrl_jax.core import atomic_write
+from specrl_jax.errors import InputError
 from specrl_jax.io.wandb import WandbRun
 
 Row = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite

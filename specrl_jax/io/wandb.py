@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 
 class WandbRun:

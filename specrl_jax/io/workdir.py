@@ -9,7 +9,8 @@ from typing import TextIO
 import jax
 
 import specrl_jax
-from specrl_jax.core import InputError, atomic_write, read_json
+from specrl_jax.core import atomic_write, read_json
+from specrl_jax.errors import InputError
 
 # Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")

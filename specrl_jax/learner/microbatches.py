@@ -6,7 +6,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 Tree = TypeVar("Tree")
 Params = TypeVar("Params")

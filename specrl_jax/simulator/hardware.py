@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 
 # A number, or one per configuration.
 Array = float | np.ndarray

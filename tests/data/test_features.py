@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError
 from specrl_jax.data.features import MANIFEST, FeatureRow, FeatureStore
+from specrl_jax.errors import InputError
 
 T, A, D = 9, 3, 4
 MADE_FROM = {"policy": 17, "prompts": "arithmetic"}

@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from specrl_jax.core import InputError
 from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, find_schemas
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.errors import InputError
 
 LIMIT = 12  # tokens
 PLAIN = Schema("prompt", "answer")

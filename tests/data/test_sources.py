@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from specrl_jax.core import InputError
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.errors import InputError
 
 
 def numbered(count, first=0):

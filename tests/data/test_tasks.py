@@ -6,9 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError
 from specrl_jax.data.tasks import TASKS, TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.errors import InputError
 from specrl_jax.rewards.verifiable import countdown, exact
 
 REWARD = {"arithmetic": exact, "long_arithmetic": exact, "countdown": countdown}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
+from specrl_jax.errors import InputError
 
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from specrl_jax.core import InputError
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
@@ -16,6 +15,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter
+from specrl_jax.errors import InputError
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences

@@ -10,12 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from configs import rlzero_8b
 from specrl_jax.config import from_config_dict
-from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, warnings_in
 from specrl_jax.dry_run.phases import Phase
 from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
+from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 
 CONFIG = from_config_dict(rlzero_8b.get_config())

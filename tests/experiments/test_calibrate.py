@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.scale_projection.calibrate import errors, fit
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import HARDWARE

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError, RunFailed
+from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.io.checkpoints import Checkpoints, Host
 
 STATE = {"w": jnp.arange(6.0)}

@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import cache as kv

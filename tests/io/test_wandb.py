@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.io.wandb import WandbRun
 
 

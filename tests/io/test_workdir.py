@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import open_workdir
 
 CONFIG = {"steps": 1}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from kernels_pallas import noise
 from kernels_pallas.verify.sampling import TILE, draw, final_logits
-from specrl_jax.core import InputError
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.errors import InputError
 from tests.helpers.exact import final_probs, kept, softmax
 from tests.helpers.statistics import assert_drawn_from
 

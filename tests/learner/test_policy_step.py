@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from specrl_jax.config import OptimizerConfig
-from specrl_jax.core import InputError
 from specrl_jax.data.rows import make_rows
+from specrl_jax.errors import InputError
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step, make_policy_step
 from specrl_jax.learner.state import TrainState, init_random_params, init_state, state_shardings

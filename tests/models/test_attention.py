@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError
 from specrl_jax.dry_run.count import count
+from specrl_jax.errors import InputError
 from specrl_jax.models import attention
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers import targets

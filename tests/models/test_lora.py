@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.learner.policy_step import make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3

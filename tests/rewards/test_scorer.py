@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.robustness import rewards as robustness
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.rewards import pool, worker
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specrl_jax.core import InputError
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
 from specrl_jax.simulator.communication import Parallelism, all_gather, all_reduce, all_to_all

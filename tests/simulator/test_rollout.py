@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from specrl_jax.core import InputError
+from specrl_jax.errors import InputError
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.cost import DecoderCost, head_config
 from specrl_jax.simulator.hardware import HARDWARE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.core import Stopped
+from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.tasks.benchmark import benchmark, compiled_lengths, make_sides, print_benchmark, round_metrics
 from specrl_jax.training.build import make_rollout

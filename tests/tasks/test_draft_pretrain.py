@@ -11,8 +11,8 @@ import pytest
 
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.config import from_config_dict
-from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.rows import rows_of
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.models import qwen3

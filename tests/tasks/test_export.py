@@ -7,8 +7,8 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import DraftConfig, RolloutConfig
-from specrl_jax.core import InputError
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoints import Checkpoints, Host
 from specrl_jax.tasks.export import export

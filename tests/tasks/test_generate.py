@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from specrl_jax.config import DraftConfig, RolloutConfig
-from specrl_jax.core import InputError
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import network as mtp
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.core import InputError, Stopped
 from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.core import RunFailed, Stopped
+from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.models import qwen3
 from specrl_jax.tasks.export import export

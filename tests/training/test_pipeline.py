@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.core import InputError, Stopped
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training.build import prepare

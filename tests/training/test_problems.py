@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from specrl_jax.config import Config, DataConfig, EvalConfig, RolloutConfig
-from specrl_jax.core import InputError
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.errors import InputError
 from specrl_jax.training.problems import load_problems
 
 
