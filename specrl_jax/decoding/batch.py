@@ -1,28 +1,37 @@
 """The sequences being decoded by one call of the engine: slots on the device, and the host's view of them."""
 
 import time
-from typing import TYPE_CHECKING, Generic
+from typing import Generic, Protocol
 
 import jax
 import numpy as np
 
+from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import Cache, ChunkStatistics, Params
-
-if TYPE_CHECKING:
-    from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
 
 # Fields of a finished slot that become fields of its rollout.
 _COLLECTED = ("rollout_id", "tokens", "logprobs", "prompt_length", "length", "verifications", "drafted", "accepted")
 
 
+class EngineParts(Protocol[Params, Cache]):
+    """What a batch reads of its engine."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def compiled(self) -> CompiledFunctions[Params, Cache]: ...
+
+
 class ActiveBatch(Generic[Params, Cache]):
     """Refills slots, runs decode chunks, collects finished rollouts."""
 
-    def __init__(self, engine: "Engine[Params, Cache]", params: Params, scheduler: Scheduler, seed: int) -> None:
+    def __init__(self, engine: EngineParts[Params, Cache], params: Params, scheduler: Scheduler, seed: int) -> None:
         self.scheduler = scheduler
         self.finished = 0  # rollouts
         self._engine, self._params, self._seed = engine, params, seed
