@@ -41,7 +41,7 @@ def _speculation_table(steps: list[Row]) -> rich.table.Table:
     table = rich.table.Table(title="speculation", title_justify="left")
     for column in ("", "first step", "last step"):
         table.add_column(column, justify="left" if not column else "right")
-    labels = {"tokens per verification (1 = nothing accepted)": "spec/acceptance_length"}
+    labels = {"tokens per verification (1 to k + 1)": "spec/acceptance_length"}
     rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
     labels |= {f"draft {name.rpartition('_')[2]} accepted": name for name in rates}
     labels["draft loss"] = "draft/loss"
