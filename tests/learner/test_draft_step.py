@@ -275,7 +275,7 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
 
 
 @pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
-def test_cross_entropy_is_entropy_plus_mismatch(kind):
+def test_cross_entropy_is_target_entropy_plus_kl(kind):
     """Whose weighted sum is the loss that is reported beside them."""
     for metrics in runs(kind)["draft"]:
         parts = metrics.diagnostics.target_entropy + metrics.diagnostics.kl
@@ -465,11 +465,9 @@ def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     gradient, metrics = recorded_update(*WHOLE, loss)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-6)
-    entropy, mismatch, acceptance = (
-        getattr(metrics.diagnostics, name) for name in ("entropy", "mismatch", "acceptance")
-    )
-    assert entropy.shape == mismatch.shape == acceptance.shape == (3,)
-    expected = (entropy + mismatch) @ [1.0, 0.8, 0.64] if loss == "ce" else 1 - acceptance.mean()
+    entropy, kl, acceptance = (getattr(metrics.diagnostics, name) for name in ("target_entropy", "kl", "acceptance"))
+    assert entropy.shape == kl.shape == acceptance.shape == (3,)
+    expected = (entropy + kl) @ [1.0, 0.8, 0.64] if loss == "ce" else 1 - acceptance.mean()
     np.testing.assert_allclose(metrics.loss, expected, rtol=1e-6)
 
 
