@@ -166,7 +166,7 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     )
     seen, lengths = [], iter([1.5, 2.0, 1.9, 1.9])
 
-    def measure(setup, state):
+    def measure(learner, rollout, problems, state):
         seen.append(jax.device_get(state.draft.params))
         return {"spec/acceptance_length": next(lengths)}
 
