@@ -57,7 +57,9 @@ def check_batch(plan: Plan) -> None:
 def draft_pretrain(
     learner: Learner, rollout: Rollout, problems: Problems, state: RunState, workdir: str, stop: threading.Event
 ) -> list[Row]:
-    """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts, and write `pretrain.output`.
+    """Train the draft of `state` for at most `steps` updates on the features of `pretrain.rollouts` texts.
+
+    Write it to `pretrain.output`.
 
     Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. Acceptance on validation
     prompts is measured every `eval.every` updates, since the loss may fall while acceptance already does too; the best

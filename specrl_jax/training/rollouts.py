@@ -149,7 +149,7 @@ class Target:
     def decode(
         self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, return_logits: bool = True
     ) -> tuple[jax.Array, Cache]:
-        """Return (logits, None without `return_logits`; cache); the draft's cache records what the draft needs of this forward."""
+        """Return (logits, None without `return_logits`; cache), the draft's own cache updated from this forward too."""
         options = qwen3.Options(
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
