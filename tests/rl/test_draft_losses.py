@@ -444,3 +444,23 @@ def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(gradient_apart), strict=True):
         assert np.abs(b).max() > 0
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_other_sequence_of_a_packed_row_changes_a_bit(kind):
+    """The losses of each sequence stay bit for bit the same with other values in the other sequences of its row."""
+    params, texts = head_and_sequences(kind)
+    rows = rows_of(texts, packed)
+    clean, pairs = losses_of_rows(kind)(params, rows), draft_loss_mask(rows["mask"], STEPS, rows["segments"])
+    for segment in (1, 2, 3):
+        own = rows["segments"] == segment
+        changed = dict(rows)
+        for name in ("features", "embedded", "hidden", "normaliser"):
+            keep = own.reshape(own.shape + (1,) * (rows[name].ndim - 2))
+            changed[name] = np.where(keep, rows[name], rows[name] + 3).astype(np.float32)
+        found = losses_of_rows(kind)(params, changed)
+        learning = np.asarray(pairs & own[None])
+        assert learning.any()
+        for name in LOSSES:
+            np.testing.assert_array_equal(found[name][learning], clean[name][learning])
+            assert (np.asarray(found[name] != clean[name])[np.asarray(pairs & ~own[None])]).any()
