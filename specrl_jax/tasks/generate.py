@@ -24,7 +24,9 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
@@ -128,7 +130,7 @@ def load_generator(
 
     Args:
       policy: Hugging Face folder of a Qwen3, dense or mixture of experts.
-      draft: draft.* of a config; None: plain decoding.
+      draft: draft.* of a config, with a path where the kind has weights; None: plain decoding.
       rollout: rollout.* of a config: sampling, lengths, sequences decoded at once.
       dtype: storage of the weights, float32 or bfloat16.
       tokenizer: 'char' or a folder; '': the policy's.
@@ -146,16 +148,19 @@ def load_generator(
     >>> out.texts, out.speculation["spec/acceptance_rate"]
     (['4+7=11 8+5=13 3+2=5 #531'], 1.0)
     """
+    # Without epochs there is no history.
+    draft = dataclasses.replace(draft or DraftConfig(), history=0)
     config = Config(
         task="generate",
         policy=PolicyConfig(preset="", path=policy, dtype=dtype),
-        # Without epochs there is no history.
-        draft=dataclasses.replace(draft or DraftConfig(), history=0),
+        draft=draft,
         rollout=rollout,
         grpo=GRPOConfig(prompts_per_step=1, group_size=group_size),
         data=DataConfig(tokenizer=tokenizer),
     )
     validate(config)
+    if KINDS[draft.kind].weights and not draft.path:
+        raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
     plan = make_plan(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}))
     return make_generator(make_learner(plan), make_rollout(plan))
 

@@ -181,6 +181,9 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
     ("kind", "path", "changes", "words"),
     [
         ("model", "", {}, "draft.kind=model: draft.path.* is needed"),
+        ("eagle3", "", {}, "draft.path: no folder ''"),
+        ("mtp", "", {}, "draft.path: no folder ''"),
+        ("model", "", {"preset": "nano"}, "draft.path: no folder ''"),
         ("model", "other_words", {}, "vocabulary is 96, the policy's 128"),
         ("mtp", "mtp_of_another", {}, "mtp_of_another"),
         ("eagle3", "eagle3", {}, "at least 7|eagle3"),
