@@ -16,12 +16,10 @@ from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.models import qwen3
-from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks import draft_pretrain
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_draft_params, initial_params, initial_state, initial_vocab_map
-from specrl_jax.training.plan import make_plan
 from tests.helpers.policies import random_params
 from tests.helpers.training import NEVER, make_run, with_config
 
@@ -236,12 +234,31 @@ def test_features_of_other_texts_are_refused(made, changes, named):
         open_store(with_config(setup, **changes).learner, str(workdir / "features"), weights)
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_any_rollout(tmp_path):
-    config = smoke_config(tmp_path / "head")
-    config.pretrain.batch_size = 7
-    mesh = make_mesh({"data": 1, "fsdp": 2, "expert": 1, "tensor": 1}, jax.devices()[:2])
-    with pytest.raises(InputError, match=r"pretrain\.batch_size=7 must divide by the 2 shards"):
-        draft_pretrain.check_batch(make_plan(from_config_dict(config), mesh))
+@pytest.fixture
+def began(monkeypatch):
+    """Stand in for the work of the task; return its calls."""
+    calls = []
+    monkeypatch.setattr(draft_pretrain, "initial_state", lambda learner: None)
+    monkeypatch.setattr(draft_pretrain, "draft_pretrain", lambda *inputs: calls.append(inputs))
+    return calls
+
+
+def test_a_good_config_makes_its_output_folder(began, tmp_path):
+    draft_pretrain.run(from_config_dict(smoke_config(tmp_path / "a/head")), str(tmp_path / "run"))
+    assert (tmp_path / "a/head").is_dir() and len(began) == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "batch_size", "words"),
+    [("file/head", 8, r"pretrain\.output=.*file/head"), ("head", 7, r"pretrain\.batch_size=7 .* the 8 shards")],
+)
+def test_a_bad_output_or_batch_is_refused_before_any_rollout(began, output, batch_size, words, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = smoke_config(tmp_path / output)
+    config.pretrain.batch_size = batch_size
+    with pytest.raises(InputError, match=words):
+        draft_pretrain.run(from_config_dict(config), str(tmp_path / "run"))
+    assert not began and not (tmp_path / "head").exists()
 
 
 def test_the_features_are_those_of_the_policys_own_pass(made):

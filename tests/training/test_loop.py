@@ -17,6 +17,7 @@ from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.report import print_report
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
@@ -423,6 +424,15 @@ def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluation_metrics", began)
     assert train(toy, workdir) == whole[1]
     assert {path: path.stat().st_mtime_ns for path in (workdir / "checkpoints").rglob("*")} == before
+
+
+def test_steps_set_to_what_is_done_end_with_a_table(whole, capsys):
+    """A checkpoint before the last step, `steps` set to it: nothing is left to do, and greedy accuracy is unknown."""
+    rows = [row for row in whole[1] if row["step"] < STEPS]
+    assert "eval/accuracy_greedy" not in rows[-1]
+    print_report(rows, "figure.png")
+    printed = capsys.readouterr().out
+    assert "mean reward" in printed and "greedy" not in printed
 
 
 def test_more_steps_extend_a_finished_run(toy, whole, tmp_path):
