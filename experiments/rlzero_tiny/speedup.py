@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.parts import Parts, make_parts
-from specrl_jax.io.checkpoints import Host
+from specrl_jax.io.checkpoints import HostState
 from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import make_rollout, prepare
@@ -29,7 +29,7 @@ from specrl_jax.training.speedup import Workload, measure_speedup
 PROMPTS = 128
 
 
-def restored(workdir: str) -> tuple[Parts, RunState, Host]:
+def restored(workdir: str) -> tuple[Parts, RunState, HostState]:
     """Return (parts, state, host state) of the run's last checkpoint."""
     with open(os.path.join(workdir, "config.json")) as file:
         config = ConfigDict(json.load(file)["config"])

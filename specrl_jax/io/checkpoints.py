@@ -13,11 +13,11 @@ from specrl_jax.core import Tree
 from specrl_jax.errors import InputError, RunFailed
 
 
-class Host(NamedTuple):
-    """The part of a checkpoint that lives on the host."""
+class HostState(NamedTuple):
+    """A run's state beside its device arrays, as a checkpoint keeps it: speculation, alarms, data position."""
 
     values: dict[str, Any]  # as JSON
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray]  # by name, none of size 0
 
 
 class Checkpoints:
@@ -47,7 +47,7 @@ class Checkpoints:
         """Return the last complete step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: object, host: Host, accuracy: float | None = None) -> None:
+    def save(self, step: int, state: object, host: HostState, accuracy: float | None = None) -> None:
         """Start saving; `state` may be donated as soon as this returns, since orbax copies it first.
 
         Raises RunFailed if this or the previous save cannot be written.
@@ -72,7 +72,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise self._unwritable(error) from None
 
-    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, Host]:
+    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, HostState]:
         """Return (state with the shardings of `abstract_state`, host part). Raises InputError if it does not fit."""
         items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
         if (self._manager.directory / str(step) / "arrays").exists():
@@ -82,7 +82,7 @@ class Checkpoints:
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise self._misfit(step, error) from None
         arrays = {name: np.asarray(x) for name, x in restored["arrays"].items()} if "arrays" in items else {}
-        return restored["state"], Host(restored["values"], arrays)
+        return restored["state"], HostState(restored["values"], arrays)
 
     def restore_part(self, step: int, abstract_part: Tree) -> Tree:
         """Read only the arrays of `abstract_part`, a subtree of the state. Raises InputError if it does not fit."""

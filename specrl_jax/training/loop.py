@@ -13,7 +13,7 @@ from specrl_jax.config import Config
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
-from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.checkpoints import Checkpoints, HostState
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.wandb import WandbRun
@@ -59,7 +59,7 @@ def training_steps(
     scorer.start()
     stream, checkpoints = problems.stream(config.grpo.prompts_per_step), open_checkpoints(config, workdir)
     state, restored, monitor = _start(learner, rollout, checkpoints, stream)
-    step, host, speculation = restored or 0, Host({}, {}), monitor.speculation
+    step, host, speculation = restored or 0, HostState({}, {}), monitor.speculation
     writer = _open_metrics(config, workdir, -1 if restored is None else restored)
     performance, devices = make_performance(learner), threading.Lock()
 

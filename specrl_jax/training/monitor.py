@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.errors import RunFailed
-from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.checkpoints import Checkpoints, HostState
 from specrl_jax.io.progress import Display
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.speculation import Speculation
@@ -109,18 +109,18 @@ class Monitor:
       host: its state in the run's checkpoint.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, host: Host | None = None) -> None:
+    def __init__(self, plan: Plan, engine: Engine, host: HostState | None = None) -> None:
         values = host.values if host else {}
         self._limit = plan.config.optimizer.max_skipped
-        self.speculation = Speculation(plan, engine, Host(values["speculation"], host.arrays) if host else None)
+        self.speculation = Speculation(plan, engine, HostState(values["speculation"], host.arrays) if host else None)
         self._alarms = Alarms(**values.get("alarms", {}))
         self._skipped = values.get("skipped", 0)
 
-    def state(self, position: Mapping[str, object]) -> Host:
+    def state(self, position: Mapping[str, object]) -> HostState:
         """Return what a checkpoint keeps, with the data position."""
         saved = self.speculation.state()
         values = {"position": position, "speculation": saved.values, "skipped": self._skipped}
-        return Host(values | {"alarms": dataclasses.asdict(self._alarms)}, saved.arrays)
+        return HostState(values | {"alarms": dataclasses.asdict(self._alarms)}, saved.arrays)
 
     def observe(
         self, row: Row, skipped: Sequence[bool], checkpoints: Checkpoints, display: Display

@@ -11,7 +11,7 @@ from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
-from specrl_jax.io.checkpoints import Host
+from specrl_jax.io.checkpoints import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.learner.draft_vocab import DraftVocabulary
 from specrl_jax.learner.state import RunState
@@ -35,22 +35,22 @@ class Speculation:
       saved: the state of an earlier process, from the run's checkpoint.
     """
 
-    def __init__(self, plan: Plan, engine: Engine, saved: Host | None = None) -> None:
-        draft = plan.config.draft
+    def __init__(self, plan: Plan, engine: Engine, saved: HostState | None = None) -> None:
+        draft, has_weights = plan.config.draft, plan.draft is not None  # a lookup draft has none
         self._draft, self._engine, self._lock = draft, engine, threading.RLock()
         self._sampled = plan.config.rollout.temperature > 0
-        self._untrained = plan.draft is not None and not draft.path
+        self._untrained = has_weights and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
             self.controller = Controller(engine.compiled.lengths, engine.compiled.sizes)
         # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
         longest = max(draft.length, 1) if self._sampled else 1
-        self.alarm = Alarm(longest=longest) if plan.draft else None
+        self.alarm = Alarm(longest=longest) if has_weights else None
         self.history = History(draft.history, HISTORY_PROMPTS) if engine.config.groups else None
-        self._trains = plan.draft is not None and draft.online
+        self._trains = has_weights and draft.online
         # A draft over the policy's whole vocabulary has nothing to choose.
-        reduced = plan.draft is not None and plan.draft.vocab < plan.model.vocab and draft.online
+        reduced = self._trains and plan.draft is not None and plan.draft.vocab < plan.model.vocab
         self._vocabulary = DraftVocabulary(plan.model, draft.min_coverage) if reduced else None
         self._step = 0
         if saved:
@@ -73,9 +73,10 @@ class Speculation:
         if engine is self._engine:
             return self.lengths
         with self._lock:
-            return FixedLength(self._engine.draft_length if self._drafts() else 0)
+            return FixedLength(self._engine.draft_length if self._is_drafting() else 0)
 
-    def _drafts(self) -> bool:
+    def _is_drafting(self) -> bool:
+        """Return whether training rollouts draft in their largest batch."""
         if self.alarm is not None and self.alarm.tripped:
             return False
         if self.controller is None:
@@ -129,12 +130,12 @@ class Speculation:
         row = {} if expected is None else {"spec/acceptance_predicted": 1 + expected}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
-    def state(self) -> Host:
+    def state(self) -> HostState:
         """Return everything that a checkpoint keeps."""
         with self._lock:
             return self._state()
 
-    def _state(self) -> Host:
+    def _state(self) -> HostState:
         values = {
             "step": self._step,
             "controller": self.controller.state() if self.controller else None,
@@ -143,9 +144,9 @@ class Speculation:
         arrays = self.history.to_arrays() if self.history is not None else {}
         # orbax cannot save arrays of size 0.
         arrays = arrays if any(x.size for x in arrays.values()) else {}
-        return Host(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
+        return HostState(values, arrays | ({COUNTS: self._vocabulary.counts} if self._vocabulary else {}))
 
-    def _restore(self, saved: Host) -> None:
+    def _restore(self, saved: HostState) -> None:
         state = saved.values
         self._step = state["step"]
         if self.controller and state["controller"]:

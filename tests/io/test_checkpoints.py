@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specrl_jax.errors import InputError, RunFailed
-from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.checkpoints import Checkpoints, HostState
 
 STATE = {"w": jnp.arange(6.0)}
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
@@ -18,7 +18,7 @@ def run(workdir, accuracies, **keep):
     """Steps 1, 2, ... saved one after the other; those with a number had it measured."""
     checkpoints = Checkpoints(str(workdir), **keep)
     for step, accuracy in enumerate(accuracies, start=1):
-        checkpoints.save(step, STATE, Host({"step": step}, {}), accuracy)
+        checkpoints.save(step, STATE, HostState({"step": step}, {}), accuracy)
     checkpoints.close()
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
 
@@ -41,7 +41,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, keep, left):
 def test_what_was_best_before_a_restart_stays(tmp_path):
     assert run(tmp_path, [0.9, 0.1], keep=1, keep_best=1) == [1, 2]
     checkpoints = Checkpoints(str(tmp_path), 1, keep_best=1)
-    checkpoints.save(3, STATE, Host({}, {}), 0.5)
+    checkpoints.save(3, STATE, HostState({}, {}), 0.5)
     checkpoints.close()
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [1, 3]
 
@@ -50,7 +50,7 @@ def test_what_was_best_before_a_restart_stays(tmp_path):
 def test_state_and_host_come_back(tmp_path, arrays):
     values = {"position": {"next": 3}, "alarms": {"on": ["entropy"], "mismatch": 1e-7}}
     checkpoints = Checkpoints(str(tmp_path), 1)
-    checkpoints.save(4, STATE, Host(values, arrays))
+    checkpoints.save(4, STATE, HostState(values, arrays))
     checkpoints.close()
     checkpoints = Checkpoints(str(tmp_path), 1)
     state, host = checkpoints.restore(checkpoints.latest(), ABSTRACT)
@@ -65,13 +65,13 @@ def test_state_and_host_come_back(tmp_path, arrays):
 def test_a_disk_without_room_keeps_the_last(tmp_path):
     """Stood in for by the largest file that this process may write: 64 KiB, where a state has a MiB."""
     checkpoints = Checkpoints(str(tmp_path), 2)
-    checkpoints.save(1, STATE, Host({}, {}))
+    checkpoints.save(1, STATE, HostState({}, {}))
     checkpoints._manager.wait_until_finished()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
     try:
         with pytest.raises(RunFailed, match=r"checkpoints/2: .*; the last good checkpoint is step 1"):
-            checkpoints.save(2, {"w": jnp.asarray(np.random.default_rng(0).random(2**18))}, Host({}, {}))
+            checkpoints.save(2, {"w": jnp.asarray(np.random.default_rng(0).random(2**18))}, HostState({}, {}))
             checkpoints.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -79,7 +79,7 @@ def test_a_disk_without_room_keeps_the_last(tmp_path):
     assert again.latest() == 1
     np.testing.assert_array_equal(again.restore(1, ABSTRACT)[0]["w"], STATE["w"])
     # What was half written is in nobody's way.
-    again.save(2, STATE, Host({}, {}))
+    again.save(2, STATE, HostState({}, {}))
     again.close()
     assert Checkpoints(str(tmp_path), 2).latest() == 2
 

@@ -10,7 +10,7 @@ from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.io.checkpoints import Checkpoints, Host
+from specrl_jax.io.checkpoints import Checkpoints, HostState
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
 from specrl_jax.training.initial import initial_state
@@ -27,8 +27,8 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     checkpoints, state = Checkpoints(str(workdir), keep=2), initial_state(setup.learner)
     ids = jax.device_put(np.arange(3, 35, dtype=np.int32), setup.learner.plan.learner_partition.replicated)
-    checkpoints.save(1, state.replace(vocab_map=ids), Host({}, {}))
-    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), Host({}, {}))
+    checkpoints.save(1, state.replace(vocab_map=ids), HostState({}, {}))
+    checkpoints.save(2, jax.tree.map(lambda x: x + 1, state).replace(vocab_map=ids), HostState({}, {}))
     checkpoints.close()
     return setup, workdir
 
@@ -105,7 +105,7 @@ def test_transformers_gives_the_logits_of_the_run(changes, tmp_path):
     learnt = jax.tree.map(lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), state.policy.params)
     state = state.replace(policy=state.policy.replace(params=learnt))
     checkpoints = Checkpoints(str(tmp_path), keep=1)
-    checkpoints.save(1, state.replace(policy=state.policy.replace(frozen=None)), Host({}, {}))
+    checkpoints.save(1, state.replace(policy=state.policy.replace(frozen=None)), HostState({}, {}))
     checkpoints.close()
     (folder,) = export(exporting(setup, output=str(tmp_path / "out"), dtype="float32"), str(tmp_path))
     tokens = np.random.default_rng(0).integers(2, 90, (2, 29))

@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.decoding.engine import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
-from specrl_jax.io.checkpoints import Host
+from specrl_jax.io.checkpoints import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
@@ -64,7 +64,7 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
 def reloaded(setup, speculation):
     """Another run's, from what a checkpoint's file would hold of this one."""
     saved = speculation.state()
-    return Speculation(*setup, Host(json.loads(json.dumps(saved.values)), saved.arrays))
+    return Speculation(*setup, HostState(json.loads(json.dumps(saved.values)), saved.arrays))
 
 
 def k_of(speculation):
