@@ -67,6 +67,19 @@ def code_spans(text):
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
+@pytest.mark.slow
+def test_the_tests_that_the_page_on_testing_names_run_in_make_test():
+    """Each named test is collected when slow ones are left out."""
+    named = {span for span in code_spans((ROOT / "docs/testing.md").read_text()) if span.startswith("tests/")}
+    files = sorted({span.partition("::")[0] for span in named})
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not slow", "-p", "no:cacheprovider", *files]
+    out = subprocess.run(collect, cwd=ROOT, env=process_environment(), capture_output=True, text=True, check=True)
+    found = {line.partition("[")[0] for line in out.stdout.splitlines() if "::" in line}
+    found |= {line.partition("::")[0] for line in found}
+    assert len(named) > 25
+    assert sorted(named - found) == []
+
+
 @pages
 def test_links_and_paths_exist(page):
     text = page.read_text()
