@@ -18,9 +18,9 @@ from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
-from specrl_jax.training.plan import draft_lengths, make_plan, open_mesh
+from specrl_jax.training.plan import draft_lengths
 from specrl_jax.training.problems import Problems, load_problems
 from specrl_jax.training.speedup import step_workload, timed
 
@@ -31,8 +31,7 @@ Sides = dict[str, tuple[Engine, DraftLengthPolicy | None]]
 
 def run(config: Config, workdir: str) -> None:
     """Compare generation with the draft and without, and print the result."""
-    plan = make_plan(config, open_mesh(config))
-    learner, rollout = make_learner(plan), make_rollout(plan, compiled_lengths(config))
+    learner, rollout = build(config, lengths=compiled_lengths(config))
     problems = load_problems(config, rollout.tokenizer)
     open_workdir(workdir, dataclasses.asdict(config))
     print_benchmark(benchmark(learner, rollout, problems, workdir, stop_on_signal()))
@@ -70,7 +69,9 @@ def benchmark(
         for i in range(1 - warmup, config.benchmark.rounds + 1):
             work = step_workload(rollout, next(stream))
             found = {}
-            for name in order.permutation(in_round(i, warmup, sides)):
+            # After the first round of the warm-up only the controller still learns.
+            timed_sides = [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
+            for name in order.permutation(timed_sides):
                 if stop.is_set():
                     raise Stopped("a benchmark keeps nothing that could be resumed; the same command starts anew")
                 engine, lengths = sides[name]
@@ -80,14 +81,6 @@ def benchmark(
                 writer.write(rows[-1])
                 display.finish_step(i, "  ".join(f"{name} {rows[-1][f'benchmark/{name}']:.0f}" for name in sides))
     return rows
-
-
-def in_round(i: int, warmup: int, sides: Mapping[str, object]) -> list[str]:
-    """Return the sides timed in round i of 1 - warmup to rounds.
-
-    All of them, except that in the warm-up after its first round only the controller runs, since only it still learns.
-    """
-    return [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
 
 
 def make_sides(rollout: Rollout) -> Sides:

@@ -1,22 +1,21 @@
 """Training data of a draft: texts, generated or read, and the policy's features along them, stored on disk."""
 
+import functools
+import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import jax
 import numpy as np
 
-from specrl_jax.config import Config
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import read_rows
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, parse_problem
 from specrl_jax.data.rows import Rows, rows_of
-from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.data.tasks import Problem
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.progress import Display
@@ -75,17 +74,17 @@ def fill_store(
     """
     config, pad_id = learner.plan.config, rollout.tokenizer.pad_id
     wanted, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
-    seconds, texts = {"generate": 0.0, "features": 0.0}, _texts(rollout, problems, weights)
+    seconds = {"generate": 0.0, "features": 0.0}
+    waves = _answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights)
     display.start_phase("features")
-    for number in range(-(-wanted // wave)):
+    for number, texts in zip(range(-(-wanted // wave)), waves):
         if stop.is_set():
             raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there")
         kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
         if kept >= end:
-            texts.skip()
             continue
         start = time.perf_counter()
-        tokens, prompt_length, length = next(texts)
+        tokens, prompt_length, length = texts()
         middle = time.perf_counter()
         features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
         aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
@@ -98,73 +97,51 @@ def fill_store(
     return seconds
 
 
-class _TextSource(Protocol):
-    """Waves of finished texts, each of prompts_per_step x group_size."""
+def _responses(rollout: Rollout, problems: Problems, weights: Weights) -> Iterator[Callable[[], Texts]]:
+    """Return the waves of the policy's own responses to the training prompts, by plain decoding; each is called or not.
 
-    def skip(self) -> None: ...
-    def __next__(self) -> Texts: ...
+    A wave has prompts_per_step x group_size texts.
+    """
+    grpo, stream = rollout.plan.config.grpo, problems.stream(rollout.plan.config.grpo.prompts_per_step)
+    for first_id in itertools.count(0, grpo.prompts_per_step * grpo.group_size):
+        drawn = next(stream)
 
+        def generate(drawn: list[Problem] = drawn, first_id: int = first_id) -> Texts:
+            prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
+            engine, seed = rollout.plain_engine, rollout.config.seed
+            found = engine.generate(weights, prompts, grpo.group_size, seed, first_id)
+            return found.tokens, found.prompt_length, found.length
 
-def _texts(rollout: Rollout, problems: Problems, weights: Weights) -> _TextSource:
-    config = rollout.plan.config
-    if config.pretrain.answers:
-        return _Answers(config, rollout.tokenizer, rollout.config.limits)
-    return _Generated(rollout, problems, weights)
-
-
-class _Generated:
-    """The policy's own responses to the training prompts, by plain decoding."""
-
-    def __init__(self, rollout: Rollout, problems: Problems, weights: Weights) -> None:
-        self._rollout, self._weights, self._number = rollout, weights, 0
-        self._stream = problems.stream(rollout.plan.config.grpo.prompts_per_step)
-
-    def skip(self) -> None:
-        next(self._stream)
-        self._number += 1
-
-    def __next__(self) -> Texts:
-        grpo, seed, engine = self._rollout.plan.config.grpo, self._rollout.config.seed, self._rollout.plain_engine
-        prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in next(self._stream)]
-        first_id = self._number * grpo.prompts_per_step * grpo.group_size
-        self._number += 1
-        found = engine.generate(self._weights, prompts, grpo.group_size, seed, first_id)
-        return found.tokens, found.prompt_length, found.length
+        yield generate
 
 
-class _Answers:
-    """The responses of a file, in its order and then from its start again."""
+def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
+    """Return the waves of the file pretrain.answers, in its order and then from its start again."""
+    config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
+    # Prompts are as the policy saw them: no template is added, and a prompt may have several responses.
+    schema, texts = Schema(config.data.prompt_key, RESPONSE), []
+    for row in read_rows(config.pretrain.answers, "pretrain.answers"):
+        problem = parse_problem(row, schema, PromptFormat(), tokenizer)
+        prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
+        answer = [*answer, tokenizer.eos_ids[0]]
+        for name, part in (("prompt", prompt), ("response", answer)):
+            limit = getattr(limits, f"max_{name}_tokens")
+            if len(part) > limit:
+                raise InputError(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
+        texts.append((prompt, answer))
+    endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
+    while True:
+        wave = list(itertools.islice(endless, size))
+        yield functools.partial(_padded, wave, limits.cache_length, tokenizer.pad_id)
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, limits: EngineConfig) -> None:
-        # Prompts are as the policy saw them: no template is added, and a prompt may have several responses.
-        schema = Schema(config.data.prompt_key, RESPONSE)
-        self._texts = []
-        for row in read_rows(config.pretrain.answers, "pretrain.answers"):
-            problem = parse_problem(row, schema, PromptFormat(), tokenizer)
-            prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
-            answer = [*answer, tokenizer.eos_ids[0]]
-            for name, part in (("prompt", prompt), ("response", answer)):
-                limit = getattr(limits, f"max_{name}_tokens")
-                if len(part) > limit:
-                    raise InputError(
-                        f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}"
-                    )
-            self._texts.append((prompt, answer))
-        self._wave, self._number = config.grpo.prompts_per_step * config.grpo.group_size, 0
-        self._length, self._pad = limits.cache_length, tokenizer.pad_id
 
-    def skip(self) -> None:
-        self._number += 1
-
-    def __next__(self) -> Texts:
-        first = self._number * self._wave
-        self._number += 1
-        texts = [self._texts[i % len(self._texts)] for i in range(first, first + self._wave)]
-        prompt_length, response_length = (np.array([len(part) for part in parts], np.int32) for parts in zip(*texts))
-        tokens = np.full((self._wave, self._length), self._pad, np.int32)
-        for row, (prompt, answer) in zip(tokens, texts):
-            row[: len(prompt) + len(answer)] = [*prompt, *answer]
-        return tokens, prompt_length, prompt_length + response_length
+def _padded(texts: Sequence[tuple[list[int], list[int]]], length: int, pad_id: int) -> Texts:
+    """Return texts of (prompt, response) as arrays of `length` tokens."""
+    prompt_length, response_length = (np.array([len(part) for part in parts], np.int32) for parts in zip(*texts))
+    tokens = np.full((len(texts), length), pad_id, np.int32)
+    for row, (prompt, answer) in zip(tokens, texts):
+        row[: len(prompt) + len(answer)] = [*prompt, *answer]
+    return tokens, prompt_length, prompt_length + response_length
 
 
 def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tuple[Features, Rows]]:

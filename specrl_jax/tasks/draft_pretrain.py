@@ -16,6 +16,7 @@ from specrl_jax.core import Params
 from specrl_jax.data.features import FeatureStore
 from specrl_jax.data.rows import Rows
 from specrl_jax.errors import InputError, Stopped
+from specrl_jax.io.metrics import Row
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_output, open_workdir
@@ -24,34 +25,26 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, prepare
+from specrl_jax.training.build import Learner, Rollout, build, prepare
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import Plan, make_plan, open_mesh
+from specrl_jax.training.plan import Plan
 from specrl_jax.training.problems import Problems, load_problems
 from specrl_jax.training.speedup import measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"
 
-Row = dict[str, float]
-
 
 def run(config: Config, workdir: str) -> None:
     """Train a draft on recorded features into `pretrain.output`."""
-    plan = make_plan(config, open_mesh(config))
-    check_batch(plan)
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = build(config)
+    rows, num_shards = config.pretrain.batch_size, learner.plan.learner_partition.num_shards("batch")
+    if rows % num_shards:
+        raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
     problems = load_problems(config, rollout.tokenizer)
     open_output("pretrain.output", config.pretrain.output)
     open_workdir(workdir, dataclasses.asdict(config))
     draft_pretrain(learner, rollout, problems, initial_state(learner), workdir, stop_on_signal())
-
-
-def check_batch(plan: Plan) -> None:
-    """Raise InputError where pretrain.batch_size does not divide over the mesh."""
-    rows, num_shards = plan.config.pretrain.batch_size, plan.learner_partition.num_shards("batch")
-    if rows % num_shards:
-        raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
 
 
 def draft_pretrain(

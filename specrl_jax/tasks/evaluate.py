@@ -7,18 +7,16 @@ import os
 from specrl_jax.config import Config
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import Learner, Rollout, build, make_scorer
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.problems import Problems, load_problems
 
 
 def run(config: Config, workdir: str) -> None:
     """Evaluate, and write the result to `workdir`."""
-    plan = make_plan(config, open_mesh(config))
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = build(config)
     problems = load_problems(config, rollout.tokenizer, train=False)
     with make_scorer(config.reward) as scorer:
         open_workdir(workdir, dataclasses.asdict(config))

@@ -23,16 +23,14 @@ from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
-from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.problems import load_problems
 
 # Shapes and sampling of a generator unless it is told others.
@@ -41,8 +39,7 @@ DEFAULT_ROLLOUT = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, 
 
 def run(config: Config, workdir: str) -> None:
     """task=generate: answer generate.prompts, or the validation problems, into generations.jsonl."""
-    plan = make_plan(config, open_mesh(config))
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = build(config)
     prompts = list(config.generate.prompts)
     if prompts:
         check_prompts([rollout.tokenizer.encode(prompt) for prompt in prompts], config.rollout.max_prompt_tokens)
@@ -96,17 +93,10 @@ class Generator:
         rollouts = self.engine.generate(
             self.weights, encoded, samples, seed, on_progress=on_progress, lengths=self.lengths
         )
-        return self._generation(texts, rollouts, time.perf_counter() - start)
-
-    def compile(self, on_program: Callable[[Program, float], None] = lambda program, seconds: None) -> None:
-        """Compile every program now instead of when it is first needed."""
-        self.engine.compiled.compile_all(self.weights, on_program)
-
-    def _generation(self, prompts: list[str], rollouts: Rollouts, seconds: float) -> Generation:
-        rows = range(len(rollouts.length))
+        seconds, rows = time.perf_counter() - start, range(len(rollouts.length))
         parts = [slice(rollouts.prompt_length[row], rollouts.length[row]) for row in rows]
         return Generation(
-            prompts=[prompts[i] for i in rollouts.prompt_index],
+            prompts=[texts[i] for i in rollouts.prompt_index],
             texts=[self.tokenizer.decode(rollouts.response(row)) for row in rows],
             tokens=[rollouts.tokens[row, part].tolist() for row, part in zip(rows, parts)],
             logprobs=[rollouts.logprobs[row, part] for row, part in zip(rows, parts)],
@@ -114,6 +104,10 @@ class Generator:
             speculation=speculation_metrics(rollouts),
             seconds=seconds,
         )
+
+    def compile(self, on_program: Callable[[Program, float], None] = lambda program, seconds: None) -> None:
+        """Compile every program now instead of when it is first needed."""
+        self.engine.compiled.compile_all(self.weights, on_program)
 
 
 def load_generator(
@@ -161,8 +155,7 @@ def load_generator(
     validate(config)
     if KINDS[draft.kind].weights and not draft.path:
         raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
-    plan = make_plan(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1}))
-    return make_generator(make_learner(plan), make_rollout(plan))
+    return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))
 
 
 def make_generator(learner: Learner, rollout: Rollout) -> Generator:

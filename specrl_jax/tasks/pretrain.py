@@ -26,10 +26,9 @@ from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import Partitioner
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout, make_scorer, prepare
+from specrl_jax.training.build import Learner, Rollout, build, make_scorer, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
@@ -37,8 +36,7 @@ LOG_EVERY = 50  # steps
 
 def run(config: Config, workdir: str) -> None:
     """Train a policy from random weights into `pretrain.output`."""
-    plan = make_plan(config, open_mesh(config))
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = build(config)
     open_output("pretrain.output", config.pretrain.output)
     problems = load_problems(config, rollout.tokenizer)
     with make_scorer(config.reward) as scorer:

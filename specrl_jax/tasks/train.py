@@ -12,9 +12,8 @@ from specrl_jax.io.plots import plot_run
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import make_learner, make_rollout, make_scorer
+from specrl_jax.training.build import build, make_scorer
 from specrl_jax.training.loop import training_steps
-from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.problems import load_problems
 
 
@@ -49,8 +48,7 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     [0, 1]
     """
     validate(config)
-    plan = make_plan(config, open_mesh(config))
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = build(config)
     problems = load_problems(config, rollout.tokenizer)
     with make_scorer(config.reward) as scorer:
         if is_first_process():

@@ -8,11 +8,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DraftConfig, OptimizerConfig, RewardConfig
 from specrl_jax.core import Params, Tree
 from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter
+from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import WeightsVersion
 from specrl_jax.decoding.sampling import Sampling
@@ -45,7 +46,7 @@ from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.objectives import Objective
-from specrl_jax.training.plan import Plan, draft_lengths
+from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh
 from specrl_jax.training.rollouts import InferenceConfig, PrepareStep, make_prepare, make_rollout_engine
 
 
@@ -90,13 +91,27 @@ class Rollout:
     plain_engine: Engine  # `engine` with draft.kind=none
 
 
+def build(config: Config, mesh: Mesh | None = None, lengths: tuple[int, ...] | None = None) -> tuple[Learner, Rollout]:
+    """Plan a run and build both halves; `mesh`: the learner's, None: that of the config; `lengths`: see make_rollout.
+
+    Raises InputError.
+    """
+    plan = make_plan(config, mesh or open_mesh(config))
+    return make_learner(plan), make_rollout(plan, lengths)
+
+
 def make_learner(plan: Plan) -> Learner:
     """Build the learner's jitted steps."""
     config, partition = plan.config, plan.learner_partition
-    forward, objective = _policy_forward(plan), _objective(config)
+    names = {field.name for field in dataclasses.fields(Objective)} - {"longest"}
+    values = {name: getattr(config.grpo, name) for name in names}
+    objective = Objective(**values, longest=config.rollout.max_response_tokens)
     optimizer = make_optimizer(config.optimizer)
     draft_optimizer = make_optimizer(_draft_optimizer(config.draft))
+    forward = _policy_forward(plan)
     draft_forward = _draft_forward(plan, forward)
+    # A draft that is trained in some steps is evaluated on all rows in the others.
+    one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
     return Learner(
         plan=plan,
         forward=forward,
@@ -110,7 +125,7 @@ def make_learner(plan: Plan) -> Learner:
         feature_step=make_feature_step(forward, partition),
         read_tables=make_read_tables(plan.model, partition),
         draft_step=make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None,
-        predict_step=_predict_step(plan, draft_forward) if draft_forward else None,
+        predict_step=make_predict_step(draft_forward, partition, one_in) if draft_forward else None,
     )
 
 
@@ -136,7 +151,8 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:
-        drafter = _drafter(plan, inference)
+        sizes = DrafterConfig(config.draft.length, inference.sampling, inference.compute_dtype, partition)
+        drafter = plan.draft_method.make_drafter(sizes)
         lengths = lengths or draft_lengths(drafter.length, adaptive)
         return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths)
 
@@ -204,18 +220,6 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
     )
 
 
-def _predict_step(plan: Plan, forward: DraftForward) -> PredictStep:
-    # A draft that is trained in some steps is evaluated on all rows in the others.
-    rows = 1 if plan.config.draft.online else ROWS_PER_PREDICTED
-    return make_predict_step(forward, plan.learner_partition, rows)
-
-
-def _objective(config: Config) -> Objective:
-    names = {field.name for field in dataclasses.fields(Objective)} - {"longest"}
-    values = {name: getattr(config.grpo, name) for name in names}
-    return Objective(**values, longest=config.rollout.max_response_tokens)
-
-
 def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
     return OptimizerConfig(
         name=draft.optimizer,
@@ -235,8 +239,3 @@ def _packing(plan: Plan) -> Packing | None:
     num_shards = plan.learner_partition.num_shards("batch")
     unit = packing_unit(num_shards, grpo.microbatch, draft.minibatches if plan.draft else 1)
     return Packing(grpo.pack_tokens, grpo.minibatches, unit)
-
-
-def _drafter(plan: Plan, inference: InferenceConfig) -> Drafter:
-    length, dtype = plan.config.draft.length, inference.compute_dtype
-    return plan.draft_method.make_drafter(DrafterConfig(length, inference.sampling, dtype, plan.rollout_partition))

@@ -1,6 +1,7 @@
 """Dynamic sampling (DAPO): generate and score rounds of rollouts until enough groups have reward variance."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -106,20 +107,17 @@ def score_rollouts(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: T
 
 def merge_scores(parts: Sequence[Scores]) -> Scores:
     """Concatenate scores; failures are added up by cause."""
-    first, *others = parts
-    for scores in others:
-        first = Scores(
-            np.concatenate([first.total, scores.total]),
-            {name: np.concatenate([first.parts[name], scores.parts[name]]) for name in first.parts},
-            np.concatenate([first.correct, scores.correct]),
-            {
-                cause: first.failures.get(cause, 0) + scores.failures.get(cause, 0)
-                for cause in first.failures | scores.failures
-            },
-            first.extracted + scores.extracted,
-            first.first_failure or scores.first_failure,
-        )
-    return first
+    failures: Counter[str] = Counter()
+    for one in parts:
+        failures.update(one.failures)
+    return Scores(
+        total=np.concatenate([one.total for one in parts]),
+        parts={name: np.concatenate([one.parts[name] for one in parts]) for name in parts[0].parts},
+        correct=np.concatenate([one.correct for one in parts]),
+        failures=dict(failures),
+        extracted=[answer for one in parts for answer in one.extracted],
+        first_failure=next((one.first_failure for one in parts if one.first_failure), ""),
+    )
 
 
 def gather_scored(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:

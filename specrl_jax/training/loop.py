@@ -11,10 +11,9 @@ import jax
 from specrl_jax import distributed
 from specrl_jax.config import Config
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.checkpoints import Checkpoints, HostState
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.learner.state import RunState
@@ -22,7 +21,7 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
-from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_histograms, step_metrics
+from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.monitor import Monitor
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.pipeline import make_pipeline
@@ -30,15 +29,6 @@ from specrl_jax.training.problems import Problems
 from specrl_jax.training.speedup import speedup_metrics
 from specrl_jax.training.step import train_step
 from specrl_jax.training.update import copy_params
-
-
-def train(
-    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
-) -> list[Row]:
-    """Run, or resume, a training run as `training_steps` does; return all rows of its metrics."""
-    for _ in training_steps(learner, rollout, problems, scorer, workdir, stop):
-        pass
-    return read_metrics(workdir)
 
 
 def training_steps(
@@ -69,7 +59,11 @@ def training_steps(
 
     with Display(config.steps, step, distributed.is_first_process()) as display, contextlib.ExitStack() as ending:
         try:
-            compile_engine(rollout, prepare(learner, rollout, state)[0], display)
+            display.start_phase("compile")
+            weights, _ = prepare(learner, rollout, state)
+            say = lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s")  # noqa: E731
+            rollout.engine.compiled.compile_all(weights, say)
+            del weights
             if restored is None:
                 row: Row = {"step": 0} | evaluation(state, 0)
                 writer.write(row)
@@ -89,7 +83,7 @@ def training_steps(
                     row |= {"draft/version": int(state.draft.step)}
                 if warning := generated.scores.warning():
                     display.say(f"step {step}: {warning}")
-                row |= monitor.observe(row, result.skipped, checkpoints, display)
+                row |= monitor.observe(row, [bool(u.skipped) for u in result.updates.policy], checkpoints, display)
                 host = monitor.state(result.position)
                 if step == config.steps or (config.eval.every and step % config.eval.every == 0):
                     with devices:
@@ -98,7 +92,8 @@ def training_steps(
                     display.start_phase("speedup")
                     weights, _ = prepare(learner, rollout, state)
                     row |= speedup_metrics(rollout, weights, problems.evaluation, speculation.lengths, stop)
-                writer.write(row, step_histograms(generated))
+                lengths = generated.rollouts.response_length
+                writer.write(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
                 writer.write_rollouts(step, rollout_samples(generated, rollout.tokenizer, config.logging.rollouts))
                 if step == config.steps or step % config.checkpoint.every == 0:
                     checkpoints.save(step, _saved_part(state, config), host, row.get("eval/accuracy"))
@@ -148,21 +143,12 @@ def _saved_part(state: RunState, config: Config) -> RunState:
     return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=None), reference=reference)
 
 
-def compile_engine(rollout: Rollout, weights: Weights, display: Display) -> None:
-    """Compile every program of the training engine, and print the seconds of each."""
-    display.start_phase("compile")
-    say = lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s")  # noqa: E731
-    rollout.engine.compiled.compile_all(weights, say)
-
-
 def _open_metrics(config: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
     """Open the metrics of the first process; the others write none."""
     if not distributed.is_first_process():
         return NoMetrics()
-    log = config.logging
-    wandb = None
-    if log.wandb_project:
-        wandb = WandbRun(log.wandb_project, workdir, dataclasses.asdict(config))
+    project = config.logging.wandb_project
+    wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
     return MetricsWriter(workdir, last_step, wandb)
 
 

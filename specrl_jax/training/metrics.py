@@ -24,12 +24,8 @@ from specrl_jax.training.step import StepResult
 
 def step_metrics(result: StepResult, learner: Learner, performance: Performance) -> dict[str, float]:
     """Return the row of one step, but for what speculation, alarms and evaluation add."""
-    rollouts, scores, updates, seconds = (
-        result.generated.rollouts,
-        result.generated.scores,
-        result.updates,
-        result.seconds,
-    )
+    rollouts, scores = result.generated.rollouts, result.generated.scores
+    updates, seconds = result.updates, result.seconds
     varies = has_variance(result.generated.rewards, learner.plan.config.grpo.group_size)
     row: dict[str, float] = {"step": result.step} | {f"time/{name}": seconds[name] for name in PHASES}
     row |= {"time/total": result.total, "time/exposed_generation": result.waited, "time/idle_rollout": result.idle}
@@ -43,11 +39,6 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
     compared = (stand_in(x) for x in (result.batch.behaviour, logprobs, result.batch.rows.mask))
     return row | mismatch_metrics(*compared)
-
-
-def step_histograms(generated: ScoredRollouts) -> dict[str, np.ndarray]:
-    """Return values by name, for TensorBoard and Weights & Biases."""
-    return {"reward": generated.scores.total, "rollout/response_length": generated.rollouts.response_length}
 
 
 def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
@@ -77,7 +68,10 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
 
 
 def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Return spec/*: acceptance rates are unconditional, the acceptance length is counted after truncation."""
+    """Return spec/*: acceptance rates are unconditional, the acceptance length is counted after truncation.
+
+    spec/share_k_*: the share of verifications at each draft length.
+    """
     drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
     verifications = int(rollouts.verifications.sum())
     row = {
@@ -89,15 +83,10 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
     # A position that was never drafted has no rate.
     rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}
-    return row | rates | length_shares(rollouts)
-
-
-def length_shares(rollouts: Rollouts) -> dict[str, float]:
-    """Return spec/share_k_*: the share of verifications at each draft length."""
     by_length: Counter[int] = Counter()
     for chunk in rollouts.chunks:
         by_length[chunk.k] += chunk.verifications
-    return {f"spec/share_k_{k}": count / by_length.total() for k, count in sorted(by_length.items())}
+    return row | rates | {f"spec/share_k_{k}": count / by_length.total() for k, count in sorted(by_length.items())}
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:

@@ -204,9 +204,6 @@ def make_pipeline(
         rounds = sample_rounds(generate, problems, lambda: next(stream), config.grpo, longest, step)
         return RolloutBatch(rounds, stream.position, {"generate": time.perf_counter() - start})
 
-    def draw() -> list[Problem]:
-        return next(stream)
-
     if synchronous:
-        return Sync(draw, generate_step)
-    return Async(draw, generate_step, config.pipeline.lag, first, config.steps, devices)
+        return Sync(lambda: next(stream), generate_step)
+    return Async(lambda: next(stream), generate_step, config.pipeline.lag, first, config.steps, devices)

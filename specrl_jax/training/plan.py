@@ -90,29 +90,21 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
 
     Raises InputError for an unknown preset, and for a checkpoint that is missing, damaged or of other sizes.
     """
-    sizes = _sizes(policy)
-    if policy.yarn_factor == 0:
-        return sizes
-    return dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original))
-
-
-def _sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
-    if policy.path and not policy.preset:
+    sizes = qwen3.preset(policy.preset) if policy.preset or not policy.path else None
+    if policy.path:
         found = hf.load_config(policy.path)
+        for field in dataclasses.fields(found) if sizes else ():
+            ours, theirs = getattr(sizes, field.name), getattr(found, field.name)
+            if ours != theirs and field.name not in ("max_positions", "yarn"):
+                raise InputError(
+                    f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
+                )
         hf.check_params(policy.path, found)
-        return found
-    model = qwen3.preset(policy.preset)
-    if not policy.path:
-        return model
-    found = hf.load_config(policy.path)
-    for field in dataclasses.fields(model):
-        ours, theirs = getattr(model, field.name), getattr(found, field.name)
-        if ours != theirs and field.name not in ("max_positions", "yarn"):
-            raise InputError(
-                f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
-            )
-    hf.check_params(policy.path, found)
-    return found
+        sizes = found
+    assert sizes is not None  # of one of the two
+    return (
+        dataclasses.replace(sizes, yarn=Yarn(policy.yarn_factor, policy.yarn_original)) if policy.yarn_factor else sizes
+    )
 
 
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:

@@ -41,11 +41,6 @@ class StepResult(NamedTuple):
     idle: float  # seconds that the rollout devices waited for weights
     total: float  # seconds, the glue between the phases included
 
-    @property
-    def skipped(self) -> list[bool]:
-        """Whether each update of the policy had no finite loss or gradient."""
-        return [bool(update.skipped) for update in self.updates.policy]
-
 
 def train_step(
     learner: Learner,

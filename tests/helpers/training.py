@@ -9,6 +9,7 @@ import jax
 
 from specrl_jax.config import from_config_dict
 from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training import loop
@@ -76,7 +77,9 @@ def with_config(run, **changes):
 
 def train(run, workdir, stop=NEVER):
     """Train in `workdir`; return the metrics rows."""
-    return loop.train(run.learner, run.rollout, run.problems, run.scorer, str(workdir), stop)
+    for _ in loop.training_steps(*run, str(workdir), stop):
+        pass
+    return read_metrics(str(workdir))
 
 
 class StopAfter:
