@@ -23,30 +23,6 @@ from specrl_jax.config.tasks import (
     PretrainConfig,
 )
 
-__all__ = [
-    "BenchmarkConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DraftConfig",
-    "DryRunConfig",
-    "EvalConfig",
-    "ExportConfig",
-    "GRPOConfig",
-    "GenerateConfig",
-    "LoggingConfig",
-    "MeshConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "PolicyConfig",
-    "PretrainConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "base",
-    "check_values",
-    "from_config_dict",
-]
-
 TASKS = ("train", "evaluate", "benchmark", "pretrain", "draft_pretrain", "generate", "export", "dry_run")
 
 

@@ -23,11 +23,11 @@ class Key:
     default: object
     help: str
     unit: str
-    low: float | None  # smallest value
-    high: float | None  # largest value
-    above: float | None  # the bound itself is excluded
-    below: float | None  # the bound itself is excluded
-    choices: tuple[str, ...]  # () = any text
+    low: float | None = None  # smallest value
+    high: float | None = None  # largest value
+    above: float | None = None  # the bound itself is excluded
+    below: float | None = None  # the bound itself is excluded
+    choices: tuple[str, ...] = ()  # () = any text
 
     def convert(self, value: object) -> object:
         """Return `value` in the key's type. Raise InputError naming the key where its type or value is wrong."""
@@ -65,20 +65,9 @@ class Key:
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
-def key(
-    default: T,
-    help: str,
-    unit: str = "",
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> T:
-    """Return a dataclass field that declares a key; the arguments are those of `Key`."""
-    metadata = {"help": help, "unit": unit, "low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={**metadata, "choices": choices})
+def key(default: T, help: str, unit: str = "", **limits: float | tuple[str, ...]) -> T:
+    """Return a dataclass field that declares a key; `limits` are bounds or choices of `Key`."""
+    return dataclasses.field(default=default, metadata={"help": help, "unit": unit, **limits})
 
 
 def members(section: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:

@@ -24,7 +24,8 @@ def validate(config: Config) -> None:
     """
     check_values(config)
     check_options(draft_options(config.draft))
-    for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _rewards, _data, _mesh):
+    check_rewards(config.reward.names, config.reward.weights)
+    for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
         check(config)
     if config.task in _TASKS:
         _TASKS[config.task](config)
@@ -56,7 +57,8 @@ def _policy(config: Config) -> None:
 def _learner_rows(config: Config) -> None:
     """Check how the rollouts of a step are cut into minibatches, microbatches and rows."""
     g, draft = config.grpo, config.draft
-    rollouts, longest = g.prompts_per_step * g.group_size, _longest_sequence(config)
+    rollouts = g.prompts_per_step * g.group_size
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if rollouts % g.minibatches:
         raise InputError(f"grpo.minibatches={g.minibatches} must divide the {rollouts} rollouts of a step")
     if g.pack_tokens:  # as many rows as needed, a multiple of every divisor below
@@ -73,11 +75,6 @@ def _learner_rows(config: Config) -> None:
     rows //= draft.minibatches
     if g.microbatch and rows % g.microbatch:
         raise InputError(f"grpo.microbatch={g.microbatch} must divide the {rows} rows of an update of the draft")
-
-
-def _longest_sequence(config: Config) -> int:
-    """Return the most tokens of a prompt and its response."""
-    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def _objective(config: Config) -> None:
@@ -127,10 +124,6 @@ def _optimizers(config: Config) -> None:
             raise InputError(
                 f"{section}.decay_steps={optimizer.decay_steps} must be above {section}.warmup={optimizer.warmup}"
             )
-
-
-def _rewards(config: Config) -> None:
-    check_rewards(config.reward.names, config.reward.weights)
 
 
 def _data(config: Config) -> None:

@@ -54,7 +54,6 @@ class FeatureStore:
                     f"pretrain.features: {folder} was made from another {', '.join(other)}; name or empty a folder"
                 )
         os.makedirs(folder, exist_ok=True)
-        self._ends = np.cumsum(self._shards, dtype=np.int64)
         self._open: dict[int, safetensors.safe_open] = {}
 
     def add(self, rows: FeatureRow) -> None:
@@ -66,14 +65,14 @@ class FeatureStore:
         self._shards.append(len(rows.length))
         with atomic_write(os.path.join(self._folder, MANIFEST)) as file:
             json.dump({"made_from": self._made_from, "shards": self._shards}, file, indent=2)
-        self._ends = np.cumsum(self._shards, dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return sum(self._shards)
 
     def __getitem__(self, index: int) -> FeatureRow:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        row = int(index - (self._ends[number - 1] if number else 0))
+        ends = np.cumsum(self._shards)
+        number = int(np.searchsorted(ends, index, side="right"))
+        row = int(index - (ends[number] - self._shards[number]))
         if number not in self._open:
             self._open[number] = safetensors.safe_open(self._path(number), framework="numpy")
         file = self._open[number]
@@ -82,7 +81,7 @@ class FeatureStore:
     def tokens(self) -> list[np.ndarray]:
         """Return the responses of all rows, int32, without their features."""
         found = []
-        for number in range(len(self._ends)):
+        for number in range(len(self._shards)):
             with safetensors.safe_open(self._path(number), framework="numpy") as file:
                 tokens, starts, ends = (file.get_tensor(name) for name in ("tokens", "prompt_length", "length"))
             found += [row[start:end] for row, start, end in zip(tokens, starts, ends)]

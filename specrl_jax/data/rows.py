@@ -77,10 +77,5 @@ def packed(values: Array, places: Places, length: np.ndarray, empty: int | float
 def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> Rows:
     """Pack `rows` of one sequence each, `length` [R] tokens, into `places`, with segment ids."""
     segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
-    return Rows(
-        tokens=stand_in(packed(rows.tokens, places, length, pad_id)),
-        positions=stand_in(packed(rows.positions, places, length, 0)),
-        targets=stand_in(packed(rows.targets, places, length, pad_id)),
-        mask=stand_in(packed(rows.mask, places, length, False)),
-        segments=stand_in(packed(segments, places, length, 0)),
-    )
+    arrays: list[Array] = [rows.tokens, rows.positions, rows.targets, rows.mask, segments]
+    return Rows(*(stand_in(packed(x, places, length, pad)) for x, pad in zip(arrays, (pad_id, 0, pad_id, False, 0))))

@@ -32,8 +32,6 @@ class ProblemStream:
     def __init__(self, sources: Sequence[Source], batch_size: int, seed: int, weights: Sequence[float] = ()) -> None:
         if weights and len(weights) != len(sources):
             raise InputError(f"data.weights: {len(weights)} weights for {len(sources)} files")
-        if any(not weight > 0 for weight in weights):
-            raise InputError("data.weights: every weight must be positive")
         if not weights and len(sources) > 1:
             sources = [[source[i] for source in sources for i in range(len(source))]]
         # One seed per source: files of equal length must not be shuffled alike.

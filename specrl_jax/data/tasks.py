@@ -34,7 +34,7 @@ def arithmetic(rng: np.random.Generator, error_rate: float, shortest: int = 3, l
     b = int(rng.integers(2, 10)) if operation == "*" else int(rng.integers(10 ** (digits - 1), 10**digits))
     if operation == "-" and a < b:
         a, b = b, a
-    work = {"+": _add, "-": _subtract, "*": _multiply}[operation]
+    work = _subtract if operation == "-" else functools.partial(_add_or_multiply, operation)
     steps, result = work(a, b, lambda: bool(rng.random() < error_rate))
     answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
     return Problem(f"{a}{operation}{b}\n", str(answer), " ".join(steps) + f" #{result}")
@@ -44,13 +44,14 @@ def _reversed_digits(number: int) -> list[int]:
     return [int(digit) for digit in reversed(str(number))]
 
 
-def _add(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+def _add_or_multiply(operation: str, a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+    """Work out a + b, of equally many digits, or a * b with a digit b."""
     steps, carry, result = [], 0, 0
-    pairs = list(zip(_reversed_digits(a), _reversed_digits(b), strict=True))
-    for place, (x, y) in enumerate(pairs):
-        total = x + y + carry
-        steps.append(f"{x}+{y}" + ("+1" if carry else "") + f"={total}")
-        last = place == len(pairs) - 1
+    digits = _reversed_digits(a)
+    for place, (x, y) in enumerate(zip(digits, [b] * len(digits) if operation == "*" else _reversed_digits(b))):
+        total = (x * y if operation == "*" else x + y) + carry
+        steps.append(f"{x}{operation}{y}" + (f"+{carry}" if carry else "") + f"={total}")
+        last = place == len(digits) - 1
         result += (total if last else total % 10) * 10**place
         carry = total // 10
         if carry and not last and drop():
@@ -68,20 +69,6 @@ def _subtract(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]
         borrow = int(top > x)
         if borrow and drop():
             borrow = 0
-    return steps, result
-
-
-def _multiply(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
-    steps, carry, result = [], 0, 0
-    digits = _reversed_digits(a)
-    for place, x in enumerate(digits):
-        total = x * b + carry
-        steps.append(f"{x}*{b}" + (f"+{carry}" if carry else "") + f"={total}")
-        last = place == len(digits) - 1
-        result += (total if last else total % 10) * 10**place
-        carry = total // 10
-        if carry and not last and drop():
-            carry = 0
     return steps, result
 
 

@@ -46,16 +46,11 @@ class CharTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, without pad and eos, and with '?' for ids beyond the characters."""
-        return "".join(self._character(i) for i in ids)
+        return "".join(self.characters[i - 2] if i < self.vocab_size else "?" for i in ids if i >= 2)
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Join the contents: the built-in tasks have no roles."""
         return "".join(message["content"] for message in messages)
-
-    def _character(self, i: int) -> str:
-        if i < 2:
-            return ""
-        return self.characters[i - 2] if i < self.vocab_size else "?"
 
 
 class HFTokenizer:

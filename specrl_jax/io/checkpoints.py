@@ -1,5 +1,6 @@
 """Checkpoints of a run through orbax: asynchronous and atomic."""
 
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -115,8 +116,7 @@ class Checkpoints:
             self._manager.close()
 
 
-def _accuracy(metrics: Mapping[str, float]) -> float:
-    return metrics["accuracy"]
+_accuracy = operator.itemgetter("accuracy")
 
 
 def _first_line(error: Exception) -> str:

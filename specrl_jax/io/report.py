@@ -22,10 +22,15 @@ def print_report(rows: list[Row], figure: str) -> None:
     console.print(f"plot: {figure}", soft_wrap=True)
 
 
+def _table(title: str, *columns: str) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
 def _learning_table(rows: list[Row], steps: list[Row]) -> rich.table.Table:
-    table = rich.table.Table(title=f"{len(steps)} RL steps", title_justify="left")
-    for column in ("", "before", "after", "change"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = _table(f"{len(steps)} RL steps", "", "before", "after", "change")
     last = rows[-1]
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
         if name not in last:  # the run was resumed with `steps` already done: that row has no evaluation
@@ -38,9 +43,7 @@ def _learning_table(rows: list[Row], steps: list[Row]) -> rich.table.Table:
 
 
 def _speculation_table(steps: list[Row]) -> rich.table.Table:
-    table = rich.table.Table(title="speculation", title_justify="left")
-    for column in ("", "first step", "last step"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = _table("speculation", "", "first step", "last step")
     labels = {"tokens per verification (1 to k + 1)": "spec/acceptance_length"}
     rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
     labels |= {f"draft {name.rpartition('_')[2]} accepted": name for name in rates}
@@ -58,9 +61,7 @@ def _time_table(steps: list[Row]) -> rich.table.Table:
     # The first step compiles: medians over the others, if there are any.
     timed = steps[1:] or steps
     total = float(np.median([row["time/total"] for row in timed]))
-    table = rich.table.Table(title="median step", title_justify="left")
-    for column in ("phase", "seconds", "share"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    table = _table("median step", "phase", "seconds", "share")
     for phase in PHASES:
         seconds = float(np.median([row[f"time/{phase}"] for row in timed]))
         table.add_row(phase, f"{seconds:.3f}", f"{seconds / total:.1%}")

@@ -149,18 +149,6 @@ def save_folder(
         json.dump(config, file, indent=2)
     for path in copies:
         shutil.copy(path, partial)
-    _move_into(partial, folder)
-
-
-def hf_tensors(specs: Specs, params: Params, dtype: str) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield (Hugging Face name, tensor) of every leaf."""
-    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
-        array = np.asarray(leaf).astype(jnp.dtype(dtype))
-        for i in np.ndindex(*_leading(spec)):
-            yield _slice_name(spec, i), np.ascontiguousarray(_rearrange_to_hf(spec, array[i]))
-
-
-def _move_into(partial: str, folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
     # Weights of an earlier save under other file names would be read instead of these, or beside them.
     for name in os.listdir(folder):
@@ -169,6 +157,14 @@ def _move_into(partial: str, folder: str) -> None:
     for name in os.listdir(partial):
         os.replace(os.path.join(partial, name), os.path.join(folder, name))
     os.rmdir(partial)
+
+
+def hf_tensors(specs: Specs, params: Params, dtype: str) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield (Hugging Face name, tensor) of every leaf."""
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
+        array = np.asarray(leaf).astype(jnp.dtype(dtype))
+        for i in np.ndindex(*_leading(spec)):
+            yield _slice_name(spec, i), np.ascontiguousarray(_rearrange_to_hf(spec, array[i]))
 
 
 def _slice_name(spec: ParamSpec, index: tuple[int, ...]) -> str:

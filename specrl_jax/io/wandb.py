@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pathlib
 
 import numpy as np
 
@@ -20,20 +21,19 @@ class WandbRun:
             self._wandb = importlib.import_module("wandb")
         except ImportError:
             raise InputError(f"logging.wandb_project={project}: needs `pip install wandb`") from None
-        path = os.path.join(workdir, "wandb_id")
+        path = pathlib.Path(workdir, "wandb_id")
         try:
             self._run = self._wandb.init(
                 project=project,
                 name=os.path.basename(os.path.abspath(workdir)),
                 dir=workdir,
                 config=config,
-                id=_read(path) or None,
+                id=(path.read_text().strip() if path.exists() else "") or None,
                 resume="allow",
             )
         except Exception as error:  # wandb raises errors of many types
             raise InputError(f"logging.wandb_project={project}: {' '.join(str(error).split())}") from None
-        with open(path, "w") as file:
-            file.write(self._run.id)
+        path.write_text(self._run.id)
         # wandb's own step counter cannot go back, and a killed run resumes from its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
@@ -49,10 +49,3 @@ class WandbRun:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _read(path: str) -> str:
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read().strip()

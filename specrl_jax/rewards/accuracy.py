@@ -11,11 +11,6 @@ import numpy as np
 RESAMPLES = 2000
 
 
-def mean_at_n(correct: np.ndarray) -> np.ndarray:
-    """Return [P] share of the n samples that are correct: the accuracy of one sample."""
-    return correct.mean(axis=1)
-
-
 def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
     """Return [P] unbiased estimates of the chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k) with c
     correct ones of n (Chen et al. 2107.03374, equation 1). Raises ValueError unless 1 <= k <= n.
@@ -66,7 +61,7 @@ def accuracy_metrics(correct: np.ndarray, extracted: Sequence[Sequence[str | Non
     pass@n.
     """
     n = correct.shape[1]
-    found = {"accuracy": mean_at_n(correct)}
+    found = {"accuracy": correct.mean(axis=1)}
     found |= {f"pass_at_{k}": pass_at_k(correct, k) for k in _powers(n)}
     if n > 1 and any(answer is not None for row in extracted for answer in row):
         found["majority"] = majority_at_n(correct, extracted)

@@ -10,7 +10,7 @@ import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.pool import Workers, cores
-from specrl_jax.rewards.worker import BUILT_IN, Outcome, Row
+from specrl_jax.rewards.worker import BUILT_IN, Row
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default
@@ -80,7 +80,9 @@ class Scorer:
         rows = [Row(response, answer) for response, answer in zip(responses, answers, strict=True)]
         outcomes = self._workers.score(rows)
         failed = [outcome for outcome in outcomes if outcome.failure]
-        rewards = self._table(outcomes)
+        none = (0.0,) * len(self.names)
+        table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
+        rewards = np.array(table, np.float64).reshape(len(table), len(self.names))
         return Scores(
             total=(rewards @ np.array(self.weights, np.float64)).astype(np.float32),
             parts={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
@@ -98,12 +100,6 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _table(self, outcomes: Sequence[Outcome]) -> np.ndarray:
-        """Return [R, rewards] float64."""
-        none = (0.0,) * len(self.names)
-        table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
-        return np.array(table, np.float64).reshape(len(table), len(self.names))
 
 
 def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:

@@ -70,7 +70,9 @@ def initialise(names: Sequence[str], memory: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # interrupts C code too, and prints nothing
     _die_with(parent)
     _silence()
-    os._exit = _exit_with_error(os._exit)  # type: ignore[assignment]
+    leave = os._exit
+    # Status 0 would look like an orderly end, which the pool does not notice.
+    os._exit = lambda status: leave(status or 1)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a user's reward may import jax; the accelerator is the parent's
     rewards, problem = [], ""
     try:
@@ -202,8 +204,3 @@ def _silence() -> None:
     os.close(nowhere)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-
-
-def _exit_with_error(leave: Callable[[int], None]) -> Callable[[int], None]:
-    """Replace os._exit: status 0 would look like an orderly end, which the pool does not notice."""
-    return lambda status: leave(status or 1)
