@@ -90,7 +90,7 @@ def test_a_value_of_another_type_is_refused(key, value, right):
         ("reward.workers", (-1,)),
         ("reward.memory", (0.0,)),
         ("reward.weights", ((1e7,), (NAN,))),
-        ("data.weights", ((0.0,),)),
+        ("data.weights", ((0.0,), (-1.0,), (NAN,))),
         ("export.step", (-2,)),
         ("grpo.clip_low", (-0.1, 1.1)),
         ("grpo.clip_high", (-0.1,)),

@@ -4,6 +4,7 @@ import builtins
 import errno
 import json
 import random
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -29,7 +30,7 @@ def read(path, *arguments, **options):
 def write(tmp_path):
     def write(*lines):
         path = tmp_path / "data.jsonl"
-        path.write_text("".join(line + "\n" for line in lines))
+        path.write_text("".join(line + "\n" for line in lines), errors="surrogateescape")
         return path
 
     return write
@@ -54,11 +55,6 @@ def test_a_whole_number_is_written_as_one(write):
     """A column of integers that has gaps comes as floats."""
     source = read(write(row("1", 34.0), row("2", -0.0), row("3", 1e21), row("4", 2.5), row("5", "34.0")))
     assert [problem.answer for problem in source] == ["34", "0", "1" + "0" * 21, "2.5", "34.0"]
-
-
-def test_keys_may_be_named(write):
-    source = read(write('{"question": "1+2", "target": "3"}'), Schema("question", "target"))
-    assert source[0][:2] == ("1+2", "3")
 
 
 def test_blank_lines_count_as_lines_but_not_as_rows(write):
@@ -94,6 +90,7 @@ MALFORMED = {
     "a lone surrogate": '{"prompt": "\\ud800", "answer": "2"}',
     "a number of 5000 digits": '{"prompt": "1+1", "answer": ' + "9" * 5000 + "}",
     "nested too deep": "[" * 100_000,
+    "a byte that is not UTF-8": '{"prompt": "\udcff", "answer": "2"}',
     "prompt too long": row("1" * (LIMIT + 1)),
 }
 
@@ -107,31 +104,33 @@ def test_a_bad_row_is_named_by_file_and_line(write, line):
     assert "\n" not in str(error.value)
 
 
-def test_a_line_that_is_not_utf8_is_named_by_file_and_line(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(row().encode() + b"\n" + b'{"prompt": "\xff", "answer": "2"}\n')
-    with pytest.raises(InputError) as error:
-        read(path)
-    assert str(error.value).startswith(f"{path}:2: ")
-
-
 def test_a_long_prompt_says_how_long_and_which_key_to_change(write):
     with pytest.raises(InputError, match=r"data\.jsonl:1: .*13 tokens.*rollout\.max_prompt_tokens=12"):
         read(write(row("1" * 13)))
     assert len(read(write(row("1" * 12)))) == 1
 
 
-def test_a_missing_key_is_named(write):
-    with pytest.raises(InputError, match=r"data\.jsonl:1: .*'question'.*'answer'"):
-        read(write(row()), Schema("question", "answer"))
+@pytest.mark.parametrize(
+    ("schema", "line", "message"),
+    [
+        (Schema("question", "answer"), row(), "needs an object with 'question' and 'answer'"),
+        (SCHEMAS["gsm8k"], '{"question": "1", "answer": "6"}', "'answer' states no answer after '####'"),
+        *(
+            (Schema("prompt", "a.b"), f'{{"prompt": "1", "a": {value}}}', "needs an object with 'prompt' and 'a.b'")
+            for value in ('"text"', "null", "[]", "{}")
+        ),
+    ],
+)
+def test_what_a_row_lacks_is_named(write, schema, line, message):
+    path = write(line)
+    with pytest.raises(InputError, match=f"^{re.escape(f'{path}:1: {message}')}"):
+        read(path, schema)
 
 
-@pytest.mark.parametrize("content", ["", "\n\n  \n"])
-def test_an_empty_file_is_refused(tmp_path, content):
-    path = tmp_path / "data.jsonl"
-    path.write_text(content)
+@pytest.mark.parametrize("lines", [[], ["", "", "  "]])
+def test_an_empty_file_is_refused(write, lines):
     with pytest.raises(InputError, match=r"data\.jsonl' is empty"):
-        read(path)
+        read(write(*lines))
 
 
 def test_a_file_that_cannot_be_read_is_refused(write, monkeypatch):
@@ -146,10 +145,9 @@ def test_a_file_that_cannot_be_read_is_refused(write, monkeypatch):
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"no file '.*nothing\.jsonl'"):
-        read(tmp_path / "nothing.jsonl")
-    with pytest.raises(InputError, match="no file"):
-        read(tmp_path)
+    for path in (tmp_path / "nothing.jsonl", tmp_path):
+        with pytest.raises(InputError, match=f"no file '{re.escape(str(path))}'"):
+            read(path)
 
 
 # ---- what is left out, and counted
@@ -251,19 +249,8 @@ def test_the_schemas_of_published_sets(write, name, line, expected):
     assert read(write(line), SCHEMAS[name])[0][:2] == expected
 
 
-def test_an_answer_without_its_mark_is_malformed(write):
-    with pytest.raises(InputError, match=r"data\.jsonl:1: 'answer' states no answer after '####'"):
-        read(write('{"question": "1", "answer": "6"}'), SCHEMAS["gsm8k"])
-
-
 def test_a_key_with_a_dot_may_also_be_a_key(write):
     assert read(write('{"prompt": "1", "a.b": "2"}'), Schema("prompt", "a.b"))[0].answer == "2"
-
-
-@pytest.mark.parametrize("value", ['"text"', "null", "[]", "{}"])
-def test_an_object_that_is_none_is_named(write, value):
-    with pytest.raises(InputError, match=r"data\.jsonl:1: needs an object with 'prompt' and 'a\.b'"):
-        read(write(f'{{"prompt": "1", "a": {value}}}'), Schema("prompt", "a.b"))
 
 
 class Chat(CharTokenizer):
@@ -300,18 +287,10 @@ def test_a_row_that_the_chat_template_refuses_is_named(write):
     assert Reader(Strict(), PromptFormat(), LIMIT, skip_malformed=True).read(str(path), PLAIN)[1].malformed == 1
 
 
-def test_a_system_message_that_is_there_stays():
+def test_a_system_message_and_braces_of_a_prompt_stay():
     messages = [{"role": "system", "content": "T"}, {"role": "user", "content": "1"}]
     assert PromptFormat(system="S").text(messages, Chat()) == "s:T;u:1;"
-
-
-def test_braces_in_a_prompt_are_text():
     assert PromptFormat(template="<{prompt}>").text("{x} {prompt}", Chat()) == "<{x} {prompt}>"
-
-
-def test_a_template_without_a_place_for_the_prompt_is_refused():
-    with pytest.raises(InputError, match=r"data\.template"):
-        PromptFormat(template="no")
 
 
 def test_schemas_are_found_one_for_all_or_one_each():

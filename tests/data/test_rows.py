@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import make_rows
@@ -15,11 +15,12 @@ PAIRS = st.lists(
 
 
 @given(PAIRS, st.integers(12, 15))
+@example([([7, 8], [9])], 3)  # a pair that fills the row
 def test_targets_and_mask_point_at_the_next_token(pairs, length):
     prompts, responses = zip(*pairs)
     rows = make_rows(prompts, responses, length, PAD)
-    for array in (rows.tokens, rows.positions, rows.targets, rows.mask):
-        assert array.shape == (len(pairs), length)
+    for array, dtype in zip((rows.tokens, rows.positions, rows.targets, rows.mask), ("i4", "i4", "i4", "?")):
+        assert array.shape == (len(pairs), length) and array.dtype == np.dtype(dtype)
     for b, (prompt, response) in enumerate(pairs):
         text = prompt + response
         assert rows.tokens[b].tolist() == text + [PAD] * (length - len(text))
@@ -30,24 +31,7 @@ def test_targets_and_mask_point_at_the_next_token(pairs, length):
         assert rows.positions[b].tolist() == list(range(length))
 
 
-def test_dtypes():
-    rows = make_rows([[1]], [[2]], 3, PAD)
-    assert {array.dtype for array in (rows.tokens, rows.positions, rows.targets)} == {np.dtype("i4")}
-    assert rows.mask.dtype == bool
-
-
-def test_a_pair_that_fills_the_row():
-    rows = make_rows([[7, 8]], [[9]], 3, PAD)
-    assert rows.tokens.tolist() == [[7, 8, 9]]
-    assert rows.targets.tolist() == [[8, 9, PAD]]
-    assert rows.mask.tolist() == [[False, True, False]]
-
-
-def test_a_pair_that_is_too_long_is_an_error():
+@pytest.mark.parametrize(("prompts", "responses"), [([[1, 2, 3]], [[4, 5]]), ([[1], [2]], [[3]])])
+def test_a_pair_that_is_too_long_or_lacks_a_half_is_an_error(prompts, responses):
     with pytest.raises(ValueError):
-        make_rows([[1, 2, 3]], [[4, 5, 6]], 3, PAD)
-
-
-def test_prompts_and_responses_come_in_pairs():
-    with pytest.raises(ValueError):
-        make_rows([[1], [2]], [[3]], 4, PAD)
+        make_rows(prompts, responses, 4, PAD)

@@ -98,22 +98,18 @@ def test_countdown_is_worked_rightly_without_errors():
     assert seen == set("+-*/")
 
 
-def test_countdown_steps_are_right_even_where_the_target_is_missed():
+def test_countdown_steps_are_right_even_where_the_target_is_missed_and_not_rewarded():
     source = TaskSource("countdown", "train", 0, error_rate=1.0)
-    for i in range(200):
+    for i in SOME:
         numbers, target, steps, _ = parse_countdown(source[i])
         assert worked_value(steps, numbers) != target
+        assert countdown(source[i].solution, source[i].answer) == 0
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_right_solution_is_rewarded(task):
     source = TaskSource(task, "train", 3)
     assert {REWARD[task](source[i].solution, source[i].answer) for i in SOME} == {1.0}
-
-
-def test_missed_targets_are_never_rewarded():
-    source = TaskSource("countdown", "train", 0, error_rate=1.0)
-    assert {countdown(source[i].solution, source[i].answer) for i in SOME} == {0.0}
 
 
 def test_dropping_every_carry_leaves_only_problems_without_one_right():

@@ -32,14 +32,6 @@ def test_characters_come_back(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@given(st.text(PRINTABLE, min_size=1))
-def test_ids_of_characters_lie_between_eos_and_the_end_of_the_vocabulary(text):
-    tokenizer = CharTokenizer()
-    ids = tokenizer.encode(text)
-    assert len(ids) == len(text)
-    assert all(2 <= i < tokenizer.vocab_size for i in ids)
-
-
 def test_every_character_has_an_id_of_its_own():
     ids = CharTokenizer().encode("".join(PRINTABLE))
     assert sorted(ids) == list(range(2, 2 + len(PRINTABLE)))
@@ -178,16 +170,7 @@ def test_any_text_comes_back_from_bytes(bpe, text, tmp_path_factory):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_ids_are_those_of_the_library(folder, bpe):
-    text = "What is 42?<|im_end|>\n"
-    assert load(folder).encode(text) == bpe.encode(text).ids
-
-
-def test_special_tokens_in_the_prompt_are_one_id_each(folder):
-    assert load(folder).encode("<|im_start|>a<|im_end|>")[::2] == [301, 302]
-
-
-def test_nothing_is_added_around_the_text(folder, bpe):
+def test_ids_are_those_of_the_library_with_nothing_around_them(folder, bpe):
     """A post-processor that adds a first token belongs to models that were trained with it; the template writes it."""
     added = tokenizers.Tokenizer.from_str(bpe.to_str())
     added.post_processor = tokenizers.processors.TemplateProcessing(
@@ -195,16 +178,13 @@ def test_nothing_is_added_around_the_text(folder, bpe):
     )
     added.save(str(folder / "tokenizer.json"))
     assert added.encode("a").ids[0] == 300
-    assert load(folder).encode("a") == bpe.encode("a").ids
+    text = "What is 42?<|im_end|>\n"
+    assert load(folder).encode(text) == bpe.encode(text).ids
 
 
 def test_special_tokens_are_not_shown(folder):
     tokenizer = load(folder)
     assert tokenizer.decode([*tokenizer.encode("The answer is 42."), 302, 300]) == "The answer is 42."
-
-
-def test_added_tokens_count_for_the_vocabulary(folder):
-    assert load(folder).vocab_size == 303
 
 
 def test_holes_in_the_vocabulary_count_too(folder):
@@ -246,14 +226,18 @@ def test_no_end_anywhere_is_refused(folder):
     assert "eos_token_id" in message and str(folder) in message
 
 
-def test_pad_is_the_named_token(folder):
-    assert load(folder).pad_id == 300
-
-
-@pytest.mark.parametrize("settings", [{}, {"pad_token": None}, {"pad_token": "<|not there|>"}], ids=str)
-def test_pad_falls_back_to_the_first_end(settings, folder):
+@pytest.mark.parametrize(
+    ("settings", "pad"),
+    [
+        ({"pad_token": "<|endoftext|>"}, 300),
+        ({}, 302),
+        ({"pad_token": None}, 302),
+        ({"pad_token": "<|not there|>"}, 302),
+    ],
+)
+def test_pad_is_the_named_token_or_the_first_end(settings, pad, folder):
     write(folder, "tokenizer_config.json", settings)
-    assert load(folder).pad_id == 302
+    assert load(folder).pad_id == pad
 
 
 # The chat template
@@ -283,20 +267,26 @@ def test_template_that_does_not_parse_names_the_folder(folder):
     assert "does not parse" in message and str(folder) in message
 
 
-@pytest.mark.parametrize(
-    "template, text",
-    [
-        ("{{ bos_token }}{{ messages[1].content }}{{ eos_token }}", "<|im_start|>What is 12 + 30?<|im_end|>"),
-        ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "system"),
-        ("{{ {'role': '<é>'} | tojson }}", '{"role": "<é>"}'),
-        ("a\n  {% if true %}\n  b\n  {% endif %}\n", "a\n  b\n"),
-    ],
-    ids=["special-tokens", "loop-controls", "tojson", "whitespace"],
-)
+# What transformers gives a template: the tokenizer's special tokens, break, plain JSON, trimmed blocks.
+TEMPLATES = {
+    "qwen": (QWEN_TEMPLATE, RENDERED),
+    "special-tokens": (
+        "{{ bos_token }}{{ messages[1].content }}{{ eos_token }}{{ pad_token }}",
+        "<|im_start|>What is 12 + 30?<|im_end|><|endoftext|>",
+    ),
+    "loop-controls": (
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "systemuser",
+    ),
+    "tojson": ("{{ {'a': '<é&>'} | tojson }}|{{ [1] | tojson(indent=2) }}", '{"a": "<é&>"}|[\n  1\n]'),
+    "whitespace": ("a\n  {% if true %}\n  b\n  {% endif %}\n", "a\n  b\n"),
+}
+
+
+@pytest.mark.parametrize(("template", "text"), TEMPLATES.values(), ids=TEMPLATES)
 def test_template_finds_what_the_format_promises(template, text, folder):
-    """What transformers gives a template: the tokenizer's special tokens, break, plain JSON, trimmed blocks."""
-    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "chat_template": template}
-    write(folder, "tokenizer_config.json", settings)
+    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "pad_token": "<|endoftext|>"}
+    write(folder, "tokenizer_config.json", settings | {"chat_template": template})
     assert load(folder).apply_chat_template(CONVERSATION) == text
 
 
@@ -326,32 +316,25 @@ def test_template_that_fails_is_one_clear_line(template, reason, folder):
         "{{ '{0.__class__.__mro__}'.format(1) }}",
         "{% set _ = messages.append({}) %}",
         "{% set _ = messages[0].update(role='x') %}",
+        "{% include 'tokenizer.json' %}",
     ],
 )
 def test_sandbox_refuses_what_leads_out_of_the_template(template, folder):
-    """The template is code that came with a download: no dunder access, and it changes nothing it is given."""
+    """The template is downloaded code: no dunder access, no file, and it changes nothing it is given."""
     (folder / "chat_template.jinja").write_text(template)
     before = json.dumps(CONVERSATION)
     assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
     assert json.dumps(CONVERSATION) == before
 
 
-def test_sandbox_gives_no_module_and_no_file(folder):
-    (folder / "secret.txt").write_text("secret")
-    (folder / "chat_template.jinja").write_text("{% include 'secret.txt' %}")
-    assert "chat template fails" in refusal(lambda: load(folder).apply_chat_template(CONVERSATION))
-
-
 # Refusals
 
 
-def test_missing_tokenizer_names_the_file(tmp_path):
-    assert str(tmp_path / "tokenizer.json") in refusal(lambda: load(tmp_path))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 3}'])
-def test_malformed_tokenizer_names_the_file(content, folder):
-    (folder / "tokenizer.json").write_text(content)
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"model": 3}'])
+def test_missing_or_malformed_tokenizer_names_the_file(content, folder):
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
     assert str(folder / "tokenizer.json") in refusal(lambda: load(folder))
 
 
@@ -378,33 +361,15 @@ def test_character_tokenizer_by_name():
 
 # Parity with transformers
 
-TEMPLATES = {
-    "qwen": QWEN_TEMPLATE,
-    # Blocks on their own lines: trim_blocks and lstrip_blocks decide about every newline and indent.
-    "whitespace": "{% for m in messages %}\n  {% if m %}\n    {{ m.role }}\n  {% endif %}\n{% endfor %}\n",
-    "tojson": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ '<é&>' | tojson }}",
-    "loop": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
-    "special-tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}",
-}
 
-
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize(("template", "text"), TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.slow
-def test_chat_template_renders_as_in_transformers(template, folder):
+def test_chat_template_renders_and_encodes_as_in_transformers(template, text, folder):
     transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
     (folder / "chat_template.jinja").write_text(template)
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
     write(folder, "tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
-    expected = theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
-    assert load(folder).apply_chat_template(CONVERSATION) == expected
-
-
-@pytest.mark.slow
-def test_prompt_ids_are_those_of_transformers(folder):
-    transformers = pytest.importorskip("transformers", reason=NEEDS_TRANSFORMERS)
-    (folder / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
-    expected = theirs.apply_chat_template(CONVERSATION, tokenize=True, add_generation_prompt=True, return_dict=False)
-    ours = load(folder)
-    assert ours.encode(ours.apply_chat_template(CONVERSATION)) == list(expected)
+    assert theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True) == text
+    ids = theirs.apply_chat_template(CONVERSATION, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert load(folder).encode(text) == list(ids)

@@ -66,7 +66,8 @@ def test_a_disk_without_room_keeps_the_last(tmp_path):
     """Stood in for by the largest file that this process may write: 64 KiB, where a state has a MiB."""
     checkpoints = Checkpoints(str(tmp_path), 2)
     checkpoints.save(1, STATE, HostState({}, {}))
-    checkpoints._manager.wait_until_finished()
+    checkpoints.close()
+    checkpoints = Checkpoints(str(tmp_path), 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, before[1]))
     try:

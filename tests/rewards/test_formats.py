@@ -4,10 +4,8 @@ import pytest
 
 from specrl_jax.rewards.formats import answer_line_format, boxed_format, think_format
 
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+CASES = {
+    boxed_format: [
         ("so it is \\boxed{17}", 1),
         ("so it is $\\boxed{\\frac{1}{2}}$.\n", 1),
         ("\\[ \\boxed{17} \\]", 1),
@@ -22,14 +20,7 @@ from specrl_jax.rewards.formats import answer_line_format, boxed_format, think_f
         ("17", 0),
         ("", 0),
     ],
-)
-def test_boxed_format(response, reward):
-    assert boxed_format(response, "17") == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+    answer_line_format: [
         ("10 + 7\nAnswer: 17", 1),
         ("Answer:17\n\n", 1),
         ("10 + 7\n  Answer: $17$  ", 1),
@@ -42,14 +33,7 @@ def test_boxed_format(response, reward):
         ("17", 0),
         ("", 0),
     ],
-)
-def test_answer_line_format(response, reward):
-    assert answer_line_format(response, "17") == reward
-
-
-@pytest.mark.parametrize(
-    ("response", "reward"),
-    [
+    think_format: [
         ("<think>10 + 7</think>17", 1),
         (" \n<think>\n10 + 7\n</think>\n\n17\n", 1),
         ("<think></think>17", 0),
@@ -65,12 +49,17 @@ def test_answer_line_format(response, reward):
         ("17", 0),
         ("", 0),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "response", "reward"), [(form, *case) for form, cases in CASES.items() for case in cases]
 )
-def test_think_format(response, reward):
-    assert think_format(response, "17") == reward
+def test_only_the_format_is_rewarded(form, response, reward):
+    assert form(response, "17") == reward
 
 
-@pytest.mark.parametrize("form", [boxed_format, answer_line_format, think_format])
+@pytest.mark.parametrize("form", CASES)
 def test_any_text_gives_a_number(form):
     for text in ("\x00", "\ud800", "\\boxed{" * 100_000, "<think>" * 100_000, "Answer:" * 100_000, "{" * 1_000_000):
         assert form(text, "17") == 0

@@ -1,7 +1,6 @@
 """The reward `math`: which forms are equal answers, and where a response gives its answer."""
 
 import itertools
-import math
 
 import pytest
 import sympy.core.random
@@ -111,6 +110,7 @@ def test_an_answer_equals_itself(gold):
         ("\\boxed{}", None),
         ("\\boxed 5 Answer: 2", "2"),
         ("\\boxed{\\{1, 2\\}}", "{1, 2}"),
+        ("\\boxed{nan}", "nan"),
         ("Answer: 1\n#### 3\nAnswer: 2", "2"),
         ("**Answer:** $2$.", "2"),
         ("**Final answer**: 2", "2"),
@@ -226,6 +226,7 @@ def test_infinity_is_compared_exactly(monkeypatch, text):
     monkeypatch.setattr("math_verify.verify", lambda *_, **__: True)
     for gold in ("5", "\\frac{1}{2}", "318083933379349285443710477955", "x"):
         assert symbolic(f"\\boxed{{{text}}}", gold) == symbolic(f"\\boxed{{{gold}}}", f"{text} ") == 0
+    assert isinstance(extract_value(f"\\boxed{{{text}}}"), str)
 
 
 def test_a_verdict_depends_on_the_answer_alone(monkeypatch):
@@ -234,9 +235,3 @@ def test_a_verdict_depends_on_the_answer_alone(monkeypatch):
     for _ in range(3):
         symbolic("\\boxed{x+1}", "y")
     assert len(drawn) == 3 and len(set(drawn)) == 1
-
-
-def test_nonfinite_floats_are_extracted():
-    for text in ("nan", "\\infty", "\\frac{1}{0}", "0/0"):
-        assert isinstance(extract_value(f"\\boxed{{{text}}}"), str)
-        assert math.isfinite(symbolic(f"\\boxed{{{text}}}", text))
