@@ -15,13 +15,12 @@ from collections.abc import Callable
 from absl import flags
 from ml_collections import config_flags
 
-from specrl_jax.errors import fail, one_line
+from specrl_jax.errors import InputError, fail, one_line
 
 
 def main(argv: list[str]) -> int:
     f = parse(argv)
     # Imported after the flags are parsed: a typo is reported at once, without waiting for JAX.
-    from specrl_jax.errors import InputError
     from specrl_jax.simulator import command
 
     try:

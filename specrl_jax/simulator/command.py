@@ -1,6 +1,8 @@
 """From the command line's flags and config to a scenario, its report and its grid."""
 
 import os
+from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 from absl import flags
@@ -11,7 +13,7 @@ from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import BYTES, Precision, head_config, parameters
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_rows, scale_rows, write_rows
-from specrl_jax.simulator.hardware import find_engine, find_hardware
+from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
@@ -25,6 +27,7 @@ MEAN_SHARE = 0.47
 ACCEPTANCE, ACCEPTED_AT = 3.32, 3
 # Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device.
 HEADS, LOOKUPS = ("eagle3", "mtp"), ("ngram", "suffix")
+T = TypeVar("T")
 
 
 def run(f: flags.FlagValues) -> None:
@@ -38,7 +41,8 @@ def run(f: flags.FlagValues) -> None:
 
 def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     """Read the scenario from flags and config; the ConfigDict goes no further."""
-    model, machine, engine = preset(c.policy.preset), find_hardware(f.hardware), find_engine(f.engine)
+    model, machine = preset(c.policy.preset), find("hardware", "machine", HARDWARE, f.hardware)
+    engine = find("engine", "engine", ENGINES, f.engine)
     limit = float(c.rollout.max_response_tokens)
     split = make_parallelism(c, model)
     if c.draft.kind not in HEADS + LOOKUPS:
@@ -81,10 +85,16 @@ def make_parallelism(c: ConfigDict, model: Qwen3Config) -> Parallelism:
     return Parallelism(c.mesh.tensor, c.mesh.expert)
 
 
+def find(flag: str, what: str, table: Mapping[str, T], name: str) -> T:
+    if name not in table:
+        raise InputError(f"--{flag}: no {what} '{name}'; there are {', '.join(table)}")
+    return table[name]
+
+
 def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     dtype = f.rollout_dtype
-    if dtype and dtype not in BYTES:
-        raise InputError(f"--rollout_dtype: no dtype '{dtype}'; there are {', '.join(BYTES)}")
+    if dtype:
+        find("rollout_dtype", "dtype", BYTES, dtype)
     return Precision(dtype or c.policy.dtype, dtype or c.rollout.cache_dtype, c.rollout.compute_dtype)
 
 

@@ -83,16 +83,6 @@ class Precision(NamedTuple):
 BFLOAT16 = Precision()
 
 
-def seconds(work: Work, rows: Array, hardware: Hardware, dtype: str, resident: Array) -> Array:
-    """Seconds of an operation over `rows` rows; its weights are part of `resident` bytes read every iteration."""
-    a = hardware.attained
-    reads = np.where(np.asarray(rows) > 1, a.packing, 1.0)
-    compute = work.flops / hardware.flops(dtype)
-    memory = (work.weights * reads + work.data) / hardware.bandwidth(resident)
-    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
-    return longer + (1 - a.overlap) * shorter + work.kernels * a.kernel_seconds
-
-
 @dataclasses.dataclass(frozen=True)
 class DecoderCost:
     """Cost of the policy and its draft head in the rollout: one replica of `split` devices."""
@@ -177,10 +167,16 @@ class DecoderCost:
         return reduces + 2 * all_to_all(size * c.experts_per_token, s.expert, s.devices, self.hardware)
 
     def _seconds(self, work: Work, rows: Array, cached: bool = True, of: Eagle3Config | None = None) -> Array:
-        """Apply `seconds`; weights, of the head `of` or the policy, are read from a cache if the whole model fits."""
-        weights = head_parameters(of) if of else parameters(self.model)
-        resident = weights * BYTES[self.precision.weights] if cached else np.inf
-        return seconds(work, rows, self.hardware, self.precision.weights, resident)
+        """Seconds of an operation over `rows` rows; weights, of the head `of` or the policy, are read from a cache if
+        the whole model fits.
+        """
+        a, dtype = self.hardware.attained, self.precision.weights
+        resident = (head_parameters(of) if of else parameters(self.model)) * BYTES[dtype] if cached else np.inf
+        reads = np.where(np.asarray(rows) > 1, a.packing, 1.0)
+        compute = work.flops / self.hardware.flops(dtype)
+        memory = (work.weights * reads + work.data) / self.hardware.bandwidth(resident)
+        longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
+        return longer + (1 - a.overlap) * shorter + work.kernels * a.kernel_seconds
 
 
 def rank_rows(B: Array, split: Parallelism) -> Array:

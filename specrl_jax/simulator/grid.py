@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from specrl_jax.simulator.rollout import LENGTHS
@@ -40,7 +41,8 @@ def draft_rows(
 
 def _rows(s: Scenario, cells: Sequence[Row], p: Points, known: Known) -> list[Row]:
     found = compare(s, p)
-    return [cell | _columns(s, p.at(i), found.at(i), known) for i, cell in enumerate(cells)]
+    each = ((x, jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], (p, found))) for i, x in enumerate(cells))
+    return [cell | _columns(s, point, one, known) for cell, (point, one) in each]
 
 
 def _columns(s: Scenario, p: Points, found: Comparison, known: Known) -> Row:

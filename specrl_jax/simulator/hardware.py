@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.errors import InputError
-
 # A number, or one per configuration.
 Array = float | np.ndarray
 
@@ -212,18 +210,6 @@ ENGINES = {
     # speculative column of RL-Zero, and Table 4's two rows of k = 5. vLLM captures CUDA graphs of up to 512 rows.
     "vllm": Engine(float(Attained.host_seconds), 1.52e-3, 5.2e-4, 512.0),
 }
-
-
-def find_hardware(name: str) -> Hardware:
-    if name not in HARDWARE:
-        raise InputError(f"--hardware: no machine '{name}'; there are {', '.join(HARDWARE)}")
-    return HARDWARE[name]
-
-
-def find_engine(name: str) -> Engine:
-    if name not in ENGINES:
-        raise InputError(f"--engine: no engine '{name}'; there are {', '.join(ENGINES)}")
-    return ENGINES[name]
 
 
 def peak_flops(device: jax.Device, dtype: jnp.dtype) -> float:

@@ -20,10 +20,9 @@ LABELS = {
 
 
 def heatmaps(path: str, titles: Sequence[str], tables: Sequence[list[Row]], axes: tuple[str, str]) -> None:
-    """Draw two maps a table, rollout and end-to-end speedup; light is fast, values that do not fit are in brackets.
+    """Draw two maps a table, rollout and end-to-end speedup, over the columns `axes` along x and y.
 
-    Args:
-      axes: columns of the rows along x and along y.
+    Light is fast; values that do not fit are in brackets.
     """
     size = (11, 0.6 + 3.2 * len(tables))
     figure, grid = plt.subplots(len(tables), 2, figsize=size, layout="constrained", squeeze=False)

@@ -51,8 +51,7 @@ def _seconds(found: Comparison, p: Points) -> list[str]:
     if p.lag[0] > 0:
         table.append(("generation, steady", [x.step.generate[0] for x in sides]))
     table += [("exposed generation", [x.step.exposed[0] for x in sides]), ("step", [x.step.total[0] for x in sides])]
-    k = "adaptive" if p.k[0] == ADAPTIVE else f"k = {p.k[0]}"
-    lines = [f"{'seconds':<22}{'plain':>10}{k:>10}"]
+    lines = [f"{'seconds':<22}{'plain':>10}{f'k = {p.k[0]}':>10}"]
     lines += [f"  {name:<20}" + "".join(f"{x:>10.2f}" for x in values) for name, values in table]
     devices = (found.plain_rollout_devices[0], found.rollout_devices[0])
     return [*lines, f"  {'rollout devices':<20}" + "".join(f"{x:>10.0f}" for x in devices)]
@@ -71,19 +70,15 @@ def _speedups(s: Scenario, found: Comparison, p: Points) -> list[str]:
     """Return speedups with 90 % intervals over sampled assumptions, with the devices divided as they are."""
     rollout, end_to_end, shares, plain, fast = sample_speedups(s, p, found, DRAWS).intervals()
     share = float(found.plain.phases.share()[0])
+    kept = cumulative_acceptance(p.acceptance, p.measured_at)[0, : p.k[0]]
     return [
         f"rollout     {found.rollout[0]:.2f}x {_to(rollout)}",
         f"end to end  {found.end_to_end[0]:.2f}x {_to(end_to_end)}",
         f"plain step  {found.plain.step.total[0]:.2f} s {_to(plain)}",
         f"with drafts {found.speculative.step.total[0]:.2f} s {_to(fast)}",
         f"generation is {share:.0%} {_to(shares, '.0%')} of the plain phases' sum",
-        f"were drafts and verification free: {amdahl(share, _tokens(p)):.2f}x end to end without overlap",
+        f"were drafts and verification free: {amdahl(share, 1 + float(kept.sum())):.2f}x end to end without overlap",
     ]
-
-
-def _tokens(p: Points) -> float:
-    """Return the acceptance length."""
-    return 1.0 + float(cumulative_acceptance(p.acceptance, p.measured_at)[0, : p.k[0] if p.k[0] >= 0 else None].sum())
 
 
 def _to(interval: tuple[float, float], form: str = ".2f") -> str:

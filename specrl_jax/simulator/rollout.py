@@ -168,10 +168,6 @@ def replica_profile(
     return profile(sample(lengths, count, of, jitter), slots, prompt, schedule, tokens)
 
 
-def stack(profiles: list[BatchProfile]) -> BatchProfile:
-    return BatchProfile(*(np.concatenate(field) for field in zip(*profiles)))
-
-
 # ---- acceptance
 
 

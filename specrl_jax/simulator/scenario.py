@@ -19,6 +19,7 @@ from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, max_slots
 from specrl_jax.simulator.rollout import (
     AT_ONCE,
     LENGTHS,
+    BatchProfile,
     Drafting,
     EngineSchedule,
     Rollout,
@@ -27,7 +28,6 @@ from specrl_jax.simulator.rollout import (
     replica_profile,
     run,
     run_steady,
-    stack,
 )
 from specrl_jax.simulator.step import PhaseSeconds, StepSeconds, asynchronous
 
@@ -86,10 +86,6 @@ class Points(NamedTuple):
     def learner_devices(self) -> np.ndarray:
         return np.where(self.disaggregated, self.devices - self.rollout_devices, self.devices)
 
-    def at(self, i: int) -> "Points":
-        """Return one of them, N = 1."""
-        return jax.tree.map(lambda x: x[i : i + 1], self)
-
     def repeat(self, n: int) -> "Points":
         """Repeat each point n times."""
         return Points(*(np.repeat(x, n) for x in self))
@@ -114,10 +110,6 @@ class Comparison(NamedTuple):
     end_to_end: np.ndarray  # [N] speedup of the step
     plain_rollout_devices: np.ndarray  # [N]
     rollout_devices: np.ndarray  # [N]
-
-    def at(self, i: int) -> "Comparison":
-        """Return one of them, N = 1."""
-        return jax.tree.map(lambda x: x[i : i + 1], self)
 
 
 class SpeedupSamples(NamedTuple):
@@ -165,10 +157,8 @@ def predict(s: Scenario, p: Points) -> Prediction:
 
 
 def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
-    """Compare every point with plain decoding.
-
-    Args:
-      optimize_split: with a lag, divide the devices of each of the two for its own shortest step; False: as p says.
+    """Compare every point with plain decoding; with a lag, `optimize_split` divides the devices of each of the two for
+    its own shortest step, else they stay divided as in p.
     """
     plain = p._replace(k=np.zeros_like(p.k))
     on, off = (best_split(s, p), best_split(s, plain)) if optimize_split else (p.rollout_devices, p.rollout_devices)
@@ -180,11 +170,7 @@ def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
 def sample_speedups(
     s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None
 ) -> SpeedupSamples:
-    """Evaluate one point, N = 1, on `draws` sampled machines, its devices divided as in `found`.
-
-    Args:
-      known: as in Hardware.sampled.
-    """
+    """Evaluate one point, N = 1, on `draws` machines (Hardware.sampled), its devices divided as in `found`."""
     sampled = s.on(s.hardware.sampled(draws, known=known))
     fast = p._replace(rollout_devices=found.rollout_devices).repeat(draws)
     same = fast._replace(k=np.zeros_like(fast.k))
@@ -223,8 +209,11 @@ def _predict(s: Scenario, p: Points) -> Prediction:
         np.ceil(s.workload.slots / replicas) if s.workload.slots else max_slots(sizes, s.workload, s.decoder, *memory)
     )
     rollout, steady = generation(s, replicas, slots, column.lag, drafting)
-    phases = _phases(s, rollout.seconds, column.learner_devices)
-    step = asynchronous(phases, steady, column.lag, s.in_flight, s.hardware.attained.contention)
+    a, learner, w, learners = s.hardware.attained, s.learner, s.workload, column.learner_devices
+    prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
+    values = (a.data_seconds, prepare, rollout.seconds, learner.logprob(w, learners), learner.train(w, learners))
+    phases = PhaseSeconds(*np.broadcast_arrays(*values))
+    step = asynchronous(phases, steady, column.lag, s.in_flight, a.contention)
     found = Prediction(step, phases, rollout, steady, sizes.fits(*memory))
     # [N, 1] to [N]; [N, ADMISSIONS] stays.
     return jax.tree.map(lambda x: x[:, 0] if x.shape[-1] == 1 else x, found)
@@ -245,7 +234,7 @@ def generation(
         replica_profile(w.lengths, int(n), w.rollouts, int(b), w.prompt, s.schedule, float(t), float(j))
         for n, b, t, j in rows
     ]
-    rollout = run(decoder, stack(profiles), drafting)
+    rollout = run(decoder, BatchProfile(*map(np.concatenate, zip(*profiles))), drafting)
     # While the learner has one batch, parts of lag + 1 batches are in progress, including the one it waits for.
     most = np.minimum(slots, each * (np.asarray(lag) + 1))
     steady = run_steady(decoder, w.lengths, w.prompt, each, most, drafting)
@@ -255,10 +244,3 @@ def generation(
         rollout._replace(seconds=rollout.seconds + prefill),
         steady._replace(seconds=steady.seconds + prefill, delay=steady.delay + prefill),
     )
-
-
-def _phases(s: Scenario, generate: np.ndarray, learners: np.ndarray) -> PhaseSeconds:
-    a, learner, w = s.hardware.attained, s.learner, s.workload
-    prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
-    values = (a.data_seconds, prepare, generate, learner.logprob(w, learners), learner.train(w, learners))
-    return PhaseSeconds(*np.broadcast_arrays(*values))

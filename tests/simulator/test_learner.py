@@ -10,7 +10,7 @@ import pytest
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import DecoderCost, Precision, head_config, head_parameters, parameters
-from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link, find_engine, find_hardware
+from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.memory import estimate_bytes, max_slots, sequence_bytes
@@ -129,7 +129,7 @@ def test_a_head_adds_its_weights_and_cache():
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_machine_has_plausible_figures(name):
-    h = find_hardware(name)
+    h = HARDWARE[name]
     assert h.name == name and 0 < h.peak.float32 <= h.peak.bfloat16 <= h.peak.float8
     assert h.memory_bytes > 1e9 and h.memory_bandwidth > 1e10 and h.domain >= 1
     assert h.near.bandwidth >= h.far.bandwidth and h.near.latency <= h.far.latency
@@ -145,7 +145,3 @@ def test_sampled_machines_have_the_stated_spread():
     assert inside.mean() == pytest.approx(0.9, abs=0.02)
     assert sampled.attained.memory.max() <= 1 and np.std(np.log(sampled.attained.learner)) < 0.01
     assert sampled.attained.packing == h.attained.packing
-
-
-def test_our_engine_has_no_largest_graph():
-    assert find_engine("fused").captured_rows == np.inf and find_engine("vllm").captured_rows == 512
