@@ -203,11 +203,8 @@ def dimensions(text: str) -> tuple[int, ...]:
 
 def type_bytes(text: str) -> int:
     """Return the bytes of all arrays in a type, including tuples; token[] and opaque[] have none."""
-    return sum(math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8 for dtype, sizes in _arrays(text))
-
-
-def _arrays(text: str) -> list[tuple[str, str]]:
-    return [(dtype, sizes) for dtype, sizes in _ARRAY.findall(text) if dtype not in ("token", "opaque")]
+    arrays = [(dtype, sizes) for dtype, sizes in _ARRAY.findall(text) if dtype not in ("token", "opaque")]
+    return sum(math.prod(int(n) for n in sizes.split(",") if n) * _bits(dtype) // 8 for dtype, sizes in arrays)
 
 
 def _bits(dtype: str) -> int:
@@ -248,28 +245,14 @@ def _convolution_flops(i: Instruction, symbols: dict[str, Instruction]) -> int:
     for axis in range(len(labels[1]) - 2):
         name = str(axis)
         sizes = left[labels[1].index(name)], kernel[labels[2].index(name)], result[labels[3].index(name)]
-        products *= _pairs(*sizes, **_window(settings, axis))
+        products *= _pairs(*sizes, {key: value.split("x")[axis] for key, value in settings.items()})
     return 2 * products // (int(groups[1]) if groups else 1)
 
 
-def _window(settings: dict[str, str], axis: int) -> dict[str, int]:
-    """Read stride, leading padding, input and kernel dilation along one spatial dimension."""
-
-    def read(key: str, default: str) -> str:
-        return settings[key].split("x")[axis] if key in settings else default
-
-    stride, low = int(read("stride", "1")), int(read("pad", "0_0").split("_")[0])
-    return {
-        "stride": stride,
-        "low": low,
-        "spread": int(read("lhs_dilate", "1")),
-        "dilation": int(read("rhs_dilate", "1")),
-    }
-
-
-def _pairs(size: int, window: int, results: int, stride: int, low: int, spread: int, dilation: int) -> int:
+def _pairs(size: int, window: int, results: int, settings: dict[str, str]) -> int:
     """Count the (result, window element) pairs along one dimension that read an input element."""
-    last = (size - 1) * spread
+    stride, spread, dilation = (int(settings.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate"))
+    low, last = int(settings.get("pad", "0_0").split("_")[0]), (size - 1) * spread
     return sum(
         (at := result * stride - low + element * dilation) % spread == 0 and 0 <= at <= last
         for result in range(results)

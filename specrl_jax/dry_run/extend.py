@@ -25,19 +25,15 @@ def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[s
     """
     if few.memory is None or more.memory is None:
         return few if few.memory is None else more
+    a, b = few.memory.temporaries, more.memory.temporaries
     memory = PhaseMemory(
         arguments=_numbers(few.memory.arguments, more.memory.arguments, times),
         padding=_number(few.memory.padding, more.memory.padding, times),
         results=_number(few.memory.results, more.memory.results, times),
-        temporaries=_temporaries(few.memory, more.memory, times),
+        temporaries=None if a is None or b is None else _number(a, b, times),
         resident=resident,
     )
-    return dataclasses.replace(
-        few,
-        memory=memory,
-        count=_count(few.count, more.count, times),
-        extended=True,
-    )
+    return dataclasses.replace(few, memory=memory, count=_count(few.count, more.count, times), extended=True)
 
 
 def _count(few: Count, more: Count, times: int) -> Count:
@@ -50,12 +46,6 @@ def _count(few: Count, more: Count, times: int) -> Count:
         collections.Counter(_numbers(few.custom_calls, more.custom_calls, times)),
         tuple(Loop(a.name, _number(a.entered, b.entered, times), _count(a.turn, b.turn, times)) for a, b in loops),
     )
-
-
-def _temporaries(few: PhaseMemory, more: PhaseMemory, times: int) -> int | None:
-    if few.temporaries is None or more.temporaries is None:
-        return None
-    return _number(few.temporaries, more.temporaries, times)
 
 
 def _number(few: int, more: int, times: int) -> int:

@@ -24,15 +24,12 @@ class Report:
     mesh: dict[str, int]
     measured: list[CompiledPhase]
     fit: MemoryVerdict | None  # None: the target has no memory limit
+    exact: bool  # compiled by the target's own compiler
     seconds: float  # of everything
 
     @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
-
-    @property
-    def exact(self) -> bool:
-        return self.compiled_for is self.target and self.target.memory > 0
 
     def print(self) -> None:
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1)

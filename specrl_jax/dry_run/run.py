@@ -40,7 +40,7 @@ def dry_run(config: Config, workdir: str) -> Report:
     measured = measure_all(plan, exact)
     num_shards = plan.rollout_partition.num_shards("batch")
     fit = judge_memory(measured, target, config, num_shards) if target.memory else None
-    report = Report(target, compiler, dict(mesh.shape), measured, fit, time.perf_counter() - start)
+    report = Report(target, compiler, dict(mesh.shape), measured, fit, exact, time.perf_counter() - start)
     report.print()
     say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
     return report

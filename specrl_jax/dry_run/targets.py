@@ -25,7 +25,6 @@ class HardwareTarget:
     source: str = ""  # of that number
     share: float = 1.0  # of the memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION on a GPU)
     wheels: tuple[str, ...] = ()  # modules that its compiler needs
-    platform: str = "cpu"  # of its compiler, in jax
 
     def devices(self, count: int) -> list[jax.Device]:
         """Return `count` devices to compile for. Raises InputError for a number that the target does not come in."""
@@ -41,7 +40,6 @@ class Gpu(HardwareTarget):
     source: str = "device query, as in openxla/xla's target_config/specs"
     share: float = 0.75
     wheels: tuple[str, ...] = ("jax_plugins.xla_cuda12", "nvidia.cudnn")
-    platform: str = "cuda"
     node: int  # GPUs of one host
     capability: int  # compute capability, major
     cores: int
@@ -88,7 +86,6 @@ class Gpu(HardwareTarget):
 class Tpu(HardwareTarget):
     source: str = "cloud.google.com/tpu/docs, HBM capacity per chip"
     wheels: tuple[str, ...] = ("libtpu",)
-    platform: str = "tpu"
     slices: tuple[str, ...]  # available topologies, by number of chips
 
     def devices(self, count: int) -> list[jax.Device]:
