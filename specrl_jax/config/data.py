@@ -14,6 +14,7 @@ class RewardConfig:
         "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format or your own "
         "module:function; several are separated by commas, and the first decides what is correct",
     )
+    # With the largest reward of a worker, 1e30, totals are finite in float32.
     weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)
     timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0)
     workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0)

@@ -1,6 +1,5 @@
 """Rewards of a batch of answers, computed in worker processes: a bad answer costs its own reward, never the run."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from specrl_jax.rewards.worker import BUILT_IN, Row
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default
-LARGEST_WEIGHT = 1e6  # with worker.LARGEST, totals are finite in float32
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -63,7 +61,6 @@ class Scorer:
         memory: float = 4.0,
     ):
         check_rewards(names, weights)
-        _check_limits(timeout, workers, memory)
         self.names = tuple(names)
         self.weights = tuple(weights) or (1.0,) * len(names)
         self._workers = Workers(self.names, timeout, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
@@ -114,14 +111,3 @@ def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
         raise InputError(f"reward.name: a reward is named twice in {', '.join(names)}")
     if weights and len(weights) != len(names):
         raise InputError(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")
-    if not all(abs(weight) <= LARGEST_WEIGHT for weight in weights):
-        raise InputError(f"reward.weights: {tuple(weights)}: each must be within -1e6 and 1e6")
-
-
-def _check_limits(timeout: float, workers: int, memory: float) -> None:
-    if not 0 < timeout < math.inf:
-        raise InputError(f"reward.timeout: {timeout} s; must be positive and finite")
-    if workers < 0:
-        raise InputError(f"reward.workers: {workers}; must be positive, or 0 for one per core")
-    if not 0 < memory < math.inf:
-        raise InputError(f"reward.memory: {memory} GiB; must be positive and finite")

@@ -154,18 +154,15 @@ def test_a_failed_answer_scores_0_in_every_reward():
 
 
 @pytest.mark.slow
-def test_slow_answers_get_the_full_limit():
-    """Each takes more than half of the limit, a chunk of them many times it."""
-    with Scorer((OBEY,), timeout=1.5, workers=2) as scorer:
-        scores = score(scorer, ["sleep 0.9"] * 8)
-    assert scores.failures == {} and scores.total.sum() == 8
-
-
-@pytest.mark.slow
-def test_an_answer_may_be_slower_than_a_chunk(monkeypatch):
-    monkeypatch.setattr(pool, "CHUNK_SECONDS", 0.2)
-    with Scorer((OBEY,), timeout=3.0, workers=2) as scorer:
-        scores = score(scorer, ["fine", "sleep 1", "fine", "fine"] * 2)
+@pytest.mark.parametrize(
+    ("timeout", "chunk_seconds", "responses"),
+    [(1.5, 2.0, ["sleep 0.9"] * 8), (3.0, 0.2, ["fine", "sleep 1", "fine", "fine"] * 2)],
+    ids=["slower than half the limit", "slower than a chunk"],
+)
+def test_slow_answers_get_the_full_limit(monkeypatch, timeout, chunk_seconds, responses):
+    monkeypatch.setattr(pool, "CHUNK_SECONDS", chunk_seconds)
+    with Scorer((OBEY,), timeout=timeout, workers=2) as scorer:
+        scores = score(scorer, responses)
     assert scores.failures == {} and scores.total.sum() == 8
 
 
@@ -466,37 +463,21 @@ def test_main_module_is_hidden_from_workers_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("names", "message"),
     [
-        ({"names": ()}, r"reward\.name: name at least one"),
-        ({"names": ("exakt",)}, r"reward\.name: no reward 'exakt'; there are exact, .*math.*package\.module:function"),
-        ({"names": ("a b:c",)}, r"reward\.name: no reward 'a b:c'"),
-        ({"names": ("a:",)}, r"reward\.name: no reward 'a:'"),
-        ({"names": ("exact", "exact")}, r"reward\.name: .*twice"),
-        ({"weights": (1.0, 2.0)}, r"reward\.weights: 2 weights for 1"),
-        ({"weights": (float("nan"),)}, r"reward\.weights: .*within"),
-        ({"weights": (1e7,)}, r"reward\.weights: .*within"),
-        ({"timeout": 0}, r"reward\.timeout: 0 s"),
-        ({"timeout": float("nan")}, r"reward\.timeout: nan"),
-        ({"timeout": float("inf")}, r"reward\.timeout: inf"),
-        ({"workers": -1}, r"reward\.workers: -1"),
-        ({"memory": 0}, r"reward\.memory: 0 GiB"),
-        ({"memory": float("inf")}, r"reward\.memory: inf"),
-        (
-            {"names": ("no.such:f",)},
-            r"reward\.name: cannot load 'no\.such:f': ModuleNotFoundError: No module named 'no'",
-        ),
-        ({"names": ("exact", "tests.rewards.hostile:none")}, r"reward\.name: cannot load '.*:none': AttributeError: "),
-        ({"names": ("tests.rewards.hostile:MIB",)}, r"reward\.name: .*TypeError: MIB is no function"),
-        (
-            {"names": ("tests.rewards.hostile:one_argument",)},
-            r"one_argument\(.*\).* does not take \(",
-        ),
+        ((), r"reward\.name: name at least one"),
+        (("exakt",), r"reward\.name: no reward 'exakt'; there are exact, .*math.*package\.module:function"),
+        (("a b:c",), r"reward\.name: no reward 'a b:c'"),
+        (("a:",), r"reward\.name: no reward 'a:'"),
+        (("no.such:f",), r"reward\.name: cannot load 'no\.such:f': ModuleNotFoundError: No module named 'no'"),
+        (("exact", "tests.rewards.hostile:none"), r"reward\.name: cannot load '.*:none': AttributeError: "),
+        (("tests.rewards.hostile:MIB",), r"reward\.name: .*TypeError: MIB is no function"),
+        (("tests.rewards.hostile:one_argument",), r"one_argument\(.*\).* does not take \("),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message):
+def test_a_mistake_is_one_line(names, message):
     with pytest.raises(InputError, match=message) as mistake:
-        Scorer(**({"names": ("exact",), "workers": 1} | arguments))
+        Scorer(names, workers=1)
     assert "\n" not in str(mistake.value)
 
 
