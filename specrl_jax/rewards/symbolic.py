@@ -51,7 +51,8 @@ def symbolic(response: str, answer: str) -> float:
     places, small numbers to five digits. Known units are ignored ("50 cm" is 50), "18%" equals both 18 and 0.18, and
     other words after a number make it a different answer.
     """
-    text, gold = extract_text(response), strip_answer(_gold_text(answer))
+    box = last_box(answer)
+    text, gold = extract_text(response), strip_answer(box[0] if box else answer.rpartition("####")[2])
     if text is None:
         return float(equal_answers(parse_answer(gold), _parse_tail(response)))
     text = strip_answer(text)
@@ -117,12 +118,6 @@ def _to_closing_brace(text: str, start: int) -> tuple[str, int]:
 
 def _balanced(text: str) -> bool:
     return _to_closing_brace(text + "}", 0)[1] == len(text) + 1
-
-
-def _gold_text(answer: str) -> str:
-    if (box := last_box(answer)) is not None:
-        return box[0]
-    return answer.rpartition("####")[2]
 
 
 def strip_answer(text: str) -> str:

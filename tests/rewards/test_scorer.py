@@ -93,7 +93,7 @@ def test_order_is_kept(count, scorer):
     assert scores.total.shape == scores.parts["math"].shape == (count,)
 
 
-def test_any_text_reaches_the_workers(obey):
+def test_any_text_reaches_the_workers():
     responses = ["\x00", "\ud800", "\udfff" * 1000, "a" * 2**20, "", "🎉", "\x00" * 2**20]
     with Scorer(("tests.rewards.hostile:length",), workers=1) as scorer:
         np.testing.assert_array_equal(score(scorer, responses).total, [len(response) for response in responses])
