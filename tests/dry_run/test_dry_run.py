@@ -170,7 +170,6 @@ def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["--config.dry_run.target=gb20", "--config.dry_run.devices=8"], ["dry_run.target", "gb20", "gb200"]),
         ([], ["dry_run.devices=0", "-1"]),
         (["--config.dry_run.devices=64", "--config.dry_run.target=cpu"], ["dry_run.devices=64", "8 fake CPU devices"]),
         (["--config.dry_run.devices=8", "--config.dry_run.target=cpu", "--config.mesh.fsdp=3"], ["mesh.fsdp=3", "8"]),

@@ -14,7 +14,7 @@ from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, warnings_in
 from specrl_jax.dry_run.phases import Phase
-from specrl_jax.dry_run.targets import GIB, TARGETS, chips, find_target
+from specrl_jax.dry_run.targets import TARGETS, chips, find_target
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 
@@ -55,13 +55,10 @@ def test_too_many_slots():
     assert not found.fits and found.suggestion == "rollout.num_slots=848 instead of 1024"
 
 
-def test_no_slots_at_all():
-    assert "mesh.tensor" in fit(memory(96, cache=97)).suggestion
-
-
 @pytest.mark.parametrize(
     ("phase", "words"),
     [
+        (memory(96, cache=97), "mesh.tensor"),
         (memory(90, 20), "mesh.fsdp"),
         (memory(20, 90), "mesh.fsdp"),
         (memory(20, batch=90), "grpo.minibatches above 4"),
@@ -92,11 +89,6 @@ def test_what_the_compiler_refuses_does_not_fit():
 
 
 # ---- targets
-
-
-@pytest.mark.parametrize(("name", "gib"), [("h100", 79.1), ("h200", 141.0), ("gb200", 184.3), ("v5p", 95), ("v6e", 32)])
-def test_memory_of_a_device(name, gib):
-    assert find_target(name).memory / GIB == pytest.approx(gib, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["v5p", "v6e"])

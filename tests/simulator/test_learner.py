@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import DecoderCost, Precision, head_config, head_parameters, parameters
+from specrl_jax.simulator.cost import DecoderCost, head_config, head_parameters, parameters
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
@@ -76,13 +76,18 @@ def test_a_microbatch_has_a_row_for_every_device():
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 
 
+def estimated(slots, head=None):
+    """(workload, decoder, bytes) of Qwen3-8B on 8 devices, widths in 2: four replicas."""
+    policy, split = preset("qwen3_8b"), Parallelism(2)
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch=4)
+    decoder = DecoderCost(policy, head, HARDWARE["h100"], split)
+    learner = LearnerCost(policy, head, HARDWARE["h100"], split)
+    return w, decoder, estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+
+
 def test_memory_by_hand():
-    """Qwen3-8B on 8 devices, widths in 2: 8.2 B parameters, 147,456 bytes of cache a token, four replicas."""
-    policy = preset("qwen3_8b")
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 32, microbatch=4)
-    decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
-    learner = LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2))
-    m = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+    """8.2 B parameters, 147,456 bytes of cache a token."""
+    policy, (_, _, m) = preset("qwen3_8b"), estimated(32)
     assert m.state == pytest.approx(16 * parameters(policy) / 8)
     assert m.weights == pytest.approx(2 * parameters(policy) / 2)
     assert m.cache == pytest.approx(32 / 4 * 4000 * 147_456 / 2)
@@ -93,11 +98,7 @@ def test_memory_by_hand():
 
 def test_zero_slots_means_as_many_as_fit():
     """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a sequence; less 16.4 of state shared."""
-    policy = preset("qwen3_8b")
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), 0, microbatch=4)
-    decoder = DecoderCost(policy, None, HARDWARE["h100"], Parallelism(2), Precision())
-    learner = LearnerCost(policy, None, HARDWARE["h100"], Parallelism(2))
-    m = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+    w, decoder, m = estimated(0)
     text = 4000 * 147_456 / 2
     assert sequence_bytes(w, decoder) == text
     separate, shared = (max_slots(m, w, decoder, 80e9, np.array(x)) for x in (True, False))
@@ -107,21 +108,11 @@ def test_zero_slots_means_as_many_as_fit():
 
 
 def test_a_head_adds_its_weights_and_cache():
-    policy = preset("qwen3_8b")
-    head, w = head_config(policy, 32_000), Workload(8, 8, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8)
-    sizes = [
-        estimate_bytes(
-            w,
-            DecoderCost(policy, h, HARDWARE["h100"]),
-            LearnerCost(policy, h, HARDWARE["h100"]),
-            np.array(1.0),
-            np.array(1.0),
-        )
-        for h in (None, head)
-    ]
-    assert sizes[1].weights - sizes[0].weights == 2 * head_parameters(head)
-    # recurrent.DraftCache: 6,144 numbers a token.
-    assert sizes[1].cache - sizes[0].cache == 8 * 20 * 6_144 * 2
+    head = head_config(preset("qwen3_8b"), 32_000)
+    (_, _, without), (_, _, with_head) = estimated(32), estimated(32, head)
+    assert with_head.weights - without.weights == 2 * head_parameters(head) / 2
+    # recurrent.DraftCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
+    assert with_head.cache - without.cache == 32 / 4 * 4000 * (4_096 + 2_048 / 2) * 2
 
 
 # ---- machines
