@@ -111,12 +111,6 @@ def test_moments_move_along_under_every_optimizer():
         assert not x[0].any() and x[1:].all(), name
 
 
-def test_a_vocabulary_that_covers_the_text_stays():
-    state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    kept, row = DraftVocabulary(MODEL, 0.5).observe(rollouts_of(([3], [1, 4, 6, 5])), state)
-    assert kept is state and row == {"draft/coverage": 0.75}
-
-
 def test_below_the_level_the_ids_are_chosen_again():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
     watch = DraftVocabulary(MODEL, 0.8)

@@ -146,8 +146,7 @@ def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
 def test_features_of_another_policy_are_refused(made, tmp_path):
     setup, workdir, _, _, start = made
     used = with_config(setup, pretrain={"features": str(workdir / "features")})
-    state = start
-    changed = state.replace(policy=state.policy.replace(params=jax.tree.map(lambda x: 1.01 * x, state.policy.params)))
+    changed = start.replace(policy=start.policy.replace(params=jax.tree.map(lambda x: 1.01 * x, start.policy.params)))
     with pytest.raises(InputError, match=r"pretrain\.features: .* was made from another policy"):
         pretrained(used, changed, tmp_path)
 
@@ -164,15 +163,14 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     )
     seen, lengths = [], iter([1.5, 2.0, 1.9, 1.9])
 
-    def measure(learner, rollout, problems, state):
-        seen.append(jax.device_get(state.draft.params))
+    def measure(learner, rollout, problems, start):
+        seen.append(jax.device_get(start.draft.params))
         return {"spec/acceptance_length": next(lengths)}
 
     monkeypatch.setattr(draft_pretrain, "held_out_acceptance", measure)
-    state = start
     with Display(12, 0) as display:
-        store, _ = stored(used, workdir / "features", state)
-        data, placed = batches(used.learner, 0, store), jax.tree.map(jnp.array, state)
+        store, _ = stored(used, workdir / "features", start)
+        data, placed = batches(used.learner, 0, store), jax.tree.map(jnp.array, start)
         log, best, _ = draft_pretrain.train_draft(*used[:3], placed, data, display, NEVER)
     assert [row["step"] for row in log if "spec/acceptance_length" in row] == [0, 2, 4, 6]
     assert len(seen) == 4
@@ -196,11 +194,10 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     with pytest.raises(Stopped, match="16 rollouts are kept; the same command goes on from there"):
         pretrained(used, start, tmp_path, stop)
     assert not (tmp_path / "head").exists()
-    state = start
-    store, _ = stored(setup, tmp_path / "features", state)
+    store, _ = stored(setup, tmp_path / "features", start)
     assert len(store) == 16
-    store = filled(setup, tmp_path / "features", state)
-    whole, _ = stored(setup, made[1] / "features", state)
+    store = filled(setup, tmp_path / "features", start)
+    whole, _ = stored(setup, made[1] / "features", start)
     assert len(store) == len(whole) == 48
     for i in range(48):
         jax.tree.map(np.testing.assert_array_equal, store[i], whole[i])
@@ -209,11 +206,10 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
 def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     """21 rollouts end inside the second wave of 16; 48 later are those of one go."""
     setup, workdir, _, _, start = made
-    state = start
     for wanted in (21, 48):
-        store = filled(with_config(setup, pretrain={"rollouts": wanted}), tmp_path / "features", state)
+        store = filled(with_config(setup, pretrain={"rollouts": wanted}), tmp_path / "features", start)
         assert len(store) == wanted
-    whole, _ = stored(setup, workdir / "features", state)
+    whole, _ = stored(setup, workdir / "features", start)
     for i in range(48):
         np.testing.assert_array_equal(store[i].tokens, whole[i].tokens)
 
@@ -263,11 +259,10 @@ def test_a_bad_output_or_batch_is_refused_before_any_rollout(began, output, batc
 
 def test_the_features_are_those_of_the_policys_own_pass(made):
     setup, workdir, _, _, start = made
-    state = start
-    store, _ = stored(setup, workdir / "features", state)
+    store, _ = stored(setup, workdir / "features", start)
     found = [store[i] for i in range(20, 36)]
     rows = rows_of(*(np.stack([getattr(row, x) for row in found]) for x in ("tokens", "prompt_length", "length")), 0)
-    features = setup.learner.feature_step(state.policy.params, rows)
+    features = setup.learner.feature_step(start.policy.params, rows)
     for i, row in enumerate(found):
         n = row.length
         for name in ("aux", "hidden", "normaliser"):

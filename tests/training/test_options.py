@@ -10,6 +10,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.errors import RunFailed, Stopped
+from specrl_jax.io import hf
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.models import qwen3
 from specrl_jax.tasks.export import export
@@ -32,6 +33,10 @@ EVERYTHING = {
     "grpo__aggregation": "sequence",
     "grpo__correction": "sequence_mask",
     "grpo__minibatches": 2,
+    "grpo__microbatch": 1,
+    "rollout__temperature": 0.7,
+    "rollout__top_k": 40,
+    "rollout__top_p": 0.9,
     "grpo__epochs": 2,
     "grpo__sampling_rounds": 2,
     "grpo__overlong_buffer": 4,
@@ -65,7 +70,8 @@ def test_every_row_is_finite_and_says_what_was_on(whole):
         assert row["rollout/rounds"] in (1, 2) and row["rollout/count"] == 16 * row["rollout/rounds"]
         # Two updates of the draft a step: in the first epoch only.
         assert row["draft/version"] == 2 * row["step"]
-        # Adapters or not: rollouts run on the sum that the learner has.
+        # Adapters or not, rollouts run on the sum that the learner has, which scores at the same temperature, before
+        # top-k and top-p.
         assert row["rollout_vs_learner/logprob_abs_max"] < 1e-4
 
 
@@ -95,8 +101,6 @@ def test_a_run_stopped_and_resumed_ends_like_the_whole_one(everything, whole, tm
 def test_the_exported_policy_is_the_sum(everything, whole, tmp_path):
     setup = with_config(everything, export={"output": str(tmp_path), "dtype": "float32"})
     folder, _ = export(setup.learner, str(whole[0]))
-    from specrl_jax.io import hf
-
     written = hf.load_params(folder, setup.learner.plan.model, setup.learner.plan.learner_partition, jnp.float32)
     state, _ = saved(everything, whole[0], STEPS)
     weights, _ = prepare(
@@ -158,16 +162,15 @@ def test_too_many_in_a_row_end_the_run_and_name_the_checkpoint(everything, tmp_p
 
 @pytest.mark.slow
 def test_a_disk_that_refuses_ends_the_run_in_one_line(everything, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device", "metrics.jsonl")
-
     setup = with_config(everything, checkpoint=dataclasses.replace(everything.config.checkpoint, every=1))
     calls = []
     real = loop.MetricsWriter.write
 
     def write(self, row, *rest):
         calls.append(row)
-        return full() if len(calls) == 3 else real(self, row, *rest)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device", "metrics.jsonl")
+        return real(self, row, *rest)
 
     monkeypatch.setattr(loop.MetricsWriter, "write", write)
     with pytest.raises(RunFailed, match=r"metrics.jsonl: No space left on device; the last good checkpoint is step 1"):

@@ -114,15 +114,6 @@ def test_a_copier_has_no_alarm():
 # --- the alarm
 
 
-def test_a_healthy_draft_goes_on():
-    speculation = Speculation(*setup_of())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(5):
-            assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
-            assert k_of(speculation) == 3
-
-
 def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
     speculation = tripped(Speculation(*setup_of()))
     chosen = []
@@ -236,12 +227,6 @@ def test_the_turn_of_a_probe_is_kept():
         assert k_of(loaded) == k_of(speculation)
         for one in (speculation, loaded):
             one.observe(rollouts_of(GONE, GONE), DIAGNOSTICS)
-
-
-def test_a_fresh_workdir_starts_anew():
-    speculation = Speculation(*setup_of(adaptive=True, groups=1))
-    assert speculation.controller.unmeasured(16) == list(LENGTHS)
-    assert speculation.history.get([1, 2]) == []
 
 
 def test_under_an_alarm_it_answers_all_that_an_engine_asks():
