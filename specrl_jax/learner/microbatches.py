@@ -6,9 +6,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import Tree
 from specrl_jax.errors import InputError
 
-Tree = TypeVar("Tree")
 Params = TypeVar("Params")
 Sums = TypeVar("Sums")
 PerRow = TypeVar("PerRow")

@@ -36,13 +36,7 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
     made_from = {
         "policy": int(jax.jit(checksum)(weights.policy)),
         "prompts": config.pretrain.answers or config.data.path or config.data.task,
-        "prompt format": [
-            config.data.schema,
-            config.data.template,
-            config.data.chat,
-            config.data.system,
-            config.data.thinking,
-        ],
+        "prompt format": [getattr(config.data, x) for x in ("schema", "template", "chat", "system", "thinking")],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
         "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
         "aux_layers": list(learner.forward.aux_layers),

@@ -47,7 +47,9 @@ def export(learner: Learner, workdir: str) -> list[str]:
     folders, policy = [os.path.join(output, "policy")], branch(branch(found, "policy"), "params")
     if learner.forward.lora:
         policy = merged(learner.forward.merge(policy, initial_params(learner)))
-    hf.save_params(folders[0], policy, model, dtype, _tokenizer_folder(config))
+    tokenizer = config.data.tokenizer or config.policy.path
+    # The built-in character tokenizer has no folder.
+    hf.save_params(folders[0], policy, model, dtype, "" if tokenizer == "char" else tokenizer)
     if learner.plan.draft:
         folders.append(os.path.join(output, "draft"))
         head, path = branch(branch(found, "draft"), "params"), config.policy.path
@@ -60,9 +62,3 @@ def export(learner: Learner, workdir: str) -> list[str]:
 def output_folder(config: Config, workdir: str) -> str:
     """Return export.output, or export/ in the workdir."""
     return config.export.output or os.path.join(workdir, "export")
-
-
-def _tokenizer_folder(config: Config) -> str:
-    """Return the tokenizer's folder; '' for the built-in character tokenizer."""
-    name = config.data.tokenizer or config.policy.path
-    return "" if name == "char" else name

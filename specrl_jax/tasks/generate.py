@@ -1,12 +1,4 @@
-"""Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out.
-
-from specrl_jax.config import DraftConfig
-from specrl_jax.tasks.generate import load_generator
-
-generator = load_generator("checkpoints/Qwen3-8B", DraftConfig(kind="eagle3", path="checkpoints/HEAD"))
-out = generator.generate(["The capital of France is"], samples=4)
-out.texts[0], out.logprobs[0], out.speculation["spec/acceptance_length"]
-"""
+"""Generation without training: a policy and a draft from folders, prompts in, texts and log-probs out."""
 
 import dataclasses
 import json

@@ -51,18 +51,15 @@ def sample_rounds(
     while True:
         first_id = (step * grpo.sampling_rounds + len(rounds)) * per_round
         rollouts, scores = generate(problems, first_id)
-        rounds.append(ScoredRollouts(rollouts, problems, scores, _rewards(rollouts, scores, grpo, longest)))
+        rewards = scores.total
+        if grpo.overlong_buffer:
+            penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
+            rewards = rewards + grpo.overlong_penalty * penalty
+        rounds.append(ScoredRollouts(rollouts, problems, scores, rewards))
         found = sum(has_variance(one.rewards, grpo.group_size).sum() for one in rounds)
         if found >= grpo.prompts_per_step or len(rounds) == grpo.sampling_rounds:
             return rounds
         problems = draw()
-
-
-def _rewards(rollouts: Rollouts, scores: Scores, grpo: GRPOConfig, longest: int) -> np.ndarray:
-    if not grpo.overlong_buffer:
-        return scores.total
-    penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
-    return scores.total + grpo.overlong_penalty * penalty
 
 
 def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:

@@ -72,7 +72,8 @@ def training_steps(
             ending.callback(pipeline.close)
             while step < config.steps:
                 clock = PhaseClock(display)
-                with _profiled(workdir, step + 1 in config.logging.profile_steps):
+                profiled = step + 1 in config.logging.profile_steps  # for Perfetto or TensorBoard
+                with jax.profiler.trace(os.path.join(workdir, "profile")) if profiled else contextlib.nullcontext():
                     state, result = train_step(learner, rollout, state, pipeline, speculation, step + 1, clock, stop)
                 step, generated = step + 1, result.generated
                 row = step_metrics(result, learner, performance)
@@ -150,11 +151,6 @@ def _open_metrics(config: Config, workdir: str, last_step: int) -> MetricsWriter
     project = config.logging.wandb_project
     wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
     return MetricsWriter(workdir, last_step, wandb)
-
-
-def _profiled(workdir: str, wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a jax.profiler trace of the block, for Perfetto or TensorBoard; nothing where not wanted."""
-    return jax.profiler.trace(os.path.join(workdir, "profile")) if wanted else contextlib.nullcontext()
 
 
 def _note(row: Mapping[str, float], draft_length: int) -> str:
