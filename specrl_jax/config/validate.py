@@ -68,7 +68,7 @@ def _learner_rows(config: Config) -> None:
     rows = rollouts // g.minibatches
     if g.microbatch and rows % g.microbatch:
         raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
-    if not KINDS[draft.kind].weights:
+    if not KINDS[draft.kind].has_weights:
         return
     if rows % draft.minibatches:
         raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
@@ -162,8 +162,8 @@ def _draft_pretrain(config: Config) -> None:
     rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
     if microbatch and rows % microbatch:
         raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
-    if not KINDS[config.draft.kind].weights:
-        kinds = " or ".join(name for name, kind in KINDS.items() if kind.weights)
+    if not KINDS[config.draft.kind].has_weights:
+        kinds = " or ".join(name for name, kind in KINDS.items() if kind.has_weights)
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     if config.draft.length < 1:
         raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")

@@ -24,16 +24,16 @@ class Kind:
     """One kind of draft: a value of `draft.kind`."""
 
     make: str  # module:function of (DraftOptions, Qwen3Config) -> DraftMethod, which may read headers of draft.path
-    weights: bool = False  # False: draft.path must be ''
+    has_weights: bool = False  # False: draft.path must be ''
     formats: tuple[str, ...] = ()  # values of draft.dialect, the default first
     own_sizes: bool = False  # sizes do not follow from the target: draft.path or draft.preset gives them
 
 
 KINDS = {
     "none": Kind("specrl_jax.drafts.lookup.draft:make_none"),
-    "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", weights=True, formats=("sglang", "vllm", "speculators")),
-    "mtp": Kind("specrl_jax.drafts.mtp.draft:make", weights=True, formats=("deepseek", "mimo")),
-    "model": Kind("specrl_jax.drafts.small_model.draft:make", weights=True, own_sizes=True),
+    "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")),
+    "mtp": Kind("specrl_jax.drafts.mtp.draft:make", has_weights=True, formats=("deepseek", "mimo")),
+    "model": Kind("specrl_jax.drafts.small_model.draft:make", has_weights=True, own_sizes=True),
     "ngram": Kind("specrl_jax.drafts.lookup.draft:make_ngram"),
     "suffix": Kind("specrl_jax.drafts.lookup.draft:make_suffix"),
 }
@@ -53,16 +53,16 @@ def check_options(options: "DraftOptions") -> None:
     if options.dialect and options.dialect not in kind.formats:
         allowed = f"there are {', '.join(kind.formats)}" if kind.formats else "leave ''"
         raise InputError(f"draft.dialect: no dialect '{options.dialect}' of draft.kind={name}; {allowed}")
-    if not kind.weights and options.path:
+    if not kind.has_weights and options.path:
         raise InputError(f"draft.path={options.path}: draft.kind={name} has no weights to load; leave ''")
     if kind.own_sizes and not (options.path or options.preset):
         raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller Qwen3, or draft.preset is needed")
-    if not kind.weights and options.cascade:
+    if not kind.has_weights and options.cascade:
         raise InputError(f"draft.cascade={options.cascade} overrides a draft with weights; draft.kind={name} has none")
     if options.match_max > MAX_MATCH:
         raise InputError(f"draft.match_max={options.match_max}: at most {MAX_MATCH} tokens are compared")
-    key, length = ("cascade", options.cascade) if kind.weights else ("match_min", options.match_min)
-    if not 1 <= length <= options.match_max and not (kind.weights and length == 0):
+    key, length = ("cascade", options.cascade) if kind.has_weights else ("match_min", options.match_min)
+    if not 1 <= length <= options.match_max and not (kind.has_weights and length == 0):
         raise InputError(f"draft.{key}={length}: 1 to draft.match_max={options.match_max} tokens")
 
 

@@ -58,6 +58,8 @@ class Tiling:
 
 
 class Tile(NamedTuple):
+    """M rows of each of the table's W parts."""
+
     start: jax.Array  # [] int32, first row of the tile in each part
     ids: jax.Array  # [W, M] int32, vocabulary ids
     fresh: jax.Array  # [M] bool, false for rows that the tile before had too
@@ -89,31 +91,41 @@ def token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling
 
 
 def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling) -> TokenScores:
+    """Fold, over the logits z seen so far, each [B, T, W]:
+
+        maximum       m = max z
+        sum_exp       Z = sum of exp(z - m)
+        weighted_sum  sum of exp(z - m) (z - m)
+        target_logit  z of the target, 0 before its tile
+
+    A new maximum m' multiplies Z by exp(m - m'). Entropy = log Z - weighted_sum / Z, and logsumexp = m + log Z.
+    """
     parts = tiling.parts(table)
 
     def body(carry: tuple[jax.Array, ...], tile: Tile, rows: jax.Array) -> tuple[jax.Array, ...]:
-        most, total, weighted, chosen = carry
+        maximum, sum_exp, weighted_sum, target_logit = carry
         logits = tiling.logits(hidden, rows)
-        peak = jnp.maximum(most, tile.only(logits, -jnp.inf).max(axis=-1))
+        peak = jnp.maximum(maximum, tile.only(logits, -jnp.inf).max(axis=-1))
         above = logits - peak[..., None]
         weights = tile.only(jnp.exp(above))
-        shrink = jnp.exp(most - peak)
-        weighted = shrink * (weighted + (most - peak) * total) + (weights * above).sum(axis=-1)
-        hit = _is_target(tile, targets)
-        return peak, shrink * total + weights.sum(axis=-1), weighted, chosen + jnp.where(hit, logits, 0.0).sum(axis=-1)
+        rescale = jnp.exp(maximum - peak)
+        weighted_sum = rescale * (weighted_sum + (maximum - peak) * sum_exp) + (weights * above).sum(axis=-1)
+        is_target = _is_target(tile, targets)
+        sum_exp = rescale * sum_exp + weights.sum(axis=-1)
+        return peak, sum_exp, weighted_sum, target_logit + jnp.where(is_target, logits, 0.0).sum(axis=-1)
 
     dtype = jnp.promote_types(narrower(hidden.dtype, table.dtype), jnp.float32)
     zeros = jnp.zeros((*targets.shape, parts.shape[0]), dtype)
     # Lowest, not -inf: a difference of two infinities is not a number.
     start: tuple[jax.Array, ...] = (jnp.full_like(zeros, jnp.finfo(dtype).min / 2), zeros, zeros, zeros)
-    most, total, weighted, chosen = tiling.fold(body, start, parts)
-    peak = most.max(axis=-1, keepdims=True)
-    shrink = jnp.exp(most - peak)
+    maximum, sum_exp, weighted_sum, target_logit = tiling.fold(body, start, parts)
+    peak = maximum.max(axis=-1, keepdims=True)
+    rescale = jnp.exp(maximum - peak)
     # Entropy relative to the largest logit: logits far from zero would multiply the rounding of the sum of p.
-    weighted = (shrink * (weighted + (most - peak) * total)).sum(axis=-1)
-    total = (shrink * total).sum(axis=-1)
-    normaliser = peak[..., 0] + jnp.log(total)
-    return TokenScores(chosen.sum(axis=-1) - normaliser, jnp.log(total) - weighted / total, normaliser)
+    weighted_sum = (rescale * (weighted_sum + (maximum - peak) * sum_exp)).sum(axis=-1)
+    sum_exp = (rescale * sum_exp).sum(axis=-1)
+    normaliser = peak[..., 0] + jnp.log(sum_exp)
+    return TokenScores(target_logit.sum(axis=-1) - normaliser, jnp.log(sum_exp) - weighted_sum / sum_exp, normaliser)
 
 
 def _is_target(tile: Tile, targets: jax.Array) -> jax.Array:
@@ -131,14 +143,18 @@ def _token_scores_forward(
 def _token_scores_backward(
     tiling: Tiling, saved: tuple[jax.Array, ...], gradient: TokenScores
 ) -> tuple[jax.Array, jax.Array, None]:
+    """Use, with p = softmax(z) and entropy H, by the logit z_v:
+
+    d logprob = 1[v is the target] - p_v,  d entropy = -p_v (log p_v + H),  d normaliser = p_v.
+    """
     hidden, table, targets, entropy, normaliser = saved
-    d_chosen, d_entropy, d_normaliser = (g[..., None, None] for g in gradient)
+    d_logprob, d_entropy, d_normaliser = (g[..., None, None] for g in gradient)
     entropy, normaliser = entropy[..., None, None], normaliser[..., None, None]
 
     def logit_gradient(tile: Tile, rows: jax.Array) -> jax.Array:
         logprobs = tiling.logits(hidden, rows) - normaliser
-        share = d_normaliser - d_chosen - d_entropy * (logprobs + entropy)
-        return jnp.exp(logprobs) * share + jnp.where(_is_target(tile, targets), d_chosen, 0.0)
+        share = d_normaliser - d_logprob - d_entropy * (logprobs + entropy)
+        return jnp.exp(logprobs) * share + jnp.where(_is_target(tile, targets), d_logprob, 0.0)
 
     d_hidden, d_table = _input_gradients(logit_gradient, hidden[None], tiling, tiling.parts(table))
     return d_hidden[0].astype(hidden.dtype), d_table.reshape(table.shape).astype(table.dtype), None
@@ -249,17 +265,17 @@ def _normalisers(
     def body(
         carry: tuple[jax.Array, jax.Array], tile: Tile, rows: jax.Array, target_rows: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        most, total = carry
+        maximum, sum_exp = carry
         tables = [rows] * (len(hidden) - 1) + [target_rows]
         logits = [tile.only(tiling.logits(x, table), -jnp.inf) for x, table in zip(hidden, tables)]
-        peak = jnp.maximum(most, jnp.stack([x.max(axis=-1) for x in logits]))
+        peak = jnp.maximum(maximum, jnp.stack([x.max(axis=-1) for x in logits]))
         sums = jnp.stack([jnp.exp(x - top[..., None]).sum(axis=-1) for x, top in zip(logits, peak)])
-        return peak, total * jnp.exp(most - peak) + sums
+        return peak, sum_exp * jnp.exp(maximum - peak) + sums
 
     dtype = jnp.promote_types(hidden[0].dtype, jnp.float32)
     zeros = jnp.zeros((len(hidden), *hidden[0].shape[:2], parts[0].shape[0]), dtype)
-    most, total = tiling.fold(body, (jnp.full_like(zeros, jnp.finfo(dtype).min / 2), zeros), *parts)
-    found = jax.nn.logsumexp(most, b=total, axis=-1)
+    maximum, sum_exp = tiling.fold(body, (jnp.full_like(zeros, jnp.finfo(dtype).min / 2), zeros), *parts)
+    found = jax.nn.logsumexp(maximum, b=sum_exp, axis=-1)
     return found[:-1], found[-1]
 
 

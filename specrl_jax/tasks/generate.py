@@ -145,7 +145,7 @@ def load_generator(
         data=DataConfig(tokenizer=tokenizer),
     )
     validate(config)
-    if KINDS[draft.kind].weights and not draft.path:
+    if KINDS[draft.kind].has_weights and not draft.path:
         raise InputError(f"draft.path: no folder ''; draft.kind={draft.kind} is loaded from one")
     return make_generator(*build(config, mesh or make_mesh({"data": 1, "fsdp": -1, "expert": 1, "tensor": 1})))
 
