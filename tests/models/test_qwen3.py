@@ -16,6 +16,8 @@ from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
+# Twelve tokens, and the last four are beyond what it was pretrained on.
+STRETCHED = dataclasses.replace(SMALL, yarn=Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1))
 B, T = 5, 12  # rows and tokens of most tests
 LOW_CACHE = 20  # entries, more than T
 
@@ -124,7 +126,9 @@ def test_misspelt_preset_lists_those_there_are():
 # The formula
 
 
-@both_tables
+@pytest.mark.parametrize(
+    "config", [SMALL, TIED, STRETCHED], ids=["untied", "tied", "stretched positions"], indirect=True
+)
 def test_forward_matches_the_float64_formula(params, config, tokens, partition):
     logits = learner_logits(params, config, tokens, partition)
     assert logits.dtype == jnp.float32
@@ -297,7 +301,17 @@ def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, conf
 # Cached decode = full forward
 
 
-@pytest.mark.parametrize("blocks", [(5, 1, 4, 1, 1), pytest.param((1,) * 12, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [
+        (SMALL, (5, 1, 4, 1, 1)),
+        pytest.param(SMALL, (1,) * 12, marks=pytest.mark.slow),
+        (TIED, (12,)),
+        pytest.param(STRETCHED, (5, 1, 4, 1, 1), marks=pytest.mark.slow),
+    ],
+    ids=["untied", "one by one", "tied", "stretched positions"],
+    indirect=["config"],
+)
 def test_cached_decode_is_the_full_forward(blocks, params, rollout, config, tokens, partition):
     logits, _ = decode(rollout, config, tokens, blocks, partition)
     np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
@@ -308,12 +322,6 @@ def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens
     _, parts = decode(rollout, config, tokens, (4, 4, 4), partition)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, **ROUNDING)
-
-
-@both_tables
-def test_cached_decode_uses_the_right_table(params, rollout, config, tokens, partition):
-    logits, _ = decode(rollout, config, tokens, (12,), partition)
-    np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
 
 
 def test_prefill_without_lm_head_fills_the_same_cache(rollout, config, tokens, partition):
@@ -479,26 +487,6 @@ def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, to
 
 
 # Stretched positions
-
-
-# Twelve tokens of which the last four are beyond what it was pretrained on.
-STRETCHED = dataclasses.replace(SMALL, yarn=Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1))
-
-
-def test_stretched_positions_match_the_float64_formula(tokens, partition):
-    params = random_params(SMALL)
-    logits = learner_logits(params, STRETCHED, tokens, partition)
-    for row in range(B):
-        np.testing.assert_allclose(logits[row], numpy_forward(params, STRETCHED, tokens[row])[0], **ROUNDING)
-    assert np.abs(logits - learner_logits(params, SMALL, tokens, partition)).max() > 0.1
-
-
-@pytest.mark.slow
-def test_cached_decode_is_the_full_forward_at_stretched_positions(tokens, partition):
-    params = random_params(SMALL)
-    rollout = qwen3.inference_params(params, STRETCHED, jnp.float32)
-    logits, _ = decode(rollout, STRETCHED, tokens, (5, 1, 4, 1, 1), partition)
-    np.testing.assert_allclose(logits, learner_logits(params, STRETCHED, tokens, partition), **ROUNDING)
 
 
 def test_stretched_positions_allow_longer_sequences():
