@@ -67,7 +67,7 @@ def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.n
     A head over the whole vocabulary may leave it out. Raises InputError where d2t does not name different ids of the
     target, or t2d names others.
     """
-    source = _folder(folder)
+    source = TensorFolder(folder, "draft.path")
     names = source.names()
     if "d2t" not in names and head.draft_vocab == target.vocab:
         return np.arange(target.vocab, dtype=np.int32)
@@ -115,13 +115,9 @@ _LEGACY = {f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enume
 _EMBEDDING = "embed_tokens.weight"
 
 
-def _folder(path: str) -> TensorFolder:
-    return TensorFolder(path, "draft.path")
-
-
 def _find(folder: str) -> tuple[TensorFolder, str]:
     """Return the folder and its format, a key of FORMATS."""
-    source = _folder(folder)
+    source = TensorFolder(folder, "draft.path")
     return source, formats.find_format(source.config(), source.names())
 
 

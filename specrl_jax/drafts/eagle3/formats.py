@@ -67,7 +67,6 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
             "the first must be a multiple of the last, and their width even"
         )
     theta, yarn = read_rope(sizes)
-    variants = _variants(raw, name)
     return dataclasses.replace(
         head,
         heads=heads,
@@ -78,10 +77,7 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
         yarn=yarn,
         norm_epsilon=sizes.number("rms_norm_eps"),
         aux_layers=_aux_layers(raw, target) or head.aux_layers,
-        norm_before_residual=variants["norm_before_residual"],
-        norm_before_fc=variants["norm_before_fc"],
-        fc_norm=variants["fc_norm"],
-        norm_output=variants["norm_output"],
+        **_variants(raw, name),
     )
 
 
