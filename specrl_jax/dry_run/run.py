@@ -11,7 +11,7 @@ from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
-from specrl_jax.dry_run.targets import compiler_of, find_target
+from specrl_jax.dry_run.targets import TARGETS, compiler_of
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import Plan, make_plan
@@ -20,7 +20,7 @@ from specrl_jax.training.plan import Plan, make_plan
 def dry_run(config: Config, workdir: str) -> Report:
     """Compile, print the report and write it to the workdir.
 
-    Raises InputError for an impossible target, mesh or batch, and for a workdir that cannot be written.
+    Raises InputError for an impossible number of devices, mesh or batch, and for a workdir that cannot be written.
     """
     start = time.perf_counter()
     if config.pipeline.rollout_devices:
@@ -28,7 +28,7 @@ def dry_run(config: Config, workdir: str) -> Report:
             f"task=dry_run: pipeline.rollout_devices={config.pipeline.rollout_devices}: devices that only "
             "generate are not counted; ask for either side by itself, with 0"
         )
-    target = find_target(config.dry_run.target)
+    target = TARGETS[config.dry_run.target]
     compiler = compiler_of(target)
     mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))
     plan = make_plan(without_files(config), mesh)
@@ -68,11 +68,8 @@ def with_layers(plan: Plan, layers: int) -> Plan:
 
 
 def count_devices(config: Config) -> int:
-    """Return dry_run.devices, or the size of the mesh. Raises InputError for an unknown target."""
-    find_target(config.dry_run.target)
-    if config.dry_run.devices:
-        return config.dry_run.devices
-    return math.prod(dataclasses.asdict(config.mesh).values())
+    """Return dry_run.devices, or the size of the mesh."""
+    return config.dry_run.devices or math.prod(dataclasses.asdict(config.mesh).values())
 
 
 def without_files(config: Config) -> Config:

@@ -136,12 +136,6 @@ _TPUS = (
 TARGETS = {target.name: target for target in (_H100, _H200, _GB200, *_TPUS, Cpu(name="cpu"))}
 
 
-def find_target(name: str) -> HardwareTarget:
-    if name not in TARGETS:
-        raise InputError(f"dry_run.target: no target '{name}'; there are {', '.join(TARGETS)}")
-    return TARGETS[name]
-
-
 def compiler_of(target: HardwareTarget) -> HardwareTarget:
     """Return the target, or fake CPU devices if its compiler is not installed."""
     return target if installed(target) else TARGETS["cpu"]

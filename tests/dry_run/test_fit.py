@@ -14,7 +14,7 @@ from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, warnings_in
 from specrl_jax.dry_run.phases import Phase
-from specrl_jax.dry_run.targets import TARGETS, chips, find_target
+from specrl_jax.dry_run.targets import TARGETS, chips
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 
@@ -93,15 +93,15 @@ def test_what_the_compiler_refuses_does_not_fit():
 
 @pytest.mark.parametrize("name", ["v5p", "v6e"])
 def test_slices_differ_in_their_number_of_chips(name):
-    numbers = [chips(topology) for topology in find_target(name).slices]
+    numbers = [chips(topology) for topology in TARGETS[name].slices]
     assert numbers == sorted(set(numbers)) and (name == "v6e" or 512 in numbers)
 
 
 def test_sizes_that_a_target_does_not_come_in_are_refused():
     with pytest.raises(InputError, match=r"dry_run.devices=30: gb200 has 4 a node"):
-        find_target("gb200").devices(30)
+        TARGETS["gb200"].devices(30)
     with pytest.raises(InputError, match=r"dry_run.devices=512: slices of v6e have 1, 4, 8, .* 256 chips"):
-        find_target("v6e").devices(512)
+        TARGETS["v6e"].devices(512)
 
 
 # ---- warnings

@@ -9,7 +9,7 @@ from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run import run
 from specrl_jax.dry_run.measure import measure
 from specrl_jax.dry_run.phases import device_bytes, find_phases
-from specrl_jax.dry_run.targets import find_target, installed
+from specrl_jax.dry_run.targets import TARGETS, installed
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import make_learner, make_rollout
 from specrl_jax.training.initial import abstract_run_state
@@ -18,7 +18,7 @@ from specrl_jax.training.plan import make_plan
 
 @pytest.mark.parametrize("name", ["h100", "h200", "gb200", "v5p", "v6e"])
 def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
-    target = find_target(name)
+    target = TARGETS[name]
     if not installed(target):
         pytest.skip("requirements-aot.txt is not installed")
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -43,7 +43,7 @@ def test_preparing_rollout_weights_takes_a_third_of_the_largest_of_them(sizes, m
     What is gathered is the copy itself, but for the table's second form: each device gets of every weight what it has
     not, and turns the table itself.
     """
-    target = find_target("h100")
+    target = TARGETS["h100"]
     if not installed(target):
         pytest.skip("requirements-aot.txt is not installed")
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

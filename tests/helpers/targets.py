@@ -7,7 +7,7 @@ import jax
 from specrl_jax.dry_run import targets
 
 # The smallest of each: one GPU, a slice of four chips.
-TARGETS = {"cuda": (targets.find_target("h200"), 1), "tpu": (targets.find_target("v5p"), 4)}
+TARGETS = {"cuda": (targets.TARGETS["h200"], 1), "tpu": (targets.TARGETS["v5p"], 4)}
 
 
 def installed(platform):
