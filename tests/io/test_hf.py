@@ -23,6 +23,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors
 from tests.helpers.policies import MOE, SMALL, compiled, random_params, row_positions
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,12 +52,6 @@ def save(folder, config=SMALL, dtype="float32", seed=0):
     params = random_params(config, seed)
     hf.save_params(str(folder), params, config, dtype)
     return params
-
-
-def assert_same_trees(ours, theirs):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
 
 
 # Names and layouts, written out by hand
@@ -356,20 +351,6 @@ def refusal(call):
     return str(error.value)
 
 
-def edit_config(folder, **changes):
-    """Rewrites config.json; a value of None takes the key away."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
-
-
-def edit_tensors(folder, edit):
-    path = folder / tensor_folder.SINGLE
-    tensors = safetensors.numpy.load_file(path)
-    edit(tensors)
-    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
-
-
 @pytest.fixture
 def folder(tmp_path):
     save(tmp_path)
@@ -408,10 +389,10 @@ def test_config_that_is_no_json_object(text, named, folder):
     [
         *(({"model_type": kind}, f"holds a '{kind}' model, expected qwen3") for kind in ("llama", "qwen2", None)),
         *(
-            ({key: None}, f"config.json lacks '{key}'")
+            ({key: ...}, f"config.json lacks '{key}'")
             for key in ("vocab_size", "head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta")
         ),
-        ({"tie_word_embeddings": None}, "config.json lacks 'tie_word_embeddings'"),
+        ({"tie_word_embeddings": ...}, "config.json lacks 'tie_word_embeddings'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "type 'llama3'; only yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic'; only yarn"),
         ({"rope_scaling": {"factor": 4.0}}, "type 'default'"),
@@ -435,9 +416,9 @@ def test_another_architecture_is_refused(changes, named, folder):
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 of 8 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
-        ({"num_experts_per_tok": None}, "lacks 'num_experts_per_tok'"),
-        ({"num_experts": None}, "lacks 'num_experts'"),
-        ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+        ({"num_experts_per_tok": ...}, "lacks 'num_experts_per_tok'"),
+        ({"num_experts": ...}, "lacks 'num_experts'"),
+        ({"moe_intermediate_size": ...}, "lacks 'moe_intermediate_size'"),
     ],
     ids=str,
 )
@@ -464,7 +445,7 @@ def test_stretched_positions_as_others_write_them(folder):
 
 
 def test_plain_rope_parameters_of_transformers_5_are_accepted(folder):
-    edit_config(folder, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    edit_config(folder, rope_theta=..., rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     assert hf.load_config(str(folder)) == SMALL
 
 
@@ -474,14 +455,14 @@ def test_plain_rope_parameters_of_transformers_5_are_accepted(folder):
 )
 def test_tensor_of_another_shape_names_it_and_both_shapes(name, shape, folder, partition):
     wrong = (*shape[:-1], shape[-1] + 1)
-    edit_tensors(folder, lambda tensors: tensors.update({name: np.zeros(wrong, np.float32)}))
+    edit_tensors(folder, {name: np.zeros(wrong, np.float32)})
     message = refusal(load(folder, partition))
     assert name in message and str(wrong) in message and str(shape) in message
 
 
 def test_missing_tensors_are_counted_and_the_first_is_named(folder, partition):
     gone = ["model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"]
-    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in gone])
+    edit_tensors(folder, dict.fromkeys(gone))
     message = refusal(load(folder, partition))
     assert str(folder) in message and "lacks 2 tensors" in message and gone[0] in message
 
