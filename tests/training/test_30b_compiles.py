@@ -4,13 +4,11 @@ import collections
 import functools
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 from configs import rlzero_8b
 from specrl_jax.config import OptimizerConfig
-from specrl_jax.data.rows import Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.sampling import Sampling
@@ -18,15 +16,15 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import abstract_params, count_params
-from specrl_jax.rl.objectives import LossInputs, Objective
+from specrl_jax.models.layers import count_params
+from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from tests.helpers.abstract import inference_weights, minibatch
 
 pytestmark = pytest.mark.slow
 
@@ -57,11 +55,8 @@ def test_policy_step_compiles_sharded():
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition)
     B, T = 16, 4096
-    ints, floats = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, T), jnp.float32)
-    rows = Rows(ints, ints, ints, jax.ShapeDtypeStruct((B, T), jnp.bool_))
-    signal = LossInputs(floats, None, floats)
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
-    compiled = step.lower(state, rows, signal).compile()
+    compiled = step.lower(state, *minibatch(B, T)).compile()
     # Parameters and two float32 moments: an eighth of the experts on every device, half of the rest.
     expected = 3 * 4 * (EXPERTS / 8 + REST / 2)
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
@@ -82,7 +77,7 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
     drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, config.dtype, partition))
     engine = make_rollout_engine(MODEL, DRAFT, drafter, config, CharTokenizer(), partition)
-    run, arguments = engine.compiled.describe(Program("decode", B, k), abstract_weights(partition))
+    run, arguments = engine.compiled.describe(Program("decode", B, k), inference_weights(MODEL, DRAFT, BF16, partition))
     compiled = run.lower(*arguments).compile()
     # bfloat16: a fourth of the experts, everything else whole; caches by rows. The head has 4 KiB of keys and values a
     # token, and the features, 12 KiB.
@@ -96,11 +91,3 @@ def test_generation_loop_compiles_sharded_and_moves_rows_only():
     assert collectives(compiled, "reduce-scatter") == {(rows, k + 1, 2048): 48}
     # Whether all are done.
     assert not collectives(compiled, "all-to-all") and set(collectives(compiled, "all-reduce")) <= {()}
-
-
-def abstract_weights(partition):
-    def tree(specs):
-        return abstract_params(specs, BF16, partition.shardings(specs))
-
-    ids = jax.ShapeDtypeStruct((DRAFT.vocab,), jnp.int32, sharding=partition.replicated)
-    return Weights(tree(qwen3.inference_specs(MODEL)), tree(DRAFT.inference_specs), ids, None)

@@ -1,5 +1,6 @@
 """The guard that this architecture carries 8B: policy step and generation loop compile, sharded, without weights."""
 
+import math
 import re
 
 import jax
@@ -17,16 +18,16 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.draft_step import DraftForward, make_draft_step
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, make_policy_step
 from specrl_jax.learner.state import abstract_state
 from specrl_jax.models import qwen3
-from specrl_jax.models.layers import abstract_params, count_params
-from specrl_jax.rl.objectives import LossInputs, Objective
+from specrl_jax.models.layers import count_params
+from specrl_jax.rl.objectives import Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from tests.helpers.abstract import inference_weights, minibatch
 
 CONFIG = rlzero_8b.get_config()
 MODEL = qwen3.preset(CONFIG.policy.preset)
@@ -50,11 +51,8 @@ def test_policy_step_compiles_sharded(mesh):
     step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
     B = grpo.prompts_per_step * grpo.group_size // grpo.minibatches
     T = CONFIG.rollout.max_prompt_tokens + CONFIG.rollout.max_response_tokens
-    ints, floats = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B, T), jnp.float32)
-    rows = Rows(ints, ints, ints, jax.ShapeDtypeStruct((B, T), jnp.bool_))
-    signal = LossInputs(floats, None, floats)
     state = abstract_state(qwen3.param_specs(MODEL), optimizer, partition)
-    compiled = step.lower(state, rows, signal).compile()
+    compiled = step.lower(state, *minibatch(B, T)).compile()
     # Parameters and two float32 moments, an eighth of each on every device (norm scales are split by fsdp alone).
     expected = 3 * 4 * 8_190_735_360 / 8
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
@@ -72,14 +70,11 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
     drafter = draft.drafter(DrafterConfig(k, config.sampling, config.dtype, partition)) if draft else NO_DRAFTER
     engine = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
     run, arguments = engine.compiled.describe(
-        Program("decode", r.num_slots, k), abstract_weights(draft, config.dtype, partition)
+        Program("decode", r.num_slots, k), inference_weights(MODEL, draft, config.dtype, partition)
     )
     compiled = run.lower(*arguments).compile()
-    gathered = [
-        int(size)
-        for shape in re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather\(", compiled.as_text())
-        for size in [_elements(shape)]
-    ]
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather\(", compiled.as_text())
+    gathered = [math.prod(int(size or 1) for size in shape.split(",")) for shape in shapes]
     assert max(gathered, default=0) <= LARGEST_SHARD
     # bfloat16 weights split four ways by `tensor`, and the cache eight ways; the head's are 0.40 G parameters, 4 KiB of
     # keys and values a token, and what it reads of the policy, 8 KiB a token split two ways.
@@ -114,20 +109,3 @@ def test_draft_step_compiles_sharded(mesh):
     learnt = 3 * 4 * (count_params(DRAFT.specs) / 8 + 3 * D * D * (1 / 2 - 1 / 8))
     given = 4 * (MODEL.vocab + DRAFT_VOCAB) * D / 8 + B * T * (2 * 4 * D + 4) / 2
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(learnt + given, rel=0.02)
-
-
-def abstract_weights(draft, dtype, partition):
-    def tree(specs):
-        return abstract_params(specs, dtype, partition.shardings(specs))
-
-    if draft is None:
-        return Weights(tree(qwen3.inference_specs(MODEL)), None, None, None)
-    ids = jax.ShapeDtypeStruct((DRAFT_VOCAB,), jnp.int32, sharding=partition.replicated)
-    return Weights(tree(qwen3.inference_specs(MODEL)), tree(draft.inference_specs), ids, None)
-
-
-def _elements(shape):
-    size = 1
-    for dimension in shape.split(","):
-        size *= int(dimension or 1)
-    return size
