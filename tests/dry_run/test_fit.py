@@ -91,6 +91,11 @@ def test_what_the_compiler_refuses_does_not_fit():
 # ---- targets
 
 
+@pytest.mark.parametrize(("name", "gib"), [("h100", 79.1), ("h200", 141.0), ("gb200", 184.3), ("v5p", 95), ("v6e", 32)])
+def test_memory_of_a_device_is_the_data_sheets(name, gib):
+    assert TARGETS[name].memory / 2**30 == pytest.approx(gib, abs=0.05)
+
+
 @pytest.mark.parametrize("name", ["v5p", "v6e"])
 def test_slices_differ_in_their_number_of_chips(name):
     numbers = [chips(topology) for topology in TARGETS[name].slices]

@@ -61,6 +61,11 @@ def test_distinct_experts_match_a_simulation(tokens):
     assert distinct_experts(MIXTURE, tokens) == pytest.approx(counts.mean(), abs=4 * counts.std() / 20_000**0.5 + 1e-9)
 
 
+def test_one_token_reads_its_own_experts_and_many_read_all():
+    assert distinct_experts(MIXTURE, 1) == pytest.approx(MIXTURE.experts_per_token)
+    assert distinct_experts(MIXTURE, 10_000) == pytest.approx(MIXTURE.experts)
+
+
 # ---- by hand
 
 
