@@ -150,6 +150,12 @@ def test_a_factor_of_one_stretches_nothing():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_position_zero_is_not_rotated():
+    x = jnp.asarray(draw(2, 3, 4, 10))
+    angles = layers.rotary_angles(jnp.zeros((2, 3), jnp.int32), 10, 1e4)
+    np.testing.assert_array_equal(layers.rotate(x, angles), x)
+
+
 def test_rotation_turns_entry_j_against_entry_j_plus_half():
     x = draw(1, 5, 3, 10)
     positions = np.array([[0, 3, 1, 40, 7]], np.int32)
@@ -159,6 +165,20 @@ def test_rotation_turns_entry_j_against_entry_j_plus_half():
         turned = (x[0, t, :, :5] + 1j * x[0, t, :, 5:]) * turn
         # The angle of position 40 is off by a few ulp of 2^-23, twice 40.
         np.testing.assert_allclose(out[0, t], np.concatenate([turned.real, turned.imag], -1), atol=2e-5)
+
+
+def test_rotated_products_depend_on_the_distance_only():
+    q, k = jnp.asarray(draw(1, 1, 1, 10)), jnp.asarray(draw(1, 1, 1, 10, seed=1))
+
+    def score(query_position, key_position):
+        def at(x, position):
+            return layers.rotate(x, layers.rotary_angles(jnp.full((1, 1), position, jnp.int32), 10, 1e4))
+
+        return float((at(q, query_position) * at(k, key_position)).sum())
+
+    # Angles up to 60 in float32: a few ulp of 60, on values of order 3.
+    assert abs(score(9, 4) - score(60, 55)) < 1e-4
+    assert abs(score(9, 4) - score(9, 5)) > 1e-2
 
 
 def test_bfloat16_rotation_rounds_once():
