@@ -504,6 +504,7 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     assert cut[~out.ended].any(), "no limit inside a block"
 
 
+@pytest.mark.slow
 def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_anew():
     """Blocks longer than the next draft's window, tokens that k = 0 went past, waves that begin without drafting."""
     found = []

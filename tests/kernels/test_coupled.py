@@ -90,6 +90,7 @@ def test_each_position_draws_from_its_own_row_with_its_own_noise(monkeypatch, na
         np.testing.assert_allclose(distribution, joint(p).ravel(), rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logit", [-3.0, -0.4, 0.0, 1.1, 6.0])
 def test_the_best_of_logits_and_noise_has_the_distribution_of_the_softmax(monkeypatch, logit):
     """Two tokens, over a grid of their noise of 1024 x 1024 cells.

@@ -166,6 +166,7 @@ def test_verification_is_the_references(backend, name):
     assert accepted.max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, name", slow_but([("tpu", "block")], ["gpu", "tpu"], SAMPLINGS))
 def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     num_drafted = jnp.array([0, 1, 2, 3, 1, 2], jnp.int32)

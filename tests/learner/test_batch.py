@@ -106,6 +106,7 @@ def gradient_of(name, packing=None, microbatch=0):
     return jax.device_get((state.opt_state, metrics.terms)), np.sort(np.asarray(learnt.logprobs)[batch.rows.mask])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
 def test_packed_rows_give_the_gradient_of_padded_ones(name):
     (plain, logprobs), (packed, again) = gradient_of(name), gradient_of(name, Packing(2 * T, 1, 1))

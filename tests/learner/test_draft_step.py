@@ -347,6 +347,7 @@ def policy_state(params, partition):
     return init_state(params, qwen3.param_specs(POLICY), MOVES, partition)
 
 
+@pytest.mark.slow
 def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     """Of an update in microbatches, of the pass without one, and of each row by itself."""
     rows, inputs = make_batch(POLICY.vocab, B, T)
@@ -384,6 +385,7 @@ def test_without_a_head_there_are_no_features(policy_params, partition):
     assert jax.eval_shape(step, policy_state(policy_params, partition), rows, inputs)[2].features is None
 
 
+@pytest.mark.slow
 def test_tables_are_those_before_the_update(policy_params, partition):
     """Read, then donated to an update that moves every weight."""
     state = policy_state(policy_params, partition)
@@ -463,6 +465,7 @@ def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_
 PACKED = {"eagle3": HEAD, "model": SmallModelDraft(dataclasses.replace(POLICY, layers=1))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["eagle3"], PACKED))
 def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     """Eight sequences in fewer rows: the same gradient and metrics, from features that came with the tokens."""

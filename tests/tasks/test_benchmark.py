@@ -37,6 +37,7 @@ def measured(tmp_path_factory):
     return benchmark(*setup_of(), workdir, threading.Event()), workdir
 
 
+@pytest.mark.slow
 def test_a_row_a_round_with_every_side(measured):
     rows, workdir = measured
     assert [row["step"] for row in rows] == [1, 2]
@@ -50,12 +51,14 @@ def test_a_row_a_round_with_every_side(measured):
         assert row["benchmark/k_0_acceptance_length"] == 1 <= row["benchmark/k_2_acceptance_length"] <= 3
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_a_side(measured, capsys):
     print_benchmark(measured[0])
     shown = capsys.readouterr().out
     assert all(side in shown for side in SIDES) and "2 rounds" in shown
 
 
+@pytest.mark.slow
 def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
     """Under `coupled` in parity mode they even give the same tokens; other rounds have other ones."""
     from specrl_jax.tasks import benchmark as module
@@ -69,6 +72,7 @@ def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
     assert not np.array_equal(*(found["plain"][0].tokens for found in seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adaptive", "extra"), [(True, ["adaptive", "adaptive"]), (False, [])])
 def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, tmp_path):
     """Three rounds of warm-up and one that counts: the others' programs are warm after the first."""
@@ -89,6 +93,7 @@ def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, 
     assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n:-n] == extra
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it(tmp_path):
     stop = threading.Event()
     stop.set()

@@ -71,6 +71,7 @@ def made(tmp_path_factory):
     return run, workdir, output, log, start
 
 
+@pytest.mark.slow
 def test_the_head_loads_into_a_run(made):
     """Beside the same policy: the same ids, and weights that have learnt."""
     setup, _, output, _, start = made
@@ -88,6 +89,7 @@ def test_the_head_loads_into_a_run(made):
         assert moved > 2 * np.abs(start[name]).max() * 2.0**-8
 
 
+@pytest.mark.slow
 def test_the_ids_are_those_that_the_texts_use_most(made):
     """Counted again here, from the policy's own samples of the stream's first prompts."""
     setup, _, output, _, start = made
@@ -105,6 +107,7 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     assert counts[chosen].min() >= counts[left_out].max() and counts[chosen].sum() > counts.sum() / 4
 
 
+@pytest.mark.slow
 def test_the_log_lies_in_both_places_and_the_loss_falls(made):
     _, workdir, output, log, _ = made
     for folder in (workdir, output):
@@ -120,6 +123,7 @@ def test_the_log_lies_in_both_places_and_the_loss_falls(made):
         assert 0.0 <= row["spec/acceptance_rate_pos_1"] <= 1.0
 
 
+@pytest.mark.slow
 def test_what_it_cost_and_when_that_is_earned_back(made):
     last = made[3][-1]
     seconds = {name: last[f"seconds/{name}"] for name in ("generate", "features", "train", "evaluate")}
@@ -131,6 +135,7 @@ def test_what_it_cost_and_when_that_is_earned_back(made):
         assert last["break_even_step"] is None
 
 
+@pytest.mark.slow
 def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
     setup, workdir, _, log, start = made
     used = with_config(setup, pretrain={"features": str(workdir / "features"), "output": str(tmp_path / "head")})
@@ -143,6 +148,7 @@ def test_a_second_run_finds_the_features_of_the_first(made, tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_features_of_another_policy_are_refused(made, tmp_path):
     setup, workdir, _, _, start = made
     used = with_config(setup, pretrain={"features": str(workdir / "features")})
@@ -178,6 +184,7 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(seen[1]), jax.tree.leaves(seen[2])))
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     setup, start = made[0], made[4]
     stop = threading.Event()
@@ -203,6 +210,7 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, store[i], whole[i])
 
 
+@pytest.mark.slow
 def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     """21 rollouts end inside the second wave of 16; 48 later are those of one go."""
     setup, workdir, _, _, start = made
@@ -214,6 +222,7 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
         np.testing.assert_array_equal(store[i].tokens, whole[i].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -257,6 +266,7 @@ def test_a_bad_output_or_batch_is_refused_before_any_rollout(began, output, batc
     assert not began and not (tmp_path / "head").exists()
 
 
+@pytest.mark.slow
 def test_the_features_are_those_of_the_policys_own_pass(made):
     setup, workdir, _, _, start = made
     store, _ = stored(setup, workdir / "features", start)
@@ -270,6 +280,7 @@ def test_the_features_are_those_of_the_policys_own_pass(made):
             np.testing.assert_allclose(getattr(row, name)[:n], getattr(features, name)[i, :n], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
     setup, workdir, _, _, start = made
     store, _ = stored(setup, workdir / "features", start)
@@ -281,6 +292,7 @@ def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.slow
 def test_answers_that_are_there_are_read(made, tmp_path):
     """As rollouts/step_N.jsonl holds them; ended, repeated to fill a wave, cut to the number wanted."""
     setup, start = made[0], made[4]
@@ -297,6 +309,7 @@ def test_answers_that_are_there_are_read(made, tmp_path):
         assert store[i].prompt_length == len(prompt)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_too_long_is_refused(made, tmp_path):
     setup, start = made[0], made[4]
     path = tmp_path / "answers.jsonl"

@@ -12,6 +12,7 @@ from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import lower_case, make_run
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_policy(tmp_path):
     run = make_run(rlzero_tiny.get_config("smoke"), scorer=FunctionScorer(lower_case))
     evaluate_policy(*run, str(tmp_path))

@@ -64,6 +64,7 @@ def same(ours, expected):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours), expected)
 
 
+@pytest.mark.slow
 def test_an_exported_policy_generates(run, tmp_path):
     setup, workdir = run
     policy, draft = export(exporting(setup, output=str(tmp_path)), str(workdir))

@@ -256,6 +256,7 @@ def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     assert np.any(learnt.draft.params["fc"] != state.draft.params["fc"])
 
 
+@pytest.mark.slow
 def test_a_draft_that_learns_every_other_step_is_asked_in_between(toy, whole, tmp_path, monkeypatch):
     """The step that rests runs the prediction alone, and reports of it what a step that learns reports of itself."""
     draft = dataclasses.replace(toy.config.draft, update_every=2, compare_rounds=0)
@@ -384,6 +385,7 @@ def test_steps_set_to_what_is_done_end_with_a_table(whole, capsys):
     assert "mean reward" in printed and "greedy" not in printed
 
 
+@pytest.mark.slow
 def test_more_steps_extend_a_finished_run(toy, whole, tmp_path):
     workdir = tmp_path / "copy"
     shutil.copytree(whole[0], workdir)

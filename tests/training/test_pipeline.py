@@ -132,6 +132,7 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_generation_has_its_own_devices(runs):
     setup = runs["sync"][0]
     weights, _ = prepare(setup.learner, setup.rollout, initial_state(setup.learner))
@@ -140,6 +141,7 @@ def test_generation_has_its_own_devices(runs):
     assert learner == set(jax.devices()[:6])
 
 
+@pytest.mark.slow
 def test_without_lag_it_is_the_synchronous_run_to_the_last_bit(runs):
     setup, workdir, rows = runs["lag 0"]
     assert untimed(rows) == untimed(runs["sync"][2])
@@ -147,6 +149,7 @@ def test_without_lag_it_is_the_synchronous_run_to_the_last_bit(runs):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_rollouts_are_as_old_as_the_lag_and_no_older(runs):
     rows, lag = runs["lag 1"][2][1:], 1
     assert [row["rollout/lag"] for row in rows] == [min(row["step"] - 1, lag) for row in rows]
@@ -158,6 +161,7 @@ def test_rollouts_are_as_old_as_the_lag_and_no_older(runs):
         assert row["time/exposed_generation"] >= 0 and row["time/idle_rollout"] >= 0
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_data_that_was_not_learnt_from(runs, tmp_path):
     """Stopped in step 3, whose prompts and those of step 4 had been drawn: both are drawn again."""
     setup = runs["lag 1"][0]

@@ -325,6 +325,7 @@ def test_the_engine_gives_the_rollouts_of_plain_decoding_with_fewer_forwards():
     assert repeated < suffix < ngram < plain.verifications.sum()
 
 
+@pytest.mark.slow
 def test_an_override_in_the_engine_uses_what_it_copies():
     neural, verifications = toys.toy_drafter(DRAFT_TABLE, 3, 1.0), np.zeros(3, int)
     for seed in range(4):
