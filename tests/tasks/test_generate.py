@@ -170,7 +170,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
     summary = json.loads((tmp_path / "generation.json").read_text())
     assert {name: summary[name] for name in out.speculation} == pytest.approx(out.speculation)
     assert summary["rollout/tokens_per_second"] > 0 and summary["time/generate"] > 0
-    for text in (out.texts[0], "15 answers", "generations.jsonl", "engine program run B=8 k=2"):
+    for text in (out.texts[0], "15 answers", "generations.jsonl", "engine program decode B=8 k=2"):
         assert text in printed
 
 
