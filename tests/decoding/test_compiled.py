@@ -118,6 +118,7 @@ def draft_bytes(kind):
     return 0 if kind == "none" else 4 * (2 * MODEL.kv_heads * MODEL.head_dim + MODEL.embed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "eagle3", "mtp"])
 def test_the_caches_are_as_large_as_their_arithmetic_says(kind):
     """L * 2 * B * S * K * H * 4 bytes of the target in models.cache.KVCache, and the draft's."""

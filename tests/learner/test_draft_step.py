@@ -257,6 +257,7 @@ def test_a_draft_that_never_learns_is_watched_on_a_part_of_the_rows(sizes, onlin
         assert differ(found, of_all_given(draft, tables, features, rows))
 
 
+@pytest.mark.slow
 def test_each_has_its_own_clip():
     """draft.clip = 0.001, far below the head's gradient; optimizer.clip = 1000, far above the policy's."""
     states, updates = runs("eagle3")[True]

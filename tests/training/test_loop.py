@@ -236,6 +236,7 @@ def test_a_tiny_policy_learns(toy, tmp_path):
     assert np.mean(rewards[-5:]) > 0.5
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_learn_stays_as_it_is(toy, whole, tmp_path):
     """It still drafts; the policy's first update is that of the run in which it learns."""
     draft = dataclasses.replace(toy.config.draft, online=False, compare_rounds=0)
