@@ -66,10 +66,11 @@ def fit(
 def _deviations(jacobian: np.ndarray) -> np.ndarray:
     """Return the standard deviation of each constant for unit residuals; inf for constants that are not identified."""
     _, sizes, directions = np.linalg.svd(jacobian, full_matrices=False)
-    seen = sizes > 1e-4 * sizes[0]  # the error of the finite differences
-    unseen = (np.abs(directions[~seen]) > 1e-3).any(axis=0)
-    known = np.sqrt(((directions[seen] / sizes[seen, None]) ** 2).sum(axis=0))
-    return np.where(unseen, np.inf, known)
+    # Combinations of constants that change the residuals by more than the error of the finite differences.
+    identified = sizes > 1e-4 * sizes[0]
+    unidentified = (np.abs(directions[~identified]) > 1e-3).any(axis=0)
+    deviations = np.sqrt(((directions[identified] / sizes[identified, None]) ** 2).sum(axis=0))
+    return np.where(unidentified, np.inf, deviations)
 
 
 class Errors(NamedTuple):
@@ -84,5 +85,6 @@ class Errors(NamedTuple):
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
+    """Return the relative errors of `predicted`, in the units of `measured`, both [n]."""
     off = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
     return Errors(float(np.median(off)), float(off.max()), len(off))
