@@ -3,7 +3,10 @@
 # make test-all   all tests; PARITY=1 installs torch and adds the comparisons with transformers (to test-slow too)
 # make test-slow  what test-all runs beyond test
 # make lint       ruff check, ruff format --check, mypy
-# make lock       write requirements.lock from the environment
+# make lock       renew the lock files: the newest versions that the requirements allow, with their hashes
+#
+# Environments are built from the lock files, every download checked by its hash; LOCKED= takes the newest versions that
+# the requirements allow instead (make test LOCKED= PYTHON=python3.12 VENV=.venv-newest).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +14,11 @@ BIN := $(VENV)/bin
 # An NVIDIA driver answers nvidia-smi, a TPU VM has its accelerator devices; everything else is a CPU machine.
 PLATFORM := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo gpu; elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo tpu; else echo cpu; fi)
 REQUIREMENTS := $(if $(filter gpu,$(PLATFORM)),requirements.txt,requirements-$(PLATFORM).txt)
+LOCK := $(if $(filter cpu,$(PLATFORM)),requirements.lock,requirements-$(PLATFORM).lock)
+LOCKED ?= yes
+FLAGS := --quiet --disable-pip-version-check
+INSTALLED := $(if $(LOCKED),--require-hashes -r $(LOCK),-r $(REQUIREMENTS))
+INSTALLED_TEST := $(if $(LOCKED),--require-hashes -r requirements-test.lock,-r requirements-test.txt)
 PARITY ?=
 
 .PHONY: run test test-all test-slow lint lock clean
@@ -36,21 +44,27 @@ lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# The test tools take the versions of the lock that CI tests.
+UV := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate --no-header --python-version 3.11
 lock: $(VENV)/installed-test
-	$(BIN)/python -m pip freeze --exclude-editable > requirements.lock
+	$(BIN)/python -m pip install $(FLAGS) uv
+	$(UV) --upgrade requirements-cpu.txt --output-file requirements.lock
+	$(UV) --upgrade requirements.txt --constraints requirements.lock --output-file requirements-gpu.lock
+	$(UV) --upgrade requirements-tpu.txt --constraints requirements.lock --output-file requirements-tpu.lock
+	$(UV) --upgrade requirements-test.txt --constraints requirements.lock --output-file requirements-test.lock
 
 clean:
 	rm -rf $(VENV)
 
-$(VENV)/installed: $(REQUIREMENTS) requirements-common.txt
+$(VENV)/installed: $(REQUIREMENTS) requirements-common.txt $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
+	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED)
 	touch $@
 
-$(VENV)/installed-test: $(VENV)/installed requirements-test.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+$(VENV)/installed-test: $(VENV)/installed requirements-test.txt requirements-test.lock
+	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED_TEST)
 	touch $@
 
 $(VENV)/installed-parity: $(VENV)/installed-test requirements-parity.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-parity.txt
+	$(BIN)/python -m pip install $(FLAGS) -r requirements-parity.txt
 	touch $@

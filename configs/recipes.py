@@ -68,7 +68,7 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.policy.vocab_tile = 64
     c.draft.vocab_size = 32
     c.draft.length = 1  # few programs
-    c.draft.compare_rounds = 1
+    c.draft.compare_rounds = 2
     c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
     c.data.tokenizer = "char"
     c.data.chat = False

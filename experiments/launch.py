@@ -3,7 +3,7 @@
     python -m experiments.launch --config configs/NAME.py[:variant] --sweep experiments/NAME/sweep.py
         [--workdir runs/sweeps/NAME] [--jobs 1] [--dry_run] [-- --config.key=value ...]
     python -m experiments.launch --config ... --sweep ... --executor slurm
-        [--nodes 1] [--gpus 8] [--hours 24] [--partition NAME] [--account NAME] [--dry_run] [-- ...]
+        [--nodes 1] [--gpus 8] [--cpus N] [--hours 24] [--partition NAME] [--account NAME] [--dry_run] [-- ...]
 
 The sweep file defines `get_sweep()`: a list of dicts of config overrides, one per run, such as
 `[{"seed": s, "rollout.seed": s} for s in range(3)]`. Flags after `--` go to every run. Paths are relative to the root
@@ -58,7 +58,8 @@ PROGRAM = (sys.executable, "main.py")
 # Flag, type, help.
 SLURM_FLAGS = (
     ("nodes", int, "nodes of a run, with one process each; default: 1"),
-    ("gpus", int, "GPUs per node; default: 8"),
+    ("gpus", int, "GPUs per node, 0 on CPU and TPU nodes; default: 8"),
+    ("cpus", int, "CPUs per node; default: the cluster's"),
     ("hours", float, "time limit; default: 24"),
     ("partition", str, "default: the cluster's"),
     ("account", str, "default: the user's"),
@@ -70,13 +71,13 @@ def main(argv: Sequence[str], program: Sequence[str] = PROGRAM) -> int:
     try:
         arguments, extra = parse(argv)
         runs = plan(arguments.config, load_sweep(arguments.sweep), arguments.workdir, extra)
+        if arguments.executor == "slurm" and not arguments.dry_run:
+            return submit(arguments, runs, program)
         for run in runs:
             read_finished(run)
         if arguments.dry_run:
             print_commands(arguments, runs, program)
             return 0
-        if arguments.executor == "slurm":
-            return submit(arguments, runs, program)
         make_folder(arguments.workdir)
         with Signals() as signals:
             with display(runs) as report:
@@ -138,10 +139,11 @@ def check_executor(a: argparse.Namespace) -> None:
     for flag, default in defaults.items():
         if getattr(a, flag) is None:
             setattr(a, flag, default)
-        if not 0 < getattr(a, flag) < math.inf:
-            raise InputError(
-                f"--{flag}={getattr(a, flag)}: expected {'more than 0' if flag == 'hours' else 'at least 1'}"
-            )
+    for flag, low in (("jobs", 1), ("nodes", 1), ("gpus", 0), ("cpus", 1)):
+        if (value := getattr(a, flag)) is not None and value < low:
+            raise InputError(f"--{flag}={value}: expected at least {low}")
+    if a.hours is not None and not 0 < a.hours < math.inf:
+        raise InputError(f"--hours={a.hours}: expected more than 0")
 
 
 def make_folder(path: pathlib.Path) -> None:
@@ -172,10 +174,13 @@ def submit(arguments: argparse.Namespace, runs: list[Run], program: Sequence[str
     from experiments import slurm
 
     cluster = slurm.open_cluster(arguments)
+    # First, so that a job which ends meanwhile is found finished.
+    queue = slurm.jobs_in_queue()
     make_folder(arguments.workdir)
     for run in runs:
+        read_finished(run)
         if run.state == "waiting":
-            slurm.submit(cluster, run, program)
+            slurm.submit(cluster, run, program, queue)
         print(f"{run.state:<8}  {run.name}" + (f"  job {run.job}" if run.job else ""), flush=True)
     write_results(arguments.workdir / "results.csv", runs)
     return 0

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from specrl_jax.core import read_json
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.json_files import read_json
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 POLL = 0.1  # seconds between two polls of the processes

@@ -6,30 +6,31 @@ finally SIGTERM): the process sends SIGTERM to main.py, which saves and exits, a
 
 import argparse
 import dataclasses
+import getpass
 import json
 import math
 import os
 import pathlib
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import submitit
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from experiments import runs
-from specrl_jax.core import read_json
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import read_json
 
 # Seconds before the end at which a job gets the signal: enough for the longest phase of a step and a checkpoint.
 GRACE = 300
 # How often a job that reaches its time limit is queued again.
 MOST_TIMEOUTS = 1000
+ANSWER = 60  # seconds that squeue may take
 SAVED = (128 + signal.SIGTERM, -signal.SIGTERM)
-# States of sacct for a job that is running or will run.
-IN_QUEUE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD")
 
 
 @dataclasses.dataclass
@@ -85,7 +86,7 @@ class Job(Checkpointable):
 
 def open_cluster(arguments: argparse.Namespace) -> submitit.SlurmExecutor:
     """Return submitit's executor. Raises InputError if this machine cannot submit jobs."""
-    for program in ("sbatch", "srun"):
+    for program in ("sbatch", "srun", "squeue"):
         if shutil.which(program) is None:
             raise InputError(f"--executor slurm: {program} is not installed; launch from a node of the cluster")
     cluster = submitit.SlurmExecutor(folder=arguments.workdir / "slurm", max_num_timeout=MOST_TIMEOUTS)
@@ -95,12 +96,13 @@ def open_cluster(arguments: argparse.Namespace) -> submitit.SlurmExecutor:
 
 def parameters(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the parameters of sbatch under submitit's names."""
-    chosen = {name: getattr(arguments, name) for name in ("partition", "account") if getattr(arguments, name)}
+    names = {"partition": "partition", "account": "account", "gpus": "gpus_per_node", "cpus": "cpus_per_task"}
+    # A cluster without GPUs may refuse even a request for none.
+    chosen = {name: getattr(arguments, flag) for flag, name in names.items() if getattr(arguments, flag)}
     return chosen | {
         "job_name": f"specrl_{arguments.workdir.name}",
         "nodes": arguments.nodes,
         "ntasks_per_node": 1,
-        "gpus_per_node": arguments.gpus,
         "time": math.ceil(60 * arguments.hours),
         "signal_delay_s": GRACE,
         "additional_parameters": {"requeue": True, "chdir": str(runs.REPOSITORY)},
@@ -117,23 +119,30 @@ def sbatch_line(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def submit(cluster: submitit.SlurmExecutor, run: runs.Run, program: Sequence[str]) -> None:
-    """Submit a run unless it is queued already."""
+def jobs_in_queue() -> frozenset[str]:
+    """Return the ids of the user's jobs that wait, run or are ending.
+
+    Asks squeue, which works on clusters without accounting too. Raises InputError where it has no answer: a run that is
+    submitted twice has two jobs that write one folder.
+    """
+    command = ["squeue", "--noheader", "--format=%A", f"--user={getpass.getuser()}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"--executor slurm: squeue did not answer within {ANSWER} s") from None
+    if done.returncode:
+        raise InputError(f"--executor slurm: squeue: {' '.join(done.stderr.split())}")
+    return frozenset(done.stdout.split())
+
+
+def submit(cluster: submitit.SlurmExecutor, run: runs.Run, program: Sequence[str], queue: Collection[str]) -> None:
+    """Submit a run unless its job is in `queue`."""
     record = run.folder / "job.json"
-    if record.exists() and in_queue(cluster, run, job := read_json(str(record))["id"]):
+    if record.exists() and (job := read_json(str(record))["id"]) in queue:
         run.state, run.job = "queued", job
         return
-    job = cluster.submit(Job(tuple(program), run.name, str(run.folder), tuple(run.flags)))
+    submitted = cluster.submit(Job(tuple(program), run.name, str(run.folder), tuple(run.flags)))
     run.folder.mkdir(exist_ok=True)
     with runs.atomic_write(record) as file:
-        json.dump({"id": job.job_id}, file)
-    run.state, run.job = "queued", job.job_id
-
-
-def in_queue(cluster: submitit.SlurmExecutor, run: runs.Run, job_id: str) -> bool:
-    job = submitit.SlurmJob(folder=cluster.folder, job_id=job_id, tasks=[0])
-    state = job.watcher.get_state(job_id, mode="force")
-    if state == "UNKNOWN":
-        # A job without a result may still be waiting; two jobs in one workdir would overwrite each other.
-        return not job.paths.result_pickle.exists()
-    return state in IN_QUEUE
+        json.dump({"id": submitted.job_id}, file)
+    run.state, run.job = "queued", submitted.job_id

@@ -6,6 +6,7 @@ The workdir defaults to runs/NAME (runs/NAME_variant), so the same command resum
 other processes of a TPU pod, Kubernetes or MPI job; those of a Slurm job join by themselves.
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from specrl_jax.config import Config, from_config_dict
-from specrl_jax.config.page import page
+from specrl_jax.config.page import page, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
@@ -33,10 +34,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{__doc__}\n{page()}")
         return 0
     try:
-        config, workdir = parse(argv)
+        try:
+            config, workdir = parse(argv)
+        except InputError as error:
+            _tell_others(error)
+            raise
         run(config, workdir, distributed=_DISTRIBUTED.value)
     except (InputError, RunFailed) as error:
         return fail(str(error))
+    except KeyboardInterrupt:  # before a task has begun, or in one without anything to save
+        print("stopped at once; nothing more was saved", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -56,10 +64,20 @@ def parse(argv: list[str]) -> tuple[Config, str]:
     except InputError:
         raise
     except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
-        raise InputError(one_line(error)) from None
+        raise InputError(unreadable(error) or one_line(error)) from None
     # "configs/rlzero_tiny.py:smoke" -> "rlzero_tiny_smoke": a variant is another run.
     name = os.path.basename(config_flags.get_config_filename(flags.FLAGS["config"])).replace(".py", "", 1)
     return from_config_dict(_CONFIG.value), _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
+
+
+def _tell_others(mistake: InputError) -> None:
+    """Join the other processes where there are any, so that they end too: they would wait for this one."""
+    if {"JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+        from specrl_jax.distributed import initialize, refused_together
+
+        initialize(False)
+        with refused_together():
+            raise mistake
 
 
 def run(config: Config, workdir: str, distributed: bool = False) -> None:
@@ -68,15 +86,21 @@ def run(config: Config, workdir: str, distributed: bool = False) -> None:
     import jax
 
     from specrl_jax.config.validate import validate
-    from specrl_jax.distributed import initialize
+    from specrl_jax.distributed import initialize, is_joined, refused_together
+    from specrl_jax.io.agreement import check_agreement
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    validate(config)
     if config.task != "dry_run":  # which has none of this machine's devices
+        # Before the check of the config: of several processes one alone may have a mistake in it.
         initialize(distributed)
-        if jax.process_count() > 1 and config.task != "train":
+        with refused_together():
+            pass  # one whose flags are wrong says so here: see _tell_others
+        check_agreement(dataclasses.asdict(config), workdir)
+    with refused_together():
+        validate(config)
+        if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     tasks()[config.task](config, workdir)
 

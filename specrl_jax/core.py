@@ -10,15 +10,12 @@ Letters used in shapes everywhere in this project:
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-
-from specrl_jax.errors import InputError
 
 # The five phases of a step, by the paper's names (arXiv 2604.26779, Table 1), in order.
 PHASES = ("data", "prepare", "generate", "logprob", "train")
@@ -67,20 +64,6 @@ def stand_in(x: object) -> jax.Array:
     For numpy arrays and ShapeDtypeStructs that a jitted function takes, and for a tree's shardings or axes.
     """
     return cast(jax.Array, x)
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises InputError naming `file:line` for anything else."""
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 import re
 import sys
 
+LONGEST = 2000  # characters of an error line
+
 
 class InputError(ValueError):
     """A mistake in the user's input: one line that names the key or `file:line` and says what would be right.
@@ -23,8 +25,13 @@ class Stopped(Exception):
 
 
 def fail(message: str) -> int:
-    """Print `message` as an error line and return the exit status."""
-    print(f"error: {message}", file=sys.stderr)
+    """Print `message` as an error line and return the exit status.
+
+    What a file of a stranger put into it stays on the line, and steers no terminal.
+    """
+    shown = message if len(message) <= LONGEST else message[:LONGEST] + "..."
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    print(f"error: {line}", file=sys.stderr)
     return 1
 
 
@@ -33,6 +40,8 @@ def one_line(error: Exception) -> str:
     text = str(error)
     if guess := re.search(r'Did you mean "(.*?)" instead of "(.*?)"', text):
         return f"--config: there is no key '{guess[2]}'; did you mean '{guess[1]}'?"
+    if error.args and isinstance(error.args[0], KeyError):  # no name is similar; ml_collections wraps it
+        return f"--config: there is no key {error.args[0].args[0]}"
     if isinstance(error, OSError):
         missing = re.search(r"No such file or directory: '(.*?)'", text)
         return f"--config: no file '{missing[1]}'" if missing else " ".join(text.split())

@@ -72,6 +72,7 @@ def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
     [
         (["--config.grpo.minibatch=2"], ["minibatch", "minibatches"]),
         (["--config.rolout.top_k=2"], ["rolout", "rollout"]),
+        (["--config.zzz=1"], ["--config: there is no key 'zzz'"]),
         (["--config.steps=many"], ["config.steps", "many"]),
         (["--config.steps=1.5"], ["config.steps", "1.5"]),
         (["--config.optimizer.learning_rate=fast"], ["config.optimizer.learning_rate", "fast"]),
@@ -114,6 +115,14 @@ def test_help_lists_every_key(call):
     assert all(f"`{key.name}=" in out for key in keys(Config))
 
 
+def test_ctrl_c_before_a_task_begins_leaves_in_one_line(call, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert call(arguments(workdir=tmp_path)) == (130, "", "stopped at once; nothing more was saved\n")
+
+
 def test_a_config_is_needed(call):
     assert "--config" in error_line(call(["main.py"]))
 
@@ -126,6 +135,10 @@ def test_a_config_is_needed(call):
     [
         (["draft.kind=foo"], ["draft.kind", "foo", "none", "eagle3"]),
         (["rollout.top_p=nan"], ["rollout.top_p=nan"]),
+        (["steps=1.5"], ["error: --config.steps=1.5: needs a whole number, 0 to 2147483647"]),
+        (["optimizer.clip=x"], ["error: --config.optimizer.clip=x: needs a number, above 0"]),
+        (["draft.adaptive=maybe"], ["error: --config.draft.adaptive=maybe: needs True or False"]),
+        (["draft=none"], ["error: --config.draft=none: draft is a section", "draft.kind"]),
         (["reward.name=exact,no_such_module:score"], ["reward.name", "no_such_module"]),
         (["data.tokenizer=nowhere"], ["data.tokenizer", "nowhere"]),
         (["policy.path=checkpoints/nowhere"], ["policy.path", "checkpoints/nowhere"]),
@@ -328,13 +341,16 @@ def test_fewer_steps_than_the_run_has_done_are_refused(call, run_of_three_steps,
     assert snapshot(run_of_three_steps) == files
 
 
-def test_a_damaged_checkpoint_is_named(call, run_of_three_steps, no_work):
-    for path in (run_of_three_steps / "checkpoints/3/state").rglob("*"):
-        if path.is_file():
-            path.unlink()
+def test_without_a_whole_checkpoint_the_run_is_refused(call, run_of_three_steps):
     files = snapshot(run_of_three_steps)
-    assert "checkpoints/3" in error_line(call(arguments(workdir=run_of_three_steps)))
-    assert snapshot(run_of_three_steps) == files
+    damaged = sorted((run_of_three_steps / "checkpoints").glob("[0-9]*"))
+    for path in (path for folder in damaged for path in (folder / "state").rglob("*") if path.is_file()):
+        path.unlink()
+    status, _, err = call(arguments(workdir=run_of_three_steps))
+    assert status == 1 and err.count("\n") == 1 and "no checkpoint is whole" in err
+    # What is left of them is kept.
+    left = {name: content for name, content in files.items() if "state" not in name.parts}
+    assert snapshot(run_of_three_steps) == left
 
 
 def test_a_damaged_metrics_file_is_named(call, run_of_three_steps, no_work):

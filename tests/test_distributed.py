@@ -4,7 +4,10 @@ import itertools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,8 +18,9 @@ from specrl_jax import distributed
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.loop import open_checkpoints
+from specrl_jax.training.resume import open_checkpoints
 from tests.helpers.cluster import output, start
+from tests.helpers.runs import ROOT, process_environment
 from tests.helpers.training import make_run
 
 RUN = ["--config", "configs/rlzero_tiny.py:smoke", "--config.draft.adaptive=False", "--config.draft.compare_rounds=0"]
@@ -88,6 +92,23 @@ def test_asynchronous_rollouts_of_two_processes_are_those_of_one(tmp_path):
     rows = run(several, 2, 4, *AHEAD)
     assert [row["rollout/lag"] for row in rows[1:]] == [0, 1, 1, 1, 1]
     assert_equal_but_for_rounding(rows, run(one, 1, 8, *AHEAD, "--config.pipeline.rollout_devices=4"))
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_goes_on_with_the_rollouts_of_its_checkpoint(tmp_path):
+    """Two processes from step 4 on, as if killed in step 5: bit-equal; one process takes the rollouts of both."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    rows = run(whole, 2, 4, *AHEAD)
+    for count in (2, 1):
+        resumed = tmp_path / f"by_{count}"
+        shutil.copytree(whole, resumed)
+        shutil.rmtree(resumed / f"checkpoints/{STEPS}")
+        again = run(resumed, count, 4, *AHEAD)
+        assert [row["rollout/lag"] for row in again[1:]] == [0, 1, 1, 1, 1]
+        if count == 2:
+            assert not [found for found in compared(rows, again) if found[2] != found[3]]
+        assert_equal_but_for_rounding(rows, again)
 
 
 def test_only_the_first_process_writes_and_prints(two):
@@ -172,6 +193,70 @@ def test_several_processes_refuse_in_one_line(override, message, tmp_path):
         assert f"error: {message}" in output(tmp_path, i) and "Traceback" not in output(tmp_path, i)
 
 
+@pytest.mark.parametrize(
+    "differing, message",
+    [
+        (
+            "optimizer.learning_rate=0.5",
+            "the processes of this run differ in optimizer.learning_rate: 0.001 in process 0; 0.5",
+        ),
+        pytest.param("steps=-1", "steps=-1: ", marks=pytest.mark.slow),
+        pytest.param("policy.path=checkpoints/nowhere", "differ in policy.path", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_wrong_in_one_process_ends_all_in_one_line(differing, message, tmp_path):
+    """Before they touch a device: 0.5 in the second process trained one policy with the first's 1e-3."""
+    own = ([], [f"--config.{differing}"])
+    started = start([*RUN, "--workdir", str(tmp_path / "run")], 2, 1, tmp_path, own)
+    assert [process.wait(timeout=120) for process in started] == [1, 1]
+    for i in range(2):
+        lines = output(tmp_path, i).splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], lines
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_finds_no_other_ends_in_one_line():
+    """jax would abort with a stack trace of C++."""
+    code = "from specrl_jax import distributed as d; d.JOIN_SECONDS = 1; d.initialize(False)"
+    environment = process_environment() | dict(zip(distributed.VARIABLES, ("localhost:1", "2", "1")))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: several processes") and done.stderr.count("\n") == 1, done.stderr
+    assert "not all of 2 processes joined at localhost:1 within 1 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, listens",
+    [
+        (
+            {"JAX_COORDINATOR_ADDRESS": "10.0.0.7:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "10.0.0.7:1234",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "10.0.0.7:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+            | {"JAX_COORDINATOR_BIND_ADDRESS": "[::]:1234"},
+            "[::]:1234",
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[001-002]", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+            | {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+            "node001:61447",
+        ),
+    ],
+    ids=["variables", "bind", "slurm"],
+)
+def test_the_coordinator_listens_on_its_address_alone(environment, listens, monkeypatch):
+    """jax alone listens on every interface."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **known: given.update(known))
+    distributed.initialize(False)
+    assert given["coordinator_bind_address"] == listens
+    assert (given["num_processes"], given["process_id"]) == (2, 0)
+    assert given["coordinator_address"] == (listens if listens != "[::]:1234" else "10.0.0.7:1234")
+
+
 def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(distributed.InputError, match=r"several processes \(JAX_COORDINATOR_ADDRESS"):
@@ -179,9 +264,30 @@ def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
 
 
 def test_a_single_process_has_everything():
-    assert distributed.process_slice(7) == slice(0, 7) and distributed.all_gather_objects("x") == ["x"]
+    assert distributed.process_slice(7) == slice(0, 7) and distributed.all_gather_objects(str, "x") == ["x"]
     assert distributed.is_first_process()
     assert distributed.any_process(True) and not distributed.any_process(False)
+
+
+class Message(NamedTuple):
+    arrays: dict[str, np.ndarray]
+    texts: list[str | None]
+
+
+def test_what_processes_exchange_arrives_bit_for_bit():
+    payload = np.array([0x7FC00001, 0xFF800001, 0x80000000], np.uint32).view(np.float32)  # NaNs of two kinds, and -0.0
+    arrays = {"a": payload, "module:function/b": np.array([[2**63 - 1]]), "none": np.zeros((3, 0), bool)}
+    got = distributed.from_bytes(Message, distributed.to_bytes(Message(arrays, [None, "\ud800 ü"])))
+    assert got.texts == [None, "\ud800 ü"] and list(got.arrays) == list(arrays)
+    for one, other in zip(got.arrays.values(), arrays.values()):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        assert one.flags.writeable
+
+
+@pytest.mark.parametrize("value", [np.array([object()]), {1, 2}, print], ids=["objects", "set", "function"])
+def test_what_could_run_code_is_not_exchanged(value):
+    with pytest.raises((TypeError, ValueError), match=r"cannot pack|Object arrays cannot be saved"):
+        distributed.to_bytes(value)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

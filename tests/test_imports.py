@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From top to bottom; `decoding` and `rl` additionally know no model.
 ORDER = ["cli", "tasks", "dry_run", "training", "simulator", "learner", "config", "drafts", "io", "models", "decoding"]
-ORDER += ["rl", "rewards", "data", "distributed", "sharding", "core", "errors"]
+ORDER += ["rl", "rewards", "data", "distributed", "sharding", "serialize", "core", "json_files", "errors"]
 FORBIDDEN = {"decoding": {"data", "rewards", "rl"}, "rl": {"rewards", "data"}, "rewards": {"data"}}
 NEVER = {"main", "configs", "experiments", "tests"}
 

@@ -59,9 +59,9 @@ def train(cases: list[Parts], folder: str) -> tuple[RunState, float]:
     parts = cases[0]
     state = initial_state(parts.learner)
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    with Display(parts.learner.plan.config.steps, 0) as display:
-        store, stop = open_store(parts.learner, folder, weights), threading.Event()
-        fill_store(*parts, state.policy.params, weights, store, display, stop)
+    with Display(parts.learner.plan.config.steps, 0, threading.Event()) as display:
+        store = open_store(parts.learner, folder, weights)
+        fill_store(*parts, state.policy.params, weights, store, display)
     state = choose_vocabulary(parts.learner.plan, state, store)
     tables, data, draft = (
         parts.learner.read_tables(state.policy.params, state.vocab_map),

@@ -23,15 +23,16 @@ from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 HERE = pathlib.Path(__file__).parent
 B, T = 32, 64
 TOLERANCE = 1e-4
+NO_DUAL = 0.0  # TRL has it off by default (its `delta`)
 CASES = {
-    "clip, token": Objective(0.2, 0.28, 0.0),
-    "clip, sequence": Objective(0.2, 0.28, 0.0, aggregation="sequence"),
-    "clip, constant": Objective(0.2, 0.28, 0.0, aggregation="constant", longest=T),
-    "clip, token, k3": Objective(0.2, 0.28, 0.3),
-    "gspo, sequence": Objective(0.2, 0.28, 0.0, loss="gspo", aggregation="sequence"),
-    "cispo, token": Objective(1.0, 0.28, 0.0, loss="cispo"),
-    "clip, token, token_truncate": Objective(0.2, 0.28, 0.0, correction="token_truncate"),
-    "on policy, token": Objective(0.2, 0.28, 0.0, old_logprobs="current"),
+    "clip, token": Objective(0.2, 0.28, 0.0, NO_DUAL),
+    "clip, sequence": Objective(0.2, 0.28, 0.0, NO_DUAL, aggregation="sequence"),
+    "clip, constant": Objective(0.2, 0.28, 0.0, NO_DUAL, aggregation="constant", longest=T),
+    "clip, token, k3": Objective(0.2, 0.28, 0.3, NO_DUAL),
+    "gspo, sequence": Objective(0.2, 0.28, 0.0, NO_DUAL, loss="gspo", aggregation="sequence"),
+    "cispo, token": Objective(1.0, 0.28, 0.0, NO_DUAL, loss="cispo"),
+    "clip, token, token_truncate": Objective(0.2, 0.28, 0.0, NO_DUAL, correction="token_truncate"),
+    "on policy, token": Objective(0.2, 0.28, 0.0, NO_DUAL, old_logprobs="current"),
 }
 
 

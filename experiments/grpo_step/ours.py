@@ -65,10 +65,10 @@ def make_case() -> tuple[Learner, Rollout]:
     return make_learner(plan), make_rollout(plan, tokenizer=IdTokenizer())
 
 
-def mean_id(responses: list[str], answers: list[str]) -> Scores:
+def mean_id(responses: list[str], *_: object) -> Scores:
     """Return every answer's mean token id; stands in for a Scorer."""
     rewards = np.array([statistics.fmean(map(int, response.split())) for response in responses], np.float32)
-    return Scores(rewards, {"mean_id": rewards}, rewards > 0, {}, [None] * len(rewards))
+    return Scores(rewards, {"mean_id": rewards}, rewards >= 1, {}, [None] * len(rewards))
 
 
 class RandomPrompts:
@@ -89,7 +89,7 @@ def measure(steps: int, warmup: int) -> dict:
     state, stop, performance = initial_state(learner), threading.Event(), make_performance(learner)
     speculation = Speculation(learner.plan, rollout.engine)
     rows = []
-    with Display(warmup + steps, 0) as display:
+    with Display(warmup + steps, 0, stop) as display:
         pipeline = make_pipeline(
             rollout, RandomPrompts(0), mean_id, speculation, 1, display.update_phase, threading.Lock()
         )

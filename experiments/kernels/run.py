@@ -34,7 +34,8 @@ from kernels_pallas.verify.op import Draft, Kernels, Noise, VerifyInputs, kernel
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_splash, by_xla, find_attention
-from specrl_jax.models.lm_head import Tiling, token_scores
+from specrl_jax.models.lm_head import token_scores
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import LEARNER, partitioner
 
 NOISE_OPERATIONS = 75  # integer operations of one Threefry block

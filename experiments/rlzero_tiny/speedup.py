@@ -17,13 +17,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.parts import Parts, make_parts
-from specrl_jax.io.checkpoints import HostState
+from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.state import RunState
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import make_rollout, prepare
 from specrl_jax.training.initial import abstract_run_state
-from specrl_jax.training.loop import open_checkpoints
 from specrl_jax.training.plan import make_plan
+from specrl_jax.training.resume import open_checkpoints
 from specrl_jax.training.speedup import Workload, measure_speedup
 
 PROMPTS = 128
@@ -35,9 +35,9 @@ def restored(workdir: str) -> tuple[Parts, RunState, HostState]:
         config = ConfigDict(json.load(file)["config"])
     parts = make_parts(config, make_mesh(config.mesh.to_dict()))
     checkpoints = open_checkpoints(parts.learner.plan.config, workdir)
-    found = checkpoints.restore(checkpoints.latest(), abstract_run_state(parts.learner))
-    checkpoints.close()
-    return parts, *found
+    step = checkpoints.latest()
+    assert step is not None, f"{workdir}: no checkpoint"
+    return parts, *checkpoints.restore(step, abstract_run_state(parts.learner))
 
 
 def load(workdir: str) -> tuple[Parts, Any]:

@@ -1,11 +1,12 @@
-"""Kill a run (`kill -9`) at random moments, half of them during a save, and resume it by the same command.
+"""Kill a run (`kill -9`) in each part of a step, and resume it by the same command.
 
     python -m experiments.robustness.kills --kills 20 --output experiments/robustness/kills.json
 
-One run of configs/rlzero_tiny.py:smoke with a checkpoint every step is not interrupted. Then, for each kill, the same
-run in another workdir is killed and started again by the same command, without cleaning up. At the end the last
-checkpoint (parameters, moments, draft, data position, host state) and all metrics except times must be bit-equal to
-those of the uninterrupted run.
+For each pipeline mode, one run of `same_run` (its reward and learning rates move the policy in every step) is not
+interrupted. Then, for each kill, the same run in another workdir is killed by `killed.py` in a random step, in one part
+of a step after the other, and started again by the same command without cleaning up. In the end every checkpoint
+(parameters, moments, draft, data position, rollouts ahead, host state), the recorded rollouts and all metrics except
+times must be bit-equal to those of the uninterrupted run.
 """
 
 import argparse
@@ -13,115 +14,83 @@ import json
 import os
 import pathlib
 import random
-import subprocess
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-import numpy as np
+import absl.logging
 
-from experiments.rlzero_tiny.speedup import restored
-from specrl_jax.io.metrics import read_metrics
+from experiments.robustness.killed import MOMENTS
+from experiments.robustness.same_run import MODES, ROOT, check_moved, differences, launch, load, overrides
 from specrl_jax.io.workdir import versions
 
-ROOT = pathlib.Path(__file__).parents[2]
-STEPS = 30
-OVERRIDES = {"steps": STEPS, "checkpoint.every": 1, "draft.adaptive": False, "draft.compare_rounds": 0}
-TIMED = ("time/", "perf/", "draft/seconds", "rollout/tokens_per_second")
+STEPS, EVERY = 16, 2
+# A part of a step takes a few hundredths of a second here: within it, or just after.
+LONGEST = 0.05
 
 
-def start(workdir: str) -> subprocess.Popen:
-    command = [sys.executable, "main.py", "--config", "configs/rlzero_tiny.py:smoke", "--workdir", workdir]
-    command += [f"--config.{key}={value}" for key, value in OVERRIDES.items()]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def settings(mode: str, kind: str) -> dict[str, object]:
+    own = {"steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": STEPS, "eval.every": 0}
+    return overrides(kind, mode, {}) | own
 
 
-def finish(workdir: str) -> None:
-    """Run the command to its end. Raises RuntimeError with its output if it fails."""
-    process = start(workdir)
-    _, said = process.communicate()
-    if process.returncode:
-        raise RuntimeError(said)
+def killed_once(
+    folder: pathlib.Path, moment: str, rng: random.Random, run: Mapping[str, object], cache: str
+) -> dict[str, Any]:
+    """Kill one run, finish it, and return what was found after the kill."""
+    # From the first checkpoint on; a save happens in every second step.
+    step = rng.randrange(EVERY, STEPS - EVERY, EVERY) if moment == "save" else rng.randrange(EVERY + 1, STEPS)
+    program = ("-m", "experiments.robustness.killed", moment, str(step), f"{rng.uniform(0, LONGEST):.3f}")
+    ended = launch(ROOT, folder, run, cache, program)
+    if ended.returncode != -signal.SIGKILL:
+        raise RuntimeError(f"{moment}, step {step}: ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
+    rows = (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    names = os.listdir(folder / "checkpoints")
+    found = {"moment": moment, "step": step, "rows": rows, "half_written_checkpoint": any("tmp" in n for n in names)}
+    resumed_from = max(int(name) for name in names if name.isdigit())
+    launch(ROOT, folder, run, cache).check_returncode()
+    return found | {"resumed_from": resumed_from}
 
 
-def kill_at(workdir: str, reached: Callable[[], bool]) -> bool:
-    """Start the command and kill it when `reached` holds; return False if it ended before."""
-    process = start(workdir)
-    while process.poll() is None and not reached():
-        time.sleep(0.0005)
-    process.kill()
-    process.communicate()
-    return process.returncode < 0
-
-
-def rows_written(workdir: str) -> int:
-    path = os.path.join(workdir, "metrics.jsonl")
-    return pathlib.Path(path).read_bytes().count(b"\n") if os.path.exists(path) else 0
-
-
-def saving(workdir: str) -> bool:
-    """Return whether a checkpoint is half written."""
-    folder = os.path.join(workdir, "checkpoints")
-    return os.path.isdir(folder) and any("tmp" in name for name in os.listdir(folder))
-
-
-def kept(workdir: str) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-    """Return (state, host state, metrics rows without times) of a finished run."""
-    _, state, host = restored(workdir)
-    rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(workdir)]
-    return jax.device_get(state), host.values, rows
-
-
-def equal(one: Any, other: Any) -> bool:
-    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b, equal_nan=True)), one[0], other[0])
-    return all(jax.tree.leaves(same)) and one[1:] == other[1:]
-
-
-def killed_once(workdir: str, rng: random.Random, in_a_save: bool) -> dict[str, Any]:
-    """Kill one run, finish it, and return what was found at the moment of the kill."""
-    row, delay = rng.randint(1, STEPS - 2), rng.uniform(0, 0.3)
-    ready = []
-
-    def reached() -> bool:
-        if rows_written(workdir) <= row:
-            return False
-        if in_a_save:
-            return saving(workdir)
-        ready.append(time.monotonic())
-        return time.monotonic() - ready[0] >= delay
-
-    was_killed = kill_at(workdir, reached)
-    found = {"killed": was_killed, "rows": rows_written(workdir), "half_written_checkpoint": saving(workdir)}
-    finish(workdir)
-    return found
+def results(mode: str, kind: str, kills: int, rng: random.Random, cache: str) -> Iterator[dict[str, Any]]:
+    """Yield one result per kill of one mode. Raises AssertionError where the policy or the draft did not move."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, run = pathlib.Path(name), settings(mode, kind)
+        launch(ROOT, folder / "alone", run, cache).check_returncode()
+        alone = load(folder / "alone")
+        check_moved(alone)
+        for i in range(kills):
+            moment = tuple(MOMENTS)[i % len(MOMENTS)]
+            workdir = folder / f"killed_{i}"
+            found = killed_once(workdir, moment, rng, run, cache)
+            different = differences(alone, load(workdir))
+            yield {"mode": mode, "kind": kind} | found | {"bit_equal": not different, "different": different[:3]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20, help="of each mode and kind")
+    parser.add_argument("--modes", default=",".join(MODES), help="pipeline modes, separated by commas")
+    parser.add_argument("--kinds", default="eagle3", help="kinds of draft, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    rng, results = random.Random(arguments.seed), []
+    absl.logging.set_verbosity(absl.logging.ERROR)  # orbax warns where it reads arrays without their tree
+    rng, found = random.Random(arguments.seed), []
     with tempfile.TemporaryDirectory() as folder:
-        alone = os.path.join(folder, "alone")
-        finish(alone)
-        expected = kept(alone)
-        for i in range(arguments.kills):
-            workdir = os.path.join(folder, f"killed_{i}")
-            found = killed_once(workdir, rng, in_a_save=i % 2 == 1)
-            results.append(found | {"bit_equal": equal(kept(workdir), expected)})
-            print(f"kill {i}: {results[-1]}", flush=True)
-    good = sum(result["bit_equal"] for result in results)
-    report = {"bit_equal": good, "kills": results, "steps": STEPS, "versions": versions()}
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder
+        for mode in arguments.modes.split(","):
+            for kind in arguments.kinds.split(","):
+                for result in results(mode, kind, arguments.kills, rng, cache):
+                    found.append(result)
+                    print(json.dumps(result), flush=True)
+    good, halves = (sum(one[name] for one in found) for name in ("bit_equal", "half_written_checkpoint"))
+    report = {"bit_equal": good, "kills": found, "steps": STEPS, "versions": versions()}
     pathlib.Path(arguments.output).write_text(json.dumps(report, indent=2) + "\n")
-    print(
-        f"{good} of {len(results)} runs ended bit-equal; {sum(r['half_written_checkpoint'] for r in results)} in a save"
-    )
-    sys.exit(good < len(results))
+    print(f"{good} of {len(found)} runs ended bit-equal; {halves} were killed with a checkpoint half written")
+    sys.exit(good < len(found))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specrl_jax.rewards.messages import Outcome, Row
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
-from specrl_jax.rewards.worker import Outcome, Row
 
 LIMIT = 2.0  # seconds per hostile answer
 GRACE = 1.0  # seconds after the limit within which the pool must end the worker
 WORKERS = 2
-PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy", "pebble", "numpy")
+PACKAGES = ("latex2sympy2_extended", "sympy", "psutil", "numpy")
 
 
 class Case(NamedTuple):

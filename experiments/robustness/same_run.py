@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import absl.logging
@@ -34,8 +34,8 @@ STEPS = 4
 # Metrics whose names start so depend on the clock.
 TIMED = ("time/", "perf/", "draft/seconds", "rollout/tokens_per_second")
 
-# Host state of options that are gone: draft.update_growth.
-REMOVED = ("schedule",)
+# Host state that is not compared: of options that are gone (draft.update_growth), and times of rollouts ahead.
+NOT_COMPARED = ("schedule", "seconds", "switch_seconds")
 
 # Old name -> new name of metrics since commit 411c9fb. A name that ends in a slash is a prefix.
 RENAMED = {
@@ -65,14 +65,12 @@ OVERRIDES = {
     "checkpoint.keep": STEPS,
 }
 OF_KIND = {"model": {"draft.preset": "nano"}}
-# `history` would make drafts depend on how far generation is ahead.
 OF_MODE = {
     "async": {
         "pipeline.mode": "async",
         "pipeline.rollout_devices": 1,
         "pipeline.lag": 1,
         "grpo.correction": "token_truncate",
-        "draft.history": 0,
     }
 }
 
@@ -99,8 +97,14 @@ def overrides(kind: str, mode: str, extra: Mapping[str, str]) -> dict[str, objec
     return OVERRIDES | {"draft.kind": kind} | OF_KIND.get(kind, {}) | OF_MODE.get(mode, {}) | dict(extra)
 
 
-def execute(tree: pathlib.Path, workdir: pathlib.Path, settings: Mapping[str, object], cache: str) -> None:
-    """Make one run with `tree`'s main.py. Raises RuntimeError with its output where it fails."""
+def launch(
+    tree: pathlib.Path,
+    workdir: pathlib.Path,
+    settings: Mapping[str, object],
+    cache: str,
+    program: Sequence[str] = ("main.py",),
+) -> subprocess.CompletedProcess[str]:
+    """Make or resume one run with `tree`'s main.py, or a `program` that takes its flags; wait until it ends."""
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "specrl_checksum.py").write_text(REWARD)
         environment = os.environ | {
@@ -111,15 +115,20 @@ def execute(tree: pathlib.Path, workdir: pathlib.Path, settings: Mapping[str, ob
         }
         if settings.get("pipeline.mode") != "async":
             environment["XLA_FLAGS"] = ""
-        command = [sys.executable, "main.py", "--config", "configs/rlzero_tiny.py:smoke", "--workdir", str(workdir)]
+        command = [sys.executable, *program, "--config", "configs/rlzero_tiny.py:smoke", "--workdir", str(workdir)]
         command += [f"--config.{key}={value}" for key, value in settings.items()]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+
+
+def execute(tree: pathlib.Path, workdir: pathlib.Path, settings: Mapping[str, object], cache: str) -> None:
+    """Make one run. Raises RuntimeError with its output where it fails."""
+    done = launch(tree, workdir, settings, cache)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} in {tree}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(done.args)} in {tree}:\n{done.stderr[-4000:]}")
 
 
 def load(workdir: pathlib.Path) -> Run:
-    """Read a finished run. Raises AssertionError where its policy or its draft did not move."""
+    """Read a finished run."""
     rows = [untimed(row) for row in read_metrics(str(workdir))]
     recorded = [workdir / "rollouts" / f"step_{row['step']}.jsonl" for row in rows]
     rollouts = [json.loads(line) for path in recorded if path.exists() for line in path.read_text().splitlines()]
@@ -132,9 +141,7 @@ def load(workdir: pathlib.Path) -> Run:
             if (folder / item).exists():
                 arrays |= {f"{folder.name}/{item}/{name}": value for name, value in read_arrays(folder / item)}
         host |= {f"{folder.name}": json.loads((folder / "values" / "metadata").read_text(), object_hook=kept)}
-    run = Run(rows, rollouts, arrays, host)
-    check_moved(run)
-    return run
+    return Run(rows, rollouts, arrays, host)
 
 
 def untimed(row: Mapping[str, object]) -> dict[str, object]:
@@ -143,8 +150,8 @@ def untimed(row: Mapping[str, object]) -> dict[str, object]:
 
 
 def kept(values: dict[str, object]) -> dict[str, object]:
-    """Return a JSON object without the keys that only the old tree has."""
-    return {name: value for name, value in values.items() if name not in REMOVED}
+    """Return a JSON object without the keys that are not compared."""
+    return {name: value for name, value in values.items() if name not in NOT_COMPARED}
 
 
 def renamed(name: str) -> str:
@@ -166,13 +173,16 @@ def read_arrays(folder: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def check_moved(run: Run) -> None:
     """Raise AssertionError unless every step had a gradient and the parameters changed."""
-    assert run.arrays and run.rollouts and len(run.rows) == STEPS + 1, "the run is not whole"
+    saved = sorted({int(name.split("/", 1)[0]) for name in run.arrays})
+    assert len(saved) > 1 and run.rollouts and len(run.rows) == saved[-1] + 1, "the run is not whole"
     still = [row["step"] for row in run.rows[1:] if not row["policy/grad_norm"] > 0]
     assert not still, f"no gradient in steps {still}"
     prefixes = {name.split("/", 1)[1].split("/params/")[0] for name in run.arrays if "/params/" in name}
     for prefix in prefixes:
-        names = [name.split("/", 1)[1] for name in run.arrays if name.startswith(f"1/{prefix}/params/")]
-        moved = any(not same_bits(run.arrays[f"1/{name}"], run.arrays[f"{STEPS}/{name}"]) for name in names)
+        names = [name.split("/", 1)[1] for name in run.arrays if name.startswith(f"{saved[0]}/{prefix}/params/")]
+        moved = any(
+            not same_bits(run.arrays[f"{saved[0]}/{name}"], run.arrays[f"{saved[-1]}/{name}"]) for name in names
+        )
         assert moved, f"{prefix}: parameters did not change"
 
 
@@ -229,7 +239,9 @@ def make(tree: pathlib.Path, folder: pathlib.Path, kind: str, mode: str, extra: 
         shutil.rmtree(workdir, ignore_errors=True)
         execute(tree, workdir, settings, cache)
         note.write_text(json.dumps(settings))
-    return load(workdir)
+    run = load(workdir)
+    check_moved(run)
+    return run
 
 
 def report(kind: str, mode: str, old: Run, new: Run, found: list[str]) -> str:

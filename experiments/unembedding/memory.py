@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
-from specrl_jax.models.lm_head import Tiling, token_scores
+from specrl_jax.models.lm_head import token_scores
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import LEARNER, partitioner
 
 FIELDS = ("tokens", "vocab", "embed", "tile", "temporary", "largest", "logits", "peak", "seconds")

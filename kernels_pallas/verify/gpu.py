@@ -26,7 +26,6 @@ ALIGNED = 4  # columns: TMA needs rows that begin at multiples of 16 bytes
 def statistics(
     options: TileOptions,
     logits: jax.Array,
-    cut: jax.Array | None = None,
     outside: jax.Array | None = None,
     noise: Noise | None = None,
     interpret: object = None,
@@ -38,7 +37,6 @@ def statistics(
 
     Args:
       logits: [R, V] float32.
-      cut: [R] float32.
       outside: [V] float32.
       noise: of R rows.
       interpret: parameters of Pallas's interpreter, on a machine without such a GPU.
@@ -48,7 +46,6 @@ def statistics(
     logits = _aligned(logits)
     R, blocks = len(logits), _blocks(options.V)
     asked = {
-        "cut": cut,
         "ids": noise and noise.rollout_id,
         "positions": noise and noise.position.astype(jnp.uint32),
         "seed": noise and noise.seed.astype(jnp.uint32).reshape(1),
@@ -69,7 +66,6 @@ def statistics(
                 options,
                 [buffer[i, 0], buffer[i, 1]],
                 columns,
-                given["cut"][r] if options.cut else None,
                 [given["outside"][pl.ds(start + h * HALF, HALF)] for h in (0, 1)] if options.outside else None,
                 tiles.halves_of_noise(given["seed"][0], given["ids"][r], given["positions"][r], columns)
                 if options.noise

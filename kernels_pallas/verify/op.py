@@ -10,9 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.verify import gpu, reference, tiled, tpu
 from kernels_pallas.verify.tiled import Kernels
-from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
+from kernels_pallas.verify.types import Draft, Noise, Sampling, SamplingMask, Verified, VerifyInputs
 
-__all__ = ["KERNELS", "Draft", "Kernels", "Noise", "Verified", "VerifyInputs", "kernels_of", "verify"]
+__all__ = ["KERNELS", "Draft", "Kernels", "Noise", "SamplingMask", "Verified", "VerifyInputs", "kernels_of", "verify"]
 
 # By `jax.Device.platform`; other platforms compile the reference.
 KERNELS = {"gpu": Kernels(gpu.statistics, gpu.residual), "tpu": Kernels(tpu.statistics, tpu.residual)}

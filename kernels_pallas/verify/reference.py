@@ -14,9 +14,13 @@ the next block.
 `coupled` (Daliri, Musco, Suresh 2408.07978): y_i is the argmax of log p_i + g, the drafted token that of log q_i + the
 same Gumbel noise g of (rollout, absolute position, token). Emitted tokens depend on neither drafter nor k.
 
+A draft whose q is not a distribution (a logit of NaN or of +inf, or all of -inf) ends before it, under every rule: it
+costs speed, never the distribution of what is emitted.
+
 With nothing drafted (k = 0) every rule is plain sampling: plain and speculative decoding are one code path.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -24,7 +28,7 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.sampling import draw, final_logits, widened
+from kernels_pallas.verify.sampling import draw, truncate, widened
 from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
 
 
@@ -37,14 +41,16 @@ class Emitted(NamedTuple):
 
 def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
     """Verify k drafted tokens per row against k + 1 target distributions, by `sampling.rule`."""
-    noise, draft, target_logits = inputs.noise, inputs.draft, inputs.target_logits
-    k = draft.tokens.shape[1]
+    noise, draft = inputs.noise, inputs.draft
+    k, Q = draft.tokens.shape[1], inputs.target_logits.shape[1]
+    kept, mask = truncate(widened(inputs.target_logits), sampling)
+    log_weights = kept / (sampling.temperature or 1.0)
     if sampling.temperature == 0:
-        emitted = by_exact_match(draft, jnp.argmax(target_logits, axis=-1))
+        emitted = by_exact_match(draft, jnp.argmax(inputs.target_logits, axis=-1))
     elif sampling.rule == "coupled":
-        emitted = by_exact_match(draft, _coupled_draws(noise, final_logits(target_logits, sampling)))
+        emitted = by_exact_match(draft, _coupled_draws(noise, log_weights))
     else:
-        logits = final_logits(target_logits, sampling)[:, : k + 1]
+        logits = log_weights[:, : k + 1]
 
         def deterministic() -> Emitted:
             return by_exact_match(draft, _plain_draws(noise, logits))
@@ -56,10 +62,12 @@ def verify(inputs: VerifyInputs, sampling: Sampling) -> Verified:
             # k + 1 draws per row, skipped in a batch without deterministic rows.
             by_match = jax.lax.cond(draft.deterministic.any(), deterministic, lambda: by_ratio)
             emitted = choose_rows(draft.deterministic, by_match, by_ratio)
-    tokens = jnp.pad(emitted.tokens, ((0, 0), (0, target_logits.shape[1] - emitted.tokens.shape[1])))
-    logits = widened(target_logits) / (sampling.temperature or 1.0)
-    logprobs = _pick(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
-    return Verified(tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1])
+    tokens = jnp.pad(emitted.tokens, ((0, 0), (0, Q - emitted.tokens.shape[1])))
+    # The largest logit leaves before the log of the sum: far from zero, their sum is rounded to its own size.
+    top = log_weights.max(axis=-1, keepdims=True)
+    logprobs = (_pick(log_weights, tokens) - top[..., 0]) - jnp.log(jnp.exp(log_weights - top).sum(axis=-1))
+    mask = jax.tree.map(lambda x: x[:, : k + 1], mask)
+    return Verified(tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask)
 
 
 def by_exact_match(draft: Draft, drawn: jax.Array) -> Emitted:
@@ -81,6 +89,14 @@ def within(draft: Draft, mask: jax.Array) -> jax.Array:
     if draft.num_drafted is None:
         return mask
     return mask & (jnp.arange(mask.shape[1])[None] < draft.num_drafted[:, None])
+
+
+def before_nonfinite(draft: Draft, q_norm: jax.Array) -> Draft:
+    """Return `draft` without the tokens from the first whose q is not a distribution: log-sum-exp [B, k] not finite.
+
+    Whether a draft ends is known from the tokens before its end, so a rule that is exact for each length is exact.
+    """
+    return dataclasses.replace(draft, num_drafted=count_leading_true(within(draft, jnp.isfinite(q_norm))))
 
 
 def whole_draft(draft: Draft, num_accepted: jax.Array) -> jax.Array:
@@ -113,6 +129,7 @@ def _by_ratio(noise: Noise, draft: Draft, draft_logits: jax.Array, logits: jax.A
     # Only normalisers are computed for every row: rule A exponentiates one row of each model, the last one.
     p_norm = jax.nn.logsumexp(logits, axis=-1)
     q_norm = jax.nn.logsumexp(draft_logits, axis=-1)
+    draft = before_nonfinite(draft, q_norm)
     p_x = jnp.exp(_pick(logits[:, :-1], draft.tokens) - p_norm[:, :-1])
     q_x = jnp.exp(_pick(draft_logits, draft.tokens, draft.vocab_map) - q_norm)
     places = jnp.arange(k, dtype=jnp.int32)[None]

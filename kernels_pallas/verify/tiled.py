@@ -18,8 +18,15 @@ import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
 from kernels_pallas.verify import rules
-from kernels_pallas.verify.reference import Emitted, by_exact_match, choose_rows, count_leading_true, whole_draft
-from kernels_pallas.verify.sampling import TILE, first_above, smallest_kept
+from kernels_pallas.verify.reference import (
+    Emitted,
+    before_nonfinite,
+    by_exact_match,
+    choose_rows,
+    count_leading_true,
+    whole_draft,
+)
+from kernels_pallas.verify.sampling import TILE, first_above, truncate
 from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
 from kernels_pallas.verify.types import Draft, Noise, Sampling, Verified, VerifyInputs
 
@@ -34,27 +41,25 @@ class Kernels(NamedTuple):
 class _Rows(NamedTuple):
     """R rows of logits of one width, with their statistics."""
 
-    logits: jax.Array  # [R, V] float32, raw
+    logits: jax.Array  # [R, V] float32, raw; -inf where top-k or top-p cut them
     temperature: float
-    cut: jax.Array | None  # [R] smallest raw logit kept by top-k and top-p
     top: jax.Array  # [R] largest logits / temperature
-    norm: jax.Array  # [R] log-sum-exp of the kept ones
-    tiles: jax.Array  # [R, T] sums of exp(kept logits / temperature - top)
+    log_sum: jax.Array  # [R] log of the sum of exp(logits / temperature - top)
+    tiles: jax.Array  # [R, T] those sums by tile
+
+    @property
+    def norm(self) -> jax.Array:
+        """Return the log-sum-exp [R] of logits / temperature."""
+        return self.log_sum + self.top
 
     def pick(self, row: jax.Array, token: jax.Array) -> jax.Array:
-        """Return raw logits at tokens; -inf for negative ids."""
-        return jnp.where(token < 0, -jnp.inf, self.logits[row, jnp.maximum(token, 0)])
-
-    def scaled(self, logits: jax.Array, row: jax.Array) -> jax.Array:
-        """Return logits / temperature; -inf where top-k or top-p cut them."""
-        x = logits / self.temperature
-        return x if self.cut is None else jnp.where(logits >= self.cut[row], x, -jnp.inf)
+        """Return logits / temperature at tokens; -inf for negative ids."""
+        return jnp.where(token < 0, -jnp.inf, self.logits[row, jnp.maximum(token, 0)]) / self.temperature
 
     def window(self, row: jax.Array, tile: jax.Array) -> jax.Array:
-        """Return [..., TILE] kept logits / temperature of one tile of each `row` [...]; -inf beyond the vocabulary."""
-        columns = _columns(tile)
-        inside = self.logits.at[row[..., None], columns].get(mode="fill", fill_value=-jnp.inf)
-        return self.scaled(inside, row[..., None])
+        """Return [..., TILE] logits / temperature of one tile of each `row` [...]; -inf beyond the vocabulary."""
+        inside = self.logits.at[row[..., None], _columns(tile)].get(mode="fill", fill_value=-jnp.inf)
+        return inside / self.temperature
 
 
 class _Target(NamedTuple):
@@ -82,23 +87,18 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
     B, Q, V = inputs.target_logits.shape
     k = draft.tokens.shape[1]
     temperature = sampling.temperature or 1.0
-    cut = smallest_kept(inputs.target_logits, sampling) if sampling.temperature else None
-    cut = None if cut is None else cut.reshape(-1)
-    logits = inputs.target_logits.reshape(B * Q, V)
+    kept, mask = truncate(inputs.target_logits, sampling)
+    logits = kept.reshape(B * Q, V)
     by_best = sampling.temperature == 0 or sampling.rule == "coupled"
     by_ratio = not by_best and draft.logits is not None and k > 0
     outside = None
     if by_ratio and sampling.rule == "block" and draft.vocab_map is not None:
         outside = jnp.ones(V, jnp.float32).at[draft.vocab_map].set(0.0)
-    options = TileOptions(
-        V, temperature, cut is not None, outside is not None, by_best, by_best and sampling.temperature != 0
-    )
+    options = TileOptions(V, temperature, outside is not None, by_best, by_best and sampling.temperature != 0)
     ids = jnp.repeat(noise.rollout_id, Q)
     positions = (noise.position[:, None] + jnp.arange(Q)[None]).reshape(-1)
-    found = kernels.statistics(
-        options, logits, cut, outside, Noise(noise.seed, ids, positions) if options.noise else None
-    )
-    rows, full_norm = _rows(logits, temperature, cut, found)
+    found = kernels.statistics(options, logits, outside, Noise(noise.seed, ids, positions) if options.noise else None)
+    rows = _rows(logits, temperature, found)
     index = jnp.arange(B)[:, None] * Q + jnp.arange(Q)[None]
 
     def plain() -> Emitted:
@@ -117,18 +117,15 @@ def verify(inputs: VerifyInputs, sampling: Sampling, kernels: Kernels) -> Verifi
         ratio = _by_ratio(noise, draft, _Target(rows, index, share), sampling.rule, kernels)
         match = jax.lax.cond(draft.deterministic.any(), plain, lambda: ratio)
         emitted = choose_rows(draft.deterministic, match, ratio)
-    logprobs = rows.pick(index, emitted.tokens) / temperature - full_norm.reshape(B, Q)
-    return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1])
+    logprobs = (rows.pick(index, emitted.tokens) - rows.top[index]) - rows.log_sum[index]
+    mask = jax.tree.map(lambda x: x[:, : k + 1], mask)
+    return Verified(emitted.tokens[:, : k + 1], emitted.num_accepted, logprobs[:, : k + 1], mask)
 
 
-def _rows(logits: jax.Array, temperature: float, cut: jax.Array | None, found: Statistics) -> tuple[_Rows, jax.Array]:
-    """Return rows, and their log-sum-exp [R] before top-k and top-p."""
+def _rows(logits: jax.Array, temperature: float, found: Statistics) -> _Rows:
     top = found.top.max(axis=-1)
-    scale = jnp.exp(found.top - top[:, None])
-    tiles = scale * (found.total if found.kept is None else found.kept)
-    norm = jnp.log(tiles.sum(axis=-1)) + top
-    full_norm = norm if found.kept is None else jnp.log((scale * found.total).sum(axis=-1)) + top
-    return _Rows(logits, temperature, cut, top, norm, tiles), full_norm
+    tiles = jnp.exp(found.top - top[:, None]) * found.total
+    return _Rows(logits, temperature, top, jnp.log(tiles.sum(axis=-1)), tiles)
 
 
 def _columns(tile: jax.Array) -> jax.Array:
@@ -156,14 +153,13 @@ def _by_ratio(noise: Noise, draft: Draft, target: _Target, rule: str, kernels: K
     rows = target.rows
     draft_options = TileOptions(draft.logits.shape[-1], rows.temperature)
     flat = draft.logits.reshape(B * k, -1)
-    draft_rows, _ = _rows(flat, rows.temperature, None, kernels.statistics(draft_options, flat))
+    draft_rows = _rows(flat, rows.temperature, kernels.statistics(draft_options, flat))
+    draft = before_nonfinite(draft, draft_rows.norm.reshape(B, k))
     drafted = _Draft(draft_rows, jnp.arange(B)[:, None] * k + jnp.arange(k)[None], draft.vocab_map)
     before = target.place[:, :k]
-    p_x = jnp.exp(rows.scaled(rows.pick(before, draft.tokens), before) - rows.norm[before])
+    p_x = jnp.exp(rows.pick(before, draft.tokens) - rows.norm[before])
     ids = _draft_ids(draft.tokens, draft.vocab_map)
-    q_x = jnp.exp(
-        draft_rows.scaled(draft_rows.pick(drafted.place, ids), drafted.place) - draft_rows.norm[drafted.place]
-    )
+    q_x = jnp.exp(draft_rows.pick(drafted.place, ids) - draft_rows.norm[drafted.place])
     places = jnp.arange(k, dtype=jnp.int32)[None]
     u, _ = counter.uniforms(noise.seed, noise.rollout_id[:, None], noise.position[:, None], places, counter.ACCEPT)
     if rule == "block":
@@ -200,7 +196,7 @@ def _inner_mass(target: _Target, draft: _Draft, scale: jax.Array, kernels: Kerne
         if draft.vocab_map is None
         else (target.rows.logits[row[:, None], draft.vocab_map[None]], jnp.arange(len(row)))
     )
-    options = TileOptions(draft.rows.logits.shape[1], target.rows.temperature, target.rows.cut is not None)
+    options = TileOptions(draft.rows.logits.shape[1], target.rows.temperature)
     terms = _terms(target, draft, row, draft_row, scale.reshape(-1))
     mass = kernels.residual(options, p, at, draft.rows.logits[draft_row], terms).sum(axis=-1).reshape(scale.shape)
     return mass if target.outside is None else mass + scale * target.outside[:, 1:k]
@@ -223,7 +219,7 @@ def _draw_residual(
     d = draft.rows.logits[draft_row]
     if draft.vocab_map is not None:
         d = jnp.full((len(row), V), -jnp.inf, jnp.float32).at[:, draft.vocab_map].set(d)
-    options = TileOptions(V, rows.temperature, rows.cut is not None)
+    options = TileOptions(V, rows.temperature)
     terms = _terms(target, draft, row, draft_row, scale)
     left = kernels.residual(options, rows.logits, row, d, terms)
     from_p = bonus | ~(left > 0).any(axis=-1)
@@ -238,5 +234,4 @@ def _draw_residual(
 
 
 def _terms(target: _Target, draft: _Draft, row: jax.Array, draft_row: jax.Array, scale: jax.Array) -> ResidualTerms:
-    cut = None if target.rows.cut is None else target.rows.cut[row]
-    return ResidualTerms(scale, target.rows.norm[row], draft.rows.norm[draft_row], cut)
+    return ResidualTerms(scale, target.rows.norm[row], draft.rows.norm[draft_row])

@@ -25,7 +25,6 @@ class TileOptions(NamedTuple):
 
     V: int  # vocabulary entries; columns beyond it are padding
     temperature: float
-    cut: bool = False  # logits below a row's threshold have probability 0
     outside: bool = False  # sum what the draft's vocabulary lacks
     best: bool = False  # find the best token
     noise: bool = False  # add Gumbel noise before taking the best
@@ -33,7 +32,7 @@ class TileOptions(NamedTuple):
     @property
     def results(self) -> tuple[str, ...]:
         """Return the names of the requested fields of `Statistics`, in order."""
-        asked = {"kept": self.cut, "outside": self.outside, "best": self.best, "token": self.best}
+        asked = {"outside": self.outside, "best": self.best, "token": self.best}
         return tuple(name for name in Statistics._fields if asked.get(name, True))
 
     def shapes(self, rows: int, tiles: int) -> list[jax.ShapeDtypeStruct]:
@@ -51,9 +50,8 @@ class Statistics(NamedTuple):
 
     top: jax.Array  # largest x; -inf in a tile without any
     total: jax.Array  # sum over the tile
-    kept: jax.Array | None = None  # sum over logits >= cut
-    outside: jax.Array | None = None  # sum over kept tokens outside the draft's vocabulary
-    best: jax.Array | None = None  # largest kept x, plus its noise if noise is added
+    outside: jax.Array | None = None  # sum over tokens outside the draft's vocabulary
+    best: jax.Array | None = None  # largest x, plus its noise if noise is added
     token: jax.Array | None = None  # int32, first token that reaches it
 
 
@@ -63,16 +61,14 @@ class ResidualTerms:
     """Values per row of the residual max(scale p - q, 0)."""
 
     scale: jax.Array  # float32
-    p_norm: jax.Array  # float32, log-sum-exp of the target's kept logits / temperature
+    p_norm: jax.Array  # float32, log-sum-exp of the target's logits / temperature
     q_norm: jax.Array  # float32, log-sum-exp of the draft's logits / temperature
-    cut: jax.Array | None  # float32, smallest raw target logit kept
 
 
 def statistics(
     options: TileOptions,
     logits: Halves,
     columns: Halves,
-    cut: jax.Array | None,
     outside: Halves | None,
     noise: Halves | None,
     keepdims: bool,
@@ -82,7 +78,6 @@ def statistics(
     Args:
       logits: raw.
       columns: int32, the token ids.
-      cut: smallest raw logit kept.
       outside: 1.0 at tokens outside the draft's vocabulary, else 0.0.
       noise: added before the best is taken.
     """
@@ -102,10 +97,6 @@ def statistics(
     safe = jnp.where(top > -jnp.inf, top, 0.0)
     weights = [jnp.exp(h - safe) for h in x]
     found = [top, total(weights)]
-    if cut is not None:
-        weights = [jnp.where(h >= cut, w, 0.0) for h, w in zip(logits, weights)]
-        x = [jnp.where(h >= cut, s, -jnp.inf) for h, s in zip(logits, x)]
-        found.append(total(weights))
     if outside is not None:
         found.append(total([jnp.where(o > 0, w, 0.0) for w, o in zip(weights, outside)]))
     if options.best:
@@ -120,7 +111,7 @@ def statistics(
 def residual(
     options: TileOptions, target: Halves, draft: Halves, columns: Halves, terms: ResidualTerms, keepdims: bool
 ) -> jax.Array:
-    """Return the sum over one tile of max(scale p - q, 0), p = exp(x - p_norm) where kept, q = exp(d - q_norm).
+    """Return the sum over one tile of max(scale p - q, 0), p = exp(x - p_norm), q = exp(d - q_norm).
 
     1,024 exponentials.
 
@@ -130,7 +121,6 @@ def residual(
     left = []
     for h, d, column in zip(target, draft, columns):
         p = jnp.exp(h / options.temperature - terms.p_norm)
-        p = p if terms.cut is None else jnp.where(h >= terms.cut, p, 0.0)
         q = jnp.exp(d / options.temperature - terms.q_norm)
         left.append(jnp.where(column < options.V, jnp.maximum(terms.scale * p - q, 0.0), 0.0))
     return jnp.sum(left[0] + left[1], axis=-1, keepdims=keepdims)

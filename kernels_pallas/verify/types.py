@@ -25,6 +25,13 @@ class Sampling(Protocol):
     def rule(self) -> str: ...  # rejection, block or coupled
 
 
+class SamplingMask(NamedTuple):
+    """The tokens that top-k and top-p keep at each position."""
+
+    ids: jax.Array  # [..., K] int32, the likeliest first, of equal ones the lowest id; meaningless beyond `count`
+    count: jax.Array  # type: ignore[assignment]  # [...] int32, at least 1; hides tuple.count
+
+
 class Noise(NamedTuple):
     """Keys of the randomness of one verification."""
 
@@ -64,4 +71,5 @@ class Verified:
 
     tokens: jax.Array  # [B, k+1] int32
     num_accepted: jax.Array  # [B] int32 in 0..k
-    logprobs: jax.Array  # [B, k+1] float32 (float64), nats, of `tokens` at the temperature, before top-k and top-p
+    logprobs: jax.Array  # [B, k+1] float32 (float64), nats, of `tokens` under the distribution they are sampled from
+    mask: SamplingMask | None = None  # [B, k+1, ...], as top-k and top-p were applied; None: both are off

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from specrl_jax.config.data import DataConfig, EvalConfig, RewardConfig
 from specrl_jax.config.learning import GRPOConfig, OptimizerConfig, PipelineConfig, RolloutConfig
 from specrl_jax.config.model import DraftConfig, MeshConfig, PolicyConfig
-from specrl_jax.config.schema import build, key
+from specrl_jax.config.schema import INT32, UINT32, build, key
 from specrl_jax.config.tasks import (
     BenchmarkConfig,
     CheckpointConfig,
@@ -31,8 +31,8 @@ class Config:
     """All keys of a run."""
 
     task: str = key("train", "what to do", choices=TASKS)
-    seed: int = key(0, "seed of the random weights and of the data order", low=0)
-    steps: int = key(100, "RL steps, or pretraining steps", "steps", low=0)
+    seed: int = key(0, "seed of the random weights and of the data order", low=0, high=UINT32)
+    steps: int = key(100, "RL steps, or pretraining steps", "steps", low=0, high=INT32)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

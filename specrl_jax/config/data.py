@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from specrl_jax.config.schema import key
+from kernels_pallas.verify.limits import MOST_KEPT
+from specrl_jax.config.schema import INT32, LONGEST, key
 
 BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown")
 
@@ -16,9 +17,12 @@ class RewardConfig:
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
     weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)
-    timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0)
-    workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0)
-    memory: float = key(4.0, "memory of each reward process", "GiB", above=0)
+    correct_from: float = key(
+        1.0, "first reward from which a response is correct, where the reward does not say", low=-1e30, high=1e30
+    )
+    timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0, high=86_400)
+    workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0, high=1024)
+    memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -30,7 +34,7 @@ class RewardConfig:
 class DataConfig:
     task: str = key("arithmetic", "built-in task, used where data.path is ''", choices=BUILT_IN_TASKS)
     path: str = key("", "JSONL or Parquet files of prompts, separated by commas; a repeated prompt counts once")
-    weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0)
+    weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key("", "gsm8k, dapo, verl, math: for all files, or one each with commas; '' = the keys below")
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")
@@ -40,19 +44,27 @@ class DataConfig:
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
     skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
     skip_long: bool = key(False, "leave too long prompts out and count them; False = the first is an error")
+    special_tokens: str = key(
+        "text",
+        "the text of a special token in a row, as <|im_end|>: text = is encoded as other text, and such rows are "
+        "counted; refuse = the row is malformed",
+        choices=("text", "refuse"),
+    )
     tokenizer: str = key("char", "char, or a folder with tokenizer.json; '' = policy.path")
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    every: int = key(10, "steps between evaluations; 0 = before and after training only", "steps", low=0)
+    every: int = key(10, "steps between evaluations; 0 = before and after training only", "steps", low=0, high=INT32)
     path: str = key("", "files as in data.path, each a set of its own; '' = validation split of the built-in task")
     schema: str = key("", "as data.schema; '' = data.schema")
     template: str = key("", "as data.template; '' = data.template")
     task: str = key("", "built-in task; '' = data.task", choices=("", *BUILT_IN_TASKS))
-    problems: int = key(256, "most problems of each set", "problems", low=1)
-    samples: int = key(1, "responses per problem", "responses", low=1)
-    temperature: float = key(1.0, "as rollout.temperature", low=0)
-    top_k: int = key(0, "as rollout.top_k", "tokens", low=0)
+    problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
+    samples: int = key(1, "responses per problem", "responses", low=1, high=65_536)
+    temperature: float = key(1.0, "as rollout.temperature", low=0, high=100)
+    top_k: int = key(0, "as rollout.top_k", "tokens", low=0, high=MOST_KEPT)
     top_p: float = key(1.0, "as rollout.top_p", above=0, high=1)
-    max_response_tokens: int = key(0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0)
+    max_response_tokens: int = key(
+        0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0, high=LONGEST
+    )

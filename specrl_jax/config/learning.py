@@ -2,34 +2,40 @@
 
 import dataclasses
 
+from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.model import DTYPES
-from specrl_jax.config.schema import key
+from specrl_jax.config.schema import INT32, LONGEST, UINT32, key
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0)
-    top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0)
-    top_p: float = key(1.0, "sample from the likeliest tokens of this probability; 1.0 = off", above=0, high=1)
+    temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0, high=100)
+    top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0, high=MOST_KEPT)
+    top_p: float = key(
+        1.0,
+        f"sample from the likeliest tokens of this probability, out of top_k or {MOST_KEPT}; 1.0 = off",
+        above=0,
+        high=1,
+    )
     rule: str = key(
         "rejection",
         "verification; coupled tokens do not depend on the draft",
         choices=("rejection", "block", "coupled"),
     )
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
-    max_prompt_tokens: int = key(16, "longest prompt", "tokens", low=1)
-    max_response_tokens: int = key(48, "longest response", "tokens", low=1)
-    num_slots: int = key(128, "sequences decoded at once", "sequences", low=1)
-    chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1)
+    max_prompt_tokens: int = key(16, "longest prompt", "tokens", low=1, high=LONGEST)
+    max_response_tokens: int = key(48, "longest response", "tokens", low=1, high=LONGEST)
+    num_slots: int = key(128, "sequences decoded at once", "sequences", low=1, high=65_536)
+    chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
-    seed: int = key(0, "seed of all noise in decoding", low=0, below=2**32)
+    seed: int = key(0, "seed of all noise in decoding", low=0, high=UINT32)
 
 
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig:
-    prompts_per_step: int = key(16, "prompts per step", "prompts", low=1)
-    group_size: int = key(8, "responses per prompt", "responses", low=1)
+    prompts_per_step: int = key(16, "prompts per step", "prompts", low=1, high=65_536)
+    group_size: int = key(8, "responses per prompt", "responses", low=1, high=65_536)
     advantage: str = key(
         "grpo", "normalised, only centred (dr_grpo), or leave-one-out (rloo)", choices=("grpo", "dr_grpo", "rloo")
     )
@@ -42,31 +48,49 @@ class GRPOConfig:
         choices=("token", "sequence", "constant"),
     )
     clip_low: float = key(0.2, "ratios are clipped below 1 - clip_low; cispo: 1 = no bound", low=0, high=1)
-    clip_high: float = key(0.28, "ratios are clipped above 1 + clip_high", low=0)
-    kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0)
+    clip_high: float = key(0.28, "ratios are clipped above 1 + clip_high", low=0, high=1000)
+    clip_dual: float = key(
+        3.0,
+        "clip and gspo: where the advantage is negative, ratios above it count as it (dual clipping, verl's "
+        "clip_ratio_c); above 1, or 0 = off",
+        low=0,
+        high=1000,
+    )
+    kl_coef: float = key(0.0, "weight of the KL term against the reference policy; 0 = no reference", low=0, high=1000)
     kl: str = key("k3", "estimator of the KL term (Schulman 2020)", choices=("k2", "k3"))
-    reference_every: int = key(0, "steps until the policy is the new reference; 0 = never", "steps", low=0)
-    entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0)
+    reference_every: int = key(0, "steps until the policy is the new reference; 0 = never", "steps", low=0, high=INT32)
+    entropy_coef: float = key(0.0, "weight of an entropy bonus", low=0, high=1000)
     old_logprobs: str = key(
         "learner",
         "old log-probs of the ratio: an extra pass of the learner, the rollouts' own, or the current policy's "
         "(one update per step)",
         choices=("learner", "rollout", "current"),
     )
+    sampling_mask: str = key(
+        "replay",
+        "under top_k and top_p: old, new and reference log-probs of the tokens that sampling kept, or of all",
+        choices=("replay", "ignore"),
+    )
     correction: str = key(
         "none",
         "importance sampling for rollouts drawn with other numerics or older weights",
         choices=("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    correction_cap: float = key(2.0, "cap of the importance weights", above=1)
-    epochs: int = key(1, "passes over the rollouts of a step", low=1)
-    minibatches: int = key(1, "optimizer updates per pass", "updates", low=1)
-    microbatch: int = key(0, "rows per forward and backward pass; 0 = the whole minibatch", "rows", low=0)
-    pack_tokens: int = key(0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0)
-    sampling_rounds: int = key(1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1)
+    correction_cap: float = key(2.0, "cap of the importance weights", above=1, high=1e6)
+    epochs: int = key(1, "passes over the rollouts of a step", low=1, high=1000)
+    minibatches: int = key(1, "optimizer updates per pass", "updates", low=1, high=65_536)
+    microbatch: int = key(0, "rows per forward and backward pass; 0 = the whole minibatch", "rows", low=0, high=INT32)
+    pack_tokens: int = key(
+        0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0, high=4 * LONGEST
+    )
+    sampling_rounds: int = key(
+        1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1, high=1000
+    )
     mask_truncated: bool = key(False, "exclude responses cut at the limit from the loss")
-    overlong_buffer: int = key(0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0)
-    overlong_penalty: float = key(1.0, "reward lost at the limit", low=0)
+    overlong_buffer: int = key(
+        0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0, high=LONGEST
+    )
+    overlong_penalty: float = key(1.0, "reward lost at the limit", low=0, high=1e6)
 
     @property
     def leaves_out(self) -> bool:
@@ -77,12 +101,16 @@ class GRPOConfig:
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
-    lag: int = key(1, "async: largest age of the policy that drew a rollout", "policy versions", low=0)
+    lag: int = key(1, "async: largest age of the policy that drew a rollout", "policy versions", low=0, high=64)
     rollout_devices: int = key(
-        0, "each process's last devices, that only generate; 0 = all devices do both (sync)", "devices", low=0
+        0,
+        "each process's last devices, that only generate; 0 = all devices do both (sync)",
+        "devices",
+        low=0,
+        high=65_536,
     )
-    tensor: int = key(1, "shards of heads and widths on pipeline.rollout_devices", "devices", low=1)
-    expert: int = key(1, "shards of the experts on pipeline.rollout_devices", "devices", low=1)
+    tensor: int = key(1, "shards of heads and widths on pipeline.rollout_devices", "devices", low=1, high=65_536)
+    expert: int = key(1, "shards of the experts on pipeline.rollout_devices", "devices", low=1, high=65_536)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +122,14 @@ class OptimizerConfig:
     """
 
     name: str = key("adamw", "adamw, or muon for matrices and adamw for the rest", choices=("adamw", "muon"))
-    learning_rate: float = key(1e-6, "learning rate after the warm-up", low=0)
-    warmup: int = key(0, "length of the warm-up", "updates", low=0)
-    clip: float = key(1.0, "largest global gradient norm", above=0)
-    weight_decay: float = key(0.0, "decoupled weight decay", low=0)
+    learning_rate: float = key(1e-6, "learning rate after the warm-up", low=0, high=1e6)
+    warmup: int = key(0, "length of the warm-up", "updates", low=0, high=INT32)
+    clip: float = key(1.0, "largest global gradient norm", above=0, high=1e9)
+    weight_decay: float = key(0.0, "decoupled weight decay", low=0, high=1000)
     b2: float = key(0.999, "decay of the second moment", low=0, below=1)
-    decay_steps: int = key(0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0)
-    max_skipped: int = key(10, "non-finite updates in a row that end the run; 0 = no limit", "updates", low=0)
+    decay_steps: int = key(
+        0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0, high=INT32
+    )
+    max_skipped: int = key(
+        10, "non-finite updates in a row that end the run; 0 = no limit", "updates", low=0, high=INT32
+    )

@@ -2,9 +2,11 @@
 
 import dataclasses
 
-from specrl_jax.config.schema import key
+from specrl_jax.config.schema import INT32, key
 from specrl_jax.drafts.kinds import KINDS
 
+# Tokens that a draft may propose at once: every one is compiled by itself, and hardly any is accepted so far ahead.
+MAX_LENGTH = 32
 DTYPES = ("float32", "bfloat16")
 PRESETS = (
     *("", "nano", "nano_deep", "nano_moe", "nano_moe_deep", "tiny", "small", "qwen3_0p6b", "qwen3_1p7b"),
@@ -24,11 +26,15 @@ class PolicyConfig:
         choices=("auto", "xla", "cudnn", "splash"),
     )
     remat: bool = key(True, "recompute layers in the backward pass (less memory; on a CPU also faster)")
-    vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0)
-    yarn_factor: float = key(0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0)
-    yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1)
-    lora_rank: int = key(0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0)
-    lora_alpha: float = key(32.0, "LoRA scale: W + alpha / rank * A B", above=0)
+    vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
+    yarn_factor: float = key(
+        0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0, high=1000
+    )
+    yarn_original: int = key(32_768, "length of the pretraining that YaRN extends", "tokens", low=1, high=INT32)
+    lora_rank: int = key(
+        0, "rank of LoRA adapters, which then learn instead of the weights; 0 = no adapters", low=0, high=65_536
+    )
+    lora_alpha: float = key(32.0, "LoRA scale: W + alpha / rank * A B", above=0, high=1e6)
     lora_targets: tuple[str, ...] = key(
         ("q", "k", "v", "o", "gate", "up", "down"),
         "matrices of each layer that get adapters",
@@ -51,40 +57,52 @@ class DraftConfig:
         "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; '' = the first",
         choices=("", *(name for kind in KINDS.values() for name in kind.formats)),
     )
-    length: int = key(3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0)
+    length: int = key(
+        3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0, high=MAX_LENGTH
+    )
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
-    match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1)
+    match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
-    cascade: int = key(0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0)
-    history: int = key(8, "suffix, cascade: rollouts of earlier epochs kept per prompt", "rollouts", low=0)
+    cascade: int = key(
+        0, "match length from which a copy overrides a draft with weights; 0 = never", "tokens", low=0, high=8
+    )
+    history: int = key(8, "suffix, cascade: rollouts of earlier epochs kept per prompt", "rollouts", low=0, high=65_536)
     online: bool = key(True, "train a draft with weights in the train phase")
-    epochs: int = key(1, "passes over the features of a policy update", low=1)
-    minibatches: int = key(1, "draft updates per pass", "updates", low=1)
-    update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1)
+    epochs: int = key(1, "passes over the features of a policy update", low=1, high=1000)
+    minibatches: int = key(1, "draft updates per pass", "updates", low=1, high=65_536)
+    update_every: int = key(1, "steps between two trainings of the draft", "steps", low=1, high=INT32)
     min_coverage: float = key(
-        0.9, "share of tokens that a reduced vocabulary covers, else it is chosen again", low=0, high=1
+        0.9, "share of tokens that a reduced vocabulary covers, else it is chosen again; 0 = never", low=0, below=1
     )
     optimizer: str = key("adamw", "optimizer of the draft, as optimizer.name", choices=("adamw", "muon"))
-    learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0)
-    warmup: int = key(0, "length of the warm-up", "updates", low=0)
-    decay_steps: int = key(0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0)
-    clip: float = key(0.5, "largest global gradient norm", above=0)
+    learning_rate: float = key(1e-4, "learning rate after the warm-up", low=0, high=1e6)
+    warmup: int = key(0, "length of the warm-up", "updates", low=0, high=INT32)
+    decay_steps: int = key(
+        0, "updates, with the warm-up, until a cosine reaches a tenth; 0 = constant", low=0, high=INT32
+    )
+    clip: float = key(0.5, "largest global gradient norm", above=0, high=1e9)
     loss: str = key(
         "ce",
         "soft cross-entropy, KL (same gradient), total variation, end-to-end TV",
         choices=("ce", "kl", "tv", "e2e_tv"),
     )
-    ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1)
-    vocab_size: int = key(0, "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's", low=0)
-    compare_rounds: int = key(5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0)
+    ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
+    vocab_size: int = key(
+        0, "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's", low=0, high=INT32
+    )
+    compare_rounds: int = key(
+        5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0, high=1000
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Sizes of the mesh axes; -1 = the rest of the devices."""
 
-    data: int = key(1, "copies of the weights", "devices", low=-1)
-    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=-1)
-    expert: int = key(1, "shards of the experts", "devices", low=-1)
-    tensor: int = key(1, "shards of heads and widths", "devices", low=-1)
-    sequence: int = key(1, "shards of the learner's rows along their tokens, for long rows", "devices", low=-1)
+    data: int = key(1, "copies of the weights", "devices", low=-1, high=65_536)
+    fsdp: int = key(-1, "shards of parameters and optimizer state", "devices", low=-1, high=65_536)
+    expert: int = key(1, "shards of the experts", "devices", low=-1, high=65_536)
+    tensor: int = key(1, "shards of heads and widths", "devices", low=-1, high=65_536)
+    sequence: int = key(
+        1, "shards of the learner's rows along their tokens, for long rows", "devices", low=-1, high=65_536
+    )

@@ -1,5 +1,6 @@
-"""The list of all keys, for `--help` and docs/config.md."""
+"""The list of all keys in words, for `--help`, docs/config.md and what the flags could not read."""
 
+import re
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -31,3 +32,22 @@ def values(key: Key) -> str:
         return ("several of " if key.is_list else "") + ", ".join(map(shown, key.choices))
     kind = (PLURALS if key.is_list else NAMES)[key.type]
     return ", ".join(filter(None, (kind, key.range(), key.unit and f"in {key.unit}")))
+
+
+# What the flag library says of a value that it cannot convert: names of Python's types, not what the key takes.
+_UNREADABLE = re.compile(
+    r"flag --config\.([\w.]+)=(.*): (invalid literal|could not convert|\('Non-bool|Failed to parse)", re.S
+)
+
+
+def unreadable(error: Exception) -> str:
+    """Return what the key of an unreadable flag takes; "" where the error is another."""
+    if not (found := _UNREADABLE.match(str(error))):
+        return ""
+    name, value = found[1], found[2]
+    for key in keys(Config):
+        if key.name == name:
+            return f"--config.{name}={value}: needs {values(key)}"
+        if key.name.startswith(f"{name}."):
+            return f"--config.{name}={value}: {name} is a section; set one of its keys, as {key.name}"
+    return ""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from specrl_jax.errors import InputError
 
 T = typing.TypeVar("T")
+# Largest values: of the integers of most arrays, of seeds and ids of rollouts, and of a prompt or response in tokens.
+INT32, UINT32, LONGEST = 2**31 - 1, 2**32 - 1, 2**20
 # Of the type of a field: its name in an error message, and in one about a list.
 NAMES = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}

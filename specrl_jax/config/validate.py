@@ -7,11 +7,15 @@ import dataclasses
 from collections.abc import Callable
 
 from specrl_jax.config import Config, DraftConfig, check_values
+from specrl_jax.config.schema import UINT32
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.scorer import check_rewards
+
+# Lowest temperature above 0, so that logits divided by it stay finite and accurate.
+COLDEST = 0.01
 
 
 def validate(config: Config) -> None:
@@ -25,7 +29,7 @@ def validate(config: Config) -> None:
     check_values(config)
     check_options(draft_options(config.draft))
     check_rewards(config.reward.names, config.reward.weights)
-    for check in (_policy, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
+    for check in (_policy, _temperatures, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
         check(config)
     if config.task in _TASKS:
         _TASKS[config.task](config)
@@ -52,6 +56,12 @@ def _policy(config: Config) -> None:
         raise InputError(f"policy.lora_rank={p.lora_rank}: adapters learn in task=train, not in task={config.task}")
     if config.optimizer.name == "muon":
         raise InputError("optimizer.name=muon is for whole matrices: adapters (policy.lora_rank) take adamw")
+
+
+def _temperatures(config: Config) -> None:
+    for key, value in (("rollout", config.rollout.temperature), ("eval", config.eval.temperature)):
+        if 0 < value < COLDEST:
+            raise InputError(f"{key}.temperature={value}: 0 (greedy), or {COLDEST} to 100 is needed")
 
 
 def _learner_rows(config: Config) -> None:
@@ -89,6 +99,8 @@ def _objective(config: Config) -> None:
             f"grpo.correction={g.correction} compares the rollouts' log-probs with the learner's: "
             "grpo.old_logprobs must be learner or current"
         )
+    if 0 < g.clip_dual <= 1:
+        raise InputError(f"grpo.clip_dual={g.clip_dual}: above 1 is needed, or 0 for no bound")
     if g.reference_every and not g.kl_coef:
         raise InputError(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")
     if g.overlong_buffer > longest:
@@ -143,10 +155,28 @@ def _data(config: Config) -> None:
 
 
 def _mesh(config: Config) -> None:
-    sizes = vars(config.mesh)
-    if 0 in sizes.values() or list(sizes.values()).count(-1) > 1:
-        shown = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-        raise InputError(f"{shown}: sizes are positive, and at most one is -1 (the rest)")
+    for axis, size in vars(config.mesh).items():
+        if size == 0:
+            raise InputError(f"mesh.{axis}=0: at least 1, or -1 for the rest of the devices is needed")
+    if len(rest := [f"mesh.{axis}=-1" for axis, size in vars(config.mesh).items() if size == -1]) > 1:
+        raise InputError(f"{' and '.join(rest)}: only one axis can take the rest of the devices")
+
+
+def _train(config: Config) -> None:
+    g, draft = config.grpo, config.draft
+    if g.group_size < 2:
+        raise InputError(
+            f"grpo.group_size={g.group_size}: at least 2 is needed, since the advantage (grpo.advantage={g.advantage}) "
+            "compares the responses to a prompt"
+        )
+    rollouts = g.sampling_rounds * g.prompts_per_step * g.group_size
+    if (most := (UINT32 + 1) // rollouts - 1) < config.steps:
+        raise InputError(
+            f"steps={config.steps}: at most {most} steps of {rollouts} rollouts (grpo.sampling_rounds x "
+            "grpo.prompts_per_step x grpo.group_size) have noise of their own"
+        )
+    if draft.compare_rounds == 1:
+        raise InputError("draft.compare_rounds=1: 0 (none), or 2 to 1000 is needed for an interval")
 
 
 def _pretrain(config: Config) -> None:
@@ -184,6 +214,7 @@ def _dry_run(config: Config) -> None:
 
 # What a task needs beside what all of them need.
 _TASKS: dict[str, Callable[[Config], None]] = {
+    "train": _train,
     "pretrain": _pretrain,
     "draft_pretrain": _draft_pretrain,
     "benchmark": _benchmark,

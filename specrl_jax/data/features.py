@@ -7,16 +7,26 @@ with three features in bfloat16: 32.8 kB).
 
 import json
 import os
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+import pydantic
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import atomic_write, read_json
+from specrl_jax.core import atomic_write
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import INDEX_BYTES, Checked, check, read_json, require_regular
 
 MANIFEST = "features.json"
+_KEY = "pretrain.features: "
+
+
+class Manifest(Checked):
+    """The content of features.json."""
+
+    made_from: dict[str, object]
+    shards: list[Annotated[int, pydantic.Field(ge=1)]]  # rows of each
 
 
 class FeatureRow(NamedTuple):
@@ -46,8 +56,8 @@ class FeatureStore:
         self._made_from, self._shards = made_from, list[int]()
         path = os.path.join(folder, MANIFEST)
         if os.path.exists(path):
-            manifest = read_json(path)
-            found, self._shards = manifest.get("made_from", {}), manifest["shards"]
+            manifest = check(Manifest, read_json(path, INDEX_BYTES, _KEY), _KEY + path)
+            found, self._shards = manifest.made_from, manifest.shards
             other = sorted(key for key in made_from.keys() | found.keys() if found.get(key) != made_from.get(key))
             if other:
                 raise InputError(
@@ -74,7 +84,7 @@ class FeatureStore:
         number = int(np.searchsorted(ends, index, side="right"))
         row = int(index - (ends[number] - self._shards[number]))
         if number not in self._open:
-            self._open[number] = safetensors.safe_open(self._path(number), framework="numpy")
+            self._open[number] = self._shard(number)
         file = self._open[number]
         return FeatureRow(*[self._padded(file.get_slice(name)[row]) for name in FeatureRow._fields])
 
@@ -82,10 +92,24 @@ class FeatureStore:
         """Return the responses of all rows, int32, without their features."""
         found = []
         for number in range(len(self._shards)):
-            with safetensors.safe_open(self._path(number), framework="numpy") as file:
+            with self._shard(number) as file:
                 tokens, starts, ends = (file.get_tensor(name) for name in ("tokens", "prompt_length", "length"))
             found += [row[start:end] for row, start, end in zip(tokens, starts, ends)]
         return found
+
+    def _shard(self, number: int) -> safetensors.safe_open:
+        """Open a shard. Raises InputError where it is missing, damaged, or not as the manifest says."""
+        path = self._path(number)
+        require_regular(path, _KEY)
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except Exception as error:  # the library's own error type changed its home between versions
+            raise InputError(f"{_KEY}{path} is not a readable safetensors file: {error}") from None
+        lacking = sorted(set(FeatureRow._fields) - set(file.keys()))
+        if lacking or file.get_slice("length").get_shape() != [self._shards[number]]:
+            what = f"lacks {lacking[0]}" if lacking else f"does not hold {self._shards[number]} rows"
+            raise InputError(f"{_KEY}{path} {what}; empty the folder")
+        return file
 
     def _padded(self, x: np.ndarray) -> np.ndarray:
         x = np.asarray(x)

@@ -1,14 +1,20 @@
 """Read problems from prompt files: schemas, prompt templates, and rows that are left out."""
 
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
 from specrl_jax.data.files import Row, read_rows
+from specrl_jax.data.special import PromptText, literal_spans, rendered
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.errors import InputError
+
+# A name in braces as `{prompt}`, and not as in LaTeX: \\boxed{}, x^{2}.
+_FIELD = re.compile(r"(?<![\\\w^}])\{\w*\}")
 
 
 class Schema(NamedTuple):
@@ -40,16 +46,23 @@ class PromptFormat:
     def __post_init__(self) -> None:
         if "{prompt}" not in self.template:
             raise InputError(f"{self.key}={self.template!r}: needs {{prompt}} where the prompt goes")
+        for field in _FIELD.findall(self.template):
+            if field != "{prompt}":
+                raise InputError(f"{self.key}={self.template!r}: {field} is not known; {{prompt}} is the only field")
 
     def text(self, prompt: str | Messages, tokenizer: Tokenizer) -> str:
-        """Return the text of a prompt. Raises InputError if a chat template is needed and missing."""
+        """Return the text of a prompt, a PromptText: special tokens in `prompt` are content, those of the templates and
+        of `system` are not.
+
+        Raises InputError if a chat template is needed and missing.
+        """
         if isinstance(prompt, str):
-            prompt = self.template.replace("{prompt}", prompt)
+            prompt = rendered(lambda texts: self.template.replace("{prompt}", texts[0]), [prompt], tokenizer.special)
             if not self.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
         if self.system and all(message["role"] != "system" for message in prompt):
-            prompt = [{"role": "system", "content": self.system}, *prompt]
+            prompt = [{"role": "system", "content": PromptText(self.system)}, *prompt]
         return tokenizer.apply_chat_template(prompt, self.thinking)
 
 
@@ -62,6 +75,7 @@ class Counts:
     conflicting: int = 0  # of these, with another answer
     malformed: int = 0
     long: int = 0  # more tokens than max_prompt_tokens
+    special: int = 0  # of the kept ones, with the text of a special token
     first_fault: str = ""  # message of the first malformed row
 
     def line(self, path: str) -> str:
@@ -69,7 +83,8 @@ class Counts:
         total = self.kept + self.repeated + self.malformed + self.long
         out = f"{self.repeated:,} repeated ({self.conflicting:,} with another answer), "
         out += f"{self.malformed:,} malformed, {self.long:,} too long"
-        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}"
+        special = f"; {self.special:,} hold the text of a special token, which stays text" if self.special else ""
+        return f"{path}: {self.kept:,} of {total:,} prompts; left out: {out}{special}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +95,7 @@ class Reader:
       max_prompt_tokens: longest prompt allowed, tokens.
       skip_malformed, skip_long: count and skip such rows; otherwise the first one is an error.
       key: the config key of the files, for messages.
+      special_tokens: "text" counts rows that hold the text of a special token; "refuse" treats them as malformed.
     """
 
     tokenizer: Tokenizer
@@ -88,6 +104,7 @@ class Reader:
     skip_malformed: bool = False
     skip_long: bool = False
     key: str = "data.path"
+    special_tokens: str = "text"
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """Return the problems of a file in order; only the first occurrence of a prompt counts.
@@ -113,6 +130,7 @@ class Reader:
         """Return the row's problem, or None if it is left out and counted."""
         try:
             problem = parse_problem(row, schema, self.format, self.tokenizer)
+            special = holds_special(row.where, problem.prompt, self.tokenizer, self.special_tokens)
             before = answers.get(problem.prompt)
             if before is not None:
                 counts.repeated += 1
@@ -127,6 +145,7 @@ class Reader:
             return None
         answers[problem.prompt] = problem.answer
         if length <= self.max_prompt_tokens:
+            counts.special += special
             return problem
         if not self.skip_long:
             limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}; data.skip_long=True leaves such rows out"
@@ -150,15 +169,29 @@ def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokeniz
         text = prompt_format.text(prompt, tokenizer)
     except InputError as error:  # a chat template may reject the roles of a row
         raise InputError(f"{row.where}: {error}") from None
-    return Problem(text, _extract_answer(_as_text(answer), schema, row.where), "")
+    return Problem(text, _extract_answer(_as_text(answer), schema, row.where), "", _other_columns(row.content, schema))
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a row's text. Raises InputError naming the row if it cannot be encoded."""
     try:
         return tokenizer.encode(text)
-    except (InputError, UnicodeError, TypeError) as error:  # `tokenizers` raises TypeError for a lone surrogate
+    except InputError as error:
         raise InputError(f"{where}: {error}") from None
+
+
+def holds_special(where: str, text: str, tokenizer: Tokenizer, special_tokens: str) -> bool:
+    """Return whether the content of `text` holds the text of a special token.
+
+    Raises InputError naming the row where data.special_tokens is "refuse".
+    """
+    spans = literal_spans(text, tokenizer.special)
+    if spans and special_tokens == "refuse":
+        start, end = spans[0]
+        raise InputError(
+            f"{where}: holds the special token {text[start:end]!r}; data.special_tokens=text takes it as text"
+        )
+    return bool(spans)
 
 
 _ABSENT = object()
@@ -170,6 +203,12 @@ def _at(content: object, key: str) -> object:
         return content[key]
     head, _, rest = key.partition(".")
     return _at(content[head], rest) if rest and isinstance(content, dict) and head in content else _ABSENT
+
+
+def _other_columns(content: dict[str, object], schema: Schema) -> dict[str, object]:
+    """Return the columns that are neither prompt nor answer, as JSON holds them: a date of a Parquet file as text."""
+    others = {name: value for name, value in content.items() if name not in (schema.prompt, schema.answer)}
+    return json.loads(json.dumps(others, default=str))
 
 
 def _is_answer(answer: object) -> TypeGuard[str | int | float]:

@@ -13,6 +13,17 @@ Array = np.ndarray | jax.Array
 
 
 @flax.struct.dataclass
+class KeptTokens:
+    """The token ids that top-k and top-p kept where each target of rows [B, T] was sampled: the sampling mask.
+
+    Log-probs, entropy and the draft's target are then of the distribution over those ids.
+    """
+
+    ids: jax.Array  # [B, N] int32, those of a row's targets one after the other, then -1
+    count: jax.Array  # [B, T] int32, how many of them each target has; 0: every token could be sampled
+
+
+@flax.struct.dataclass
 class Rows:
     """Token rows, padded right, on the host or on devices; entry t of `targets` and `mask` refers to token t + 1."""
 
@@ -21,6 +32,7 @@ class Rows:
     targets: jax.Array  # [B, T] int32, the next token
     mask: jax.Array  # [B, T] bool, true where the next token is a response token
     segments: jax.Array | None = None  # [B, T] int32, sequence of a packed row, 0 padding; None: one sequence per row
+    kept: KeptTokens | None = None  # None: every token could be sampled
 
 
 class Places(NamedTuple):
@@ -47,7 +59,7 @@ def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, p
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
     targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id)
-    return Rows(*map(stand_in, (tokens, positions, targets, mask)))
+    return Rows(stand_in(tokens), stand_in(positions), stand_in(targets), stand_in(mask))
 
 
 def pack(length: np.ndarray, row_length: int) -> Places:
@@ -77,5 +89,14 @@ def packed(values: Array, places: Places, length: np.ndarray, empty: int | float
 def packed_rows(rows: Rows, places: Places, length: np.ndarray, pad_id: int) -> Rows:
     """Pack `rows` of one sequence each, `length` [R] tokens, into `places`, with segment ids."""
     segments = np.broadcast_to(places.segment[:, None].astype(np.int32), rows.tokens.shape)
-    arrays: list[Array] = [rows.tokens, rows.positions, rows.targets, rows.mask, segments]
-    return Rows(*(stand_in(packed(x, places, length, pad)) for x, pad in zip(arrays, (pad_id, 0, pad_id, False, 0))))
+
+    def move(values: Array, empty: int | bool) -> jax.Array:
+        return stand_in(packed(values, places, length, empty))
+
+    return Rows(
+        move(rows.tokens, pad_id),
+        move(rows.positions, 0),
+        move(rows.targets, pad_id),
+        move(rows.mask, False),
+        move(segments, 0),
+    )

@@ -7,7 +7,7 @@ prefers the wrong one, and can improve by reinforcement.
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     prompt: str  # what the policy reads
     answer: str  # the answer for the reward
     solution: str  # worked steps, then "#answer"
+    row: Mapping[str, object] = {}  # the other columns of a file's row
 
 
 def arithmetic(rng: np.random.Generator, error_rate: float, shortest: int = 3, longest: int = 4) -> Problem:

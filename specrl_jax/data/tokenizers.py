@@ -1,29 +1,45 @@
 """Tokenizers: Hugging Face `tokenizer.json` with its chat template, and a character tokenizer."""
 
+import functools
 import json
 import os
 import string
-from typing import Protocol
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Protocol
 
 import jinja2.sandbox
+import pydantic
 import tokenizers
 
-from specrl_jax.core import read_json
+from specrl_jax.data.special import PromptText, Span, literal_spans, rendered, strings, unused_characters, with_strings
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import CONFIG_BYTES, TOKENIZER_BYTES, Checked, Model, check, read_json, read_text
 
 Messages = list[dict[str, str]]
+
+_KEY = "data.tokenizer: "
+TRIAL_SECONDS = 30.0  # Qwen3's takes 2
+# A vocabulary is padded to a multiple of 128, or to a share of it more: 0.2 % in Qwen3.
+PADDING, PADDED_SHARE = 127, 1 / 16
 
 
 class Tokenizer(Protocol):
     vocab_size: int  # ids are below this
     pad_id: int
     eos_ids: tuple[int, ...]  # each of them ends a response
+    special: tuple[str, ...]  # texts of the special tokens
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return ids; control tokens are among them only where `text` is a PromptText that has them."""
+        ...
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str: ...
+    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
+        """Return a prompt as a PromptText, whose messages are content."""
+        ...
 
 
 class CharTokenizer:
@@ -33,6 +49,7 @@ class CharTokenizer:
     pad_id = 0
     eos_ids: tuple[int, ...] = (1,)
     vocab_size = 2 + len(characters)
+    special: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._ids = {character: 2 + i for i, character in enumerate(self.characters)}
@@ -50,32 +67,92 @@ class CharTokenizer:
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Join the contents: the built-in tasks have no roles."""
-        return "".join(message["content"] for message in messages)
+        return PromptText("".join(message["content"] for message in messages))
+
+
+class AddedToken(Checked):
+    """A token that is written with its options."""
+
+    content: str
+
+
+class NamedTemplate(Checked):
+    """One of several chat templates."""
+
+    name: str
+    template: str
+
+
+Token = str | AddedToken
+TokenId = Annotated[int, pydantic.Field(ge=0)]
+
+
+class Settings(Checked):
+    """tokenizer_config.json: the special tokens that transformers passes to every template, and the template."""
+
+    bos_token: Token | None = None
+    eos_token: Token | None = None
+    unk_token: Token | None = None
+    sep_token: Token | None = None
+    pad_token: Token | None = None
+    cls_token: Token | None = None
+    mask_token: Token | None = None
+    chat_template: str | list[NamedTemplate] | None = None
+
+    def tokens(self) -> dict[str, str]:
+        """Return the text of each token that is named, by its key."""
+        found = {name: getattr(self, name) for name in type(self).model_fields if name.endswith("_token")}
+        texts = {name: token.content if isinstance(token, AddedToken) else token for name, token in found.items()}
+        return {name: text for name, text in texts.items() if text}
+
+    def template(self) -> str | None:
+        """Return the chat template; of several, the one called default."""
+        if isinstance(self.chat_template, list):
+            return next((one.template for one in self.chat_template if one.name == "default"), None)
+        return self.chat_template
+
+
+class EndOfText(Checked):
+    """What generation_config.json and config.json say of the end."""
+
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 class HFTokenizer:
     """A `tokenizer.json`, with chat template and end-of-text ids from the files of its folder.
 
     End-of-text ids are those of generation_config.json and config.json, where every engine stops, and the tokenizer's
-    own eos_token. The template runs in jinja2's immutable sandbox, since it comes with a downloaded checkpoint.
+    own eos_token. The template runs in jinja2's immutable sandbox, since it comes with a downloaded checkpoint; how
+    long it may run is checked by `load_tokenizer`.
     """
 
     def __init__(self, folder: str) -> None:
-        path = os.path.join(folder, "tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # the library raises bare Exception for a missing and for a malformed file
-            raise InputError(f"data.tokenizer: cannot read {path}: {error}") from None
-        settings = _read_optional(folder, "tokenizer_config.json")
+        self._tokenizer = _read_tokenizer(os.path.join(folder, "tokenizer.json"))
+        self._settings = _read_optional(Settings, folder, "tokenizer_config.json")
+        self._tokens = self._settings.tokens()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_ids = self._find_eos(folder, settings)
-        pad = self._token_id(settings.get("pad_token"))
+        self.eos_ids = self._find_eos(folder)
+        pad = self._token_id("pad_token")
         self.pad_id = self.eos_ids[0] if pad is None else pad
-        self._template = _chat_template(folder, settings)
-        self._special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
+        added = self._tokenizer.get_added_tokens_decoder()
+        ends = {self.pad_id, *self.eos_ids}
+        control = {i: token.content for i, token in added.items() if token.special or i in ends}
+        self._control = {i: text for i, text in control.items() if text}
+        self.special = tuple(self._control.values())
+        self._template = _chat_template(folder, self._settings)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Return the ids of a text. Raises InputError where the tokenizer has none for it."""
+        literal = literal_spans(text, self.special)
+        try:
+            if not literal:
+                return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._encode_around(text, literal) if isinstance(text, PromptText) else self._encode_content(text)
+        except InputError:
+            raise
+        except Exception as error:  # the library raises bare Exception, and TypeError for a lone surrogate
+            reason = " ".join(str(error).split())
+            raise InputError(f"the tokenizer cannot encode the text: {reason}") from None
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -84,48 +161,88 @@ class HFTokenizer:
         """Return the prompt text, up to where the assistant's answer begins; `thinking` is Qwen3's enable_thinking."""
         if self._template is None:
             raise InputError("data.tokenizer: the checkpoint has no chat template, and the prompts are chat messages")
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, enable_thinking=thinking, **self._special
+        template = self._template
+
+        def render(texts: list[str]) -> str:
+            filled = with_strings(messages, texts)
+            return template.render(
+                messages=filled, add_generation_prompt=True, enable_thinking=thinking, **self._tokens
             )
+
+        try:
+            return rendered(render, strings(messages), self.special)
         except Exception as error:  # downloaded code may raise anything
-            reason = " ".join(str(error).split())
-            raise InputError(f"data.tokenizer: the chat template fails: {reason}") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(f"data.tokenizer: the chat template fails: {reason}") from error
 
-    def _token_id(self, token: str | dict | None) -> int | None:
-        return None if token is None else self._tokenizer.token_to_id(_content(token))
+    def _encode_around(self, text: str, literal: Sequence[Span]) -> list[int]:
+        """Encode the control tokens of a prompt, and the text between them as content."""
+        # Hidden behind as many other characters, the literal ones are not among the tokens that the library finds.
+        cover, hidden = next(iter(unused_characters(text))), list(text)
+        for a, b in literal:
+            hidden[a:b] = cover * (b - a)
+        whole = self._tokenizer.encode("".join(hidden), add_special_tokens=False)
+        ids, end = list[int](), 0
+        for token, (a, b) in zip(whole.ids, whole.offsets):
+            if token in self._control:
+                ids += [*self._encode_content(text[end:a]), token]
+                end = b
+        return ids + self._encode_content(text[end:])
 
-    def _find_eos(self, folder: str, settings: dict) -> tuple[int, ...]:
+    def _encode_content(self, text: str) -> list[int]:
+        ids = self._content_tokenizer.encode(text, add_special_tokens=False).ids
+        if not self._control.keys().isdisjoint(ids):
+            raise InputError("the text of a special token is content, and the tokenizer has no other ids for it")
+        return ids
+
+    @functools.cached_property
+    def _content_tokenizer(self) -> tokenizers.Tokenizer:
+        """The same tokenizer without special tokens. A copy, since the option is the object's; made when needed."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.add_special_tokens(list(self.special))  # an end-of-text token may not be marked as special
+        copy.encode_special_tokens = True  # the library's name for encoding their text as any other
+        return copy
+
+    def _token_id(self, name: str) -> int | None:
+        return self._tokenizer.token_to_id(self._tokens[name]) if name in self._tokens else None
+
+    def _find_eos(self, folder: str) -> tuple[int, ...]:
         ids: list[int | None] = []
-        for source in (_read_optional(folder, "generation_config.json"), _read_optional(folder, "config.json")):
-            found = source.get("eos_token_id")
+        for name in ("generation_config.json", "config.json"):
+            found = _read_optional(EndOfText, folder, name).eos_token_id
             ids += found if isinstance(found, list) else [found]
-        ids.append(self._token_id(settings.get("eos_token")))
+        ids.append(self._token_id("eos_token"))
         unique = tuple(dict.fromkeys(i for i in ids if i is not None))
         if not unique:
             raise InputError(f"data.tokenizer: no eos_token_id in the json files of {folder}")
         return unique
 
 
-# Special tokens that transformers passes to every template.
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json. Raises InputError, also for one that would change or shorten texts."""
+    text = read_text(path, TOKENIZER_BYTES, _KEY)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"{_KEY}cannot read {path}: {' '.join(str(error).split())}") from None
+    if not tokenizer.get_vocab_size():
+        raise InputError(f"{_KEY}{path} has no tokens")
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise InputError(f"{_KEY}{path}: model.dropout={dropout}: null is needed, else ids are drawn at random")
+    # Options of batches, which transformers does not take from the file either.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _content(token: str | dict) -> str:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _read_optional(folder: str, name: str) -> dict:
+def _read_optional(model: type[Model], folder: str, name: str) -> Model:
     path = os.path.join(folder, name)
-    return read_json(path) if os.path.exists(path) else {}
+    return check(model, read_json(path, prefix=_KEY) if os.path.exists(path) else {}, f"{_KEY}{path}")
 
 
-def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:
+def _chat_template(folder: str, settings: Settings) -> jinja2.Template | None:
     path = os.path.join(folder, "chat_template.jinja")
-    source = settings.get("chat_template")
-    if os.path.exists(path):
-        with open(path) as file:
-            source = file.read()
+    source = read_text(path, CONFIG_BYTES, _KEY) if os.path.exists(path) else settings.template()
     if source is None:
         return None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -135,8 +252,9 @@ def _chat_template(folder: str, settings: dict) -> jinja2.Template | None:
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise InputError(f"data.tokenizer: the chat template of {folder} does not parse: {error}") from None
+    except Exception as error:  # a TemplateError, or what Python's compiler raises for its code
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"data.tokenizer: the chat template of {folder} does not parse: {reason}") from None
 
 
 def _raise_template_error(message: str) -> None:
@@ -144,11 +262,53 @@ def _raise_template_error(message: str) -> None:
 
 
 def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
-    """Load `char` or a folder with tokenizer.json. Raises InputError if its ids exceed the policy's vocabulary."""
+    """Load `char` or a folder with tokenizer.json.
+
+    Raises InputError for a folder that cannot be read, that keeps a process busy for ever, or whose ids exceed the
+    policy's vocabulary.
+    """
+    if name != "char":
+        try_folder(name)
     tokenizer: Tokenizer = CharTokenizer() if name == "char" else HFTokenizer(name)
     if tokenizer.vocab_size > policy_vocab:
         raise InputError(
             f"data.tokenizer: '{name}' has ids up to {tokenizer.vocab_size - 1}, "
             f"the policy's vocabulary is {policy_vocab}"
         )
+    if max(tokenizer.eos_ids) >= policy_vocab:
+        raise InputError(
+            f"data.tokenizer: '{name}' has eos_token_id={max(tokenizer.eos_ids)}, the policy's vocabulary is "
+            f"{policy_vocab}"
+        )
     return tokenizer
+
+
+def check_covers(tokenizer: Tokenizer, name: str, policy_vocab: int) -> None:
+    """Raise InputError where a policy that was trained has many more ids than its tokenizer can read."""
+    if policy_vocab - tokenizer.vocab_size > max(PADDING, policy_vocab * PADDED_SHARE):
+        raise InputError(
+            f"data.tokenizer: '{name}' has {tokenizer.vocab_size} ids, the policy's vocabulary {policy_vocab}: what it "
+            "says could not be read; choose the policy's own tokenizer"
+        )
+
+
+def try_folder(folder: str, seconds: float = TRIAL_SECONDS) -> None:
+    """Load a folder's tokenizer and render its chat template in a process of its own, under limits.
+
+    The files are a stranger's, and a template is a program: it may loop for ever or fill the memory. Raises InputError.
+    """
+    command = [sys.executable, "-m", "specrl_jax.data.tokenizer_trial", folder]
+    # One thread each: what threads reserve would count against the memory limit.
+    single = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = os.environ | single | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"{_KEY}{folder}: the tokenizer or its chat template did not end within {seconds:g} s"
+        ) from None
+    if done.returncode == 1 and done.stdout.startswith(_KEY):
+        raise InputError(done.stdout.strip())
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1][:200]
+        raise InputError(f"{_KEY}{folder}: the tokenizer or its chat template ends the process that tries it: {last}")

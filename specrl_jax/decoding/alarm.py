@@ -1,4 +1,4 @@
-"""Detects a collapse of draft acceptance, which is otherwise invisible: outputs stay exact and only get slower."""
+"""Detects a draft that is worthless, which is otherwise invisible: outputs stay exact and only get slower."""
 
 import dataclasses
 import math
@@ -17,6 +17,8 @@ class Alarm:
     below half with chance at most `error`, one at a quarter of its prediction stays above half with chance at most
     error ** 0.62, and one that accepts nothing is always detected.
 
+    A prediction that is not finite trips it at once: the draft's own outputs are not.
+
     Without a prediction the reference is the running mean of earlier decisions. That mean must not depend on the draft
     length: then pass the acceptance of the first draft only, with longest=1.
     """
@@ -30,15 +32,21 @@ class Alarm:
     expected: float = 0.0  # the same by the reference
     collapses: int = 0  # consecutive
     pending: tuple[float, float, int] = (0.0, 0.0, 0)  # accepted, expected, verifications, since the last decision
+    is_finite: bool = True  # the last prediction
 
     def observe(self, realised: float, predicted: float | None, verifications: int) -> bool:
         """Add one step; return True if it trips the alarm (then show `message()`).
 
         Args:
           realised: accepted drafts per verification that drafted.
-          predicted: the learner's prediction of it at the same draft lengths; None: unknown.
+          predicted: the learner's prediction of it at the same draft lengths, NaN where the draft's outputs are not
+            finite; None: unknown.
           verifications: those that drafted.
         """
+        before, self.is_finite = self.tripped, predicted is None or math.isfinite(predicted)
+        if not self.is_finite:
+            self.tripped, self.pending = True, (0.0, 0.0, 0)
+            return not before
         reference = next((x for x in (predicted, self.mean) if x is not None), realised)
         accepted, expected, count = self.pending
         accepted, expected = accepted + realised * verifications, expected + reference * verifications
@@ -67,6 +75,11 @@ class Alarm:
 
     def message(self) -> str:
         """Describe the last decision in one line."""
+        if not self.is_finite:
+            return (
+                "the draft's outputs are not finite; speculation is off apart from probes, and rollouts are the "
+                "policy's own samples as before. Likely causes: draft.learning_rate, or damaged memory"
+            )
         return (
             f"acceptance collapsed: {self.realised:.2f} accepted drafts per verification, {self.expected:.2f} "
             "expected; speculation is off apart from probes. Likely causes: the draft's weights were lost or not "

@@ -39,6 +39,8 @@ class ActiveBatch(Generic[Params, Cache]):
         self._behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
         self._chunks: list[DecodeChunk] = []
         self._collected: dict[str, np.ndarray] = {}
+        # Per request, the ids of its sampling mask, chunk by chunk.
+        self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
 
     @property
     def size(self) -> int:
@@ -73,6 +75,7 @@ class ActiveBatch(Generic[Params, Cache]):
             switch_seconds = self._timed_decode(k, iterations=0, sync_cache=True)[1]
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
         self._behind = k + 1 if k else float("inf")
+        self._collect_mask()
         self._collect(np.flatnonzero((self.scheduler.owner != FREE) & statistics.done))
         chunk = DecodeChunk(
             self.size, k, seconds, int(statistics.iterations), int(statistics.verifications), switch_seconds
@@ -95,11 +98,22 @@ class ActiveBatch(Generic[Params, Cache]):
             return self.size - self._engine.config.refill_rows
         return next((size for size in self._engine.compiled.sizes if size < self.scheduler.running), 0)
 
+    def _collect_mask(self) -> None:
+        """Copy the ids that the chunk recorded to the host."""
+        if self.slots.mask is None:
+            return
+        ids, used = jax.device_get((self.slots.mask.ids, self.slots.mask.used))
+        for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
+            self._mask_ids[self.scheduler.owner[row]].append(ids[row, : used[row]].copy())
+
     def _collect(self, rows: np.ndarray) -> None:
         """Copy finished rollouts to the host and free their slots."""
         if not len(rows):
             return
-        found = jax.device_get({name: getattr(self.slots, name) for name in _COLLECTED})
+        on_device = {name: getattr(self.slots, name) for name in _COLLECTED}
+        if self.slots.mask is not None:
+            on_device["mask_count"] = self.slots.mask.count
+        found = jax.device_get(on_device)
         requests = self.scheduler.finish(rows)
         for name, values in found.items():
             if name not in self._collected:
@@ -110,11 +124,13 @@ class ActiveBatch(Generic[Params, Cache]):
     def rollouts(self, samples: int) -> Rollouts:
         """Return all rollouts, once nothing runs; `samples` per prompt."""
         collected, total = self._collected, self.scheduler.total
+        mask_ids = [ids for parts in self._mask_ids for ids in parts]
         last = collected["tokens"][np.arange(total), collected["length"] - 1]
         return Rollouts(
             prompt_index=np.arange(total) // samples,
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
-            **collected,
+            **{"mask_count": np.zeros((total, 0), np.int32)} | collected,
+            mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
             **{name: np.full(total, value) for name, value in WeightsVersion()._asdict().items()},
             chunks=tuple(self._chunks),
         )

@@ -58,12 +58,17 @@ def decode_chunk(
 
     def unfinished(carry: tuple[jax.Array, Slots[Cache]]) -> jax.Array:
         i, slots = carry
-        return (i < inputs.max_iterations) & ((~slots.done).sum(dtype=jnp.int32) > inputs.stop_at_rows)
+        goes_on = (i < inputs.max_iterations) & ((~slots.done).sum(dtype=jnp.int32) > inputs.stop_at_rows)
+        if slots.mask is None:
+            return goes_on
+        return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
 
     if k:
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
         length = jnp.where(inputs.sync_cache, slots.length, 0)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, slots.tokens, length, slots.cache))
+    if slots.mask is not None:
+        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
     before = slots
     count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))

@@ -81,7 +81,8 @@ class Engine(Generic[Params, Cache]):
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
         Args:
-          on_progress: called after each chunk with (finished rollouts, all rollouts).
+          on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
+            raises, such as Stopped, ends the call and drops its rollouts.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
         Raises:
@@ -91,10 +92,12 @@ class Engine(Generic[Params, Cache]):
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         lengths = lengths or FixedLength(self.draft_length)
-        self.calibrate(params, prompts, lengths, seed)
         scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history)
+        on_progress(0, scheduler.total)
+        self.calibrate(params, prompts, lengths, seed, lambda: on_progress(0, scheduler.total))
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
+            on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
             chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running))
             lengths.observe(chunk, np.asarray(statistics.accepted))
             if statistics.replayed is not None:
@@ -103,7 +106,12 @@ class Engine(Generic[Params, Cache]):
         return batch.rollouts(samples)
 
     def calibrate(
-        self, params: Params, prompts: Sequence[Sequence[int]], lengths: DraftLengthPolicy, seed: int
+        self,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        lengths: DraftLengthPolicy,
+        seed: int,
+        after_chunk: Callable[[], None],
     ) -> None:
         """Time an iteration of every (batch size, draft length) that `lengths` has no cost for.
 
@@ -122,6 +130,7 @@ class Engine(Generic[Params, Cache]):
                     batch.compact_to(size)
                     chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS))
                     timed[k].append(chunk.seconds / chunk.iterations)
+                    after_chunk()
             for k in unmeasured:
                 lengths.calibrate(size, k, min(timed[k][1:]))
 

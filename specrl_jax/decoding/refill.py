@@ -7,7 +7,10 @@ import jax.numpy as jnp
 
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
-from specrl_jax.decoding.state import Cache, EngineConfig, Params, PrefillBatch, Prompts, Slots
+from specrl_jax.decoding.state import Cache, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
+
+# Token ids of a sampling mask that a row can record in one chunk, 64 KiB: with top_p a token keeps a few, seldom 512.
+LARGEST_MASK = 16384
 
 
 def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig) -> tuple[Slots[Cache], Prompts]:
@@ -33,8 +36,19 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         sequence=zeros(B),
         lookup_cache=empty_lookup_cache(config.groups, config.sequences, S) if config.groups else None,
         cache=functions.init_cache(B, S),
+        mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
     )
     return slots, Prompts(zeros(1, T), zeros(1) + 1, functions.init_cache(1, T))
+
+
+def _mask_capacity(config: EngineConfig, longest: int) -> int:
+    """Return C, the ids that a row can record in one chunk: what a chunk may need, or LARGEST_MASK and two iterations.
+
+    Args:
+      longest: tokens of the longest draft.
+    """
+    iteration = (longest + 1) * config.most_kept
+    return min(config.chunk * iteration, max(LARGEST_MASK, 2 * iteration))
 
 
 def refill(
@@ -78,6 +92,8 @@ def refill(
         sequence=start(batch.sequence, slots.sequence),
         lookup_cache=_insert(slots.lookup_cache, batch, prompts),
         cache=jax.tree.map(lambda new, old: _overwrite(old, new, fresh), prompts.cache, slots.cache),
+        mask=slots.mask
+        and dataclasses.replace(slots.mask, count=start(jnp.zeros_like(slots.mask.count), slots.mask.count)),
     )
     return slots, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, batch.carry, 1), pool)
 

@@ -33,7 +33,7 @@ class Rollouts:
     rollout_id: np.ndarray  # [R] uint32
     prompt_index: np.ndarray  # [R] int64, into the prompts given
     tokens: np.ndarray  # [R, S] int32, prompt then response; pad beyond `length`
-    logprobs: np.ndarray  # [R, S] float32, behaviour log-probs of response tokens, nats
+    logprobs: np.ndarray  # [R, S] float32, nats, of response tokens under the distribution they were sampled from
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
     ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
@@ -44,6 +44,9 @@ class Rollouts:
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
     chunks: tuple[DecodeChunk, ...]  # in the order they ran
+    # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
+    mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
+    mask_count: np.ndarray  # [R, S] int32, how many of them belong to each token; [R, 0] where it is not recorded
 
     @property
     def response_length(self) -> np.ndarray:
@@ -58,9 +61,15 @@ class Rollouts:
         """Return prompt and response of one rollout, int32."""
         return self.tokens[row, : self.length[row]]
 
+    def masks(self) -> list[np.ndarray]:
+        """Return the `mask_ids` of each rollout."""
+        return np.split(self.mask_ids, np.cumsum(self.mask_count.sum(axis=1))[:-1])
+
     def take(self, rows: np.ndarray) -> Self:
         """Return selected rows; `chunks` stays that of all rows."""
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW})
+        masks = self.masks()
+        ids = np.concatenate([masks[row] for row in np.arange(len(masks))[rows]] or [self.mask_ids[:0]])
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW}, mask_ids=ids)
 
     def with_version(self, version: WeightsVersion) -> Self:
         """Return these rollouts with the version of the weights that generated them."""
@@ -68,14 +77,14 @@ class Rollouts:
         return dataclasses.replace(self, weights_version=weights, draft_version=draft, checksum=checksum)
 
 
-_PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name != "chunks")
+_PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in ("chunks", "mask_ids"))
 
 
 def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
     """Join the rollouts of several calls of one engine; `prompt_index` counts the prompts of all."""
     if len(parts) == 1:
         return parts[0]
-    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_ROW}
+    values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_ROW, "mask_ids")}
     prompts = np.cumsum([0] + [part.prompt_index.max() + 1 for part in parts[:-1]])
     values["prompt_index"] = np.concatenate([part.prompt_index + n for part, n in zip(parts, prompts)])
     return Rollouts(**values, chunks=tuple(chunk for part in parts for chunk in part.chunks))

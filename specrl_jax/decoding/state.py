@@ -30,6 +30,7 @@ class EngineConfig:
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
+    most_kept: int = 0  # K, tokens that top-k and top-p keep at most, recorded of each response token; 0: not recorded
 
     @property
     def cache_length(self) -> int:
@@ -45,6 +46,18 @@ class EngineConfig:
     def refill_rows(self) -> int:
         """Free slots that trigger a refill."""
         return self.free_slots or max(1, self.num_slots // 4)
+
+
+@flax.struct.dataclass
+class MaskBuffer:
+    """The token ids that top-k and top-p kept at each response token: of a chunk, which the host collects after it.
+
+    A chunk ends before a row's C ids could be too few: [B, S, K] ids would be gigabytes.
+    """
+
+    count: jax.Array  # [B, S] int32, ids kept, by absolute position; 0 elsewhere
+    ids: jax.Array  # [B, C] int32, of the chunk's tokens, one token after the other
+    used: jax.Array  # [B] int32, entries of `ids`
 
 
 @flax.struct.dataclass
@@ -65,6 +78,7 @@ class Slots(Generic[Cache]):
     sequence: jax.Array  # [B] int32, index of the row among its group's sequences
     lookup_cache: LookupCache | None  # texts for lookup drafters
     cache: Cache  # of the target and the drafter
+    mask: MaskBuffer | None = None  # None: not recorded
 
 
 class Prompts(NamedTuple):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.verify.op import Draft, Noise, Verified, VerifyInputs
+from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import Cache, Slots
+from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
 
 # (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
@@ -55,7 +55,7 @@ def speculative_step(
         verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
-        return commit(slots, verified.tokens, verified.logprobs, verified.num_accepted + 1, options.eos_ids)
+        return commit(slots, verified, options.eos_ids)
 
 
 def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[Cache]:
@@ -70,13 +70,12 @@ def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[
     )
 
 
-def commit(
-    slots: Slots[Cache], tokens: jax.Array, logprobs: jax.Array, count: jax.Array, eos_ids: tuple[int, ...]
-) -> Slots[Cache]:
-    """Append the first `count` [B] of `tokens` [B, Q]; cut after the first end-of-text token and at the limit.
+def commit(slots: Slots[Cache], verified: Verified, eos_ids: tuple[int, ...]) -> Slots[Cache]:
+    """Append the emitted tokens; cut after the first end-of-text token and at the limit.
 
     Index arithmetic only: the cache is neither copied nor rolled back.
     """
+    tokens, count = verified.tokens, verified.num_accepted + 1
     offsets = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)) & (offsets < count[:, None])
     ended = is_eos.any(axis=1)
@@ -93,12 +92,26 @@ def commit(
     return dataclasses.replace(
         slots,
         tokens=_write(slots.tokens, where, tokens),
-        logprobs=_write(slots.logprobs, where, logprobs),
+        logprobs=_write(slots.logprobs, where, verified.logprobs),
         length=length,
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,
         lookup_cache=lookup_cache,
+        mask=slots.mask and _record(slots.mask, verified.mask, where, offsets < count[:, None]),
     )
+
+
+def _record(buffer: MaskBuffer, mask: SamplingMask | None, where: jax.Array, committed: jax.Array) -> MaskBuffer:
+    """Append the ids kept at the committed tokens [B, Q] bool, which stand at columns `where` [B, Q]."""
+    assert mask is not None, "a mask is recorded where top-k or top-p is on"
+    count = jnp.where(committed, mask.count, 0)
+    end = buffer.used[:, None] + jnp.cumsum(count, axis=1)
+    ids = buffer.ids
+    # All K ids of a token are written; the next token's overwrite what it did not keep.
+    for i in range(count.shape[1]):
+        start = end[:, i] - count[:, i]
+        ids = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(ids, mask.ids[:, i], start)
+    return MaskBuffer(_write(buffer.count, where, count), ids, end[:, -1])
 
 
 def _write(buffer: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ class TargetTables:
 
     embed: jax.Array  # [V, D]
     lm_head: jax.Array  # [Vd, D], the rows of the draft's vocabulary
+    vocab_map: VocabMap = None  # where sampling masks are replayed; None: draft ids are target ids, or no masks
 
 
 class DraftInputs(NamedTuple):

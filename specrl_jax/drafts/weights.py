@@ -31,7 +31,8 @@ def checksum(tree: object) -> jax.Array:
     """Return [] uint32 of every bit of a tree's arrays and of their order; independent of the sharding."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+        width = min(8 * leaf.dtype.itemsize, 32)  # two words for a value of 64 bits
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}")).astype(jnp.uint32)
         place = jnp.zeros_like(bits)
         for axis in range(bits.ndim):
             place = place * jnp.uint32(bits.shape[axis]) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)

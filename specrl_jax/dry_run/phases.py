@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from specrl_jax.core import Jitted, Params, stand_in
-from specrl_jax.data.rows import Rows
+from specrl_jax.data.rows import KeptTokens, Rows
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.learner.batch import ids_per_row
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
@@ -38,7 +40,7 @@ class Phase:
 
 def find_phases(plan: Plan) -> list[Phase]:
     """Return the programs in the order of a synchronous step, not compiled yet."""
-    learner, rollout = make_learner(plan), make_rollout(plan)
+    learner, rollout = make_learner(plan), make_rollout(plan, tokenizer=CharTokenizer())
     state, g, d = abstract_state(learner), plan.config.grpo, plan.config.draft
     rows = g.prompts_per_step * g.group_size
     states = (state.policy, *([state.draft] if state.draft else []))
@@ -141,10 +143,14 @@ def rows_sharding(learner: Learner) -> NamedSharding:
 
 def abstract_rows(learner: Learner, B: int) -> Rows:
     """Return the shapes of B learner rows."""
-    shape, sharding = (B, learner.plan.limits.cache_length), rows_sharding(learner)
+    T, most_kept = learner.plan.limits.cache_length, learner.plan.limits.most_kept
+    shape, sharding = (B, T), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
+    # As many ids as top-k and top-p can keep; top-p usually keeps a few.
+    ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
-    return Rows(ints, ints, ints, mask, ints if learner.packing else None)
+    kept = KeptTokens(ids, ints) if most_kept else None
+    return Rows(ints, ints, ints, mask, ints if learner.packing else None, kept)
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

@@ -1,30 +1,36 @@
-"""Checkpoints of a run through orbax: asynchronous and atomic."""
+"""Checkpoints of a run through orbax: asynchronous and atomic when written, verified by digests when read."""
 
-import operator
+import contextlib
+import functools
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from specrl_jax import distributed
 from specrl_jax.core import Tree
 from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.io.checkpoint_reader import (
+    Damaged,
+    HostState,
+    Record,
+    first_line,
+    has_items,
+    read,
+    read_part,
+    read_record,
+    record_json,
+)
+from specrl_jax.io.digests import array_digests, device_digests, json_digest
 
-
-class HostState(NamedTuple):
-    """A run's state beside its device arrays, as a checkpoint keeps it: speculation, alarms, data position."""
-
-    values: dict[str, Any]  # as JSON
-    arrays: Mapping[str, np.ndarray]  # by name, none of size 0
+T = TypeVar("T")
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a workdir.
-
-    A save is written to a temporary folder and renamed, so a listed step is complete.
+    """The folder `checkpoints/` of a workdir. Nothing is written before the first save.
 
     Args:
       keep: number of latest steps to keep.
@@ -32,92 +38,192 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: str, keep: int, keep_best: int = 0) -> None:
-        kept = [policies.LatestN(keep)]
-        if keep_best:
-            best = policies.BestN(get_metric_fn=_accuracy, n=keep_best, keep_checkpoints_without_metrics=False)
-            kept.append(best)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(kept),
-            best_fn=_accuracy if keep_best else None,  # without it the accuracies of an earlier process are not read
-            enable_async_checkpointing=True,
-        )
-        self._saving = 0
-        self._manager = ocp.CheckpointManager(os.path.abspath(os.path.join(workdir, "checkpoints")), options=options)
+        self.folder = os.path.abspath(os.path.join(workdir, "checkpoints"))
+        self._keep, self._keep_best = keep, keep_best
+        self._saved: int | None = None  # the newest step saved or restored here
 
-    def latest(self) -> int | None:
-        """Return the last complete step, or None."""
-        return self._manager.latest_step()
+    # ---- writing
 
-    def save(self, step: int, state: object, host: HostState, accuracy: float | None = None) -> None:
+    def save(self, step: int, state: object, host: HostState, accuracy: float | None = None) -> str:
         """Start saving; `state` may be donated as soon as this returns, since orbax copies it first.
 
-        Raises RunFailed if this or the previous save cannot be written.
+        Returns:
+          "", or the name of an array with a value that is not finite; then nothing is saved.
+        Raises:
+          RunFailed: this or the previous save cannot be written.
         """
-        if self._manager.latest_step() == step:
-            return
+        if self._saved == step:
+            return ""
+        digests, not_finite = device_digests(state)
+        if not_finite:
+            return not_finite[0]
+        record = Record(step, digests, array_digests(host.arrays), json_digest(host.values), accuracy)
         items = {"state": ocp.args.StandardSave(state), "values": ocp.args.JsonSave(host.values)}
         if host.arrays:
             items["arrays"] = ocp.args.StandardSave(dict(host.arrays))
-        metrics = None if accuracy is None else {"accuracy": accuracy}
+        items["digests"] = ocp.args.JsonSave(record_json(record))
         self._wait()
-        self._saving = step
+        self._saved = step
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
+            self._policy.accuracies[step] = accuracy
+            if not self._manager.save(step, args=ocp.args.Composite(**items)):
+                raise ValueError("orbax refuses to save it: the folder has a later step")
         except (OSError, ValueError) as error:
             raise self._unwritable(error) from None
-
-    def _wait(self) -> None:
-        """Wait for the save in progress."""
-        try:
-            self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise self._unwritable(error) from None
-
-    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, HostState]:
-        """Return (state with the shardings of `abstract_state`, host part). Raises InputError if it does not fit."""
-        items = {"state": ocp.args.StandardRestore(abstract_state), "values": ocp.args.JsonRestore()}
-        if (self._manager.directory / str(step) / "arrays").exists():
-            items["arrays"] = ocp.args.StandardRestore()
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            raise self._misfit(step, error) from None
-        arrays = {name: np.asarray(x) for name, x in restored["arrays"].items()} if "arrays" in items else {}
-        return restored["state"], HostState(restored["values"], arrays)
-
-    def restore_part(self, step: int, abstract_part: Tree) -> Tree:
-        """Read only the arrays of `abstract_part`, a subtree of the state. Raises InputError if it does not fit."""
-        if step not in self._manager.all_steps():
-            there = ", ".join(map(str, self._manager.all_steps())) or "none"
-            raise InputError(f"checkpoint {self._manager.directory}/{step}: there is none; there are {there}")
-        shardings = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype), abstract_part)
-        items = ocp.args.PyTreeRestore(abstract_part, restore_args=shardings, partial_restore=True)
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(state=items))["state"]
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            raise self._misfit(step, error) from None
-
-    def _misfit(self, step: int, error: Exception) -> InputError:
-        return InputError(f"checkpoint {self._manager.directory}/{step} does not fit this config: {_first_line(error)}")
-
-    def _unwritable(self, error: Exception) -> RunFailed:
-        return RunFailed(f"checkpoint {self._manager.directory}/{self._saving}: {_first_line(error)}; {self.kept()}")
+        return ""
 
     def kept(self) -> str:
-        """Describe the last checkpoint, for error messages."""
+        """Say what the same command goes on from, for error messages."""
+        with contextlib.suppress(OSError, ValueError):  # which a save that fails has reported, or will
+            self._settle()
         latest = self.latest()
-        return "no checkpoint was saved" if latest is None else f"the last good checkpoint is step {latest}"
+        if latest is None:
+            return "no checkpoint was saved; the same command starts anew"
+        return f"the last good checkpoint is step {latest}; the same command goes on from there"
 
     def close(self) -> None:
         """Wait for a save in progress. Raises RunFailed if it cannot be written."""
         try:
             self._wait()
         finally:
-            self._manager.close()
+            if "_manager" in self.__dict__:
+                self._manager.close()
+
+    @functools.cached_property
+    def _policy(self) -> "_Kept":
+        return _Kept(self._keep, self._keep_best, {step: self._accuracy(step) for step in self._steps()})
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._policy,
+            enable_async_checkpointing=True,
+            lightweight_initialize=True,  # what it would read is in the records
+        )
+        return ocp.CheckpointManager(self.folder, options=options)
+
+    def _accuracy(self, step: int) -> float | None:
+        with contextlib.suppress(Damaged):
+            return read_record(self._path(step)).accuracy
+        return None
+
+    def _settle(self) -> None:
+        if "_manager" in self.__dict__:
+            self._manager.wait_until_finished()
+
+    def _wait(self) -> None:
+        """Wait for the save in progress."""
+        try:
+            self._settle()
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: Exception) -> RunFailed:
+        return RunFailed(f"checkpoint {self.folder}/{self._saved}: {first_line(error)}; {self.kept()}")
+
+    # ---- reading
+
+    def latest(self) -> int | None:
+        """Return the newest step whose record is whole, or None; its arrays are not read."""
+        for step in reversed(self._steps()):
+            with contextlib.suppress(Damaged):
+                read_record(self._path(step))
+                return step
+        return None
+
+    def restore(self, step: int, abstract_state: Tree) -> tuple[Tree, HostState]:
+        """Return (state with the shardings of `abstract_state`, host part) of one step.
+
+        Raises InputError where it does not fit, RunFailed where it is damaged.
+        """
+        try:
+            return read(self._path(step), abstract_state)
+        except Damaged as damage:
+            raise RunFailed(f"checkpoint {self._path(step)} is damaged ({damage})") from None
+
+    def restore_latest(self, abstract_state: Tree, say: Callable[[str], None]) -> tuple[int, Tree, HostState] | None:
+        """Return (step, state, host part) of the newest whole checkpoint; None: there is none at all.
+
+        Newer ones that are damaged are reported through `say` and renamed to N.damaged, so that their steps can be
+        saved again. Raises InputError where a checkpoint does not fit, RunFailed where all are damaged.
+        """
+        found, damaged = self._newest(lambda step: read(self._path(step), abstract_state))
+        start = "the start" if found is None else found[0]
+        for step, what in damaged.items():
+            say(f"checkpoint {step} is damaged ({what}; kept as {self._path(step)}.damaged); going on from {start}")
+        if distributed.is_first_process():
+            for step in damaged:
+                _set_aside(self._path(step))
+        distributed.any_process(False)  # the others wait until the names are free
+        if found is None:
+            return None
+        self._saved = found[0]
+        return found[0], *found[1]
+
+    def restore_part(self, step: int | None, abstract_part: Tree, say: Callable[[str], None]) -> tuple[int, Tree]:
+        """Return (step, arrays of `abstract_part`, a subtree of the state); step None: of the newest whole checkpoint.
+
+        Raises InputError where there is none or it does not fit, RunFailed where it is damaged, or all are.
+        """
+        if step is None:
+            found, damaged = self._newest(lambda step: read_part(self._path(step), abstract_part))
+            if found is None:
+                raise InputError(f"{self.folder}: there is no checkpoint yet")
+            for other, what in damaged.items():
+                say(f"checkpoint {other} is damaged ({what}); going on from {found[0]}")
+            return found
+        if step not in self._steps():
+            there = ", ".join(map(str, self._steps())) or "none"
+            raise InputError(f"checkpoint {self._path(step)}: there is none; there are {there}")
+        try:
+            return step, read_part(self._path(step), abstract_part)
+        except Damaged as damage:
+            raise RunFailed(f"checkpoint {self._path(step)} is damaged ({damage})") from None
+
+    def _newest(self, read: Callable[[int], T]) -> tuple[tuple[int, T] | None, dict[int, str]]:
+        """Return (newest step that `read` finds whole, what it read), and what is wrong with the newer ones.
+
+        None where no folder has anything of a checkpoint. Raises RunFailed where none is whole.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(distributed.all_gather_objects(list[int], self._steps())[0]):
+            try:
+                return (step, read(step)), damaged
+            except Damaged as damage:
+                damaged[step] = str(damage)
+        if distributed.any_process(any(has_items(self._path(step)) for step in damaged)):
+            each = "; ".join(f"{step}: {what}" for step, what in damaged.items())
+            raise RunFailed(f"{self.folder}: no checkpoint is whole ({each}); without this folder the run starts anew")
+        return None, damaged
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.folder, str(step))
+
+    def _steps(self) -> list[int]:
+        """Return the numbers of the folders in order, whatever is in them."""
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
-_accuracy = operator.itemgetter("accuracy")
+class _Kept(policies.PreservationPolicy):
+    """Keeps the latest steps, and those of the highest accuracy; of equal ones the later."""
+
+    def __init__(self, latest: int, best: int, accuracies: dict[int, float | None]) -> None:
+        self._latest, self._best, self.accuracies = latest, best, accuracies
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        known = ((self.accuracies.get(step), step) for step in steps)
+        ranked = [step for _, step in sorted((accuracy, step) for accuracy, step in known if accuracy is not None)]
+        kept = {*steps[-self._latest :], *(ranked[-self._best :] if self._best else ())}
+        return [step in kept for step in steps]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _set_aside(path: str) -> None:
+    """Rename a damaged checkpoint to N.damaged, in the place of an earlier one. Raises RunFailed."""
+    try:
+        if os.path.isdir(path + ".damaged"):
+            shutil.rmtree(path + ".damaged")
+        os.replace(path, path + ".damaged")
+    except OSError as error:
+        raise RunFailed(f"{path}: {error.strerror}; remove it by hand") from None

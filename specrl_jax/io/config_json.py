@@ -1,14 +1,51 @@
-"""The config.json of a checkpoint, read by type."""
+"""The config.json of a checkpoint, checked against the keys that its reader declares."""
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
 
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import Checked, Model, check
+
+# Bounds beyond any published model, below which products of sizes stay small integers.
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Experts = Annotated[int, Field(ge=1, le=1024)]
+Positions = Annotated[int, Field(ge=1, le=2**31)]
+Base = Annotated[float, Field(gt=1, le=1e15)]
+Epsilon = Annotated[float, Field(gt=0, le=1e-2)]
+
+
+class Rope(Checked):
+    """rope_scaling, or rope_parameters of transformers 5."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Base | None = None
+    factor: float | None = Field(default=None, ge=1, le=1e6)
+    attention_factor: float | None = Field(default=None, gt=0, le=1e3)
+    mscale: float | None = Field(default=None, ge=0, le=1e3)
+    mscale_all_dim: float | None = Field(default=None, ge=0, le=1e3)
+    original_max_position_embeddings: Positions | None = None
+    beta_fast: float | None = Field(default=None, gt=0, le=1e6)
+    beta_slow: float | None = Field(default=None, gt=0, le=1e6)
+    truncate: bool = True
+
+
+class Roped(Checked):
+    """The keys of the rotary positions, under their names in transformers 4 and 5."""
+
+    rope_theta: Base | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    max_position_embeddings: Positions | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigJson:
-    """The object in a config.json. Its getters raise InputError where an entry is absent or of another type."""
+    """The object in a config.json."""
 
     values: Mapping[str, object]
     folder: str
@@ -18,21 +55,9 @@ class ConfigJson:
         """Return the entry; None where it is absent or null."""
         return self.values.get(name)
 
-    def integer(self, name: str) -> int:
-        return int(self.number(name))
-
-    def number(self, name: str) -> float:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.lacks(name)
-        return float(value)
-
-    def flag(self, name: str, default: bool | None = False) -> bool:
-        """Return the truth of an entry, `default` where it is absent or null; default None requires it."""
-        value = default if self.get(name) is None else self.get(name)
-        if value is None:
-            raise self.lacks(name)
-        return bool(value)
+    def check(self, model: type[Model]) -> Model:
+        """Return the keys that `model` declares. Raises InputError naming the first that is not as declared."""
+        return check(model, self.values, f"{self.key}: {self.folder}/config.json")
 
     def section(self, name: str) -> "ConfigJson":
         """Return the object at `name`; an empty one where there is none."""

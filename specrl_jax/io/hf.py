@@ -2,65 +2,109 @@
 
 import dataclasses
 import os
+from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.io.config_json import ConfigJson, Epsilon, Experts, Layers, Positions, Rope, Roped, Size
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
+from specrl_jax.json_files import Checked
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, yarn_magnitude
 from specrl_jax.sharding import Partitioner
+
+_EMBEDDING, _LM_HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"
+
+
+class Qwen3File(Roped):
+    """The keys of a Qwen3's config.json that are read."""
+
+    model_type: str
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    intermediate_size: Size
+    tie_word_embeddings: bool
+    max_position_embeddings: Positions
+    rms_norm_eps: Epsilon
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+
+
+class MixtureFile(Checked):
+    """The further keys of a mixture of experts; transformers 5 writes num_local_experts where Qwen has num_experts."""
+
+    num_experts: Experts | None = None
+    num_local_experts: Experts | None = None
+    num_experts_per_tok: Experts
+    moe_intermediate_size: Size
+    norm_topk_prob: bool = False  # as transformers reads it
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
 
 
 def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
     """Read the sizes of a checkpoint; `key` of our config names the folder in messages.
 
-    Raises InputError for a missing folder or another architecture.
+    Raises InputError for a missing folder, another architecture, and entries that no model has.
     """
     raw = _folder(folder, key).config()
     kind = raw.get("model_type")
     if kind not in ("qwen3", "qwen3_moe"):
         raise InputError(f"{key}: {folder} holds a '{kind}' model, expected qwen3 or qwen3_moe")
+    file = raw.check(Qwen3File)
     for unsupported in ("attention_bias", "use_sliding_window"):
-        if raw.get(unsupported):
+        if getattr(file, unsupported):
             raise raw.error(f"asks for {unsupported}, which is not supported")
+    if file.num_attention_heads % file.num_key_value_heads or file.head_dim % 2:
+        raise raw.error(
+            f"has num_attention_heads={file.num_attention_heads}, num_key_value_heads={file.num_key_value_heads} and "
+            f"head_dim={file.head_dim}; the first must be a multiple of the second, and the last even"
+        )
     theta, yarn = read_rope(raw)
     config = qwen3.Qwen3Config(
-        vocab=raw.integer("vocab_size"),
-        embed=raw.integer("hidden_size"),
-        layers=raw.integer("num_hidden_layers"),
-        heads=raw.integer("num_attention_heads"),
-        kv_heads=raw.integer("num_key_value_heads"),
-        head_dim=raw.integer("head_dim"),
-        mlp=raw.integer("intermediate_size"),
-        tied=raw.flag("tie_word_embeddings", default=None),
-        max_positions=raw.integer("max_position_embeddings"),
+        vocab=file.vocab_size,
+        embed=file.hidden_size,
+        layers=file.num_hidden_layers,
+        heads=file.num_attention_heads,
+        kv_heads=file.num_key_value_heads,
+        head_dim=file.head_dim,
+        mlp=file.intermediate_size,
+        tied=file.tie_word_embeddings,
+        max_positions=file.max_position_embeddings,
         rope_theta=theta,
-        norm_epsilon=raw.number("rms_norm_eps"),
+        norm_epsilon=file.rms_norm_eps,
         yarn=yarn,
     )
     return _with_experts(config, raw) if kind == "qwen3_moe" else config
 
 
 def _with_experts(config: qwen3.Qwen3Config, raw: ConfigJson) -> qwen3.Qwen3Config:
-    """Add the sizes of a mixture; transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
-    if raw.values.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+    """Add the sizes of a mixture."""
+    file = raw.check(MixtureFile)
+    if file.decoder_sparse_step != 1 or file.mlp_only_layers:
         raise raw.error(
             "has layers without experts among those with (decoder_sparse_step, mlp_only_layers), which is not supported"
         )
-    experts = raw.integer("num_local_experts" if "num_local_experts" in raw.values else "num_experts")
-    per_token = raw.integer("num_experts_per_tok")
-    if not 0 < per_token <= experts:
+    experts, per_token = file.num_local_experts or file.num_experts, file.num_experts_per_tok
+    if experts is None:
+        raise raw.lacks("num_experts")
+    if per_token > experts:
         raise raw.error(f"has num_experts_per_tok={per_token} of {experts} experts")
     return dataclasses.replace(
         config,
-        mlp=raw.integer("moe_intermediate_size"),
+        mlp=file.moe_intermediate_size,
         dense_mlp=config.mlp,
         experts=experts,
         experts_per_token=per_token,
-        renormalise=raw.flag("norm_topk_prob"),  # absent is false, as transformers reads it
+        renormalise=file.norm_topk_prob,
     )
 
 
@@ -69,32 +113,32 @@ def read_rope(raw: ConfigJson) -> tuple[float, Yarn | None]:
 
     transformers 4 has rope_theta and rope_scaling at the top, transformers 5 has both in rope_parameters.
     """
-    nested = raw.section("rope_parameters")
-    scaling = raw.section("rope_scaling") if raw.get("rope_scaling") else nested
-    return (raw if "rope_theta" in raw.values else nested).number("rope_theta"), _read_yarn(raw, scaling)
+    file = raw.check(Roped)
+    nested = file.rope_parameters or Rope()
+    theta = file.rope_theta or nested.rope_theta
+    if theta is None:
+        raise raw.lacks("rope_theta")
+    return theta, _read_yarn(raw, file.rope_scaling or nested, file.max_position_embeddings)
 
 
-def _read_yarn(raw: ConfigJson, scaling: ConfigJson) -> Yarn | None:
-    """Read rope_scaling, or rope_parameters."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default" and "factor" not in scaling.values:
+def _read_yarn(raw: ConfigJson, scaling: Rope, positions: int | None) -> Yarn | None:
+    """Read rope_scaling, or rope_parameters; `positions` are those of the pretraining where it does not say them."""
+    kind = scaling.rope_type or scaling.type or "default"
+    if kind == "default" and scaling.factor is None:
         return None
     if kind != "yarn":
         raise raw.error(f"asks for rope_scaling of type '{kind}'; only yarn is supported")
-    factor = scaling.number("factor")
-    magnitude = None if scaling.get("attention_factor") is None else scaling.number("attention_factor")
-    if magnitude is None and scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        scales = scaling.number("mscale"), scaling.number("mscale_all_dim")
-        magnitude = yarn_magnitude(factor, scales[0]) / yarn_magnitude(factor, scales[1])
-    original = "original_max_position_embeddings"
-    return Yarn(
-        factor,
-        scaling.integer(original) if scaling.get(original) else raw.integer("max_position_embeddings"),
-        scaling.number("beta_fast") if scaling.get("beta_fast") else 32.0,
-        scaling.number("beta_slow") if scaling.get("beta_slow") else 1.0,
-        magnitude,
-        scaling.flag("truncate", default=True),
-    )
+    if scaling.factor is None:
+        raise raw.lacks("factor")
+    original = scaling.original_max_position_embeddings or positions
+    if original is None:
+        raise raw.lacks("max_position_embeddings")
+    magnitude = scaling.attention_factor
+    if magnitude is None and scaling.mscale and scaling.mscale_all_dim:
+        whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+        magnitude = yarn_magnitude(scaling.factor, scaling.mscale) / whole
+    betas = scaling.beta_fast or 32.0, scaling.beta_slow or 1.0
+    return Yarn(scaling.factor, original, *betas, magnitude, scaling.truncate)
 
 
 def rope_scaling(yarn: Yarn | None) -> dict[str, object]:
@@ -114,8 +158,19 @@ def rope_scaling(yarn: Yarn | None) -> dict[str, object]:
 
 
 def check_params(folder: str, config: qwen3.Qwen3Config, key: str = "policy.path") -> None:
-    """Raise InputError as `load_params` would, reading headers only."""
-    _folder(folder, key).check(qwen3.param_specs(config))
+    """Raise InputError as `load_params` would; headers are read, and an lm_head where there should be none."""
+    source, specs = _folder(folder, key), qwen3.param_specs(config)
+    source.check(specs)
+    # Without its last layers a model still runs. What follows them may be an MTP head, which has an eh_proj.
+    following = f"model.layers.{config.layers}."
+    if following + _NORM in source.names() and following + "eh_proj.weight" not in source.names():
+        raise InputError(
+            f"{key}: {folder}/config.json: num_hidden_layers={config.layers}, but the folder holds {following}{_NORM}"
+        )
+    # A folder may store the tied lm_head as well. One of its own would be lost without a word.
+    own = config.tied and _LM_HEAD in source.names()
+    if own and not np.array_equal(source.tensor(_EMBEDDING), source.tensor(_LM_HEAD)):
+        raise InputError(f"{key}: {folder}/config.json: tie_word_embeddings=true, but {_LM_HEAD} is not {_EMBEDDING}")
 
 
 def load_params(
@@ -144,7 +199,7 @@ def save_params(folder: str, params: Params, config: qwen3.Qwen3Config, dtype: s
     """
     files = [os.path.join(tokenizer_from, name) for name in _TOKENIZER_FILES] if tokenizer_from else []
     tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
-    save_folder(folder, tensors, hf_config(config, dtype), filter(os.path.exists, files))
+    save_folder(folder, tensors, hf_config(config, dtype), filter(os.path.isfile, files))
 
 
 def _folder(path: str, key: str) -> TensorFolder:

@@ -5,13 +5,15 @@ and, if configured, Weights & Biases.
 import json
 import math
 import os
+from collections.abc import Mapping
 
 import numpy as np
+import pydantic
 import tensorboardX
 
 from specrl_jax.core import atomic_write
-from specrl_jax.errors import InputError
 from specrl_jax.io.wandb import WandbRun
+from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
 Row = dict[str, float]  # metrics of one step by name; read back, None for a value that is not finite
 Sample = dict[str, object]  # a rollout of rollouts/step_N.jsonl
@@ -36,7 +38,7 @@ class MetricsWriter:
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
         self._wandb = wandb
 
-    def write(self, row: Row, histograms: dict[str, np.ndarray] | None = None) -> None:
+    def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Write one step; `row` has its number under "step". Non-finite values become null.
 
         Args:
@@ -70,7 +72,7 @@ class MetricsWriter:
 class NoMetrics:
     """Accepts the same calls and writes nothing."""
 
-    def write(self, row: Row, histograms: dict[str, np.ndarray] | None = None) -> None:
+    def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         pass
 
     def write_rollouts(self, step: int, rows: list[Sample]) -> None:
@@ -90,17 +92,22 @@ def _markdown(rows: list[Sample]) -> str:
     return "\n".join(["| reward | prompt | response |", "|---|---|---|", *lines])
 
 
+class MetricsRow(Checked):
+    """A line of metrics.jsonl; null stands for a value that was not finite."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bool | int | float]
+    step: int = pydantic.Field(ge=0)
+
+
 def read_metrics(workdir: str) -> list[Row]:
-    """Read the rows of metrics.jsonl, without an incomplete last line of a killed run."""
+    """Read the rows of metrics.jsonl, without an incomplete last line of a killed run. Raises InputError by line."""
     path = os.path.join(workdir, "metrics.jsonl")
     if not os.path.exists(path):
         return []
-    with open(path) as file:
-        lines = file.read().split("\n")[:-1]  # text after the last newline is incomplete
     rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}:{number}: not JSON: {error.msg}") from None
+    for line, text in read_lines(path, LINE_BYTES):
+        row = parse_json(text, path, line=line)
+        check(MetricsRow, row, f"{path}:{line}")
+        rows.append(row)
     return rows

@@ -1,17 +1,24 @@
 """Progress on the terminal: a bar for the run and one for the phase; the clock of the phases."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
 import rich.console
 import rich.progress
 
+from specrl_jax.io.signals import raise_once_set
+
 
 class Display:
-    """Two live bars on a terminal, or one line per step in a file; nothing if not `shown`."""
+    """Two live bars on a terminal, or one line per step in a file; nothing if not `shown`.
 
-    def __init__(self, steps: int, done: int, shown: bool = True) -> None:
+    Once `stop` is set, `update_phase` and `say_compiled` raise Stopped: they are called wherever a phase can end early.
+    """
+
+    def __init__(self, steps: int, done: int, stop: threading.Event, shown: bool = True) -> None:
+        self._raise_once_set = raise_once_set(stop)
         self.console = rich.console.Console(quiet=not shown)
         columns = (
             rich.progress.TextColumn("{task.description:<10}"),
@@ -41,7 +48,12 @@ class Display:
         # Messages of rewards and files are literal text, not markup.
         self.console.print(line, highlight=False, markup=False)
 
+    def say_compiled(self, program: object, seconds: float) -> None:
+        self.say(f"engine program {program}: {seconds:.1f} s")
+        self._raise_once_set(0, 0)
+
     def update_phase(self, done: int, total: int) -> None:
+        self._raise_once_set(done, total)
         self._bars.update(self._phase, completed=done, total=total)
 
     def finish_step(self, step: int, note: str) -> None:

@@ -1,5 +1,7 @@
 """The closing table of a run."""
 
+import math
+
 import numpy as np
 import rich.console
 import rich.table
@@ -35,11 +37,19 @@ def _learning_table(rows: list[Row], steps: list[Row]) -> rich.table.Table:
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
         if name not in last:  # the run was resumed with `steps` already done: that row has no evaluation
             continue
-        before, after = rows[0][name], last[name]
-        table.add_row(label, f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
-    before, after = steps[0]["reward/mean"], last["reward/mean"]
-    table.add_row("mean reward, first and last step", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}")
+        _add_change(table, label, rows[0].get(name), last[name])
+    _add_change(table, "mean reward, first and last step", steps[0].get("reward/mean"), last.get("reward/mean"))
     return table
+
+
+def _add_change(table: rich.table.Table, label: str, before: float | None, after: float | None) -> None:
+    change = None if before is None or after is None else after - before
+    table.add_row(label, _shown(before), _shown(after), _shown(change, "+.3f"))
+
+
+def _shown(value: float | None, form: str = ".3f") -> str:
+    """Return a metric as text; "-" for one that is not there or not finite (None where it was read back)."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def _speculation_table(steps: list[Row]) -> rich.table.Table:
@@ -50,10 +60,10 @@ def _speculation_table(steps: list[Row]) -> rich.table.Table:
     labels["draft loss"] = "draft/loss"
     for label, name in labels.items():
         if name in steps[-1]:
-            table.add_row(label, *(f"{row[name]:.3f}" if name in row else "" for row in (steps[0], steps[-1])))
+            table.add_row(label, *(_shown(row.get(name)) for row in (steps[0], steps[-1])))
     if "spec/speedup" in steps[-1]:
-        low, median, high = (steps[-1][f"spec/speedup{end}"] for end in ("_low", "", "_high"))
-        table.add_row("generation speedup over draft.kind=none", "", f"{median:.2f} ({low:.2f} to {high:.2f})")
+        low, median, high = (_shown(steps[-1][f"spec/speedup{end}"], ".2f") for end in ("_low", "", "_high"))
+        table.add_row("generation speedup over draft.kind=none", "", f"{median} ({low} to {high})")
     return table
 
 

@@ -11,25 +11,43 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from typing import Annotated
 
 import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 import safetensors
 import safetensors.numpy
 
-from specrl_jax.core import Params, read_json
+from specrl_jax.core import Params
 from specrl_jax.errors import InputError
 from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.json_files import INDEX_BYTES, Checked, check, read_json, require_regular
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.sharding import Partitioner
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 2**30
+# As safetensors spells them. Others are quantised weights, or no weights.
+FLOATING = ("F64", "F32", "F16", "BF16")
 
 Index = tuple[slice, ...]
+
+
+def _beside(name: str) -> str:
+    # A path would read files outside the folder.
+    if os.path.basename(name) != name or not name.endswith(".safetensors") or "\0" in name:
+        raise ValueError("the name of a .safetensors file in the same folder is needed")
+    return name
+
+
+class ShardIndex(Checked):
+    """The index of weights in several files."""
+
+    weight_map: dict[str, Annotated[str, pydantic.AfterValidator(_beside)]]  # a tensor's name -> its file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +60,11 @@ class TensorFolder:
 
     def config(self) -> ConfigJson:
         """Read config.json."""
-        return ConfigJson(read_json(self._require("config.json")), self.path, self.key)
+        path = self._require("config.json")
+        return ConfigJson(read_json(path, prefix=f"{self.key}: "), self.path, self.key)
 
     def check(self, specs: Specs) -> None:
-        """Check from headers alone that every tensor of `specs` is present and of the right shape."""
+        """Check from headers alone that every tensor of `specs` is present, floating point and of the right shape."""
         shapes = [(spec, _hf_shape(spec)) for spec in jax.tree.leaves(specs)]
         wanted = {_slice_name(spec, i): shape for spec, shape in shapes for i in np.ndindex(*_leading(spec))}
         missing = sorted(wanted.keys() - self._files.keys())
@@ -59,12 +78,17 @@ class TensorFolder:
                         continue
                     if name not in present:
                         raise InputError(f"{self.key}: {INDEX} says {path} holds {name}, and it does not")
-                    found = tuple(file.get_slice(name).get_shape())
-                    if found != shape:
+                    header = file.get_slice(name)
+                    if (found := tuple(header.get_shape())) != shape:
                         raise InputError(f"{self.key}: {name} has shape {found}, {shape} is needed")
+                    if header.get_dtype() not in FLOATING:
+                        kinds = ", ".join(FLOATING)
+                        raise InputError(
+                            f"{self.key}: {name} in {path} is {header.get_dtype()}; one of {kinds} is needed"
+                        )
 
     def load(self, specs: Specs, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
-        """Read the tree of `specs`, laid out by `partition`; dtype None = each tensor's own."""
+        """Read the tree of `specs`, laid out by `partition`; dtype None = each tensor's own. Every value is finite."""
         self.check(specs)
         leaves, treedef = jax.tree.flatten(specs)
         shardings = jax.tree.leaves(partition.shardings(specs))
@@ -90,11 +114,11 @@ class TensorFolder:
     @functools.cached_property
     def _files(self) -> dict[str, str]:
         """Map each tensor's name to the path of its file."""
-        if os.path.exists(os.path.join(self.path, INDEX)):
-            index = read_json(os.path.join(self.path, INDEX)).get("weight_map")
-            if not isinstance(index, dict):
-                raise InputError(f"{self.key}: {os.path.join(self.path, INDEX)} has no weight_map")
-            return {name: self._require(file) for name, file in index.items()}
+        path = os.path.join(self.path, INDEX)
+        if os.path.exists(path):
+            index = check(ShardIndex, read_json(path, INDEX_BYTES, f"{self.key}: "), f"{self.key}: {path}")
+            places = {file: self._require(file) for file in set(index.weight_map.values())}
+            return {name: places[file] for name, file in index.weight_map.items()}
         path = self._require(SINGLE)
         with self._open(path) as file:
             return dict.fromkeys(file.keys(), path)
@@ -105,6 +129,7 @@ class TensorFolder:
         path = os.path.join(self.path, name)
         if not os.path.exists(path):
             raise InputError(f"{self.key}: '{self.path}' has no {name}")
+        require_regular(path, f"{self.key}: ")
         return path
 
     def _open(self, path: str) -> safetensors.safe_open:
@@ -114,7 +139,10 @@ class TensorFolder:
             raise InputError(f"{self.key}: {path} is not a readable safetensors file: {error}") from None
 
     def _leaf_reader(self, spec: ParamSpec, dtype: jnp.dtype | None) -> Callable[[Index | None], np.ndarray]:
-        """Return a function from a shard's index to its values; it reads only the shard's layers and experts."""
+        """Return a function from a shard's index to its values; it reads only the shard's layers and experts.
+
+        A shard with a value that is not finite (in its own dtype or in `dtype`) is refused.
+        """
         leading = _leading(spec)
 
         def read(index: Index | None) -> np.ndarray:
@@ -128,7 +156,13 @@ class TensorFolder:
                 part = _from_hf(spec, self.tensor(name))[inner]
                 if place is places[0]:
                     out = np.empty((*map(len, ranges), *part.shape), dtype or part.dtype)
-                out[place] = part
+                with np.errstate(over="ignore"):  # refused below
+                    out[place] = part
+                # Under 1 ns a value, less than reading and widening it.
+                if bad := out[place].size - np.count_nonzero(np.isfinite(out[place])):
+                    raise InputError(
+                        f"{self.key}: {name} in '{self.path}' has {bad} values that are not finite, of {part.size}"
+                    )
             return out
 
         return read

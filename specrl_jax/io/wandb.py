@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class WandbRun:
         # wandb's own step counter cannot go back, and a killed run resumes from its checkpoint.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, row: dict[str, float | None], histograms: dict[str, np.ndarray]) -> None:
+    def log(self, row: dict[str, float | None], histograms: Mapping[str, np.ndarray]) -> None:
         """`row` has "step"."""
         shown = {f"{name}_histogram": self._wandb.Histogram(values) for name, values in histograms.items()}
         self._run.log({name: value for name, value in row.items() if value is not None} | shown)

@@ -9,8 +9,9 @@ from typing import TextIO
 import jax
 
 import specrl_jax
-from specrl_jax.core import atomic_write, read_json
+from specrl_jax.core import atomic_write
 from specrl_jax.errors import InputError
+from specrl_jax.json_files import Checked, check, read_json
 
 # Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
@@ -29,16 +30,25 @@ def open_workdir(path: str, config: Mapping[str, object]) -> None:
     try:
         os.makedirs(path, exist_ok=True)
         if os.path.exists(file):
-            with open(file) as f:
-                _check_same(path, json.load(f)["config"], config)
+            _check_same(path, _recorded(path).config, config)
             _check_steps(path, config["steps"])
         _hold(path)
         with atomic_write(file) as f:
             json.dump({"config": config, "versions": versions()}, f, indent=2)
     except OSError as error:
         raise InputError(f"--workdir {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+
+
+class Record(Checked):
+    """The config.json of a workdir."""
+
+    config: dict[str, object]
+
+
+def _recorded(path: str) -> Record:
+    """Read the config.json of a workdir. Raises InputError where it is not one of ours."""
+    file, prefix = os.path.join(path, "config.json"), f"--workdir {path}: choose another folder: "
+    return check(Record, read_json(file, prefix=prefix), prefix + file)
 
 
 def _hold(path: str) -> None:
@@ -58,11 +68,8 @@ def check_workdir(path: str, config: Mapping[str, object]) -> None:
     file = os.path.join(path, "config.json")
     if not os.path.exists(file):
         raise InputError(f"--workdir {path}: there is no run (it has no config.json)")
-    try:
-        before = read_json(file)["config"]
-        _check_same(path, before, {**config, "task": before["task"]})
-    except (KeyError, TypeError, AttributeError):
-        raise InputError(f"--workdir {path}: config.json is not one of ours; choose another folder") from None
+    before = _recorded(path).config
+    _check_same(path, before, {**config, "task": before.get("task")})
 
 
 def open_output(key: str, folder: str) -> None:
@@ -78,7 +85,7 @@ def versions() -> dict[str, str]:
 
 
 def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    old, new = _flatten(before), _flatten(json.loads(json.dumps(now)))
+    old, new = flatten(before), flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
             raise InputError(
@@ -89,13 +96,15 @@ def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, objec
 
 def _check_steps(path: str, steps: object) -> None:
     folder = os.path.join(path, "checkpoints")
-    done = max((int(name) for name in os.listdir(folder) if name.isdigit()), default=0) if os.path.isdir(folder) else 0
+    names = [name for name in os.listdir(folder) if name.isdecimal()] if os.path.isdir(folder) else []
+    # A folder without a record is no checkpoint: the run goes on without it.
+    done = max((int(name) for name in names if os.path.isdir(os.path.join(folder, name, "digests"))), default=0)
     if isinstance(steps, int) and done > steps:
         raise InputError(f"steps={steps}, but the run in --workdir {path} has already done {done}")
 
 
-def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -1,11 +1,13 @@
 """The training batch: rollouts with advantages, laid out as fixed-shape rows for the learner's jitted steps."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.data.rows import Places, Rows, pack, packed, packed_rows, rows_of
+from specrl_jax.core import stand_in
+from specrl_jax.data.rows import KeptTokens, Places, Rows, pack, packed, packed_rows, rows_of
 from specrl_jax.decoding.rollouts import Rollouts
 
 # Number of sizes [packed rows] for which programs are compiled.
@@ -42,11 +44,36 @@ def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = N
     r = batch.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in batch[1:])]
-    if packing:
-        places = pack_minibatches(r.length, r.tokens.shape[1], packing)
+    places = pack_minibatches(r.length, r.tokens.shape[1], packing) if packing else None
+    if places:
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
+    if r.mask_count.shape[1]:
+        rows = dataclasses.replace(rows, kept=_kept_tokens(r, places))
     return LearnerBatch(rows, *by_token)
+
+
+def _kept_tokens(rollouts: Rollouts, places: Places | None) -> KeptTokens:
+    """Lay out the rollouts' sampling masks, aligned with the rows' targets."""
+    count = np.pad(rollouts.mask_count[:, 1:], ((0, 0), (0, 1)))
+    row = order = np.arange(len(count))
+    if places:
+        count, row = packed(count, places, rollouts.length, 0), places.row
+        order = np.lexsort((places.start, places.row))
+    ids = np.full((len(count), ids_per_row(count.shape[1], int(count.sum(axis=1).max()))), -1, np.int32)
+    used, masks = np.zeros(len(count), np.int64), rollouts.masks()
+    for i in order:
+        ids[row[i], used[row[i]] : used[row[i]] + len(masks[i])] = masks[i]
+        used[row[i]] += len(masks[i])
+    return KeptTokens(stand_in(ids), stand_in(count))
+
+
+def ids_per_row(tokens: int, most: int) -> int:
+    """Return N, room for the `most` ids of a row's sampling masks: `tokens` times a power of two, so N has few values.
+
+    Each compiles the learner's programs.
+    """
+    return tokens * 2 ** math.ceil(math.log2(max(most / tokens, 1)))
 
 
 def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:

@@ -10,17 +10,19 @@ from typing import cast
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
-from specrl_jax.data.rows import Rows
+from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
 from specrl_jax.learner.microbatches import accumulate, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
-from specrl_jax.models.lm_head import TargetDistribution, Tiling, draft_terms
+from specrl_jax.models.lm_head import TargetDistribution, draft_terms
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import cumulative_acceptance, draft_loss_mask, step_losses, step_means, step_weights
 from specrl_jax.sharding import Partitioner
 
@@ -55,11 +57,17 @@ class DraftDiagnostics:
     kl: jax.Array  # KL(target || draft), nats
     acceptance: jax.Array  # share of verifications that accept draft i and all before it
 
+    @property
+    def finite(self) -> bool:
+        """Whether the draft's outputs are finite; of diagnostics on the host."""
+        return bool(np.isfinite(self.acceptance).all())
+
 
 @flax.struct.dataclass
 class DraftMetrics:
     loss: jax.Array  # [] float32: weighted sum over draft steps
     grad_norm: jax.Array  # [] float32, before clipping
+    skipped: jax.Array  # [] bool: the gradient was not finite, so nothing changed
     diagnostics: DraftDiagnostics  # before the update
 
 
@@ -71,16 +79,21 @@ DraftStep = Jitted[[TrainState, TargetTables, Features, Rows], tuple[TrainState,
 PredictStep = Jitted[[Params, TargetTables, Features, Rows], DraftDiagnostics]
 
 
-def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner) -> ReadTables:
-    """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters."""
+def make_read_tables(model: qwen3.Qwen3Config, partition: Partitioner, replays: bool = False) -> ReadTables:
+    """Return the jitted copy of the policy's tables, which outlives an update that donates the parameters.
+
+    `replays`: rows have sampling masks, which need the draft's vocabulary.
+    """
 
     def read(params: Params, vocab_map: jax.Array | None) -> TargetTables:
         lm_head = qwen3.lm_head_weight(params, model)
-        return TargetTables(params["embed"], lm_head if vocab_map is None else lm_head[vocab_map])
+        lm_head = lm_head if vocab_map is None else lm_head[vocab_map]
+        return TargetTables(params["embed"], lm_head, vocab_map if replays else None)
 
     table = partition.sharding(("vocab", "embed"))
     # The draft vocabulary need not divide over `vocab`.
-    return jax.jit(read, out_shardings=TargetTables(stand_in(table), stand_in(partition.sharding((None, "embed")))))
+    shardings = table, partition.sharding((None, "embed")), partition.replicated
+    return jax.jit(read, out_shardings=TargetTables(*(stand_in(x) for x in shardings)))
 
 
 def make_draft_step(
@@ -110,8 +123,9 @@ def make_draft_step(
         parts = (features, rows)
         (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, forward.microbatch)
         norm = optax.tree.norm(gradient)
-        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, _values(diagnostics))
-        updated = apply_gradient(state, gradient, optimizer, jnp.isfinite(norm))
+        healthy = jnp.isfinite(norm)
+        metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, ~healthy, _values(diagnostics))
+        updated, _ = apply_gradient(state, gradient, optimizer, healthy)
         return dataclasses.replace(updated, step=state.step + 1), metrics
 
     shardings = state_shardings(forward.draft.specs, optimizer, partition)
@@ -140,8 +154,18 @@ def _terms(
 ) -> DraftTerms:
     inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype)
     outputs, lm_head = forward.draft.unrolled(params, inputs, partition)
-    target = TargetDistribution(features.hidden.astype(forward.dtype), tables.lm_head, features.normaliser)
+    hidden, kept = features.hidden.astype(forward.dtype), _in_draft_vocabulary(rows.kept, tables)
+    target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept)
     return draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
+
+
+def _in_draft_vocabulary(kept: KeptTokens | None, tables: TargetTables) -> KeptTokens | None:
+    """Return `kept` with the draft's ids; -1 for tokens that its vocabulary lacks."""
+    if kept is None or tables.vocab_map is None:
+        return kept
+    V, Vd = len(tables.embed), len(tables.lm_head)
+    draft_id = jnp.full(V, -1, jnp.int32).at[tables.vocab_map].set(jnp.arange(Vd, dtype=jnp.int32))
+    return dataclasses.replace(kept, ids=jnp.where(kept.ids < 0, -1, draft_id[kept.ids]))
 
 
 def _diagnostics(terms: DraftTerms, pairs: jax.Array) -> DraftDiagnostics:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -58,11 +59,15 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def apply_gradient(
     state: TrainState, gradient: Params, optimizer: optax.GradientTransformation, healthy: jax.Array
-) -> TrainState:
-    """Return the state after one update, unchanged where not `healthy` ([] bool); the caller counts `step`."""
+) -> tuple[TrainState, jax.Array]:
+    """Return (the state after one update, unchanged where not `healthy` ([] bool); its parameters' norm over their norm
+    before, [] float32). The caller counts `step`.
+    """
 
-    def apply(state: TrainState) -> TrainState:
+    def apply(state: TrainState) -> tuple[TrainState, jax.Array]:
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return dataclasses.replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        params = optax.apply_updates(state.params, updates)
+        growth = (optax.tree.norm(params) / optax.tree.norm(state.params)).astype(jnp.float32)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), growth
 
-    return jax.lax.cond(healthy, apply, lambda state: state, state)
+    return jax.lax.cond(healthy, apply, lambda state: (state, jnp.ones((), jnp.float32)), state)

@@ -30,7 +30,7 @@ class PolicyForward:
     remat: bool
     vocab_tile: int  # vocabulary entries unembedded at once; 0 = all
     microbatch: int  # rows in one forward and backward pass; 0 = all
-    temperature: float  # of every log-prob, the rollout's
+    temperature: float  # of every log-prob, the rollout's; the rows say what top-k and top-p kept
     features: bool = False  # whether a draft learns from the forward pass
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned as features
     lora: LoRA | None = None  # None: every weight is trained
@@ -54,7 +54,7 @@ class PolicyForward:
 
     def apply(self, params: Params, rows: Rows, partition: Partitioner) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
-        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments, rows.targets, counted=rows.mask)
+        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments, rows.targets, rows.mask, rows.kept)
         options = qwen3.Options(
             dtype=self.dtype,
             aux_layers=self.aux_layers,
@@ -80,6 +80,7 @@ class UpdateMetrics:
     terms: LossMetrics
     grad_norm: jax.Array  # [] float32, before clipping
     skipped: jax.Array  # [] bool: loss or gradient was not finite, so nothing changed
+    growth: jax.Array  # [] float32, norm of the trained parameters after the update over that before
     routing: jax.Array | None  # [L, E] float32, copies of response tokens that each expert got; None: no experts
 
 
@@ -158,8 +159,8 @@ def make_policy_step(
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
         norm = optax.tree.norm(gradient)
         healthy = jnp.isfinite(norm) & jnp.isfinite(terms.loss.total)
-        metrics = UpdateMetrics(terms, norm, ~healthy, routing)
-        return apply_gradient(state, gradient, optimizer, healthy), metrics, outputs
+        updated, growth = apply_gradient(state, gradient, optimizer, healthy)
+        return updated, UpdateMetrics(terms, norm, ~healthy, growth, routing), outputs
 
     frozen = qwen3.param_specs(forward.model) if forward.lora else None
     shardings = state_shardings(forward.trained_specs, optimizer, partition, frozen)

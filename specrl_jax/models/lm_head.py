@@ -3,94 +3,48 @@
 The lm_head's table is read in tiles of the vocabulary with running maxima and sums (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867); the backward pass recomputes each tile's logits. With n tokens and m entries in a tile,
 the largest buffer is [n, m] float32, beside the gradient of the table.
-
-Where the vocabulary is split over devices, the table [V, D] is viewed as [W, V / W, D] and a tile takes rows of all W
-parts: each device reads its own rows, and the parts are combined once at the end.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import DraftTerms, at_least_float32, shift_left
-from specrl_jax.models.layers import matmul, narrower
-from specrl_jax.sharding import Partitioner
-
-Carry = TypeVar("Carry")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How to loop over the vocabulary. Hashable: static under jit."""
-
-    entries: int  # vocabulary entries in a tile, over all devices; 0: all at once
-    temperature: float  # of every softmax; 0 (greedy) counts as 1, in rollouts and in the learner
-    partition: Partitioner
-
-    def parts(self, table: jax.Array) -> jax.Array:
-        """View a table [V, D] as [W, V / W, D]; W = 1 where the vocabulary does not divide over the devices."""
-        shards = self.partition.num_shards("vocab")
-        shards = 1 if table.shape[0] % shards else shards
-        return table.reshape(shards, -1, table.shape[1])
-
-    def logits(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
-        """Return logits / temperature [B, T, W, M], at least float32, of hidden [B, T, D] and rows [W, M, D]."""
-        logits = at_least_float32(matmul("BTD,WMD->BTWM", hidden, rows)) / (self.temperature or 1.0)
-        return self.partition.constrain(logits, "batch", "sequence", "vocab" if rows.shape[0] > 1 else None, None)
-
-    def fold(self, body: Callable[..., Carry], carry: Carry, *tables: jax.Array) -> Carry:
-        """Fold `carry = body(carry, tile, rows)` over the tiles, with the rows [W, M, D] of each of `tables`."""
-        shards, size, _ = tables[0].shape
-        M = min(max(self.entries // shards, 1), size) if self.entries else size
-
-        def step(i: int | jax.Array, carry: Carry) -> Carry:
-            # The last tile ends with the vocabulary and overlaps the one before it.
-            start = jnp.minimum(i * M, size - M)
-            places = start + jnp.arange(M)
-            tile = Tile(start, jnp.arange(shards)[:, None] * size + places[None], places >= i * M)
-            return body(carry, tile, *[jax.lax.dynamic_slice_in_dim(table, start, M, axis=1) for table in tables])
-
-        return step(0, carry) if size == M else jax.lax.fori_loop(0, -(-size // M), step, carry)
-
-
-class Tile(NamedTuple):
-    """M rows of each of the table's W parts."""
-
-    start: jax.Array  # [] int32, first row of the tile in each part
-    ids: jax.Array  # [W, M] int32, vocabulary ids
-    fresh: jax.Array  # [M] bool, false for rows that the tile before had too
-
-    def only(self, x: jax.Array, otherwise: float = 0.0) -> jax.Array:
-        """Replace entries of x [..., M] that are not fresh."""
-        return jnp.where(jnp.broadcast_to(self.fresh, x.shape), x, otherwise)
+from specrl_jax.core import DraftTerms, shift_left
+from specrl_jax.data.rows import KeptTokens
+from specrl_jax.models.layers import narrower
+from specrl_jax.models.vocab_tiles import Normaliser, Support, Tile, Tiling, input_gradients, product
 
 
 class TokenScores(NamedTuple):
-    """Under log_softmax(logits / temperature), before any top-k or top-p; each [B, T], at least float32, in nats."""
+    """Under log_softmax(logits / temperature) over the tokens that could be sampled; each [B, T], at least float32,
+    in nats."""
 
     logprobs: jax.Array  # of the targets
     entropy: jax.Array
-    normaliser: jax.Array  # logsumexp of logits / temperature
+    normaliser: jax.Array  # logsumexp of logits / temperature, rounded to its own size
 
 
 # ---- log-probs of tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling) -> TokenScores:
+def token_scores(
+    hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling, kept: KeptTokens | None = None
+) -> TokenScores:
     """Score `targets` [B, T] int32 from hidden [B, T, D] and the lm_head's table [V, D].
 
     Operands of matmuls have the narrower of the two dtypes, results are float32 (`layers.matmul`). One pass forward,
-    2 B T V D operations; backward 6 B T V D.
+    2 B T V D operations; backward 6 B T V D. `kept` is a constant: the gradient is that of the distribution over those
+    tokens.
     """
-    return _token_scores(hidden, table, targets, tiling)
+    return _token_scores(hidden, table, targets, tiling, kept)[0]
 
 
-def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling) -> TokenScores:
+def _token_scores(
+    hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling, kept: KeptTokens | None
+) -> tuple[TokenScores, Normaliser]:
     """Fold, over the logits z seen so far, each [B, T, W]:
 
         maximum       m = max z
@@ -98,18 +52,20 @@ def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tilin
         weighted_sum  sum of exp(z - m) (z - m)
         target_logit  z of the target, 0 before its tile
 
-    A new maximum m' multiplies Z by exp(m - m'). Entropy = log Z - weighted_sum / Z, and logsumexp = m + log Z.
+    A new maximum m' multiplies Z by exp(m - m'). Entropy = log Z - weighted_sum / Z, and logsumexp = m + log Z. The
+    maximum is subtracted before log Z, from the target's logit as from every other: logits far from zero would
+    multiply the rounding of their sum. A logit of -inf has probability 0, and 0 log 0 = 0.
     """
-    parts = tiling.parts(table)
+    parts, support = tiling.parts(table), Support.of(kept)
 
     def body(carry: tuple[jax.Array, ...], tile: Tile, rows: jax.Array) -> tuple[jax.Array, ...]:
         maximum, sum_exp, weighted_sum, target_logit = carry
-        logits = tiling.logits(hidden, rows)
+        logits = tiling.logits(hidden, rows, tile, support)
         peak = jnp.maximum(maximum, tile.only(logits, -jnp.inf).max(axis=-1))
         above = logits - peak[..., None]
         weights = tile.only(jnp.exp(above))
         rescale = jnp.exp(maximum - peak)
-        weighted_sum = rescale * (weighted_sum + (maximum - peak) * sum_exp) + (weights * above).sum(axis=-1)
+        weighted_sum = rescale * (weighted_sum + (maximum - peak) * sum_exp) + product(weights, above).sum(axis=-1)
         is_target = _is_target(tile, targets)
         sum_exp = rescale * sum_exp + weights.sum(axis=-1)
         return peak, sum_exp, weighted_sum, target_logit + jnp.where(is_target, logits, 0.0).sum(axis=-1)
@@ -121,11 +77,12 @@ def _token_scores(hidden: jax.Array, table: jax.Array, targets: jax.Array, tilin
     maximum, sum_exp, weighted_sum, target_logit = tiling.fold(body, start, parts)
     peak = maximum.max(axis=-1, keepdims=True)
     rescale = jnp.exp(maximum - peak)
-    # Entropy relative to the largest logit: logits far from zero would multiply the rounding of the sum of p.
     weighted_sum = (rescale * (weighted_sum + (maximum - peak) * sum_exp)).sum(axis=-1)
     sum_exp = (rescale * sum_exp).sum(axis=-1)
-    normaliser = peak[..., 0] + jnp.log(sum_exp)
-    return TokenScores(target_logit.sum(axis=-1) - normaliser, jnp.log(sum_exp) - weighted_sum / sum_exp, normaliser)
+    normaliser = Normaliser(peak[..., 0], jnp.log(sum_exp))
+    entropy = normaliser.log_sum - weighted_sum / sum_exp
+    logprobs = normaliser.logprobs(target_logit.sum(axis=-1))
+    return TokenScores(logprobs, entropy, normaliser.peak + normaliser.log_sum), normaliser
 
 
 def _is_target(tile: Tile, targets: jax.Array) -> jax.Array:
@@ -133,55 +90,43 @@ def _is_target(tile: Tile, targets: jax.Array) -> jax.Array:
     return (targets[..., None, None] == tile.ids[None, None]) & tile.fresh[None, None, None]
 
 
+class _SavedScores(NamedTuple):
+    """For the backward pass of token_scores."""
+
+    hidden: jax.Array
+    table: jax.Array
+    targets: jax.Array
+    kept: KeptTokens | None
+    entropy: jax.Array
+    normaliser: Normaliser
+
+
 def _token_scores_forward(
-    hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling
-) -> tuple[TokenScores, tuple[jax.Array, ...]]:
-    scores = _token_scores(hidden, table, targets, tiling)
-    return scores, (hidden, table, targets, scores.entropy, scores.normaliser)
+    hidden: jax.Array, table: jax.Array, targets: jax.Array, tiling: Tiling, kept: KeptTokens | None
+) -> tuple[TokenScores, _SavedScores]:
+    scores, normaliser = _token_scores(hidden, table, targets, tiling, kept)
+    return scores, _SavedScores(hidden, table, targets, kept, scores.entropy, normaliser)
 
 
 def _token_scores_backward(
-    tiling: Tiling, saved: tuple[jax.Array, ...], gradient: TokenScores
-) -> tuple[jax.Array, jax.Array, None]:
+    tiling: Tiling, saved: _SavedScores, gradient: TokenScores
+) -> tuple[jax.Array, jax.Array, None, None]:
     """Use, with p = softmax(z) and entropy H, by the logit z_v:
 
     d logprob = 1[v is the target] - p_v,  d entropy = -p_v (log p_v + H),  d normaliser = p_v.
     """
-    hidden, table, targets, entropy, normaliser = saved
+    hidden, table, targets, kept, entropy, normaliser = saved
+    support = Support.of(kept)
     d_logprob, d_entropy, d_normaliser = (g[..., None, None] for g in gradient)
-    entropy, normaliser = entropy[..., None, None], normaliser[..., None, None]
+    entropy = entropy[..., None, None]
 
     def logit_gradient(tile: Tile, rows: jax.Array) -> jax.Array:
-        logprobs = tiling.logits(hidden, rows) - normaliser
+        logprobs = normaliser.logprobs(tiling.logits(hidden, rows, tile, support))
         share = d_normaliser - d_logprob - d_entropy * (logprobs + entropy)
-        return jnp.exp(logprobs) * share + jnp.where(_is_target(tile, targets), d_logprob, 0.0)
+        return product(jnp.exp(logprobs), share) + jnp.where(_is_target(tile, targets), d_logprob, 0.0)
 
-    d_hidden, d_table = _input_gradients(logit_gradient, hidden[None], tiling, tiling.parts(table))
-    return d_hidden[0].astype(hidden.dtype), d_table.reshape(table.shape).astype(table.dtype), None
-
-
-def _input_gradients(
-    logit_gradient: Callable[..., jax.Array], hidden: jax.Array, tiling: Tiling, parts: jax.Array, *others: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients of hidden [S, B, T, D] and parts [W, V / W, D], tile by tile.
-
-    logit_gradient(tile, rows, *rows of others) -> [B, T, W, M] or [S, B, T, W, M], by logits / temperature.
-    """
-    temperature = tiling.temperature or 1.0
-
-    def body(
-        carry: tuple[jax.Array, jax.Array], tile: Tile, rows: jax.Array, *others: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        d_hidden, d_parts = carry
-        gradient = tile.only(logit_gradient(tile, rows, *others)) / temperature
-        gradient = gradient.reshape(hidden.shape[0], *gradient.shape[-4:]).astype(hidden.dtype)
-        d_hidden += jnp.einsum("SBTWM,WMD->SBTD", gradient, rows.astype(hidden.dtype), preferred_element_type=dtype)
-        d_rows = jnp.einsum("SBTWM,SBTD->WMD", gradient, hidden, preferred_element_type=dtype)
-        d_rows += jax.lax.dynamic_slice_in_dim(d_parts, tile.start, rows.shape[1], axis=1)
-        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_rows, tile.start, axis=1)
-
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return tiling.fold(body, (jnp.zeros(hidden.shape, dtype), jnp.zeros(parts.shape, dtype)), parts, *others)
+    d_hidden, d_table = input_gradients(logit_gradient, hidden[None], tiling, tiling.parts(table))
+    return d_hidden[0].astype(hidden.dtype), d_table.reshape(table.shape).astype(table.dtype), None, None
 
 
 token_scores.defvjp(_token_scores_forward, _token_scores_backward)
@@ -195,7 +140,10 @@ class TargetDistribution(NamedTuple):
 
     hidden: jax.Array  # [B, T, D], input of its lm_head
     table: jax.Array  # [Vd, D], its lm_head's rows of the draft vocabulary
-    normaliser: jax.Array  # [B, T] float32, logsumexp of its logits / temperature over the whole vocabulary
+    # [B, T] float32, logsumexp of its logits / temperature over the whole vocabulary. Rounded to its own size, it
+    # multiplies all of p by one number near 1, at logits of 1e4 by 1 +- 5e-4; only acceptance reads this p.
+    normaliser: jax.Array
+    kept: KeptTokens | None = None  # ids of the draft vocabulary; None: every token could be sampled
 
 
 class _Sums(NamedTuple):
@@ -208,8 +156,8 @@ class _Sums(NamedTuple):
 class _Saved(NamedTuple):
     """For the backward pass, beside the inputs."""
 
-    draft_normaliser: jax.Array  # [S, B, T], logsumexp over the draft vocabulary
-    target_normaliser: jax.Array  # [B, T], the same of the target
+    draft_normaliser: Normaliser  # [S, B, T], over the draft vocabulary
+    target_normaliser: Normaliser  # [B, T], the same of the target
     below: jax.Array  # [S, B, T], as in _Sums
 
 
@@ -227,47 +175,48 @@ def draft_terms(outputs: jax.Array, table: jax.Array, target: TargetDistribution
 def _draft_terms(
     outputs: jax.Array, table: jax.Array, target: TargetDistribution, tiling: Tiling
 ) -> tuple[DraftTerms, _Saved]:
-    steps = outputs.shape[0]
+    steps, support = outputs.shape[0], Support.of(target.kept)
     parts = tiling.parts(table), tiling.parts(target.table)
-    draft_normaliser, target_normaliser = _normalisers((*outputs, target.hidden), parts, tiling)
+    draft_normaliser, target_normaliser = _normalisers((*outputs, target.hidden), parts, tiling, support)
 
     def body(carry: _Sums, tile: Tile, rows: jax.Array, target_rows: jax.Array) -> _Sums:
-        logits = tiling.logits(target.hidden, target_rows)
+        logits = tiling.logits(target.hidden, target_rows, tile, support)
         p = jnp.exp(logits - target.normaliser[..., None, None])
-        log_renormalised = logits - target_normaliser[..., None, None]
+        log_renormalised = target_normaliser.logprobs(logits)
         renormalised = tile.only(jnp.exp(log_renormalised))
-        entropy = carry.entropy - (renormalised * log_renormalised).sum(axis=(-2, -1))
+        entropy = carry.entropy - product(renormalised, log_renormalised).sum(axis=(-2, -1))
         sums = []
         for i in range(steps):
-            log_q = tiling.logits(outputs[i], rows) - draft_normaliser[i, ..., None, None]
+            log_q = draft_normaliser.of_step(i).logprobs(tiling.logits(outputs[i], rows))
             q = tile.only(jnp.exp(log_q))
             p_then = shift_left(p, 1 + i)
-            terms = shift_left(renormalised, 1 + i) * -log_q, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
+            crossed = product(shift_left(renormalised, 1 + i), -log_q)
+            terms = crossed, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
             sums.append([term.sum(axis=(-2, -1)) for term in terms])
         crossed, overlap, below = (jnp.stack(x) for x in zip(*sums))
         return _Sums(carry.cross_entropy + crossed, entropy, carry.overlap + overlap, carry.below + below)
 
-    zeros = jnp.zeros_like(draft_normaliser)
-    sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser), zeros, zeros), *parts)
+    zeros = jnp.zeros_like(draft_normaliser.peak)
+    sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, zeros), *parts)
     entropy = jnp.stack([shift_left(sums.entropy, 1 + i) for i in range(steps)])
     terms = DraftTerms(sums.cross_entropy, entropy, sums.overlap)
     return terms, _Saved(draft_normaliser, target_normaliser, sums.below)
 
 
 def _normalisers(
-    hidden: tuple[jax.Array, ...], parts: tuple[jax.Array, jax.Array], tiling: Tiling
-) -> tuple[jax.Array, jax.Array]:
-    """Return logsumexp over the draft vocabulary: [S, B, T] of the draft's steps, [B, T] of the target, last of hidden.
+    hidden: tuple[jax.Array, ...], parts: tuple[jax.Array, jax.Array], tiling: Tiling, support: Support | None
+) -> tuple[Normaliser, Normaliser]:
+    """Return the normalisers over the draft vocabulary, [S, B, T] of the draft's steps, [B, T] of the target (last).
 
-    `parts` are those of the draft's and of the target's table.
+    `parts` are those of the draft's and of the target's table, `support` is the target's.
     """
 
     def body(
         carry: tuple[jax.Array, jax.Array], tile: Tile, rows: jax.Array, target_rows: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         maximum, sum_exp = carry
-        tables = [rows] * (len(hidden) - 1) + [target_rows]
-        logits = [tile.only(tiling.logits(x, table), -jnp.inf) for x, table in zip(hidden, tables)]
+        logits = [tile.only(tiling.logits(x, rows), -jnp.inf) for x in hidden[:-1]]
+        logits.append(tile.only(tiling.logits(hidden[-1], target_rows, tile, support), -jnp.inf))
         peak = jnp.maximum(maximum, jnp.stack([x.max(axis=-1) for x in logits]))
         sums = jnp.stack([jnp.exp(x - top[..., None]).sum(axis=-1) for x, top in zip(logits, peak)])
         return peak, sum_exp * jnp.exp(maximum - peak) + sums
@@ -275,8 +224,11 @@ def _normalisers(
     dtype = jnp.promote_types(hidden[0].dtype, jnp.float32)
     zeros = jnp.zeros((len(hidden), *hidden[0].shape[:2], parts[0].shape[0]), dtype)
     maximum, sum_exp = tiling.fold(body, (jnp.full_like(zeros, jnp.finfo(dtype).min / 2), zeros), *parts)
-    found = jax.nn.logsumexp(maximum, b=sum_exp, axis=-1)
-    return found[:-1], found[-1]
+    peak = maximum.max(axis=-1)
+    total = (sum_exp * jnp.exp(maximum - peak[..., None])).sum(axis=-1)
+    # Where the draft vocabulary has no token that could be sampled, p~ is 0 and not 0 / 0.
+    log_sum = jnp.log(total if support is None else jnp.where(total > 0, total, 1.0))
+    return Normaliser(peak[:-1], log_sum[:-1]), Normaliser(peak[-1], log_sum[-1])
 
 
 def _draft_terms_forward(
@@ -291,20 +243,27 @@ def _draft_terms_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     """Use d cross entropy / d logits = q - p~ and d overlap / d logits = q (1[q <= p] - sum of q where q <= p)."""
     outputs, table, target, (draft_normaliser, target_normaliser, below) = saved
+    support = Support.of(target.kept)
+    cross_entropy = gradient.cross_entropy
+    if support is not None:
+        # No token of the draft vocabulary could be sampled: there is no p~ to learn.
+        some = target_normaliser.peak > jnp.finfo(target_normaliser.peak.dtype).min / 2
+        cross_entropy *= jnp.stack([shift_left(some, 1 + i) for i in range(outputs.shape[0])])
 
     def logit_gradient(tile: Tile, rows: jax.Array, target_rows: jax.Array) -> jax.Array:
-        logits = tiling.logits(target.hidden, target_rows)
-        p, renormalised = (jnp.exp(logits - x[..., None, None]) for x in (target.normaliser, target_normaliser))
+        logits = tiling.logits(target.hidden, target_rows, tile, support)
+        p = jnp.exp(logits - target.normaliser[..., None, None])
+        renormalised = jnp.exp(target_normaliser.logprobs(logits))
         found = []
         for i in range(outputs.shape[0]):
-            crossed, overlap, low = (x[i, ..., None, None] for x in (gradient.cross_entropy, gradient.overlap, below))
-            q = jnp.exp(tiling.logits(outputs[i], rows) - draft_normaliser[i, ..., None, None])
+            crossed, overlap, low = (x[i, ..., None, None] for x in (cross_entropy, gradient.overlap, below))
+            q = jnp.exp(draft_normaliser.of_step(i).logprobs(tiling.logits(outputs[i], rows)))
             kept = jnp.where(q <= shift_left(p, 1 + i), 1.0, 0.0)
             found.append(crossed * (q - shift_left(renormalised, 1 + i)) + overlap * q * (kept - low))
         return jnp.stack(found)
 
     parts = tiling.parts(table), tiling.parts(target.table)
-    d_outputs, d_table = _input_gradients(logit_gradient, outputs, tiling, *parts)
+    d_outputs, d_table = input_gradients(logit_gradient, outputs, tiling, *parts)
     return d_outputs.astype(outputs.dtype), d_table.reshape(table.shape).astype(table.dtype), None
 
 

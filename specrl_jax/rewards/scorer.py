@@ -2,30 +2,33 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specrl_jax.errors import InputError
+from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
 from specrl_jax.rewards.pool import Workers, cores
-from specrl_jax.rewards.worker import BUILT_IN, Row
+from specrl_jax.rewards.worker import BUILT_IN
 
 GIB = 2**30
 MAX_WORKERS = 8  # by default
+MAX_NAMES = 64  # different parts in one batch
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 class Scores(NamedTuple):
-    """Scores of R answers. A failed one has 0 from every reward."""
+    """Scores of R answers. A failed one has 0 from every reward, and is not correct."""
 
     total: np.ndarray  # [R] float32, weighted sum
-    parts: dict[str, np.ndarray]  # reward name -> [R] float32, unweighted
-    correct: np.ndarray  # [R] bool: the first reward is positive
+    rewards: dict[str, np.ndarray]  # reward name -> [R] float32, unweighted
+    correct: np.ndarray  # [R] bool: what the first reward says, else whether it is at least `correct_from`
     failures: dict[str, int]  # "timeout", "died", "error" or "memory" -> failed answers
     extracted: list[str | None]  # [R] answers in the first reward's canonical form; None without an answer
     first_failure: str = ""  # cause and message of the first failure
+    parts: Mapping[str, np.ndarray] = {}  # part that a reward returned -> [R] float32; NaN where it did not
 
     def warning(self) -> str:
         """Return one line about the failures; "" without any."""
@@ -33,6 +36,17 @@ class Scores(NamedTuple):
             return ""
         causes = ", ".join(f"{count} {cause}" for cause, count in sorted(self.failures.items()))
         return f"rewards that failed count 0: {causes}; the first: {self.first_failure}"
+
+    def require_some(self, where: str) -> None:
+        """Raise NotScored, which begins with `where`, if no answer at all could be scored."""
+        if 0 < len(self.total) == sum(self.failures.values()):
+            raise NotScored(
+                f"{where}: the reward failed for all {len(self.total)} responses; the first: {self.first_failure}"
+            )
+
+    def part_means(self, prefix: str) -> dict[str, float]:
+        """Return the mean of each part over the answers that have it, by `prefix` and name."""
+        return {f"{prefix}{name}": float(np.nanmean(values)) for name, values in self.parts.items()}
 
 
 class Scorer:
@@ -47,6 +61,7 @@ class Scorer:
       timeout: seconds for all rewards of one answer.
       workers: processes; 0 is one per core, at most 8.
       memory: GiB that a worker may take beyond its imports.
+      correct_from: the first reward from which an answer is correct, where the reward does not say.
     Raises:
       InputError: naming the key of `reward` that is wrong. A user's function is imported here, in a worker: about 2 s
         and the time of the import.
@@ -59,12 +74,13 @@ class Scorer:
         timeout: float = 10.0,
         workers: int = 0,
         memory: float = 4.0,
+        correct_from: float = 1.0,
     ):
         check_rewards(names, weights)
-        self.names = tuple(names)
+        self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
         self._workers = Workers(self.names, timeout, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
-        if any(name not in BUILT_IN for name in names) and (problem := self._workers.problem()):
+        if self._has_users() and (problem := self._workers.problem()):
             self.close()
             raise InputError(f"reward.name: {problem}")
 
@@ -72,21 +88,49 @@ class Scorer:
         """Start the workers without waiting for them."""
         self._workers.start()
 
-    def __call__(self, responses: Sequence[str], answers: Sequence[str]) -> Scores:
-        """Score R responses against R answers."""
-        rows = [Row(response, answer) for response, answer in zip(responses, answers, strict=True)]
-        outcomes = self._workers.score(rows)
+    def try_rows(self, rows: Sequence[Row]) -> None:
+        """Call the user's rewards once with each row: they must score it. Built-in ones are known to.
+
+        Raises InputError with what the first one that fails said.
+        """
+        key = f"reward.name={','.join(self.names)}"
+        try:
+            outcomes = self._workers.score(rows) if self._has_users() else []
+        except NotScored as error:
+            raise InputError(f"{key}: {error}") from None
+        for outcome in outcomes:
+            if outcome.failure:
+                tried = "called with the first row of the data, its answer as the response"
+                raise InputError(f"{key}: {tried}: {outcome.failure}: {outcome.detail}")
+
+    def __call__(
+        self,
+        responses: Sequence[str],
+        answers: Sequence[str],
+        contexts: Sequence[Context] | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> Scores:
+        """Score R responses against R answers.
+
+        Args:
+          contexts: what rewards may ask for beside them.
+          while_waiting: called every second; what it raises ends the call and the workers.
+        """
+        contexts = [Context()] * len(responses) if contexts is None else contexts
+        rows = [Row(*row) for row in zip(responses, answers, contexts, strict=True)]
+        outcomes = _with_few_parts(self._workers.score(rows, while_waiting))
         failed = [outcome for outcome in outcomes if outcome.failure]
         none = (0.0,) * len(self.names)
         table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
         rewards = np.array(table, np.float64).reshape(len(table), len(self.names))
         return Scores(
             total=(rewards @ np.array(self.weights, np.float64)).astype(np.float32),
-            parts={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
-            correct=rewards[:, 0] > 0,
+            rewards={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
+            correct=np.array([self._is_correct(outcome) for outcome in outcomes], bool),
             failures=dict(Counter(outcome.failure for outcome in failed)),
             extracted=[outcome.extracted for outcome in outcomes],
             first_failure=f"{failed[0].failure}: {failed[0].detail}" if failed else "",
+            parts=_part_columns(outcomes),
         )
 
     def close(self) -> None:
@@ -97,6 +141,31 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _has_users(self) -> bool:
+        return any(name not in BUILT_IN for name in self.names)
+
+    def _is_correct(self, outcome: Outcome) -> bool:
+        if outcome.failure:
+            return False
+        return outcome.rewards[0] >= self.correct_from if outcome.correct is None else outcome.correct
+
+
+def _with_few_parts(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Fail the outcomes whose parts would make more than MAX_NAMES different ones: each is a column and a metric."""
+    known: set[str] = set()
+    kept = []
+    for outcome in outcomes:
+        if len(known | outcome.parts.keys()) > MAX_NAMES:
+            outcome = Outcome((), failure="error", detail=f"rewards return more than {MAX_NAMES} different parts")
+        known |= outcome.parts.keys()
+        kept.append(outcome)
+    return kept
+
+
+def _part_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    return {name: np.array([o.parts.get(name, np.nan) for o in outcomes], np.float32) for name in names}
 
 
 def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:

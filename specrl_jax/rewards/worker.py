@@ -4,25 +4,29 @@ A worker scores arbitrary text with functions that may hang, crash or allocate t
 answer takes too long; the memory limit is set here.
 """
 
-import ctypes
-import importlib
-import inspect
-import logging
 import os
 import resource
-import signal
-import sys
+import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, SupportsFloat
+from typing import NamedTuple, cast
 
 from specrl_jax.rewards import formats, symbolic, verifiable
+from specrl_jax.rewards.function import Function, call, load
+from specrl_jax.rewards.messages import (
+    ENOUGH,
+    FULL,
+    MAX_DETAIL,
+    MAX_EXTRACTED,
+    MORE,
+    Context,
+    Outcome,
+    Row,
+    receive,
+    send,
+)
 from specrl_jax.rewards.verifiable import Reward
-
-RETIRED = 77  # exit status of a worker that leaked too much memory; its task goes to another worker
-LARGEST = 1e30  # largest absolute reward: weighted sums stay finite in float32
 
 
 class BuiltIn(NamedTuple):
@@ -41,105 +45,87 @@ BUILT_IN = {
 }
 
 
-class Row(NamedTuple):
-    response: str
-    answer: str
-
-
-class Outcome(NamedTuple):
-    rewards: tuple[float, ...]  # one per reward; all 0 where any of them failed
-    extracted: str | None = None
-    failure: str = ""  # cause: "timeout", "died", "error" or "memory"
-    detail: str = ""  # one line
-
-
 class Worker(NamedTuple):
-    rewards: tuple[Reward, ...]
+    functions: dict[str, Function]  # by the reward's name
     extract: Callable[[str], str | None] | None
-    problem: str  # why the rewards could not be loaded, or ""
     memory: int  # bytes allowed beyond `base`
     base: int  # bytes of address space after all imports
 
 
-this_worker = Worker((), None, "not initialised", 0, 0)  # set by `initialise`: tasks only get arguments
+class Hello(NamedTuple):
+    """What a worker says first."""
+
+    problem: str = ""  # why the rewards could not be loaded, in one line
+    asks: Sequence[str] = ()  # fields of Context that they need
 
 
-def initialise(names: Sequence[str], memory: int, parent: int) -> None:
-    """Prepare this process; it may take `memory` bytes beyond its imports and is killed when process `parent` ends."""
-    global this_worker
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # interrupts C code too, and prints nothing
-    _die_with(parent)
-    _silence()
-    leave = os._exit
-    # Status 0 would look like an orderly end, which the pool does not notice.
-    os._exit = lambda status: leave(status or 1)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a user's reward may import jax; the accelerator is the parent's
-    rewards, problem = [], ""
+def serve(channel: socket.socket, names: Sequence[str], memory: int) -> None:
+    """Score what comes through `channel` until its other end is closed; say hello first.
+
+    (number, seconds, rows) is answered by one (number, outcome, MORE, ENOUGH or FULL) for each row in order: no row is
+    begun after `seconds`, or once answers have leaked half of `memory`, the bytes that the worker may take beyond its
+    imports. A number alone is answered by itself.
+    """
+    me = os.getpid()
+    worker, hello = initialise(names, memory)
+    send(channel, hello)
+    while True:
+        try:
+            number, *task = cast(list, receive(channel))
+        except EOFError:
+            return
+        if not task:
+            send(channel, [number])
+            continue
+        seconds, rows = task
+        end, state = time.monotonic() + seconds, MORE
+        for response, answer, context in rows:
+            if state == MORE:
+                outcome = score_row(worker, Row(response, answer, Context(**context)))
+                if os.getpid() != me:  # a fork that the reward made, and forgot
+                    os._exit(0)
+                state = FULL if _is_full(worker) else ENOUGH if time.monotonic() >= end else MORE
+                send(channel, (number, outcome, state))
+
+
+def initialise(names: Sequence[str], memory: int) -> tuple[Worker, Hello]:
+    """Load the rewards."""
+    functions: dict[str, Function] = {}
+    problem = ""
     try:
         for name in names:
-            rewards.append(BUILT_IN[name].reward if name in BUILT_IN else load(name))
+            functions[name] = Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
         if "math" in names:
             symbolic.warm_up()
     except BaseException as error:
-        problem = f"cannot load '{name}': {one_line(error)}"
+        problem = f"cannot load '{name}': {one_line(error)}"[:MAX_DETAIL]
     extract = BUILT_IN[names[0]].extract if names[0] in BUILT_IN else None
-    this_worker = Worker(tuple(rewards), extract, problem, memory, address_space())
-
-
-def problem() -> str:
-    """Return why the rewards could not be loaded, in one line; "" if they were."""
-    return this_worker.problem
-
-
-def load(path: str) -> Reward:
-    """Import the function `package.module:function`. Raises what the import raises, or TypeError."""
-    module, _, name = path.partition(":")
-    function = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
-    if not callable(function):
-        raise TypeError(f"{name} is no function")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return function  # written in C, without a signature
-    try:
-        signature.bind("response", "answer")
-    except TypeError:
-        raise TypeError(f"{name}{signature} does not take (response, answer)") from None
-    return function
-
-
-def score_rows(rows: Sequence[Row], seconds: float) -> list[Outcome]:
-    """Return the outcomes of the first rows, at least one; stop after `seconds`, so that a slow answer delays few.
-
-    A worker whose answers leaked half of its memory starts no further one.
-    """
-    worker = this_worker
-    if worker.problem:
-        return [Outcome((), None, "error", worker.problem)] * len(rows)
-    if _is_full(worker):
-        time.sleep(0.1)  # the pool must first register the task with this worker
-        os._exit(RETIRED)
-    outcomes: list[Outcome] = []
-    end = time.monotonic() + seconds
-    for row in rows:
-        outcomes.append(score_row(worker, row))
-        if time.monotonic() >= end or _is_full(worker):
-            break
-    return outcomes
+    asks = [field for field in Context._fields if any(field in function.asks for function in functions.values())]
+    return Worker(functions, extract, memory, address_space()), Hello(problem, asks)
 
 
 def score_row(worker: Worker, row: Row) -> Outcome:
     """Compute all rewards of one answer within the memory limit; any exception becomes its failure."""
+    current = ""
     try:
         with _limited_memory(worker.base + worker.memory):
-            rewards = tuple(_number(reward(row.response, row.answer)) for reward in worker.rewards)
-            return Outcome(rewards, (worker.extract(row.response) or None) if worker.extract else None)
+            returned = []
+            for name, function in worker.functions.items():
+                current = f"{name}: " if len(worker.functions) > 1 else ""
+                returned.append(call(function, *row))
+            current = ""
+            extracted = worker.extract(row.response) if worker.extract else None
+        parts: dict[str, float] = {}
+        for one in returned:
+            if common := parts.keys() & one.parts.keys():
+                raise ValueError(f"two rewards return a part '{min(common)}'")
+            parts |= one.parts
+        rewards = tuple(one.reward for one in returned)
+        return Outcome(rewards, returned[0].correct, parts, (extracted or "")[:MAX_EXTRACTED] or None)
     except MemoryError:
-        return Outcome((), None, "memory", "MemoryError")
+        return Outcome((), failure="memory", detail=f"{current}MemoryError"[-MAX_DETAIL:])
     except BaseException as error:  # also SystemExit
-        return Outcome((), None, "error", one_line(error))
+        return Outcome((), failure="error", detail=f"{current}{one_line(error)}"[-MAX_DETAIL:])
 
 
 def one_line(error: BaseException) -> str:
@@ -164,19 +150,9 @@ def address_space() -> int:
         return 0
 
 
-def _number(value: SupportsFloat) -> float:
-    """Raise TypeError or ValueError unless it is a finite number within `LARGEST`."""
-    if isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"a reward must be a number, not {type(value).__name__}")
-    number = float(value)
-    if not abs(number) <= LARGEST:
-        raise ValueError(f"a reward of {number}")
-    return number
-
-
 @contextmanager
 def _limited_memory(limit: int) -> Iterator[None]:
-    """Limit the address space to `limit` bytes; only the soft limit, so that pipes to the parent keep working."""
+    """Limit the address space to `limit` bytes; only the soft limit, so that the way to the parent keeps working."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -185,22 +161,3 @@ def _limited_memory(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends for any reason."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent has already ended
-
-
-def _silence() -> None:
-    """Discard stdout, stderr, warnings and logs: thousands of arbitrary answers would flood the console."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)

@@ -44,6 +44,10 @@ def aggregate(values: jax.Array, mask: jax.Array, segments: jax.Array | None, ho
         "sequence", the mean over answers of their tokens' means (DeepSeekMath, arXiv 2402.03300, eq. 3);
         "constant", the sum over tokens by answers x `longest`, so that no answer's own length divides (Dr. GRPO,
         arXiv 2503.20783, section 3.2).
+        An answer without a token under the mask (cut at the limit with grpo.mask_truncated, or of a group that teaches
+        nothing) is in no denominator, as in verl: the loss is a mean over what it counts, so that answers left out do
+        not shrink the others' gradient. TRL counts them: with one of four left out, its `sequence` and `constant` are
+        3 / 4 of these.
       longest: tokens of the longest answer that is possible.
     """
     tokens = masked_mean(values, mask)

@@ -1,4 +1,4 @@
-"""Importance weights that correct for the difference between the rollouts' policy and the learner's.
+"""Ratios of probabilities, and importance weights for what the rollouts' policy and the learner's differ in.
 
 With equal weights the two differ by dtype and kernels; asynchronous rollouts are also some updates behind. The weight
 w = pi_learner / pi_rollout is of a token or of its whole answer, carries no gradient, and is bounded from above:
@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 from specrl_jax.rl.aggregation import sequence_sum
 
+# nats. Beyond it a ratio of probabilities tells only that the two policies have nothing to do with each other, and from
+# 88.7 on its exp overflows float32: then even the gradient of a clipped ratio is 0 x inf = NaN. verl has the same.
+MAX_LOG_RATIO = 20.0
+
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def probability_ratio(log_ratio: jax.Array) -> jax.Array:
+    """Return exp(log_ratio), which is bounded to +-MAX_LOG_RATIO before; the gradient beyond the bound is zero."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def importance_weights(
@@ -30,5 +39,5 @@ def importance_weights(
     level, _, bound = how.partition("_")
     if level == "sequence":
         log_weight = sequence_sum(log_weight, mask, segments)
-    weight = jnp.exp(jax.lax.stop_gradient(log_weight))
+    weight = probability_ratio(jax.lax.stop_gradient(log_weight))
     return jnp.minimum(weight, cap) if bound == "truncate" else jnp.where(weight <= cap, weight, 0.0)

@@ -4,12 +4,14 @@ Of each response token,
 
     loss = w * surrogate(log pi - log pi_old, A) + kl_coef * KL(pi || ref) - entropy_coef * entropy
 
-with the importance weight w of rl/importance_sampling.py, aggregated over the batch as in rl/aggregation.py. Left out:
-dual clipping.
+with the importance weight w of rl/importance_sampling.py, aggregated over the batch as in rl/aggregation.py. Every
+log-ratio is bounded before its exp (MAX_LOG_RATIO), so that no pair of finite log-probs makes a loss or a gradient that
+is not finite.
 
 The KL is estimated token by token from samples of pi (Schulman 2020, "Approximating KL divergence"), with
 d = log ref - log pi: k2 = d^2 / 2, k3 = exp(d) - 1 - d. Both are non-negative and k3 is unbiased. As a loss, only k2
-has the gradient of KL(pi || ref) in expectation; that of k3 is the gradient of KL(ref || pi) near ref = pi.
+has the gradient of KL(pi || ref) in expectation; that of k3 is the gradient of KL(ref || pi) near ref = pi. k3 stops
+growing at d = 20, below any d it is the formula.
 """
 
 import dataclasses
@@ -22,13 +24,13 @@ import jax.numpy as jnp
 from specrl_jax.core import Mean, masked_mean
 from specrl_jax.errors import InputError
 from specrl_jax.rl.aggregation import AGGREGATIONS, aggregate, sequence_sum
-from specrl_jax.rl.importance_sampling import CORRECTIONS, importance_weights
+from specrl_jax.rl.importance_sampling import CORRECTIONS, MAX_LOG_RATIO, importance_weights, probability_ratio
 
 OLD_LOGPROBS = ("learner", "rollout", "current")
 # d = log q - log p of tokens drawn from p, nats -> estimate of KL(p || q), nats.
 KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "k2": lambda d: d**2 / 2,
-    "k3": lambda d: jnp.expm1(d) - d,
+    "k3": lambda d: jnp.expm1(jnp.minimum(d, MAX_LOG_RATIO)) - jnp.minimum(d, MAX_LOG_RATIO),
 }
 
 
@@ -39,6 +41,7 @@ class Objective:
     clip_low: float  # the ratio is clipped to 1 - clip_low .. 1 + clip_high
     clip_high: float
     kl_coef: float  # 0: no reference is needed
+    clip_dual: float = 3.0  # above 1; where the advantage is negative, a larger ratio counts as this one. 0: no bound
     loss: str = "clip"  # of SURROGATES
     aggregation: str = "token"  # of AGGREGATIONS
     kl: str = "k3"  # of KL_ESTIMATORS
@@ -53,6 +56,8 @@ class Objective:
         for key, names in tables.items():
             if getattr(self, key) not in names:
                 raise InputError(f"grpo.{key}: there is no '{getattr(self, key)}'; there are {', '.join(names)}")
+        if 0 != self.clip_dual <= 1:
+            raise InputError(f"grpo.clip_dual={self.clip_dual}: above 1 is needed, or 0 for no bound")
 
 
 @flax.struct.dataclass
@@ -72,7 +77,7 @@ class LossMetrics:
 
     loss: Mean
     kl: Mean  # KL(policy || reference), nats; zero without a reference
-    clip_fraction: Mean  # tokens whose clipped branch is the smaller one (CISPO: whose weight is clipped)
+    clip_fraction: Mean  # tokens whose surrogate is a bound, without a gradient (CISPO: whose weight is clipped)
     entropy: Mean  # nats, over all response tokens, also those that loss_mask leaves out
     correction: Mean  # importance weight; 1 without correction
 
@@ -151,22 +156,31 @@ def _clip(
     log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array, o: Objective
 ) -> tuple[jax.Array, jax.Array]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO's surrogate (DeepSeekMath, arXiv 2402.03300, eq. 3) with
-    the two bounds of DAPO (arXiv 2503.14476, eq. 8)."""
-    ratio = jnp.exp(log_ratio)
+    the two bounds of DAPO (arXiv 2503.14476, eq. 8). Where A < 0 that has no lower bound, and is at least clip_dual A:
+    dual clipping (Ye et al., arXiv 1912.09729, eq. 3; verl's clip_ratio_c)."""
+    ratio = probability_ratio(log_ratio)
     clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
-    return -jnp.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
+    surrogate, is_clipped = (
+        jnp.minimum(ratio * advantages, clipped * advantages),
+        clipped * advantages < ratio * advantages,
+    )
+    if not o.clip_dual:
+        return -surrogate, is_clipped
+    is_bound = surrogate < o.clip_dual * jnp.minimum(advantages, 0.0)
+    bound = o.clip_dual * advantages
+    return -jnp.where(is_bound, bound, surrogate), is_clipped | is_bound
 
 
 def _cispo(
     log_ratio: jax.Array, logprobs: jax.Array, advantages: jax.Array, o: Objective
 ) -> tuple[jax.Array, jax.Array]:
     """-stop_gradient(clip(r)) A log pi: clipped tokens keep a gradient (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    ratio = jax.lax.stop_gradient(probability_ratio(log_ratio))
     clipped = jnp.clip(ratio, 1 - o.clip_low, 1 + o.clip_high)
     return -clipped * advantages * logprobs, clipped != ratio
 
 
-# (log ratio, log-probs, advantages, objective) -> ([B, T] loss, [B, T] bool, clipped). gspo is PPO's surrogate with one
-# ratio an answer, exp(mean over tokens of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
+# (log ratio, log-probs, advantages, objective) -> ([B, T] loss, [B, T] bool, clipped). gspo is PPO's surrogate, dual
+# clipping included, with one ratio an answer, exp(mean over tokens of log r) (GSPO, arXiv 2507.18071, eq. 5 and 7).
 Surrogate = Callable[[jax.Array, jax.Array, jax.Array, Objective], tuple[jax.Array, jax.Array]]
 SURROGATES: dict[str, Surrogate] = {"clip": _clip, "gspo": _clip, "cispo": _cispo}

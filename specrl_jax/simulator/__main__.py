@@ -15,6 +15,7 @@ from collections.abc import Callable
 from absl import flags
 from ml_collections import config_flags
 
+from specrl_jax.config.page import unreadable
 from specrl_jax.errors import InputError, fail, one_line
 
 
@@ -66,7 +67,7 @@ def parse(argv: list[str]) -> flags.FlagValues:
         # A missing file is only noticed at the first access.
         _ = f.config.task
     except (flags.Error, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
-        sys.exit(fail(one_line(error)))
+        sys.exit(fail(unreadable(error) or one_line(error)))
     return f
 
 

@@ -13,10 +13,9 @@ from specrl_jax.config import Config
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.errors import Stopped
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display
-from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
@@ -62,20 +61,23 @@ def benchmark(
     config = learner.plan.config
     weights, order = initial_weights(learner, rollout), np.random.default_rng(config.seed)
     stream, rows, warmup = problems.stream(config.grpo.prompts_per_step), [], config.benchmark.warmup
-    with Display(config.benchmark.rounds, 0) as display, contextlib.closing(MetricsWriter(workdir, -1)) as writer:
+    with (
+        stopped_as("a benchmark keeps nothing that could be resumed; the same command starts anew"),
+        Display(config.benchmark.rounds, 0, stop) as display,
+        contextlib.closing(MetricsWriter(workdir, -1)) as writer,
+    ):
         sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
-            engine.compiled.compile_all(weights, lambda program, t: display.say(f"engine program {program}: {t:.1f} s"))
+            engine.compiled.compile_all(weights, display.say_compiled)
         for i in range(1 - warmup, config.benchmark.rounds + 1):
             work = step_workload(rollout, next(stream))
             found = {}
             # After the first round of the warm-up only the controller still learns.
             timed_sides = [name for name in sides if i > 0 or i == 1 - warmup or name == ADAPTIVE]
             for name in order.permutation(timed_sides):
-                if stop.is_set():
-                    raise Stopped("a benchmark keeps nothing that could be resumed; the same command starts anew")
                 engine, lengths = sides[name]
-                found[name] = timed(engine, weights, work._replace(seed=work.seed + i + warmup), lengths)
+                seeded = work._replace(seed=work.seed + i + warmup)
+                found[name] = timed(engine, weights, seeded, lengths, display.update_phase)
             if i > 0:
                 rows.append({"step": i} | round_metrics({name: found[name] for name in sides}))
                 writer.write(rows[-1])

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,8 +12,9 @@ import numpy as np
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, parse_problem
+from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem
 from specrl_jax.data.rows import Rows, rows_of
+from specrl_jax.data.special import read_recorded
 from specrl_jax.data.tasks import Problem
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
@@ -54,7 +54,6 @@ def fill_store(
     weights: Weights,
     store: FeatureStore,
     display: Display,
-    stop: threading.Event,
 ) -> dict[str, float]:
     """Fill the store up to `pretrain.rollouts` texts: the policy's rollouts, or those of the file pretrain.answers.
 
@@ -63,35 +62,39 @@ def fill_store(
     Returns:
       seconds of "generate" and of "features"; zeros where the store was full.
     Raises:
-      Stopped: where `stop` is set; the store keeps what it has.
+      Stopped: where a signal came; the store keeps what it has.
       InputError: a file that does not fit the run.
     """
     config, pad_id = learner.plan.config, rollout.tokenizer.pad_id
     wanted, wave = config.pretrain.rollouts, config.grpo.prompts_per_step * config.grpo.group_size
     seconds = {"generate": 0.0, "features": 0.0}
-    waves = _answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights)
+    waves = _answers(rollout) if config.pretrain.answers else _responses(rollout, problems, weights, display)
     display.start_phase("features")
-    for number, texts in zip(range(-(-wanted // wave)), waves):
-        if stop.is_set():
-            raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there")
-        kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
-        if kept >= end:
-            continue
-        start = time.perf_counter()
-        tokens, prompt_length, length = texts()
-        middle = time.perf_counter()
-        features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
-        aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
-        row = FeatureRow(tokens, prompt_length, length, aux, features.hidden, features.normaliser)
-        # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
-        store.add(FeatureRow(*[x[kept:end] for x in row]))
-        seconds["generate"] += middle - start
-        seconds["features"] += time.perf_counter() - middle
-        display.update_phase(len(store), wanted)
+    try:
+        for number, texts in zip(range(-(-wanted // wave)), waves):
+            display.update_phase(len(store), wanted)
+            kept, end = len(store) - number * wave, min(wave, wanted - number * wave)
+            if kept >= end:
+                continue
+            start = time.perf_counter()
+            tokens, prompt_length, length = texts()
+            middle = time.perf_counter()
+            features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
+            aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
+            row = FeatureRow(tokens, prompt_length, length, aux, features.hidden, features.normaliser)
+            # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
+            store.add(FeatureRow(*[x[kept:end] for x in row]))
+            seconds["generate"] += middle - start
+            seconds["features"] += time.perf_counter() - middle
+            display.update_phase(len(store), wanted)
+    except Stopped:
+        raise Stopped(f"{len(store)} rollouts are kept; the same command goes on from there") from None
     return seconds
 
 
-def _responses(rollout: Rollout, problems: Problems, weights: Weights) -> Iterator[Callable[[], Texts]]:
+def _responses(
+    rollout: Rollout, problems: Problems, weights: Weights, display: Display
+) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the policy's own responses to the training prompts, by plain decoding; each is called or not.
 
     A wave has prompts_per_step x group_size texts.
@@ -103,7 +106,7 @@ def _responses(rollout: Rollout, problems: Problems, weights: Weights) -> Iterat
         def generate(drawn: list[Problem] = drawn, first_id: int = first_id) -> Texts:
             prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
             engine, seed = rollout.plain_engine, rollout.config.seed
-            found = engine.generate(weights, prompts, grpo.group_size, seed, first_id)
+            found = engine.generate(weights, prompts, grpo.group_size, seed, first_id, display.update_phase)
             return found.tokens, found.prompt_length, found.length
 
         yield generate
@@ -112,10 +115,15 @@ def _responses(rollout: Rollout, problems: Problems, weights: Weights) -> Iterat
 def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
-    # Prompts are as the policy saw them: no template is added, and a prompt may have several responses.
-    schema, texts = Schema(config.data.prompt_key, RESPONSE), []
+    # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
+    # responses.
+    schema, texts, special = Schema(config.data.prompt_key, RESPONSE), [], 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
+        if isinstance(read := row.content.get(schema.prompt), str):
+            content = row.content | {schema.prompt: read_recorded(read, row.content, row.where)}
+            row = row._replace(content=content)
         problem = parse_problem(row, schema, PromptFormat(), tokenizer)
+        special += holds_special(row.where, problem.answer, tokenizer, config.data.special_tokens)
         prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
         answer = [*answer, tokenizer.eos_ids[0]]
         for name, part in (("prompt", prompt), ("response", answer)):
@@ -123,6 +131,8 @@ def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
             if len(part) > limit:
                 raise InputError(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
         texts.append((prompt, answer))
+    if special:
+        print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, which stays text")
     endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
     while True:
         wave = list(itertools.islice(endless, size))

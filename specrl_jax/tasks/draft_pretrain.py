@@ -1,5 +1,6 @@
 """task=draft_pretrain: train a draft offline on the policy's own text, the distribution that it will draft for."""
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -15,10 +16,10 @@ from specrl_jax.config import Config
 from specrl_jax.core import Params
 from specrl_jax.data.features import FeatureStore
 from specrl_jax.data.rows import Rows
-from specrl_jax.errors import InputError, Stopped
+from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import Row
 from specrl_jax.io.progress import Display
-from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.draft_vocab import change_vocabulary, most_frequent
 from specrl_jax.learner.policy_step import Features
@@ -66,21 +67,25 @@ def draft_pretrain(
     plan, config = learner.plan, learner.plan.config
     assert plan.draft is not None and state.draft is not None  # `validate` refuses others
     weights, _ = prepare(learner, rollout, state)
-    with Display(config.steps, 0) as display:
+    output, dtype = config.pretrain.output, config.pretrain.dtype
+    kept = "the rollouts and their features are kept; the same command trains anew"
+    with Display(config.steps, 0, stop) as display, contextlib.ExitStack() as says:
+        says.enter_context(stopped_as(kept))
         store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
-        seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display, stop)
+        seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display)
         if not config.draft.path and plan.draft.vocab < plan.model.vocab:
             state = choose_vocabulary(plan, state, store)
         data = batches(learner, rollout.tokenizer.pad_id, store)
-        log, best, trained = train_draft(learner, rollout, problems, state, data, display, stop)
+        log, best, trained = train_draft(learner, rollout, problems, state, data, display)
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), best)
         assert state.draft is not None
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, params=stored))
-        row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state)
-        log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained))
+        plan.draft.save(output, stored, state.vocab_map, plan.model, dtype, config.policy.path)
+        write_log(log, workdir, output)
+        says.enter_context(stopped_as(f"the draft is in {output}; the measurement of its weights as stored is missing"))
+        row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state, display)
+        log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained, display))
         display.finish_step(int(row["step"]), f"acceptance length {row[LENGTH]:.3f}")
-    output, dtype = config.pretrain.output, config.pretrain.dtype
-    plan.draft.save(output, stored, state.vocab_map, plan.model, dtype, config.policy.path)
     write_log(log, workdir, output)
     return log
 
@@ -99,22 +104,20 @@ def train_draft(
     state: RunState,
     data: Iterator[tuple[Features, Rows]],
     display: Display,
-    stop: threading.Event,
 ) -> tuple[list[Row], Params, dict[str, float]]:
     """Return (log, the weights with the best acceptance, seconds). `state.draft` is not donated."""
     config = learner.plan.config
     assert learner.draft_step is not None
     tables = learner.read_tables(state.policy.params, state.vocab_map)
     draft = jax.tree.map(jnp.copy, state.draft)
-    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state)]
+    log: list[Row] = [{"step": 0} | held_out_acceptance(learner, rollout, problems, state, display)]
     best, worse = jax.device_get(draft.params), 0
     # Never select a random initialisation.
     best_length = log[0][LENGTH] if config.draft.path else 0.0
     seconds = {"train": 0.0, "evaluate": 0.0}
     start = time.perf_counter()
     for step in range(1, config.steps + 1):
-        if stop.is_set():
-            raise Stopped(f"draft pretraining keeps no checkpoints; step {step} is lost")
+        display.update_phase(step, config.steps)
         draft, metrics = learner.draft_step(draft, tables, *next(data))
         measured = step == config.steps or (config.eval.every and step % config.eval.every == 0)
         if step % LOG_EVERY == 0 or measured:
@@ -123,7 +126,8 @@ def train_draft(
             continue
         seconds["train"] += time.perf_counter() - start
         start = time.perf_counter()
-        log[-1] |= held_out_acceptance(learner, rollout, problems, dataclasses.replace(state, draft=draft))
+        trained = dataclasses.replace(state, draft=draft)
+        log[-1] |= held_out_acceptance(learner, rollout, problems, trained, display)
         seconds["evaluate"] += time.perf_counter() - start
         start = time.perf_counter()
         length = log[-1][LENGTH]
@@ -136,25 +140,38 @@ def train_draft(
     return log, best, seconds
 
 
-def held_out_acceptance(learner: Learner, rollout: Rollout, problems: Problems, state: RunState) -> Row:
+def held_out_acceptance(
+    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, display: Display
+) -> Row:
     """Return spec/* of one response to each validation problem, at the full draft length."""
     weights, _ = prepare(learner, rollout, state)
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems.evaluation]
-    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed)
+    rollouts = rollout.engine.generate(weights, prompts, 1, rollout.config.seed, on_progress=display.update_phase)
     return speculation_metrics(rollouts)
 
 
 def cost_metrics(
-    learner: Learner, rollout: Rollout, problems: Problems, state: RunState, seconds: dict[str, float]
+    learner: Learner,
+    rollout: Rollout,
+    problems: Problems,
+    state: RunState,
+    seconds: dict[str, float],
+    display: Display,
 ) -> Row:
-    """Return the draft's cost in seconds, its saving per RL step of rollouts, and the step where the two are equal."""
+    """Return the draft's cost in seconds, its saving per RL step of rollouts, and the step where the two are equal.
+
+    Only the cost where draft.compare_rounds is 0 or a signal ends the comparison.
+    """
     row: Row = {f"seconds/{name}": value for name, value in seconds.items()}
     rounds = learner.plan.config.draft.compare_rounds
     if not rounds:
         return row
     weights, _ = prepare(learner, rollout, state)
-    work = step_workload(rollout, problems.evaluation)
-    speedup = float(np.median(measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds)))
+    work, on_progress = step_workload(rollout, problems.evaluation), display.update_phase
+    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, on_progress=on_progress)
+    if not len(ratios):
+        return row
+    speedup = float(np.median(ratios))
     _, plain = timed(rollout.plain_engine, weights, work)
     saved = plain * (1 - 1 / speedup)
     row |= {"spec/speedup": speedup, "seconds/plain_rollouts": plain}

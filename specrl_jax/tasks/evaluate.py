@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import threading
 
 from specrl_jax.config import Config
+from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, build, make_scorer
@@ -18,15 +20,22 @@ def run(config: Config, workdir: str) -> None:
     """Evaluate, and write the result to `workdir`."""
     learner, rollout = build(config)
     problems = load_problems(config, rollout.tokenizer, train=False)
-    with make_scorer(config.reward) as scorer:
+    says = stopped_as("an evaluation keeps nothing; the same command starts anew")
+    with make_scorer(config.reward, problems.first_rows(rollout.tokenizer)) as scorer, says:
         open_workdir(workdir, dataclasses.asdict(config))
-        evaluate_policy(learner, rollout, problems, scorer, workdir)
+        evaluate_policy(learner, rollout, problems, scorer, workdir, stop_on_signal())
 
 
-def evaluate_policy(learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str) -> None:
-    """Score the initial policy on the validation sets, into evaluation.json and generations.jsonl."""
+def evaluate_policy(
+    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+) -> None:
+    """Score the initial policy on the validation sets, into evaluation.json and generations.jsonl.
+
+    Raises Stopped soon after `stop` is set.
+    """
     e, weights = learner.plan.config.eval, initial_weights(learner, rollout)
-    result = evaluate(rollout, rollout.eval_engine, weights, problems.evaluation, e.samples, scorer)
+    on_progress = raise_once_set(stop)
+    result = evaluate(rollout, rollout.eval_engine, weights, problems.evaluation, e.samples, scorer, on_progress)
     summary = result.metrics(problems.validation) | {
         "problems": len(result.problems),
         "samples": e.samples,

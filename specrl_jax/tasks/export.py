@@ -5,14 +5,13 @@ import os
 
 from specrl_jax.config import Config
 from specrl_jax.core import branch, nested
-from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
 from specrl_jax.models.lora import merged
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.initial import abstract_run_state, initial_params
-from specrl_jax.training.loop import open_checkpoints
 from specrl_jax.training.plan import make_plan, open_mesh
+from specrl_jax.training.resume import open_checkpoints
 
 
 def run(config: Config, workdir: str) -> None:
@@ -28,19 +27,17 @@ def export(learner: Learner, workdir: str) -> list[str]:
 
     Reads only the parameters of the checkpoint, not the optimizers' moments.
 
-    Returns the folders. Raises InputError where the run has no such checkpoint.
+    Returns the folders. Raises InputError where the run has no such checkpoint, RunFailed where it is damaged.
     """
     config, model, state = learner.plan.config, learner.plan.model, abstract_run_state(learner)
     checkpoints = open_checkpoints(config, workdir)
     try:
-        step = checkpoints.latest() if config.export.step == -1 else config.export.step
-        if step is None:
-            raise InputError(f"--workdir {workdir}: the run has no checkpoint yet")
         # As the checkpoint spells the state; its other leaves are not read.
         trained = {"policy": state.policy} | ({"draft": state.draft} if state.draft else {})
         ids = {} if state.vocab_map is None else {"vocab_map": state.vocab_map}
         part = nested(ids, **{name: nested({}, params=one.params) for name, one in trained.items()})
-        found = checkpoints.restore_part(step, part)
+        chosen = None if config.export.step == -1 else config.export.step
+        step, found = checkpoints.restore_part(chosen, part, print)
     finally:
         checkpoints.close()
     output, dtype = output_folder(config, workdir), config.export.dtype

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,8 @@ from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig
 from specrl_jax.config.validate import validate
+from specrl_jax.data.prompts import holds_special
+from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
@@ -18,6 +21,7 @@ from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
+from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, build
@@ -34,12 +38,16 @@ def run(config: Config, workdir: str) -> None:
     learner, rollout = build(config)
     prompts = list(config.generate.prompts)
     if prompts:
+        special = [holds_special("generate.prompts", x, rollout.tokenizer, config.data.special_tokens) for x in prompts]
+        if any(special):
+            print(f"generate.prompts: {sum(special)} hold the text of a special token, which stays text")
         check_prompts([rollout.tokenizer.encode(prompt) for prompt in prompts], config.rollout.max_prompt_tokens)
     else:
         problems = load_problems(config, rollout.tokenizer, train=False)
         prompts = [problem.prompt for problem in problems.evaluation]
     open_workdir(workdir, dataclasses.asdict(config))
-    generate(make_generator(learner, rollout), prompts, config, workdir)
+    with stopped_as("nothing of a generation is kept; the same command starts anew"):
+        generate(make_generator(learner, rollout), prompts, config, workdir, stop_on_signal())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Generation:
     prompts: list[str]  # [P x samples], after the chat template
     texts: list[str]  # [P x samples], without end-of-text
     tokens: list[list[int]]  # [P x samples], end-of-text included
-    logprobs: list[np.ndarray]  # [P x samples] float32, nats, one per token, at the temperature before top-k and top-p
+    logprobs: list[np.ndarray]  # [P x samples] float32, nats, one per token, of the distribution sampled from
     ended: np.ndarray  # [P x samples] bool, by end-of-text; else cut at max_response_tokens
     speculation: dict[str, float]  # acceptance lengths and rates, by the names of metrics.jsonl
     seconds: float
@@ -76,6 +84,8 @@ class Generator:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Generation:
         """Generate `samples` responses to each prompt, which is text or chat messages. Equal seeds give equal noise.
+
+        Special tokens in a text stay text, but for a PromptText, as `tokenizer.apply_chat_template` returns it.
 
         Raises InputError for a prompt that is empty or too long.
         """
@@ -158,14 +168,23 @@ def make_generator(learner: Learner, rollout: Rollout) -> Generator:
     return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths)
 
 
-def generate(generator: Generator, prompts: Sequence[str], config: Config, workdir: str) -> None:
-    """Answer the prompts, print the first responses, and write generations.jsonl and generation.json."""
-    generator.compile(lambda program, seconds: print(f"engine program {program}: {seconds:.1f} s"))
-    out = generator.generate(prompts, config.generate.samples, config.rollout.seed)
+def generate(generator: Generator, prompts: Sequence[str], config: Config, workdir: str, stop: threading.Event) -> None:
+    """Answer the prompts, print the first responses, and write generations.jsonl and generation.json.
+
+    Raises Stopped soon after `stop` is set.
+    """
+    on_progress = raise_once_set(stop)
+
+    def on_program(program: Program, seconds: float) -> None:
+        print(f"engine program {program}: {seconds:.1f} s")
+        on_progress(0, 0)
+
+    generator.compile(on_program)
+    out = generator.generate(prompts, config.generate.samples, config.rollout.seed, on_progress)
     path = os.path.join(workdir, "generations.jsonl")
     with open(path, "w") as file:
         for i, prompt in enumerate(out.prompts):
-            row: dict[str, object] = {"prompt": prompt, "response": out.texts[i], "tokens": out.tokens[i]}
+            row = recorded(prompt) | {"response": out.texts[i], "tokens": out.tokens[i]}
             row |= {"logprobs": out.logprobs[i].tolist(), "ended": bool(out.ended[i])}
             file.write(json.dumps(row) + "\n")
     summary = out.speculation | {"rollout/tokens_per_second": out.tokens_per_second, "time/generate": out.seconds}

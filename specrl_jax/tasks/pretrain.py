@@ -16,10 +16,10 @@ from specrl_jax.data.rows import Rows, make_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.errors import InputError, Stopped
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
-from specrl_jax.io.signals import stop_on_signal
+from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
@@ -39,7 +39,7 @@ def run(config: Config, workdir: str) -> None:
     learner, rollout = build(config)
     open_output("pretrain.output", config.pretrain.output)
     problems = load_problems(config, rollout.tokenizer)
-    with make_scorer(config.reward) as scorer:
+    with make_scorer(config.reward, problems.first_rows(rollout.tokenizer)) as scorer:
         open_workdir(workdir, dataclasses.asdict(config))
         pretrain(learner, rollout, problems, scorer, workdir, stop_on_signal())
 
@@ -58,18 +58,20 @@ def pretrain(
     state, length = initial_state(learner).policy, rollout.config.limits.cache_length
     step_fn = make_pretrain_step(learner.forward, learner.optimizer, learner.plan.learner_partition)
     log: list[dict[str, float]] = []
-    with Display(config.steps, 0) as display:
+    with Display(config.steps, 0, stop) as display:
         for step in range(1, config.steps + 1):
-            if stop.is_set():
-                raise Stopped(f"pretraining keeps no checkpoints; step {step} is lost")
+            with stopped_as(f"pretraining keeps no checkpoints; step {step} is lost"):
+                display.update_phase(step, config.steps)
             state, loss = step_fn(state, solution_rows(next(stream), rollout.tokenizer, length))
             if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), state.params)
         weights, _ = prepare(learner, rollout, RunState(dataclasses.replace(state, params=stored), None, None))
-        log[-1] |= evaluation_metrics(rollout, weights, problems, scorer, config.steps, workdir, display)
-    hf.save_params(config.pretrain.output, stored, model, config.pretrain.dtype)
+        hf.save_params(config.pretrain.output, stored, model, config.pretrain.dtype)
+        write_log(log, workdir, config.pretrain.output)
+        with stopped_as(f"the policy is in {config.pretrain.output}; its evaluation is missing"):
+            log[-1] |= evaluation_metrics(rollout, weights, problems, scorer, config.steps, workdir, display)
     write_log(log, workdir, config.pretrain.output)
     return log
 
@@ -95,7 +97,8 @@ def make_pretrain_step(
     def update(state: TrainState, rows: Rows) -> tuple[TrainState, Mean]:
         gradient, mean = jax.grad(loss, has_aux=True)(state.params, rows)
         healthy = jnp.isfinite(optax.tree.norm(gradient))
-        return dataclasses.replace(apply_gradient(state, gradient, optimizer, healthy), step=state.step + 1), mean
+        updated, _ = apply_gradient(state, gradient, optimizer, healthy)
+        return dataclasses.replace(updated, step=state.step + 1), mean
 
     return jax.jit(update, donate_argnums=0)
 

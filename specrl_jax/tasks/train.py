@@ -1,12 +1,13 @@
 """task=train: RL steps with speculative rollouts."""
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
 
 from specrl_jax.config import Config
 from specrl_jax.config.validate import validate
-from specrl_jax.distributed import is_first_process
+from specrl_jax.distributed import is_first_process, refused_together
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.report import print_report
@@ -47,10 +48,12 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     >>> [row["step"] for row in rows]
     [0, 1]
     """
-    validate(config)
-    learner, rollout = build(config)
-    problems = load_problems(config, rollout.tokenizer)
-    with make_scorer(config.reward) as scorer:
-        if is_first_process():
-            open_workdir(workdir, dataclasses.asdict(config))
+    with contextlib.ExitStack() as ending:
+        with refused_together():
+            validate(config)
+            learner, rollout = build(config)
+            problems = load_problems(config, rollout.tokenizer)
+            scorer = ending.enter_context(make_scorer(config.reward, problems.first_rows(rollout.tokenizer)))
+            if is_first_process():
+                open_workdir(workdir, dataclasses.asdict(config))
         yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event())

@@ -4,6 +4,7 @@ Building compiles nothing; each step compiles at its first call, each engine pro
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from specrl_jax.config import Config, DraftConfig, OptimizerConfig, RewardConfig
 from specrl_jax.core import Params, Tree
-from specrl_jax.data.tokenizers import Tokenizer, load_tokenizer
+from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import WeightsVersion
@@ -44,9 +45,10 @@ from specrl_jax.learner.policy_step import (
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
+from specrl_jax.rewards.messages import Row
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.objectives import Objective
-from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh
+from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh, training_sampling
 from specrl_jax.training.rollouts import InferenceConfig, PrepareStep, make_prepare, make_rollout_engine
 
 
@@ -123,7 +125,7 @@ def make_learner(plan: Plan) -> Learner:
         logprob_step=make_logprob_step(forward, partition),
         policy_step=make_policy_step(forward, objective, optimizer, partition),
         feature_step=make_feature_step(forward, partition),
-        read_tables=make_read_tables(plan.model, partition),
+        read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
         draft_step=make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None,
         predict_step=make_predict_step(draft_forward, partition, one_in) if draft_forward else None,
     )
@@ -140,9 +142,13 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
       InputError: the tokenizer is missing or does not fit the policy.
     """
     config, partition = plan.config, plan.rollout_partition
-    tokenizer = tokenizer or load_tokenizer(config.data.tokenizer or config.policy.path, plan.model.vocab)
+    if tokenizer is None:
+        name = config.data.tokenizer or config.policy.path
+        tokenizer = load_tokenizer(name, plan.model.vocab)
+        if config.policy.path:  # a random policy says nothing that could be read
+            check_covers(tokenizer, name, plan.model.vocab)
     inference = InferenceConfig(
-        sampling=Sampling(config.rollout.temperature, config.rollout.top_k, config.rollout.top_p, config.rollout.rule),
+        sampling=training_sampling(config),
         limits=plan.limits,
         seed=config.rollout.seed,
         dtype=jnp.dtype(config.policy.dtype),
@@ -160,7 +166,14 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     training = engine(inference, config.draft.adaptive, lengths)
     sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
-    greedy = dataclasses.replace(evaluation, sampling=Sampling(0.0, 0, 1.0, config.rollout.rule))
+    if sampling != inference.sampling:
+        # Recorded only where the training engine itself evaluates.
+        evaluation = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0))
+    greedy = dataclasses.replace(
+        evaluation,
+        sampling=Sampling(0.0, 0, 1.0, config.rollout.rule),
+        limits=dataclasses.replace(plan.eval_limits, most_kept=0),
+    )
     plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0))
     return Rollout(
         plan=plan,
@@ -183,9 +196,19 @@ def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weight
     return weights, WeightsVersion(*versions, checksum=int(weights.checksum))
 
 
-def make_scorer(reward: RewardConfig) -> Scorer:
-    """Return the scorer of reward.*; its processes start when it does."""
-    return Scorer(reward.names, reward.weights, reward.timeout, reward.workers, reward.memory)
+def make_scorer(reward: RewardConfig, first: Sequence[Row]) -> Scorer:
+    """Return the scorer of reward.*; its processes start when it does.
+
+    Raises InputError for a reward that cannot be loaded, or that cannot score one of the rows `first`.
+    """
+    r = reward
+    scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from)
+    try:
+        scorer.try_rows(first)
+    except BaseException:
+        scorer.close()
+        raise
+    return scorer
 
 
 def _policy_forward(plan: Plan) -> PolicyForward:

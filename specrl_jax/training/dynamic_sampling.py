@@ -13,6 +13,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts, concatenate
 from specrl_jax.distributed import all_gather_objects
 from specrl_jax.learner.batch import TrainingBatch
+from specrl_jax.rewards.messages import Context
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.rl.advantages import ADVANTAGES, overlong_penalty
 
@@ -96,10 +97,22 @@ def select_groups(generated: ScoredRollouts, grpo: GRPOConfig) -> TrainingBatch:
     return TrainingBatch(rollouts.take(rows), advantages, loss_mask)
 
 
-def score_rollouts(rollouts: Rollouts, problems: Sequence[Problem], tokenizer: Tokenizer, scorer: Scorer) -> Scores:
-    """Score every rollout. A response that was cut at the limit is scored as it is."""
-    responses = [tokenizer.decode(rollouts.response(row)) for row in range(len(rollouts.length))]
-    return scorer(responses, [problems[prompt].answer for prompt in rollouts.prompt_index])
+def score_rollouts(
+    rollouts: Rollouts,
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    while_waiting: Callable[[], None],
+) -> Scores:
+    """Score every rollout. A response that was cut at the limit is scored as it is.
+
+    What `while_waiting`, called every second, raises ends the call.
+    """
+    tokens = [rollouts.response(row) for row in range(len(rollouts.length))]
+    asked = [problems[prompt] for prompt in rollouts.prompt_index]
+    contexts = [Context(problem.prompt, problem.row, ids) for problem, ids in zip(asked, tokens)]
+    responses, answers = [tokenizer.decode(ids) for ids in tokens], [problem.answer for problem in asked]
+    return scorer(responses, answers, contexts, while_waiting)
 
 
 def merge_scores(parts: Sequence[Scores]) -> Scores:
@@ -109,23 +122,36 @@ def merge_scores(parts: Sequence[Scores]) -> Scores:
         failures.update(one.failures)
     return Scores(
         total=np.concatenate([one.total for one in parts]),
-        parts={name: np.concatenate([one.parts[name] for one in parts]) for name in parts[0].parts},
+        rewards={name: np.concatenate([one.rewards[name] for one in parts]) for name in parts[0].rewards},
         correct=np.concatenate([one.correct for one in parts]),
         failures=dict(failures),
         extracted=[answer for one in parts for answer in one.extracted],
         first_failure=next((one.first_failure for one in parts if one.first_failure), ""),
+        parts=_merge_parts(parts),
     )
+
+
+def _merge_parts(scores: Sequence[Scores]) -> dict[str, np.ndarray]:
+    """Concatenate the named parts; NaN where an answer has no such part."""
+    names = sorted({name for one in scores for name in one.parts})
+    absent = [np.full(len(one.total), np.nan, np.float32) for one in scores]
+    return {name: np.concatenate([one.parts.get(name, none) for one, none in zip(scores, absent)]) for name in names}
+
+
+class _Generated(NamedTuple):
+    rollouts: Rollouts
+    scores: Scores
 
 
 def gather_scored(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
     """Return the rollouts and scores of every process, in their order; the chunk timings are this process's."""
-    parts = all_gather_objects((rollouts, scores))
-    together = concatenate([part for part, _ in parts])
-    return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part for _, part in parts])
+    parts = all_gather_objects(_Generated, _Generated(rollouts, scores))
+    together = concatenate([part.rollouts for part in parts])
+    return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part.scores for part in parts])
 
 
 def gather_round(own: ScoredRollouts) -> ScoredRollouts:
     """Return one round of all processes from this one's share of it. Collective: every process must call it."""
-    rewards = np.concatenate(all_gather_objects(own.rewards))
+    rewards = np.concatenate(all_gather_objects(np.ndarray, own.rewards))
     rollouts, scores = gather_scored(own.rollouts, own.scores)
     return ScoredRollouts(rollouts, own.problems, scores, rewards)

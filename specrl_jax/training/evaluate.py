@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import distributed
+from specrl_jax.data.special import recorded
 from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
@@ -44,7 +45,7 @@ class Evaluation(NamedTuple):
 
     def metrics(self, sets: Mapping[str, list[Problem]]) -> dict[str, float]:
         """Return eval/*: accuracy, pass@k and maj@n over all problems, with several sets eval/<set>/* of each; response
-        lengths; the number of responses whose reward failed.
+        lengths; means of the rewards' parts; the number of responses whose reward failed.
         """
         stated = [
             self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)
@@ -58,7 +59,7 @@ class Evaluation(NamedTuple):
         response = self.rollouts.response_length
         row |= {"eval/response_length_mean": float(response.mean())}
         row |= {"eval/truncated": float(1 - self.rollouts.ended.mean())}
-        return row | {"eval/unscored": sum(self.scores.failures.values())}
+        return row | self.scores.part_means("eval/part/") | {"eval/unscored": sum(self.scores.failures.values())}
 
     def write(self, path: str, tokenizer: Tokenizer, sets: Mapping[str, list[Problem]]) -> None:
         """Write every response as a line of JSON."""
@@ -68,7 +69,7 @@ class Evaluation(NamedTuple):
                 problem = self.problems[prompt]
                 record = {
                     "set": names[prompt],
-                    "prompt": problem.prompt,
+                    **recorded(problem.prompt),
                     "answer": problem.answer,
                     "response": tokenizer.decode(self.rollouts.response(row)),
                     "stated": self.scores.extracted[row],
@@ -92,14 +93,23 @@ def evaluate(
 
     Args:
       engine: one of `rollout`.
+      on_progress: of the engine; where it raises Stopped in one process, all raise it.
       lengths: chooses draft lengths; None: always the engine's own.
+    Raises:
+      NotScored: the reward of every response failed.
     """
     own = distributed.process_slice(len(problems))
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[own]]
     noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, own.start * samples
-    rollouts = engine.generate(weights, prompts, samples, noise, first_id, on_progress=on_progress, lengths=lengths)
-    scores = score_rollouts(rollouts, problems[own], rollout.tokenizer, scorer)
-    rollouts, scores = gather_scored(rollouts, scores)
+
+    def generate() -> tuple[Rollouts, Scores]:
+        found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths)
+        count = len(found.length)
+        scores = score_rollouts(found, problems[own], rollout.tokenizer, scorer, lambda: on_progress(count, count))
+        return found, scores
+
+    rollouts, scores = gather_scored(*distributed.together(generate))
+    scores.require_some("evaluation")
     return Evaluation(problems, samples, scores, rollouts)
 
 

@@ -62,14 +62,22 @@ def initial_vocab_map(learner: Learner) -> jax.Array | None:
 
 def initial_state(learner: Learner) -> RunState:
     """Return the state before the first step. The reference of the KL term is None (see `with_reference`)."""
-    plan, partition = learner.plan, learner.plan.learner_partition
+    partition = learner.plan.learner_partition
     policy = init_state(initial_trained(learner), learner.forward.trained_specs, learner.optimizer, partition)
     policy = dataclasses.replace(policy, frozen=frozen_params(learner))
+    return with_initial_draft(learner, RunState(policy, None, None))
+
+
+def with_initial_draft(learner: Learner, state: RunState) -> RunState:
+    """Return the state with the draft that a run begins with; its count of updates goes on."""
+    plan = learner.plan
     if plan.draft is None:
-        return RunState(policy, None, None)
-    params = initial_draft_params(learner, policy.base)
-    draft = init_state(params, plan.draft.specs, learner.draft_optimizer, partition)
-    return RunState(policy, draft, initial_vocab_map(learner))
+        return state
+    params = initial_draft_params(learner, state.policy.base)
+    draft = init_state(params, plan.draft.specs, learner.draft_optimizer, plan.learner_partition)
+    if state.draft is not None:  # versions never repeat
+        draft = dataclasses.replace(draft, step=state.draft.step)
+    return dataclasses.replace(state, draft=draft, vocab_map=initial_vocab_map(learner))
 
 
 def initial_weights(learner: Learner, rollout: Rollout) -> Weights:

@@ -2,33 +2,33 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping
 
 import jax
+import numpy as np
 
 from specrl_jax import distributed
 from specrl_jax.config import Config
-from specrl_jax.data.sources import ProblemStream
-from specrl_jax.errors import InputError, RunFailed, Stopped
-from specrl_jax.io.checkpoints import Checkpoints, HostState
-from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row
+from specrl_jax.errors import RunFailed, Stopped
+from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
+from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.wandb import WandbRun
-from specrl_jax.learner.state import RunState
+from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
-from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
-from specrl_jax.training.monitor import Monitor
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import make_pipeline
+from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
 from specrl_jax.training.problems import Problems
+from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
+from specrl_jax.training.saving import DueSaves, save_good
 from specrl_jax.training.speedup import speedup_metrics
-from specrl_jax.training.step import train_step
-from specrl_jax.training.update import copy_params
+from specrl_jax.training.step import StepResult, train_step
 
 
 def training_steps(
@@ -41,107 +41,179 @@ def training_steps(
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
     Raises:
-      Stopped: after saving, where `stop` was set.
+      Stopped: where `stop` was set; the last finished step is saved, unless its next rollouts are still under way.
       InputError: a checkpoint or data position that does not fit.
-      RunFailed: the policy's gradient stays without a finite value, or nothing can be written; says what is kept.
+      RunFailed: no response can be scored, the policy or its gradient stays without a finite value, nothing can be
+        written, or no checkpoint is whole; says what is kept.
     """
-    config = learner.plan.config
     scorer.start()
-    stream, checkpoints = problems.stream(config.grpo.prompts_per_step), open_checkpoints(config, workdir)
-    state, restored, monitor = _start(learner, rollout, checkpoints, stream)
-    step, host, speculation = restored or 0, HostState({}, {}), monitor.speculation
-    writer = _open_metrics(config, workdir, -1 if restored is None else restored)
-    performance, devices = make_performance(learner), threading.Lock()
-
-    def evaluation(state: RunState, step: int) -> dict[str, float]:
-        weights, _ = prepare(learner, rollout, state)
-        return evaluation_metrics(rollout, weights, problems, scorer, step, workdir, display, speculation.lengths_for)
-
-    with Display(config.steps, step, distributed.is_first_process()) as display, contextlib.ExitStack() as ending:
+    run = _Run(learner, rollout, problems, scorer, workdir, stop)
+    with run.display, contextlib.ExitStack() as ending:
         try:
-            display.start_phase("compile")
-            weights, _ = prepare(learner, rollout, state)
-            say = lambda program, seconds: display.say(f"engine program {program}: {seconds:.1f} s")  # noqa: E731
-            rollout.engine.compiled.compile_all(weights, say)
-            del weights
-            if restored is None:
-                row: Row = {"step": 0} | evaluation(state, 0)
-                writer.write(row)
-                yield row
-            pipeline = make_pipeline(rollout, stream, scorer, speculation, step + 1, display.update_phase, devices)
-            ending.callback(pipeline.close)
-            while step < config.steps:
-                clock = PhaseClock(display)
-                profiled = step + 1 in config.logging.profile_steps  # for Perfetto or TensorBoard
-                with jax.profiler.trace(os.path.join(workdir, "profile")) if profiled else contextlib.nullcontext():
-                    state, result = train_step(learner, rollout, state, pipeline, speculation, step + 1, clock, stop)
-                step, generated = step + 1, result.generated
-                row = step_metrics(result, learner, performance)
-                if rollout.engine.draft_length:
-                    row |= speculation_metrics(generated.rollouts)
-                    row |= speculation.observe(generated.rollouts, result.updates.diagnostics)
-                if state.draft:
-                    row |= {"draft/version": int(state.draft.step)}
-                if warning := generated.scores.warning():
-                    display.say(f"step {step}: {warning}")
-                row |= monitor.observe(row, [bool(u.skipped) for u in result.updates.policy], checkpoints, display)
-                host = monitor.state(result.position)
-                if step == config.steps or (config.eval.every and step % config.eval.every == 0):
-                    with devices:
-                        row |= evaluation(state, step)
-                if step == config.steps and rollout.engine.draft_length and config.draft.compare_rounds:
-                    display.start_phase("speedup")
-                    weights, _ = prepare(learner, rollout, state)
-                    row |= speedup_metrics(rollout, weights, problems.evaluation, speculation.lengths, stop)
-                lengths = generated.rollouts.response_length
-                writer.write(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
-                writer.write_rollouts(step, rollout_samples(generated, rollout.tokenizer, config.logging.rollouts))
-                if step == config.steps or step % config.checkpoint.every == 0:
-                    checkpoints.save(step, _saved_part(state, config), host, row.get("eval/accuracy"))
-                display.finish_step(step, _note(row, rollout.engine.draft_length))
-                yield row
+            run.compile()
+            if run.unfinished:
+                yield run.finish_row(run.unfinished, {})
+            run.open_pipeline()
+            ending.callback(run.pipeline.close)
+            while run.step < run.config.steps:
+                yield run.make_step()
         except Stopped:
-            if step:
-                checkpoints.save(step, _saved_part(state, config), host)
-                raise Stopped(f"step {step} is saved; the same command resumes from there") from None
-            raise Stopped("no step was done yet; the same command starts anew") from None
+            raise Stopped(run.save_stopped()) from None
+        except NotScored as error:
+            raise RunFailed(f"{error}; {run.checkpoints.kept()}") from None
         except OSError as error:
-            raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {checkpoints.kept()}") from None
+            raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {run.checkpoints.kept()}") from None
         finally:
-            writer.close()
-            checkpoints.close()
+            run.close()
 
 
-def open_checkpoints(config: Config, workdir: str) -> Checkpoints:
-    """Open checkpoints/ of a workdir with the retention of checkpoint.*."""
-    c = config.checkpoint
-    return Checkpoints(workdir, c.keep, c.keep_best)
+class _Run:
+    """A run from its start, fresh or from a checkpoint, to its end: what its steps share."""
+
+    pipeline: Pipeline
+
+    def __init__(
+        self,
+        learner: Learner,
+        rollout: Rollout,
+        problems: Problems,
+        scorer: Scorer,
+        workdir: str,
+        stop: threading.Event,
+    ) -> None:
+        self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
+        self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
+        self.stream = problems.stream(self.config.grpo.prompts_per_step)
+        self.checkpoints = open_checkpoints(self.config, workdir)
+        start = start_run(learner, rollout, self.checkpoints, self.stream)
+        self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
+        self.restored, self.step = start.step, start.step or 0
+        # Of a step whose metrics are not written yet.
+        self.unfinished = start.unfinished
+        if self.unfinished and self.restored is not None and _is_written(workdir, self.step):
+            self.unfinished = {}
+        self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
+        self.writer = _open_metrics(self.config, workdir, -1 if self.restored is None else self.restored)
+        self.performance, self.devices = make_performance(learner), threading.Lock()
+        self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
+        self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
+
+    def compile(self) -> None:
+        """Compile the engine's programs, in several processes together."""
+        self.display.start_phase("compile")
+        weights, _ = prepare(self.learner, self.rollout, self.state)
+        compile_all = self.rollout.engine.compiled.compile_all
+        distributed.together(functools.partial(compile_all, weights, self.display.say_compiled))
+
+    def open_pipeline(self) -> None:
+        """Open the source of rollouts, with those that the checkpoint held."""
+        # The display belongs to this thread.
+        synchronous = self.config.pipeline.mode == "sync"
+        on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
+        shared = self.rollout, self.stream, self.scorer, self.monitor.speculation
+        self.pipeline = make_pipeline(*shared, self.step + 1, on_progress, self.devices, self.ahead)
+        self.ahead = []
+
+    def make_step(self) -> Row:
+        """Make the next step: train, evaluate, write its row, save. Return the row."""
+        step, clock = self.step + 1, PhaseClock(self.display)
+        speculation = self.monitor.speculation
+        profiled = step in self.config.logging.profile_steps  # for Perfetto or TensorBoard
+        with jax.profiler.trace(os.path.join(self.workdir, "profile")) if profiled else contextlib.nullcontext():
+            self.state, result = train_step(
+                self.learner, self.rollout, self.state, self.pipeline, speculation, step, clock, self.stop
+            )
+        self.step, self.position, generated = step, result.position, result.generated
+        row = self._metrics(result)
+        self.writer.write_rollouts(
+            step, rollout_samples(generated, self.rollout.tokenizer, self.config.logging.rollouts)
+        )
+        lengths = generated.rollouts.response_length
+        self.finish_row(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
+        self.due.finish_step(step, functools.partial(self._save, row.get("eval/accuracy")))
+        self.display.finish_step(step, _note(row, self.rollout.engine.draft_length))
+        return row
+
+    def _metrics(self, result: StepResult) -> Row:
+        """Return the metrics of the step, with its alarms; show its warnings."""
+        generated = result.generated
+        row = step_metrics(result, self.learner, self.performance)
+        if self.rollout.engine.draft_length:
+            row |= speculation_metrics(generated.rollouts)
+            row |= self.monitor.speculation.observe(generated.rollouts, result.updates.diagnostics)
+        if self.state.draft:
+            row |= {"draft/version": int(self.state.draft.step)}
+        if warning := generated.scores.warning():
+            self.display.say(f"step {self.step}: {warning}")
+        skipped = [bool(update.skipped) for update in result.updates.policy]
+        return row | self.monitor.observe(row, skipped, self.checkpoints, self.display)
+
+    def finish_row(self, row: Row, histograms: Mapping[str, np.ndarray]) -> Row:
+        """Add what is due after the row's step, and write the row. Raise Stopped before anything is written."""
+        self.unfinished = row
+        step, last, config = int(row["step"]), int(row["step"]) == self.config.steps, self.config
+        if not step or last or (config.eval.every and step % config.eval.every == 0):
+            row |= self._evaluate(step)
+        if step and last and self.rollout.engine.draft_length and config.draft.compare_rounds:
+            row |= self._compare()
+        self.writer.write(row, histograms)
+        self.unfinished = {}
+        return row
+
+    # Each of the two releases its rollout weights when it returns: there is memory for one copy.
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation after a step."""
+        with self.devices:
+            weights, _ = prepare(self.learner, self.rollout, self.state)
+            return evaluation_metrics(
+                self.rollout,
+                weights,
+                self.problems,
+                self.scorer,
+                step,
+                self.workdir,
+                self.display,
+                self.monitor.speculation.lengths_for,
+            )
+
+    def _compare(self) -> dict[str, float]:
+        """Return the metrics of the closing comparison with plain decoding."""
+        self.display.start_phase("speedup")
+        weights, _ = prepare(self.learner, self.rollout, self.state)
+        problems, lengths = self.problems.evaluation, self.monitor.speculation.lengths
+        return speedup_metrics(self.rollout, weights, problems, lengths, self.display.update_phase)
+
+    def _save(self, accuracy: float | None = None, wait: bool = True) -> str:
+        """Save the last step. Return why it is not saved, "" if it is; without `wait` not for its next rollouts."""
+        if self.step == self.restored:
+            return ""
+        if self.position is None or (ahead := self.pipeline.ahead(self.step, wait)) is None:
+            return f"the rollouts after step {self.step} were under way"
+        host = with_rollouts(self.monitor.state(self.position), ahead)
+        if self.unfinished:
+            host = host._replace(values=host.values | {"unfinished": self.unfinished})
+        state = saved_part(self.state, self.config)
+        return save_good(self.checkpoints, self.step, state, host, self.monitor.skipping, accuracy)
+
+    def save_stopped(self) -> str:
+        """Save the last step after a signal; return what the user is told."""
+        if not self.step:
+            return "no step was done yet; the same command starts anew"
+        if why := self._save(wait=False):
+            return f"step {self.step} is not saved: {why}; {self.checkpoints.kept()}"
+        return f"step {self.step} is saved; the same command resumes from there"
+
+    def close(self) -> None:
+        self.writer.close()
+        self.checkpoints.close()
 
 
-def _start(
-    learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stream: ProblemStream
-) -> tuple[RunState, int | None, Monitor]:
-    """Return (state, its step, monitor) of the last checkpoint, or fresh ones and None; seek the stream to there."""
-    plan, steps = learner.plan, learner.plan.config.steps
-    latest = checkpoints.latest()
-    if latest is None:
-        state, monitor = initial_state(learner), Monitor(plan, rollout.engine)
-    elif latest > steps:
-        raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
-    else:
-        state, host = checkpoints.restore(latest, abstract_run_state(learner))
-        stream.position, monitor = host.values["position"], Monitor(plan, rollout.engine, host)
-        state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
-    if plan.config.grpo.kl_coef and state.reference is None:
-        reference = copy_params(state.policy) if latest is None else initial_trained(learner)
-        state = dataclasses.replace(state, reference=reference)
-    return state, latest, monitor
-
-
-def _saved_part(state: RunState, config: Config) -> RunState:
-    """Return what a checkpoint holds: without frozen weights and a first reference, which the config determines."""
-    reference = state.reference if config.grpo.reference_every else None
-    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=None), reference=reference)
+def _is_written(workdir: str, step: int) -> bool:
+    """Return whether the first process finds the row of a step. Collective."""
+    if not distributed.is_first_process():
+        return distributed.any_process(False)
+    return distributed.any_process(any(row["step"] == step for row in read_metrics(workdir)))
 
 
 def _open_metrics(config: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.core import PHASES, masked_max, masked_mean, stand_in
+from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
@@ -42,7 +43,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
 
 
 def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
-    """Return reward/*: of the weighted sum, of each part where there are several, and counts of failed rewards.
+    """Return reward/*: of the weighted sum, of each reward where there are several, of the parts that they return, and
+    counts of failed ones.
 
     `without_variance`: share of the groups whose responses all have the same reward.
     """
@@ -50,9 +52,9 @@ def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
     row |= {"reward/equal_groups": without_variance}
     row |= {"reward/accuracy": float(scores.correct.mean()), "reward/unscored": sum(scores.failures.values())}
     row |= {f"reward/unscored_{cause}": count for cause, count in scores.failures.items() if count}
-    if len(scores.parts) > 1:
-        row |= {f"reward/{name}": float(values.mean()) for name, values in scores.parts.items()}
-    return row
+    if len(scores.rewards) > 1:
+        row |= {f"reward/{name}": float(values.mean()) for name, values in scores.rewards.items()}
+    return row | scores.part_means("reward/part/")
 
 
 def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
@@ -90,7 +92,7 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
-    """Return policy/*: means over all updates, the largest gradient norm, skipped updates, the balance of experts."""
+    """Return policy/*: means over all updates, the largest gradient norm, what the updates did, balance of experts."""
     terms = updates[0].terms
     for update in updates[1:]:
         terms = terms + update.terms
@@ -106,6 +108,7 @@ def policy_metrics(updates: list[UpdateMetrics]) -> dict[str, float]:
         "policy/entropy": float(terms.entropy.value()),
         "policy/correction": float(terms.correction.value()),
         "policy/grad_norm": max(float(update.grad_norm) for update in updates),
+        "policy/weight_growth": math.prod(float(update.growth) for update in updates),
         "policy/nonfinite_updates": sum(bool(update.skipped) for update in updates),
     }
 
@@ -117,6 +120,7 @@ def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, floa
     return {
         "draft/loss": float(np.mean([update.loss for update in updates])),
         "draft/grad_norm": max(float(update.grad_norm) for update in updates),
+        "draft/nonfinite_updates": sum(bool(update.skipped) for update in updates),
         "draft/seconds": seconds,
     }
 
@@ -152,7 +156,7 @@ def rollout_samples(generated: ScoredRollouts, tokenizer: Tokenizer, count: int)
     return [
         {
             "id": int(rollouts.rollout_id[row]),
-            "prompt": problems[rollouts.prompt_index[row]].prompt,
+            **recorded(problems[rollouts.prompt_index[row]].prompt),
             "response": tokenizer.decode(rollouts.response(row)),
             "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
             "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),

@@ -4,17 +4,22 @@ Each alarm reads one step's metrics, and is reported once when it begins.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.errors import RunFailed
-from specrl_jax.io.checkpoints import Checkpoints, HostState
+from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.progress import Display
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.speculation import Speculation
 
 # Shares of responses, of groups and of the first entropy; and the growth of KL over its usual value.
 UNSCORED, EQUAL, TRUNCATED, ENTROPY, GROWTH = 0.05, 0.9, 0.5, 0.1, 10.0
+# Growth of the weights' norm since the run began. An update of Adam moves a weight by about its learning rate: at 1e-6,
+# doubling weights of 0.02 takes 20,000 updates in one direction.
+WEIGHTS = 10.0
 # nats: two programs of one policy may differ by this in bfloat16, so growth below it is none.
 SMALL_KL = 1e-3
 # Weight of the newest step in the usual KL.
@@ -29,6 +34,7 @@ class Alarms:
 
     entropy: float | None = None  # of the first step, nats per token
     mismatch: float | None = None  # the usual rollout_vs_learner/kl, nats per token
+    growth: float = 1.0  # of the weights' norm, up to the last step
     on: tuple[str, ...] = ()
 
     def observe(self, row: Row) -> tuple[dict[str, float], list[str]]:
@@ -42,6 +48,7 @@ class Alarms:
     def _update(self, row: Row) -> None:
         if self.entropy is None:
             self.entropy = row["policy/entropy"]
+        self.growth *= row["policy/weight_growth"]
         now = row["rollout_vs_learner/kl"]
         if self.mismatch is None:
             self.mismatch = now
@@ -51,7 +58,14 @@ class Alarms:
 
 def _acceptance(row: Row, known: Alarms) -> str:
     # Decided by decoding/alarm.py, which reports why.
-    return "acceptance collapsed: drafting is off except for probes" if row.get("spec/alarm") else ""
+    if not row.get("spec/alarm"):
+        return ""
+    lost = (
+        "acceptance collapsed"
+        if math.isfinite(row.get("draft/kl", 0.0))
+        else "the draft's outputs are not finite, and it begins anew"
+    )
+    return f"{lost}: drafting is off except for probes"
 
 
 def _mismatch(row: Row, known: Alarms) -> str:
@@ -91,6 +105,17 @@ def _entropy(row: Row, known: Alarms) -> str:
     return f"entropy fell to {now:.3f} nats a token from {first:.3f}: the policy has stopped exploring"
 
 
+def _weights(row: Row, known: Alarms) -> str:
+    growth = known.growth * row["policy/weight_growth"]
+    # NaN is growth too. It does not pass: what the weights knew is gone.
+    if growth <= WEIGHTS:
+        return ""
+    return (
+        f"the policy's weights are {growth:.3g} times as large as at the start: what it knew is lost. "
+        "optimizer.learning_rate is far too large"
+    )
+
+
 FINDERS: dict[str, Callable[[Row, Alarms], str]] = {
     "acceptance": _acceptance,
     "mismatch": _mismatch,
@@ -98,6 +123,7 @@ FINDERS: dict[str, Callable[[Row, Alarms], str]] = {
     "equal_groups": _equal,
     "truncated": _truncated,
     "entropy": _entropy,
+    "weights": _weights,
 }
 
 
@@ -115,6 +141,11 @@ class Monitor:
         self.speculation = Speculation(plan, engine, HostState(values["speculation"], host.arrays) if host else None)
         self._alarms = Alarms(**values.get("alarms", {}))
         self._skipped = values.get("skipped", 0)
+
+    @property
+    def skipping(self) -> bool:
+        """Whether the last update was skipped."""
+        return self._skipped > 0
 
     def state(self, position: Mapping[str, object]) -> HostState:
         """Return what a checkpoint keeps, with the data position."""

@@ -3,10 +3,13 @@
 Asynchronous (`pipeline.mode=async`): rollout devices and learner devices are disjoint, and generation of later steps
 overlaps learning. The weights of a step's rollouts do not depend on timing: those of step t are drawn from the policy
 after step t - 1 - lag (from the first one before that), so at most `lag` policy versions lie between generating a
-rollout and learning from it. With lag 0 the order is the synchronous one.
+rollout and learning from it. With lag 0 the order is the synchronous one. What drafts copy from and their lengths are
+as old as the weights.
+
+So the rollouts of steps t + 1 .. t + lag need nothing from after step t - 1. A checkpoint after step t keeps them. A
+resumed run takes them instead of drawing them from its newer policy, and ends bit-equal to one without interruption.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +20,9 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.rewards.scorer import Scorer, Scores
+from specrl_jax.serialize import Packed, pack, unpack
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -37,18 +42,32 @@ class RolloutBatch(NamedTuple):
     seconds: dict[str, float]  # of data and generate; "idle": the rollout devices waited for weights
 
 
+class Published(NamedTuple):
+    """The policy before a step, and what its rollouts may know."""
+
+    weights: Weights
+    version: WeightsVersion
+    observed: int  # steps that Speculation had observed
+
+
 # draws the problems of one round
 Draw = Callable[[], list[Problem]]
-# (step, problems, weights, their version) -> its rollouts; seconds: of generate
-Generate = Callable[[int, list[Problem], Weights, WeightsVersion], RolloutBatch]
+# (step, problems, policy) -> its rollouts; seconds: of generate
+Generate = Callable[[int, list[Problem], Published], RolloutBatch]
 
 
 class Pipeline(Protocol):
     """For each step t, counting up: `draw`, `publish` the policy before it, `take` its rollouts. In the end `close`."""
 
     def draw(self) -> None: ...
-    def publish(self, step: int, weights: Weights, version: WeightsVersion) -> None: ...
+    def publish(self, step: int, policy: Published) -> None: ...
     def take(self, step: int) -> RolloutBatch: ...
+    def ahead(self, step: int, wait: bool) -> list[RolloutBatch] | None:
+        """Return the rollouts of the steps after `step` that its checkpoint keeps. Collective.
+
+        None without `wait` where some are still being generated.
+        """
+
     def close(self) -> None: ...
 
 
@@ -59,96 +78,128 @@ class Sync:
         self._draw, self._generate = draw, generate
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
-        self._newest: tuple[Weights, WeightsVersion] | None = None
+        self._newest: Published | None = None
 
     def draw(self) -> None:
         start = time.perf_counter()
         self._problems = self._draw()
         self._data_seconds = time.perf_counter() - start
 
-    def publish(self, step: int, weights: Weights, version: WeightsVersion) -> None:
-        self._newest = weights, version
+    def publish(self, step: int, policy: Published) -> None:
+        self._newest = policy
 
     def take(self, step: int) -> RolloutBatch:
         assert self._newest is not None  # published
         # Released before learning: nothing reads these weights any more.
-        (weights, version), self._newest = self._newest, None
-        batch = self._generate(step, self._problems, weights, version)
+        policy, self._newest = self._newest, None
+        batch = self._generate(step, self._problems, policy)
         return batch._replace(seconds=batch.seconds | {"data": self._data_seconds, "idle": 0.0})
+
+    def ahead(self, step: int, wait: bool) -> list[RolloutBatch]:
+        return []
 
     def close(self) -> None:
         pass
 
 
 class Async:
-    """Generates in a thread, ahead by at most `lag` steps. Its failure is raised by the next `take`.
+    """Generates in a thread, ahead by at most `lag` steps. Its failure is raised where its rollouts are asked for.
 
     Args:
       first: the first step to take; its weights are the oldest available.
       last: the last step to generate for.
       devices: held while rollouts are generated, so that an evaluation may wait for its turn.
+      restored: the rollouts of steps first, first + 1 ... of all processes, from a checkpoint.
     """
 
     def __init__(
-        self, draw: Draw, generate: Generate, lag: int, first: int, last: int, devices: threading.Lock
+        self,
+        draw: Draw,
+        generate: Generate,
+        lag: int,
+        first: int,
+        last: int,
+        devices: threading.Lock,
+        restored: Sequence[RolloutBatch] = (),
     ) -> None:
         self._draw, self._generate, self._devices = draw, generate, devices
         self._lag, self._first, self._last = lag, first, last
-        self._published: dict[int, tuple[Weights, WeightsVersion]] = {}
-        self._changed = threading.Condition()
+        self._published: dict[int, Published] = {}
+        self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
+        self._error: BaseException | None = None
         self._closed = False
-        # Queue bounded by the lag.
-        self._finished: queue.Queue[tuple[int, RolloutBatch] | BaseException] = queue.Queue(maxsize=max(lag, 1))
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._changed = threading.Condition()  # guards the four above
+        self._gathered = dict(enumerate(restored, start=first))  # of all processes; the learner's thread only
+        self._thread = threading.Thread(target=self._run, args=(first + len(restored),), name="rollouts", daemon=True)
         self._thread.start()
 
     def draw(self) -> None:
         """Do nothing: the thread draws."""
 
-    def publish(self, step: int, weights: Weights, version: WeightsVersion) -> None:
+    def publish(self, step: int, policy: Published) -> None:
         with self._changed:
-            self._published[step] = weights, version
+            self._published[step] = policy
             self._changed.notify_all()
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for step t's rollouts, then gather those of all processes, which generate independently."""
-        found = self._finished.get()
-        if isinstance(found, BaseException):
-            raise found
-        produced_for, batch = found
-        assert produced_for == step, (produced_for, step)
-        return batch._replace(rounds=[gather_round(own) for own in batch.rounds])
+        for learned in [known for known in self._gathered if known < step]:
+            del self._gathered[learned]
+        return self._gather(step)
+
+    def ahead(self, step: int, wait: bool) -> list[RolloutBatch] | None:
+        steps = range(step + 1, min(step + self._lag, self._last) + 1)
+        missing = any(ahead not in self._gathered and ahead not in self._generated for ahead in steps)
+        if not wait and distributed.any_process(missing):
+            return None
+        return [self._gather(ahead) for ahead in steps]
 
     def close(self) -> None:
         """Wait for the rollouts under way and drop them."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        while self._thread.is_alive():
-            try:
-                self._finished.get(timeout=0.05)
-            except queue.Empty:
-                continue
+        self._thread.join()
 
-    def _run(self) -> None:
+    def _gather(self, step: int) -> RolloutBatch:
+        """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
+        if step not in self._gathered:
+            own = distributed.together(lambda: self._own(step))
+            self._gathered[step] = own._replace(rounds=[gather_round(part) for part in own.rounds])
+        return self._gathered[step]
+
+    def _own(self, step: int) -> RolloutBatch:
+        """Wait for this process's part of a step's rollouts."""
+        with self._changed:
+            self._changed.wait_for(lambda: step in self._generated or self._error)
+            if step not in self._generated:
+                assert self._error is not None
+                raise self._error
+            return self._generated.pop(step)
+
+    def _run(self, first: int) -> None:
         try:
-            for step in range(self._first, self._last + 1):
+            for step in range(first, self._last + 1):
                 start = time.perf_counter()
-                weights, version = self._weights(max(step - self._lag, self._first))
+                policy = self._policy(max(step - self._lag, self._first))
                 idle = time.perf_counter() - start
                 with self._devices:
                     start = time.perf_counter()
                     problems = self._draw()
                     data = time.perf_counter() - start
-                    batch = self._generate(step, problems, weights, version)
-                del weights
-                self._finished.put((step, batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})))
+                    batch = self._generate(step, problems, policy)
+                del policy
+                with self._changed:
+                    self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
+                    self._changed.notify_all()
         except _Closed:
             return
         except BaseException as error:  # raised in the learner's thread
-            self._finished.put(error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
-    def _weights(self, step: int) -> tuple[Weights, WeightsVersion]:
+    def _policy(self, step: int) -> Published:
         """Wait for the policy before `step`, and release older ones."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or step in self._published)
@@ -171,33 +222,43 @@ def make_pipeline(
     first: int,
     on_progress: Callable[[int, int], None],
     devices: threading.Lock,
+    restored: Sequence[RolloutBatch] = (),
 ) -> Pipeline:
     """Build the pipeline of pipeline.mode.
 
     Args:
       first: the first step to take.
-      on_progress: called with (rollouts finished, rollouts in all) while the learner waits for them.
+      on_progress: of the engine; an asynchronous pipeline calls it in its own thread. Stopped, which it may raise, is
+        raised by `take` in every process.
       devices: held while an asynchronous pipeline generates.
+      restored: rollouts of step `first` and later ones, from a checkpoint.
     """
     config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
     synchronous = config.pipeline.mode == "sync"
 
-    def generate_step(step: int, problems: list[Problem], weights: Weights, version: WeightsVersion) -> RolloutBatch:
+    def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
+        lengths, history = speculation.as_of(policy.observed)
+
         def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
             own = distributed.process_slice(len(problems))
-            rollouts = rollout.engine.generate(
-                weights,
-                [tokenizer.encode(problem.prompt) for problem in problems[own]],
-                group_size,
-                config.rollout.seed,
-                first_id + own.start * group_size,
-                on_progress if synchronous else lambda done, total: None,
-                speculation.lengths,
-                speculation.history,
-            ).with_version(version)
-            scored = rollouts, score_rollouts(rollouts, problems[own], tokenizer, scorer)
+
+            def generate_own() -> tuple[Rollouts, Scores]:
+                rollouts = rollout.engine.generate(
+                    policy.weights,
+                    [tokenizer.encode(problem.prompt) for problem in problems[own]],
+                    group_size,
+                    config.rollout.seed,
+                    first_id + own.start * group_size,
+                    on_progress,
+                    lengths,
+                    history,
+                ).with_version(policy.version)
+                count = len(rollouts.length)
+                scores = score_rollouts(rollouts, problems[own], tokenizer, scorer, lambda: on_progress(count, count))
+                return rollouts, scores
+
             # Beside the learner a process generates without the others, whose rollouts `take` gathers.
-            return gather_scored(*scored) if synchronous else scored
+            return gather_scored(*distributed.together(generate_own)) if synchronous else generate_own()
 
         start = time.perf_counter()
         longest = config.rollout.max_response_tokens
@@ -206,4 +267,23 @@ def make_pipeline(
 
     if synchronous:
         return Sync(lambda: next(stream), generate_step)
-    return Async(lambda: next(stream), generate_step, config.pipeline.lag, first, config.steps, devices)
+    lag, last = config.pipeline.lag, config.steps
+    return Async(lambda: next(stream), generate_step, lag, first, last, devices, restored)
+
+
+# Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.
+AHEAD = "ahead"
+
+
+def with_rollouts(host: HostState, ahead: Sequence[RolloutBatch]) -> HostState:
+    """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
+    packed = pack(list(ahead), AHEAD)
+    return HostState(host.values | {AHEAD: packed.values}, {**host.arrays, **packed.arrays})
+
+
+def without_rollouts(host: HostState) -> tuple[list[RolloutBatch], HostState]:
+    """Return (the rollouts that `with_rollouts` added, the rest)."""
+    arrays = {name: x for name, x in host.arrays.items() if name.startswith(f"{AHEAD}.")}
+    values = {name: value for name, value in host.values.items() if name != AHEAD}
+    rest = HostState(values, {name: x for name, x in host.arrays.items() if name not in arrays})
+    return unpack(list[RolloutBatch], Packed(host.values[AHEAD], arrays)), rest

@@ -5,8 +5,10 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
+from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.config import Config, PipelineConfig, PolicyConfig
 from specrl_jax.config.validate import draft_options
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.distributed import LOCAL_AXES, local_mesh
 from specrl_jax.drafts.base import DraftMethod, DraftModel
@@ -22,6 +24,8 @@ from specrl_jax.training.rollouts import check_cache_length
 LENGTHS = (0, 1, 2, 3, 5, 7)
 # A batch that has thinned goes on in one of num_slots / 4 and / 16 rows.
 SHRINK = (4, 16)
+# Tasks that learn from rollouts, or generate as such a run does.
+WITH_ROLLOUTS = ("train", "dry_run", "benchmark")
 # Tasks that generate only.
 WITHOUT_LEARNER = ("evaluate", "benchmark", "generate")
 
@@ -107,6 +111,12 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
     )
 
 
+def training_sampling(config: Config) -> Sampling:
+    """Return how training rollouts are sampled."""
+    r = config.rollout
+    return Sampling(r.temperature, r.top_k, r.top_p, r.rule)
+
+
 def draft_lengths(longest: int, adaptive: bool) -> tuple[int, ...]:
     """Return the draft lengths that get compiled programs: 0 always, since speculation may be switched off."""
     return tuple(sorted({0, longest} | {k for k in LENGTHS if adaptive and k < longest}))
@@ -118,6 +128,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     slots = rollout.num_slots
     sizes = sorted({slots // n for n in SHRINK if slots % (n * num_shards) == 0}, reverse=True)
     prompts = -(-slots // grpo.group_size)  # under way at once
+    replays = grpo.sampling_mask == "replay" and config.task in WITH_ROLLOUTS
     return EngineConfig(
         num_slots=slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
@@ -131,6 +142,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         width=draft.length + 1 if rollout.parity else 0,
         groups=max(grpo.prompts_per_step, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
+        most_kept=most_kept(training_sampling(config)) if replays else 0,
     )
 
 

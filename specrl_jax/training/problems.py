@@ -13,6 +13,7 @@ from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError
+from specrl_jax.rewards.messages import Context, Row
 
 # Training problems of each source whose length is checked before the run.
 CHECKED = 256
@@ -31,6 +32,11 @@ class Problems:
         """All validation sets, one after the other."""
         return [problem for problems in self.validation.values() for problem in problems]
 
+    def first_rows(self, tokenizer: Tokenizer) -> list[Row]:
+        """Return the first row of each source, with its answer as the response: what a reward must be able to score."""
+        first = [source[0] for source in (*self.train, *self.validation.values())]
+        return [Row(p.answer, p.answer, Context(p.prompt, p.row, tokenizer.encode(p.answer))) for p in first]
+
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
         return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
@@ -47,6 +53,8 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
     reports: list[str] = []
     validation = _validation(config, tokenizer, reports)
     problems = Problems(config, _training(config, tokenizer, reports) if train else [], validation)
+    if train:
+        reports += _shared_files(config)
     known = problems.evaluation
     if len(known) < jax.process_count():
         raise InputError(
@@ -59,6 +67,19 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
     for line in reports:
         print(line)
     return problems
+
+
+def _shared_files(config: Config) -> list[str]:
+    """Return a warning for each file that is learned from and validated on."""
+    if not (config.data.path and config.eval.path):
+        return []
+    train, validation = (split_paths(getattr(config, name).path, f"{name}.path") for name in ("data", "eval"))
+    shared = {os.path.realpath(path) for path in train} & {os.path.realpath(path) for path in validation}
+    return [
+        f"warning: eval.path={path}: it is in data.path too, so its accuracy is that of problems learned from"
+        for path in validation
+        if os.path.realpath(path) in shared
+    ]
 
 
 def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[Source]:
@@ -95,6 +116,7 @@ def _read(
         d.skip_malformed,
         d.skip_long,
         f"{section}.path",
+        d.special_tokens,
     )
     keys, found = Schema(d.prompt_key, d.answer_key), []
     for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from kernels_pallas.verify.op import Verified, VerifyInputs, verify
+from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.drafters import Drafter
@@ -17,7 +17,7 @@ from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import EngineConfig, Prompts, Slots
+from specrl_jax.decoding.state import EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
@@ -183,6 +183,7 @@ class Target:
             sequence=row,
             lookup_cache=cast(LookupCache, self.partition.replicated),
             cache=self._cache_shardings("batch"),
+            mask=cast(MaskBuffer, row),
         )
 
     def prompt_shardings(self) -> Prompts:
@@ -227,4 +228,9 @@ def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampl
         tokens=partition.constrain(verified.tokens, "batch", None),
         num_accepted=partition.constrain(verified.num_accepted, "batch"),
         logprobs=partition.constrain(verified.logprobs, "batch", None),
+        mask=verified.mask
+        and SamplingMask(
+            partition.constrain(verified.mask.ids, "batch", None, None),
+            partition.constrain(verified.mask.count, "batch", None),
+        ),
     )

@@ -2,7 +2,9 @@
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
-from specrl_jax.io.checkpoints import HostState
+from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.learner.draft_vocab import DraftVocabulary
 from specrl_jax.learner.state import RunState
@@ -28,7 +30,7 @@ COUNTS = "vocabulary_counts"
 class Speculation:
     """Draft lengths, alarm and history of one run.
 
-    `observe` and `state` may be called while another thread generates with `lengths` and `history`.
+    `observe` may be called while another thread generates with what `as_of` returned.
 
     Args:
       engine: of the training rollouts.
@@ -55,10 +57,30 @@ class Speculation:
         self._step = 0
         if saved:
             self._restore(saved)
+        self._later: deque[_Observed] = deque()  # steps that `as_of` was not asked for yet
+        self._known = self.lengths  # as of the last step before those
+
+    @property
+    def observed(self) -> int:
+        """Steps observed so far."""
+        return self._step
+
+    def as_of(self, observed: int) -> tuple[DraftLengthPolicy, History | None]:
+        """Return draft lengths and history as they were after so many steps; calls count up.
+
+        With a lag, rollouts are generated before or after later steps are observed, as timing has it: what was observed
+        later must not change them. An adaptive controller follows the clock all the same.
+        """
+        with self._lock:
+            while self._later and self._later[0].step <= observed:
+                step = self._later.popleft()
+                self._known = step.lengths
+                self._add_to_history(step.rollouts)
+            return self._known, self.history
 
     @property
     def lengths(self) -> DraftLengthPolicy:
-        """The choice of draft lengths for the next training rollouts."""
+        """The newest choice of draft lengths."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
             return _Guarded(self.controller, tripped, self._lock)
@@ -102,37 +124,47 @@ class Speculation:
           metrics: the predicted acceptance length at the lengths that were drafted, and whether the alarm is on.
         """
         with self._lock:
-            return self._observe(rollouts, diagnostics)
+            row = self._observe(rollouts, diagnostics)
+            self._later.append(_Observed(self._step, self.lengths, rollouts))
+            return row
 
     def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
         # Greedy acceptance differs from what sampled training predicts.
         predicted = diagnostics.acceptance if diagnostics is not None and self._sampled else None
-        if self.history is not None:
-            for i in range(len(rollouts.length)):
-                prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
-                self.history.add(prompt.tolist(), [rollouts.sequence(i)])
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
-        if predicted is not None and self.controller:
+        finite = diagnostics is None or diagnostics.finite
+        if finite and predicted is not None and self.controller:
             self.controller.predict(predicted.tolist())
         # Where drafts were longer than the learner unrolls, the positions that both know.
         positions = min(1 if predicted is None else len(predicted), len(drafted))
         drafted, accepted = drafted[:positions], accepted[:positions]
-        if not drafted.sum():
+        if finite and not drafted.sum():
             return {"spec/alarm": float(self.alarm.tripped)}
-        expected = None
-        if predicted is not None:
-            expected = float((predicted[:positions] * drafted).sum() / drafted[0])
-        if self.alarm.observe(float(accepted.sum() / drafted[0]), expected, int(drafted[0])):
+        verifications, expected = int(drafted[0]), None if finite else float("nan")
+        if finite and predicted is not None:
+            expected = float((predicted[:positions] * drafted).sum() / verifications)
+        if self.alarm.observe(float(accepted.sum() / max(verifications, 1)), expected, verifications):
             warnings.warn(self.alarm.message(), stacklevel=2)
         row = {} if expected is None else {"spec/acceptance_predicted": 1 + expected}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 
+    def _add_to_history(self, rollouts: Rollouts) -> None:
+        if self.history is None:
+            return
+        for i in range(len(rollouts.length)):
+            prompt = rollouts.tokens[i, : rollouts.prompt_length[i]]
+            self.history.add(prompt.tolist(), [rollouts.sequence(i)])
+
     def state(self) -> HostState:
-        """Return everything that a checkpoint keeps."""
+        """Return everything that a checkpoint keeps, with all observed steps.
+
+        Call it only where no rollouts are left to generate that may not know them all.
+        """
         with self._lock:
+            self.as_of(self._step)
             return self._state()
 
     def _state(self) -> HostState:
@@ -162,6 +194,14 @@ class Speculation:
         # Absent where nothing was kept yet.
         if self.history is not None and arrays:
             self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+class _Observed(NamedTuple):
+    """An observed step, until the rollouts that may know it are generated."""
+
+    step: int
+    lengths: DraftLengthPolicy  # after it
+    rollouts: Rollouts
 
 
 class _Guarded:

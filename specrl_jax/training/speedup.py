@@ -1,6 +1,6 @@
 """Speedup of speculation over plain decoding, measured on the same prompts and weights."""
 
-import threading
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,7 +12,10 @@ from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import Stopped
 from specrl_jax.training.build import Rollout
+
+OnProgress = Callable[[int, int], None]  # of Engine.generate
 
 
 class Workload(NamedTuple):
@@ -31,11 +34,15 @@ def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
 
 
 def timed(
-    engine: Engine, weights: Weights, work: Workload, lengths: DraftLengthPolicy | None = None
+    engine: Engine,
+    weights: Weights,
+    work: Workload,
+    lengths: DraftLengthPolicy | None = None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Rollouts, float]:
     """Generate; return (rollouts, seconds)."""
     start = time.perf_counter()
-    rollouts = engine.generate(weights, work.prompts, work.samples, work.seed, lengths=lengths)
+    rollouts = engine.generate(weights, work.prompts, work.samples, work.seed, on_progress=on_progress, lengths=lengths)
     return rollouts, time.perf_counter() - start
 
 
@@ -46,7 +53,7 @@ def measure_speedup(
     work: Workload,
     rounds: int,
     lengths: DraftLengthPolicy | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> np.ndarray:
     """Return [rounds] ratios of generated tokens per second, `engine` over `plain`, after a warm-up of both.
 
@@ -54,41 +61,40 @@ def measure_speedup(
 
     Args:
       lengths: chooses the draft lengths of `engine`.
-      enough: asked before each round; once true no further round begins, so there are fewer ratios or none.
+      on_progress: of the engines; where it raises Stopped there are the ratios of the rounds before, or none.
     """
 
     def tokens_per_second(which: Engine, seed: int) -> float:
         chooses = None if which is plain else lengths
-        rollouts, seconds = timed(which, weights, work._replace(seed=seed), chooses)
+        seeded = work._replace(seed=seed)
+        rollouts, seconds = distributed.together(lambda: timed(which, weights, seeded, chooses, on_progress))
         return rollouts.response_length.sum() / seconds
 
     ratios = []
-    for warm in (engine, plain):
-        if not enough():
+    with contextlib.suppress(Stopped):
+        for warm in (engine, plain):
             tokens_per_second(warm, work.seed)
-    for i in range(rounds):
-        if enough():
-            break
-        # The order alternates: what the first leaves behind (heat, caches) must not favour one of them.
-        pair = (engine, plain) if i % 2 else (plain, engine)
-        speed = {id(e): tokens_per_second(e, work.seed + 1 + i) for e in pair}
-        ratios.append(speed[id(engine)] / speed[id(plain)])
+        for i in range(rounds):
+            # The order alternates: what the first leaves behind (heat, caches) must not favour one of them.
+            pair = (engine, plain) if i % 2 else (plain, engine)
+            speed = {id(e): tokens_per_second(e, work.seed + 1 + i) for e in pair}
+            ratios.append(speed[id(engine)] / speed[id(plain)])
     return np.array(ratios)
 
 
 def speedup_metrics(
-    rollout: Rollout, weights: Weights, problems: Sequence[Problem], lengths: DraftLengthPolicy, stop: threading.Event
+    rollout: Rollout,
+    weights: Weights,
+    problems: Sequence[Problem],
+    lengths: DraftLengthPolicy,
+    on_progress: OnProgress,
 ) -> dict[str, float]:
     """Return spec/speedup*, the run's own engine over draft.kind=none on a step's worth of validation rollouts.
 
-    Nothing where `stop` is set before the first round.
+    Nothing where `on_progress` raises Stopped in the first round.
     """
     work, rounds = step_workload(rollout, problems), rollout.plan.config.draft.compare_rounds
-
-    def enough() -> bool:
-        return distributed.any_process(stop.is_set())
-
-    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, lengths, enough)
+    ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, lengths, on_progress)
     if not len(ratios):
         return {}
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))

@@ -19,7 +19,8 @@ from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
-from specrl_jax.training.pipeline import Pipeline
+from specrl_jax.training.initial import with_initial_draft
+from specrl_jax.training.pipeline import Pipeline, Published
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
 
@@ -52,19 +53,20 @@ def train_step(
     clock: PhaseClock,
     stop: threading.Event,
 ) -> tuple[RunState, StepResult]:
-    """Run one step. Raise Stopped only while `state` is still whole."""
+    """Run one step. Raise Stopped only while `state` is still whole, and NotScored where no response can be scored."""
     grpo = learner.plan.config.grpo
     leave_if(stop)
     with clock("data"):
         pipeline.draw()
     with clock("prepare"):
-        pipeline.publish(step, *prepare(learner, rollout, state))
+        pipeline.publish(step, Published(*prepare(learner, rollout, state), speculation.observed))
     leave_if(stop)
     with clock("generate"):
         produced = pipeline.take(step)
     leave_if(stop)
     with clock("logprob"):
         generated = merge_rounds(produced.rounds)
+        generated.scores.require_some(f"step {step}")
         training_batch = select_groups(generated, grpo)
         batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing)
         inputs = compute_loss_inputs(learner, state, batch)
@@ -72,6 +74,9 @@ def train_step(
     with clock("train"):
         state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
         state, updates = update(learner, state, batch.rows, inputs, speculation.trains_draft(step))
+        if updates.diagnostics is not None and not updates.diagnostics.finite:
+            # No update makes it finite again. The alarm says so (training/speculation.py).
+            state = with_initial_draft(learner, state)
         if grpo.reference_every and step % grpo.reference_every == 0:
             state = dataclasses.replace(state, reference=copy_params(state.policy))
         state = jax.block_until_ready(state)

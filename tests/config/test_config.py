@@ -70,6 +70,13 @@ def test_help_texts_name_every_built_in_reward_and_schema():
     assert all(name in KEYS["data.schema"].help for name in SCHEMAS)
 
 
+def test_every_number_has_a_lower_and_an_upper_bound():
+    numbers = [key for key in KEYS.values() if key.type in (int, float)]
+    assert len(numbers) > 80
+    assert not [key.name for key in numbers if (key.low is None) == (key.above is None)]
+    assert not [key.name for key in numbers if (key.high is None) == (key.below is None)]
+
+
 def test_every_key_says_what_it_is_and_has_a_good_default():
     assert all(key.help and not key.help.endswith(".") for key in KEYS.values())
     assert from_config_dict(base()) == Config()

@@ -111,6 +111,11 @@ def test_a_value_of_another_type_is_refused(key, value, right):
         ("pretrain.error_rate", (1.5,)),
         ("policy.lora_alpha", (0.0,)),
         ("mesh.tensor", (-2,)),
+        ("draft.length", (33, 1000)),
+        ("draft.min_coverage", (-0.1, 1.0)),
+        ("benchmark.rounds", (1,)),
+        ("logging.profile_steps", ((0,),)),
+        ("steps", (2**31,)),
     ],
 )
 def test_a_value_outside_its_bounds_is_refused(key, values):
@@ -135,6 +140,7 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"grpo.pack_tokens": 21}, ["grpo.pack_tokens=21", "22 tokens"]),
         ({"grpo.old_logprobs": "current", "grpo.minibatches": 2}, ["grpo.old_logprobs=current", "grpo.minibatches=2"]),
         ({"grpo.correction": "token_mask", "grpo.old_logprobs": "rollout"}, ["grpo.correction", "grpo.old_logprobs"]),
+        ({"grpo.clip_dual": 0.5}, ["grpo.clip_dual=0.5", "above 1", "0"]),
         ({"grpo.reference_every": 2}, ["grpo.reference_every=2", "grpo.kl_coef"]),
         ({"grpo.overlong_buffer": 13}, ["grpo.overlong_buffer=13", "rollout.max_response_tokens=12"]),
         ({"pipeline.mode": "async"}, ["pipeline.mode=async", "pipeline.rollout_devices"]),
@@ -158,8 +164,15 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"data.path": "a.jsonl"}, ["eval.path", "data.path"]),
         ({"data.path": "a.jsonl", "eval.path": "b.jsonl", "eval.schema": "gsm"}, ["eval.schema", "gsm8k"]),
         ({"data.path": "a.jsonl,b.jsonl", "data.weights": (1.0,)}, ["data.weights", "1 weights for 2 files"]),
-        ({"mesh.data": -1}, ["mesh.data=-1", "mesh.fsdp=-1"]),
-        ({"mesh.tensor": 0}, ["mesh.tensor=0"]),
+        ({"mesh.data": -1}, ["mesh.data=-1 and mesh.fsdp=-1: only one axis"]),
+        ({"mesh.tensor": 0}, ["mesh.tensor=0: at least 1, or -1"]),
+        ({"grpo.group_size": 1, "grpo.advantage": "rloo"}, ["grpo.group_size=1", "at least 2", "grpo.advantage=rloo"]),
+        ({"draft.compare_rounds": 1}, ["draft.compare_rounds=1", "2 to 1000"]),
+        ({"steps": 2**30}, [f"steps={2**30}", "at most 268435455 steps of 16 rollouts"]),
+        ({"rollout.temperature": 1e-5}, ["rollout.temperature=1e-05", "0.01 to 100"]),
+        ({"eval.temperature": 0.001}, ["eval.temperature=0.001"]),
+        ({"data.template": "{0} {prompt}"}, ["data.template='{0} {prompt}'", "{0} is not known", "{prompt}"]),
+        ({"eval.template": "{prompt}\n{question}"}, ["eval.template", "{question}"]),
         ({"task": "pretrain"}, ["task=pretrain", "draft.kind"]),
         ({"task": "pretrain", "draft.kind": "none", "policy.path": "x"}, ["task=pretrain", "policy.path"]),
         ({"task": "draft_pretrain", "draft.kind": "none"}, ["task=draft_pretrain", "draft.kind to eagle3"]),
@@ -178,3 +191,9 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
 def test_values_that_do_not_fit_each_other_are_refused(values, words):
     message = refusal(values)
     assert all(word in message for word in words), message
+
+
+def test_braces_of_latex_are_text_of_a_template():
+    config = rlzero_tiny.get_config("smoke")
+    config.data.template = r"{prompt} Write \boxed{} or x^{2} + \frac{1}{2}."
+    validate(from_config_dict(config))

@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from specrl_jax.data.features import MANIFEST, FeatureRow, FeatureStore
 from specrl_jax.errors import InputError
@@ -90,3 +91,35 @@ def test_an_interrupted_write_leaves_the_shards_before_it(tmp_path, monkeypatch)
     again.add(rows(3, 2))
     assert_row(again[4], rows(3, 2), 2)
     assert json.loads((tmp_path / MANIFEST).read_text())["shards"] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[]", "expected a JSON object"),
+        ('{"made_from": {}}', "lacks 'shards'"),
+        ('{"made_from": 3, "shards": []}', "made_from=3"),
+        ('{"made_from": {}, "shards": [-1]}', "shards.0=-1"),
+        ('{"made_from": {}, "shards": ["3"]}', 'shards.0="3"'),
+    ],
+)
+def test_a_damaged_manifest_is_named(content, named, tmp_path):
+    (tmp_path / "features.json").write_text(content)
+    with pytest.raises(InputError) as error:
+        FeatureStore(str(tmp_path), {}, 8)
+    assert named in str(error.value) and f"pretrain.features: {tmp_path}/features.json" in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "fewer rows"])
+def test_a_damaged_shard_is_named(damage, tmp_path):
+    (tmp_path / "features.json").write_text(json.dumps({"made_from": {}, "shards": [3]}))
+    path = tmp_path / "rows-00000.safetensors"
+    arrays = {name: np.zeros((2, 4), np.int32) for name in FeatureRow._fields} | {"length": np.full(2, 4, np.int32)}
+    if damage != "missing":
+        safetensors.numpy.save_file(arrays, path)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-7])
+    store = FeatureStore(str(tmp_path), {}, 8)
+    for read in (lambda: store[0], store.tokens):
+        with pytest.raises(InputError, match=f"pretrain.features: {path}"):
+            read()

@@ -1,6 +1,7 @@
 """Files of prompts: every row checked, named by file and line or counted, formatted, and each prompt taken once."""
 
 import builtins
+import datetime
 import errno
 import json
 import random
@@ -323,6 +324,16 @@ def test_parquet_rows_are_read_as_jsonl_rows_are(parquet, write):
     ]
     lines = write(*map(json.dumps, rows))
     assert read(parquet(rows), SCHEMAS["verl"]) == read(lines, SCHEMAS["verl"])
+
+
+def test_the_other_columns_of_a_row_go_with_it(parquet, write):
+    """Whole, and as JSON holds them; a column that holds the answer among other things stays."""
+    (problem,) = read(write(row(level=[1, {"a": None}])))
+    assert problem.row == {"level": [1, {"a": None}]}
+    nested = {"prompt": "1+1", "reward_model": {"ground_truth": "2", "style": "rule"}}
+    day = datetime.date(2026, 11, 23)
+    (problem,) = read(parquet([nested | {"day": day}]), SCHEMAS["verl"])
+    assert problem.row == {"reward_model": nested["reward_model"], "day": "2026-11-23"}
 
 
 def test_a_bad_parquet_row_is_named_by_file_and_number(parquet):

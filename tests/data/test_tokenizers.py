@@ -7,10 +7,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models
 
-from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, load_tokenizer
+from specrl_jax.data.special import PromptText
+from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer
 from specrl_jax.errors import InputError
+from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, trained, write
 
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
@@ -70,48 +72,6 @@ def test_characters_have_no_roles():
 
 # tokenizer.json
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CORPUS = ["What is 12 + 30?", "The answer is 42.", "naïve café → ünïcode", "system user assistant"] * 4
-
-# The shape of Qwen's: namespace, slices, tests, filters, raise_exception, whitespace control on both sides.
-QWEN_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.last < 0 and message.role == "user" and not message.content.startswith('<tool>') %}
-        {%- set ns.last = (messages|length - 1) - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.content is string %}
-        {%- set content = message.content %}
-    {%- else %}
-        {{- raise_exception('content must be text') }}
-    {%- endif %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- if '</think>' in content and loop.index0 < ns.last %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
 CONVERSATION = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "What is 12 + 30?"},
@@ -131,27 +91,12 @@ RENDERED = (
 
 @pytest.fixture(scope="module")
 def bpe():
-    """A byte-level BPE, as Qwen's, trained on four lines."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return tokenizer
+    return trained()
 
 
 @pytest.fixture
 def folder(bpe, tmp_path):
-    bpe.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    write(tmp_path, "generation_config.json", {"eos_token_id": [302, 300]})
-    return tmp_path
-
-
-def write(folder, name, content):
-    (folder / name).write_text(json.dumps(content))
+    return save_folder(bpe, tmp_path)
 
 
 def load(folder):
@@ -179,7 +124,7 @@ def test_ids_are_those_of_the_library_with_nothing_around_them(folder, bpe):
     added.save(str(folder / "tokenizer.json"))
     assert added.encode("a").ids[0] == 300
     text = "What is 42?<|im_end|>\n"
-    assert load(folder).encode(text) == bpe.encode(text).ids
+    assert load(folder).encode(PromptText(text)) == bpe.encode(text).ids
 
 
 def test_special_tokens_are_not_shown(folder):
@@ -354,6 +299,15 @@ def test_tokenizer_larger_than_the_policy_names_both_sizes(folder):
     assert str(folder) in message and "ids up to 302" in message and "vocabulary is 302" in message
 
 
+def test_tokenizer_much_smaller_than_a_trained_policy_names_both_sizes(folder):
+    tokenizer = load_tokenizer(str(folder), 512)
+    check_covers(tokenizer, str(folder), 384)  # a vocabulary is padded to a multiple of 128
+    check_covers(CharTokenizer(), "char", 128)
+    message = refusal(lambda: check_covers(tokenizer, str(folder), 512))
+    assert str(folder) in message and "has 303 ids" in message and "vocabulary 512" in message
+    assert "'char' has 98 ids" in refusal(lambda: check_covers(CharTokenizer(), "char", 151_936))
+
+
 def test_character_tokenizer_by_name():
     assert isinstance(load_tokenizer("char", 128), CharTokenizer)
     assert "ids up to 97" in refusal(lambda: load_tokenizer("char", 97))
@@ -372,4 +326,4 @@ def test_chat_template_renders_and_encodes_as_in_transformers(template, text, fo
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     assert theirs.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True) == text
     ids = theirs.apply_chat_template(CONVERSATION, tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert load(folder).encode(text) == list(ids)
+    assert load(folder).encode(PromptText(text)) == list(ids)

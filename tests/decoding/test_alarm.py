@@ -33,6 +33,19 @@ def test_trips_when_the_drafts_are_lost_and_recovers_when_they_are_back():
     assert not alarm.observe(1.6, 2.0, 1000) and not alarm.tripped
 
 
+@pytest.mark.parametrize("predicted", [math.nan, math.inf])
+def test_a_prediction_that_is_not_finite_trips_at_once_and_until_it_is_finite_again(predicted):
+    alarm = Alarm(longest=3)
+    assert not alarm.observe(1.9, 2.0, 1000)
+    assert alarm.observe(0.0, predicted, 0) and alarm.tripped and "not finite" in alarm.message()
+    assert not alarm.observe(0.0, predicted, 1000), "says so once"
+    alarm = Alarm.restore(json.loads(json.dumps(alarm.state())))
+    assert alarm.tripped and not alarm.is_finite
+    assert not alarm.observe(0.0, 2.0, 1000) and alarm.tripped and "acceptance collapsed" in alarm.message()
+    assert not alarm.observe(1.9, 2.0, 1000) and not alarm.tripped
+    assert alarm.mean == pytest.approx(1.9), "what was not finite left nothing behind"
+
+
 @pytest.mark.parametrize("realised, tripped", [(0.99, True), (1.01, False)])
 def test_half_of_the_prediction_is_the_threshold(realised, tripped):
     assert Alarm(longest=3).observe(realised, 2.0, 1000) == tripped

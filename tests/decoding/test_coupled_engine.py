@@ -50,14 +50,14 @@ def assert_same_tokens(out):
 @pytest.fixture
 def in_float64(monkeypatch):
     """Check that the target samples from float64 logits."""
-    inner, seen = reference.final_logits, set()
+    inner, seen = reference.truncate, set()
 
     def spy(logits, sampling):
-        logits = inner(logits, sampling)
-        seen.add(str(logits.dtype))
-        return logits
+        found = inner(logits, sampling)
+        seen.add(str(found[0].dtype))
+        return found
 
-    monkeypatch.setattr(reference, "final_logits", spy)
+    monkeypatch.setattr(reference, "truncate", spy)
     yield
     assert seen == {"float64"}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from kernels_pallas.verify.op import Verified
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
@@ -15,7 +16,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import commit
 from specrl_jax.drafts.lookup.draft import lookup_drafter
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Stopped
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
@@ -319,6 +320,35 @@ def test_progress_never_goes_back_and_reaches_the_total(num_slots):
     assert len(set(done)) > 3, "the bar moves on the way"
 
 
+@pytest.mark.parametrize("looks", [1, 2, 5])
+def test_a_stop_ends_it_after_the_chunk_under_way(looks):
+    """And leaves nothing behind: the next call is that of a new engine."""
+    calls, run = [], engine(num_slots=4, chunk=1)
+
+    def on_progress(done, total):
+        calls.append(done)
+        if len(calls) == looks:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run.generate(TABLE, PROMPTS, samples=2, seed=0, on_progress=on_progress)
+    assert len(calls) == looks
+    expected = engine(num_slots=4, chunk=1).generate(TABLE, PROMPTS, samples=2, seed=0)
+    assert responses(run.generate(TABLE, PROMPTS, samples=2, seed=0)) == responses(expected)
+
+
+def test_a_stop_ends_the_calibration():
+    def on_progress(done, total):
+        calls.append(done)
+        if len(calls) == 3:
+            raise Stopped
+
+    calls, lengths = [], Controller((0,), (10,))
+    with pytest.raises(Stopped):
+        engine(num_slots=10).generate(TABLE, PROMPTS, samples=2, seed=0, on_progress=on_progress, lengths=lengths)
+    assert calls == [0, 0, 0] and list(lengths.unmeasured(10)) == [0]
+
+
 def test_a_group_shares_one_prefill_of_its_prompt():
     """Rows through the model in prefill: each prompt once, however its group is scheduled, and rows of padding."""
     rows = []
@@ -386,7 +416,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         lookup_cache=None,
         cache=(),
     )
-    out = commit(slots, jnp.array(new, jnp.int32), jnp.array(new_logprobs), jnp.array(count, jnp.int32), eos_ids)
+    verified = Verified(jnp.array(new, jnp.int32), jnp.array(count, jnp.int32) - 1, jnp.array(new_logprobs))
+    out = commit(slots, verified, eos_ids)
     for b in range(B):
         by_hand = commit_by_hand(
             tokens, logprobs, b, length[b], limit[b], done[b], count[b], new[b], new_logprobs[b], eos_ids

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.controller import Choice
@@ -27,6 +28,7 @@ from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
 from specrl_jax.drafts.small_model.draft import SmallModelDraft
+from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import rotary_angles
@@ -116,6 +118,7 @@ def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
+    limits = dataclasses.replace(limits, most_kept=most_kept(sampling))
     drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
@@ -439,14 +442,15 @@ def logprob_step(kind, temperature):
 
 def mismatch(kind, sampling, out):
     """Behaviour log-probs of all response tokens, less those of the learner's float32 forward."""
-    rows = rows_of(out.tokens, out.prompt_length, out.length, TOKENIZER.pad_id)
-    learner, _ = logprob_step(kind, sampling.temperature)(params_of(kind)[0], rows)
-    return (np.pad(out.logprobs[:, 1:], ((0, 0), (0, 1))) - np.asarray(learner))[rows.mask]
+    drawn = TrainingBatch(out, np.zeros(len(out.length), np.float32), np.ones(len(out.length), bool))
+    batch = learner_batch(drawn, TOKENIZER.pad_id)
+    learner, _ = logprob_step(kind, sampling.temperature)(params_of(kind)[0], batch.rows)
+    return (batch.behaviour - np.asarray(learner))[batch.rows.mask]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_behaviour_logprobs_are_the_learners(kind):
-    """At the temperature and before top-k and top-p, for what was drafted and kept and for what was corrected."""
+    """Of the tokens that top-k and top-p keep at the temperature, for what was drafted and for what was corrected."""
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
     assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()

@@ -67,3 +67,9 @@ def test_a_checksum_does_not_depend_on_the_sharding(spec):
     placed = before | {"a": jax.device_put(before["a"], sharding)}
     assert len(placed["a"].sharding.device_set) == 8
     assert total(placed) == total(before)
+
+
+def test_a_checksum_changes_with_the_upper_half_of_64_bits():
+    with jax.enable_x64(True):
+        x = np.arange(3, dtype=np.int64)
+        assert total(jnp.asarray(x)) != total(jnp.asarray(x + 2**40))

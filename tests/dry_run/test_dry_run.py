@@ -96,9 +96,9 @@ def test_the_policys_update_by_hand(plan, phases):
     # bfloat16, and the normaliser; and its log-probs.
     D, tokens = plan.model.embed, 2 * 28
     features = tokens * ((3 + 1) * D * 2 + 4 + 4)
-    # Sums and counts of five terms, the norm, and whether it was skipped; a pointer for each of 13 weights with two
-    # moments, three counters, twelve metrics, three features and the log-probs.
-    assert memory.results == features + 11 * 4 + 1 + 8 * (3 * 13 + 3 + 12 + 4)
+    # Sums and counts of five terms, the norms of gradient and weights, whether it was skipped; a pointer for each of 13
+    # weights with two moments, three counters, thirteen metrics, three features and the log-probs.
+    assert memory.results == features + 12 * 4 + 1 + 8 * (3 * 13 + 3 + 13 + 4)
     assert memory.resident == resident_by_hand(plan)
 
 

@@ -103,7 +103,8 @@ def test_a_policy_that_stands_still_proves_nothing(change, said):
 def test_a_finished_run_is_read(tmp_path):
     run = make_run()
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"time/total": 1.0}) + "\n" for row in run.rows))
+    lines = [json.dumps(row | {"time/total": 1.0}).replace("NaN", "null") for row in run.rows]  # as MetricsWriter does
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     (tmp_path / "rollouts" / "step_4.jsonl").write_text(json.dumps(run.rollouts[0]) + "\n")
     for step in range(1, 5):
         folder = tmp_path / "checkpoints" / str(step)

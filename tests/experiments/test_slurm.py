@@ -42,17 +42,16 @@ if not (folder / "saved").exists():
 PROGRAMS = {
     "sbatch": 'n=$(ls {folder} | grep -c script_); cp "$1" {folder}/script_$n; echo Submitted batch job $((101 + n))',
     "srun": "exit 1",
-    "sacct": "echo 'JobID|State|NodeList'; cat {folder}/states",
+    "squeue": "cat {folder}/queue",
 }
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A folder with the scripts given to a fake sbatch, and the file `states` that a fake sacct prints."""
+    """A folder with the scripts given to a fake sbatch, and the file `queue` that a fake squeue prints."""
     folder = tmp_path / "cluster"
     folder.mkdir()
-    (folder / "states").touch()
-    submitit.SlurmJob.watcher.clear()  # it caches the states of the previous test's jobs
+    (folder / "queue").touch()
     for name, text in PROGRAMS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -107,10 +106,10 @@ def test_every_run_is_a_job_with_its_nodes_gpus_time_and_requeue(cluster, argv, 
 
 def test_the_same_launch_submits_only_what_is_neither_finished_nor_queued(cluster, argv, tmp_path, capfd):
     assert launch.main([*argv, *SLURM]) == 0
-    (cluster / "states").write_text("101|RUNNING|n1\n102|FAILED|n1\n")
+    (cluster / "queue").write_text("101\n")
     assert launch.main([*argv, *SLURM]) == 0
     assert len(scripts(cluster)) == 3
-    (cluster / "states").write_text("101|RUNNING|n1\n103|PENDING|n1\n")
+    (cluster / "queue").write_text("101\n103\n")
     folder = tmp_path / "root/seed=1"
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     (folder / "finished.json").write_text(
@@ -123,10 +122,18 @@ def test_the_same_launch_submits_only_what_is_neither_finished_nor_queued(cluste
     assert (tmp_path / "root/results.csv").read_text() == "run,seed,seconds,step\nseed=1,1,7.0,1\n"
 
 
-def test_a_job_that_sacct_does_not_know_is_not_submitted_twice(cluster, argv):
+def test_without_an_answer_of_the_queue_nothing_is_submitted(cluster, argv, tmp_path, capfd):
     assert launch.main([*argv, *SLURM]) == 0
-    assert launch.main([*argv, *SLURM]) == 0
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/bash\necho 'slurm_load_jobs error: no controller' >&2; exit 1\n")
+    capfd.readouterr()
+    assert launch.main([*argv, *SLURM]) == 1
+    assert capfd.readouterr().err == "error: --executor slurm: squeue: slurm_load_jobs error: no controller\n"
     assert len(scripts(cluster)) == 2
+
+
+def test_a_node_without_gpus_is_asked_for_none(cluster, argv):
+    assert launch.main([*argv, "--executor", "slurm", "--gpus", "0", "--cpus", "16"]) == 0
+    assert "--gpus" not in scripts(cluster)[0] and "#SBATCH --cpus-per-task=16\n" in scripts(cluster)[0]
 
 
 @pytest.mark.parametrize("more", [[], SLURM], ids=["local", "slurm"])
@@ -154,6 +161,7 @@ def test_a_machine_without_slurm_is_refused(argv, tmp_path, monkeypatch, capfd):
         (["--hours=2"], ["--hours", "--executor local"]),
         (["--executor=slurm", "--jobs=2"], ["--jobs", "--executor slurm"]),
         (["--executor=slurm", "--nodes=0"], ["--nodes=0"]),
+        (["--executor=slurm", "--gpus=-1"], ["--gpus=-1", "at least 0"]),
         (["--executor=slurm", "--hours=0"], ["--hours=0.0"]),
         (["--executor=slurm", "--hours=nan"], ["--hours=nan"]),
         (["--executor=gke"], ["--executor", "gke"]),

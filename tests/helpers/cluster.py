@@ -8,8 +8,12 @@ import sys
 from tests.helpers.runs import ROOT, process_environment
 
 
-def start(arguments, processes, devices, logs):
-    """Start the processes; their output goes to logs/output_I.log. One process alone joins no others."""
+def start(arguments, processes, devices, logs, own=None):
+    """Start the processes; their output goes to logs/output_I.log. One process alone joins no others.
+
+    Args:
+      own: further arguments of each process.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -21,7 +25,7 @@ def start(arguments, processes, devices, logs):
             environment |= {"JAX_COORDINATOR_ADDRESS": address}
             environment |= {"JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(i)}
         with open(pathlib.Path(logs) / f"output_{i}.log", "w") as log:
-            command = [sys.executable, "main.py", *arguments]
+            command = [sys.executable, "main.py", *arguments, *(own[i] if own else ())]
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     return started
 

@@ -18,22 +18,17 @@ def log_softmax(logits):
 
 
 def kept(logits, temperature, top_k, top_p):
-    """Return [V] bool: the tokens that top-k, then top-p, keep; tokens that tie with the last one kept stay."""
-    # The division is float32 in the code under test and may create or undo ties, so it is float32 here.
-    scaled = (np.asarray(logits, np.float32) / np.float32(temperature)).astype(np.float64)
-    keep = np.ones(len(scaled), bool)
-    if top_k and top_k < len(scaled):
-        keep = scaled >= sorted(scaled, reverse=True)[top_k - 1]
+    """Return [V] bool: the tokens that top-k (512 where only top-p is on), then top-p, keep; ties by the lowest id."""
+    logits = np.asarray(logits, np.float32)
+    # The division is float32 in the code under test.
+    scaled = (logits / np.float32(temperature)).astype(np.float64)
+    order = np.argsort(-logits, kind="stable")
+    if top_k or top_p < 1:
+        order = order[: top_k or 512]
     if top_p < 1:
-        probs = softmax(np.where(keep, scaled, -np.inf))
-        order = np.argsort(-scaled, kind="stable")
-        mass_before = 0.0
-        for token in order:
-            if mass_before >= top_p:
-                break
-            last, mass_before = token, mass_before + probs[token]
-        keep &= scaled >= scaled[last]
-    return keep
+        mass_before = np.cumsum(softmax(scaled[order])) - softmax(scaled[order])
+        order = order[mass_before < top_p]
+    return np.isin(np.arange(len(logits)), order)
 
 
 def final_probs(logits, sampling):

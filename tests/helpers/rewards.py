@@ -14,9 +14,9 @@ class FunctionScorer:
     def start(self):
         pass
 
-    def __call__(self, responses, answers):
+    def __call__(self, responses, answers, contexts=None, while_waiting=None):
         rewards = np.array([self._reward(*pair) for pair in zip(responses, answers, strict=True)], np.float32)
-        return Scores(rewards, {"reward": rewards}, rewards > 0, {}, [None] * len(rewards))
+        return Scores(rewards, {"reward": rewards}, rewards >= 1, {}, [None] * len(rewards))
 
 
 def length(response, answer):

@@ -53,6 +53,7 @@ def make_call(monkeypatch, capfd):
 
 
 def restore(handlers, options):
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for name, value in options.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import threading
 from typing import NamedTuple
 
@@ -54,7 +55,8 @@ def make_run(config, mesh=None, scorer=None, **changes):
     plan = make_plan(config, mesh)
     rollout = make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer)
-    return Run(make_learner(plan), rollout, problems, scorer or make_scorer(config.reward))
+    scorer = scorer or make_scorer(config.reward, problems.first_rows(rollout.tokenizer))
+    return Run(make_learner(plan), rollout, problems, scorer)
 
 
 def with_config(run, **changes):
@@ -83,13 +85,17 @@ def train(run, workdir, stop=NEVER):
 
 
 class StopAfter:
-    """Stands in for the event of the signal handler: set from the n-th look at it on. A step looks four times."""
+    """Stands in for the event of the signal handler: set from the n-th look at it on.
 
-    def __init__(self, looks):
-        self.left = looks
+    Counted are the looks of one function. A step looks four times (`leave_if`); the engine looks between two chunks and
+    the loop between two programs that it compiles (`on_progress`).
+    """
+
+    def __init__(self, looks, by="leave_if"):
+        self.left, self.by = looks, by
 
     def is_set(self):
-        self.left -= 1
+        self.left -= sys._getframe(1).f_code.co_name == self.by
         return self.left < 0
 
 

@@ -1,6 +1,8 @@
-"""Which checkpoints are kept, what a resume gets back, and what a disk that refuses leaves behind."""
+"""Which checkpoints are kept, what a resume gets back, and what a full disk and damaged files leave behind."""
 
+import os
 import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 
 from specrl_jax.errors import InputError, RunFailed
-from specrl_jax.io.checkpoints import Checkpoints, HostState
+from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoints import Checkpoints
 
 STATE = {"w": jnp.arange(6.0)}
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
@@ -91,3 +94,158 @@ def test_another_shape_does_not_fit(tmp_path):
     with pytest.raises(InputError, match=r"checkpoints/1 does not fit this config"):
         checkpoints.restore(1, {"other": ABSTRACT["w"]})
     checkpoints.close()
+
+
+# ---- damage
+
+ARRAYS = {"tokens": np.arange(50, dtype=np.int64)}
+LARGE = {"w": jnp.arange(4000.0).reshape(40, 100), "m": {"v": jnp.ones(7)}}
+LARGE_ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), LARGE)
+
+
+def at(step):
+    return jax.tree.map(lambda x: x + step, LARGE)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A workdir with the checkpoints 7 and 8. Copy it before touching it."""
+    workdir = tmp_path_factory.mktemp("two_steps")
+    checkpoints = Checkpoints(str(workdir), 2)
+    for step in (7, 8):
+        checkpoints.save(step, at(step), HostState({"step": step}, ARRAYS), step / 10)
+    checkpoints.close()
+    return workdir
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": flip,
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+    "deleted": lambda file: file.unlink(),
+}
+# Without these nothing can be read; orbax's other files are not needed.
+NEEDED = ("digests/metadata", "values/metadata", "state/manifest.ocdbt")
+
+
+def restored(workdir):
+    """Return (step, lines said) of a resume, after checking that what it got is that step's."""
+    said = []
+    step, state, host = Checkpoints(str(workdir), 2).restore_latest(LARGE_ABSTRACT, said.append)
+    jax.tree.map(np.testing.assert_array_equal, state, at(step))
+    assert host.values == {"step": step}
+    np.testing.assert_array_equal(host.arrays["tokens"], ARRAYS["tokens"])
+    return step, said
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_any_file_is_named_or_does_not_matter(two_steps, tmp_path, damage):
+    """A file is either needed, so the run goes on from the step before, or the values are right without it."""
+    files = [path.relative_to(two_steps) for path in (two_steps / "checkpoints/8").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: (two_steps / path).stat().st_size)
+    for i, file in enumerate(files):
+        workdir = tmp_path / str(i)
+        shutil.copytree(two_steps, workdir)
+        DAMAGES[damage](workdir / file)
+        step, said = restored(workdir)
+        assert step == (7 if said else 8)
+        if said:
+            (line,) = said
+            assert line.startswith("checkpoint 8 is damaged (") and line.endswith("; going on from 7")
+            assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["7", "8.damaged"]
+        name = str(file.relative_to("checkpoints/8"))
+        assert said or not (name in NEEDED or file == largest or name.startswith("state/d/")), name
+
+
+def test_the_step_of_a_damaged_checkpoint_is_saved_again(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    flip(tmp_path / "checkpoints/8/digests/metadata")
+    checkpoints = Checkpoints(str(tmp_path), 1, keep_best=1)
+    assert checkpoints.restore_latest(LARGE_ABSTRACT, lambda line: None)[0] == 7
+    checkpoints.save(8, at(8), HostState({"step": 8}, ARRAYS), 0.1)
+    checkpoints.close()
+    # 7 is kept as the best: the accuracy of the damaged 8 does not count.
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["7", "8", "8.damaged"]
+    assert restored(tmp_path) == (8, [])
+
+
+def test_a_later_folder_without_a_checkpoint_is_skipped(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoints/9").mkdir()
+    (tmp_path / "checkpoints/10/state").mkdir(parents=True)
+    (tmp_path / "checkpoints/11").write_text("a file")
+    (tmp_path / "checkpoints/notes").mkdir()
+    step, said = restored(tmp_path)
+    assert step == 8 and [line.split()[1] for line in said] == ["11", "10", "9"]
+    assert restored(tmp_path) == (8, [])
+
+
+def test_a_checkpoint_under_another_number_is_not_that_steps(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(tmp_path / "checkpoints/7", tmp_path / "checkpoints/9")
+    step, said = restored(tmp_path)
+    assert step == 8 and said[0].startswith("checkpoint 9 is damaged (digests: it is of step 7; kept as ")
+
+
+def test_without_any_checkpoint_the_run_starts_anew(tmp_path):
+    (tmp_path / "checkpoints/9").mkdir(parents=True)
+    checkpoints, said = Checkpoints(str(tmp_path), 2), []
+    assert checkpoints.restore_latest(LARGE_ABSTRACT, said.append) is None
+    assert len(said) == 1 and said[0].endswith("going on from the start")
+    checkpoints.save(9, STATE, HostState({}, {}))
+    checkpoints.close()
+    assert checkpoints.latest() == 9
+
+
+def test_none_is_whole_only_where_none_is(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    for step in (7, 8):
+        flip(tmp_path / f"checkpoints/{step}/values/metadata")
+    checkpoints = Checkpoints(str(tmp_path), 2)
+    with pytest.raises(RunFailed, match=r"no checkpoint is whole \(8: values: .*; 7: values: .*starts anew"):
+        checkpoints.restore_latest(LARGE_ABSTRACT, print)
+    with pytest.raises(RunFailed, match=r"checkpoints/8 is damaged \(values: "):
+        checkpoints.restore(8, LARGE_ABSTRACT)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["7", "8"]
+
+
+def test_a_part_is_verified_too(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    files = (path for path in (tmp_path / "checkpoints/8/state").rglob("*") if path.is_file())
+    flip(max(files, key=lambda path: path.stat().st_size))
+    said, part = [], {"w": LARGE_ABSTRACT["w"]}
+    step, found = Checkpoints(str(tmp_path), 2).restore_part(None, part, said.append)
+    np.testing.assert_array_equal(found["w"], LARGE["w"] + 7)
+    assert step == 7 and said[0].startswith("checkpoint 8 is damaged (")
+    with pytest.raises(RunFailed, match=r"checkpoints/8 is damaged"):
+        Checkpoints(str(tmp_path), 2).restore_part(8, part, print)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda a: a | {"more": a["w"]}, "it has no more"),
+        (lambda a: {"w": a["w"]}, "this config has no m/v"),
+        (lambda a: a | {"w": jax.ShapeDtypeStruct((40, 99), a["w"].dtype)}, r"w is float32\[40, 100\] in it, float32"),
+        (lambda a: a | {"w": jax.ShapeDtypeStruct((40, 100), np.int32)}, r"w is float32.* in it, int32\[40, 100\]"),
+    ],
+)
+def test_another_model_is_no_damage(two_steps, change, named):
+    with pytest.raises(InputError, match=rf"checkpoints/8 does not fit this config: {named}"):
+        Checkpoints(str(two_steps), 2).restore_latest(change(LARGE_ABSTRACT), print)
+    assert sorted(path.name for path in (two_steps / "checkpoints").iterdir()) == ["7", "8"]
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path), 1)
+    assert checkpoints.save(1, STATE, HostState({}, {})) == ""
+    assert checkpoints.save(2, {"w": STATE["w"].at[3].set(jnp.nan)}, HostState({}, {})) == "w"
+    assert checkpoints.kept() == "the last good checkpoint is step 1; the same command goes on from there"
+    checkpoints.close()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]

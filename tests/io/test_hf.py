@@ -460,6 +460,25 @@ def test_tensor_of_another_shape_names_it_and_both_shapes(name, shape, folder, p
     assert name in message and str(wrong) in message and str(shape) in message
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 1e300], ids=["nan", "inf", "beyond float32"])
+@pytest.mark.parametrize("name, shape", [("model.layers.2.mlp.up_proj.weight", (36, 24)), ("model.norm.weight", (24,))])
+def test_a_tensor_with_a_value_that_is_not_finite_is_named(name, shape, bad, folder, partition):
+    values = np.ones(shape)
+    values.flat[-1] = bad
+    edit_tensors(folder, {name: values})
+    message = refusal(lambda: hf.load_params(str(folder), SMALL, partition, jnp.float32))
+    assert f"policy.path: {name} in '{folder}' has 1 values that are not finite, of {values.size}" in message
+
+
+def test_a_shard_with_a_value_that_is_not_finite_is_named(folder):
+    """Of a tensor whose halves lie on two devices, the second."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit_tensors(folder, {name: np.where(np.arange(24)[:, None] < 23, np.ones((24, 36), np.float32), np.nan)})
+    mesh = make_mesh({"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
+    message = refusal(lambda: hf.load_params(str(folder), SMALL, partitioner(mesh, LEARNER)))
+    assert name in message and "not finite" in message
+
+
 def test_missing_tensors_are_counted_and_the_first_is_named(folder, partition):
     gone = ["model.layers.1.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"]
     edit_tensors(folder, dict.fromkeys(gone))
@@ -512,7 +531,7 @@ def test_index_that_names_the_wrong_file(sharded_folder, partition):
     assert "model.norm.weight" in message and index["weight_map"]["model.norm.weight"] in message
 
 
-@pytest.mark.parametrize(("text", "named"), [("{}", " has no weight_map"), ("{\n", ":2: not JSON")])
+@pytest.mark.parametrize(("text", "named"), [("{}", " lacks 'weight_map'"), ("{\n", ":2: not JSON")])
 def test_index_that_is_none(text, named, sharded_folder, partition):
     (sharded_folder / tensor_folder.INDEX).write_text(text)
     assert f"{sharded_folder / tensor_folder.INDEX}{named}" in refusal(load(sharded_folder, partition))

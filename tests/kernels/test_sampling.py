@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas import noise
-from kernels_pallas.verify.sampling import TILE, draw, final_logits
+from kernels_pallas.verify.limits import MOST_KEPT
+from kernels_pallas.verify.sampling import TILE, draw, final_logits, truncate
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.errors import InputError
 from tests.helpers.exact import final_probs, kept, softmax
@@ -69,10 +70,11 @@ def test_a_worked_example():
 
 
 def test_temperature_comes_before_top_p():
-    """At T = 1 the best token has 0.52 of the mass and top-p 0.5 keeps it alone; at T = 4 it has 0.32."""
+    """At T = 1 the best token has 0.52 of the mass and top-p 0.5 keeps it alone; at T = 4 it has 0.32 and the first of
+    two equal ones is kept too."""
     logits = jnp.array([2.0, 1.0, 1.0, 0.0])
     assert np.isfinite(final_logits(logits, Sampling(1.0, 0, 0.5))).tolist() == [True, False, False, False]
-    assert np.isfinite(final_logits(logits, Sampling(4.0, 0, 0.5))).tolist() == [True, True, True, False]
+    assert np.isfinite(final_logits(logits, Sampling(4.0, 0, 0.5))).tolist() == [True, True, False, False]
 
 
 def test_top_p_counts_the_mass_that_top_k_left():
@@ -89,14 +91,48 @@ def test_top_p_next_to_one_keeps_none_that_top_k_cut():
     assert kept.max() <= 50
 
 
-def test_ties_with_the_last_one_kept_are_kept():
-    logits = jnp.array([1.0, 3.0, 1.0, 0.0, 1.0])
-    expected = [True, True, True, False, True]
-    assert np.isfinite(final_logits(logits, Sampling(1.0, 2, 1.0))).tolist() == expected
-    assert np.isfinite(final_logits(logits, Sampling(1.0, 0, 0.8))).tolist() == expected
+@pytest.mark.parametrize("sampling", [Sampling(1.0, 3, 1.0), Sampling(1.0, 0, 0.85)], ids=["top_k", "top_p"])
+@pytest.mark.parametrize("ties", [(1.0, 1.0, 1.0, 1.0), (-0.0, 0.0, -0.0, 0.0), (-0.0, -0.0, 0.0, 0.0)])
+def test_of_equally_likely_tokens_the_lowest_ids_are_kept(ties, sampling):
+    """Zero and minus zero are equally likely."""
+    logits = jnp.array([ties[0], ties[0] + 2.5, ties[1], -9.0, ties[2], ties[3]])
+    cut, mask = truncate(logits, sampling)
+    assert np.flatnonzero(np.isfinite(cut)).tolist() == [0, 1, 2]
+    assert mask.ids[: mask.count].tolist() == [1, 0, 2]
 
 
-@pytest.mark.parametrize("top_k", [0, 5, 6, 1000])
+@given(
+    logits=LOGITS | FINE_LOGITS,
+    temperature=st.sampled_from([0.25, 1.0, 4.0]),
+    top_k=st.integers(0, 11),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_the_ids_returned_are_those_kept(logits, temperature, top_k, top_p):
+    logits = np.array(logits, np.float32)
+    cut, mask = truncate(jnp.array(logits), Sampling(temperature, top_k, top_p))
+    if mask is None:
+        assert (top_k, top_p) == (0, 1.0)
+        np.testing.assert_array_equal(cut, logits)
+        return
+    ids = np.asarray(mask.ids)[: int(mask.count)]
+    assert len(ids) <= min(top_k or MOST_KEPT, len(logits))
+    np.testing.assert_array_equal(np.sort(ids), np.flatnonzero(np.isfinite(cut)))
+    np.testing.assert_array_equal(ids, sorted(ids, key=lambda i: (-logits[i], i)))
+
+
+def test_impossible_tokens_are_not_kept():
+    cut, mask = truncate(jnp.array([-jnp.inf, 1.0, -jnp.inf]), Sampling(1.0, 2, 1.0))
+    assert mask.ids[: mask.count].tolist() == [1] and np.isfinite(cut).tolist() == [False, True, False]
+
+
+def test_top_p_alone_keeps_at_most_512_tokens_and_those_are_part_of_p():
+    """The mass that top-p counts is that of the 512 likeliest tokens."""
+    logits = jnp.zeros(2000)
+    assert truncate(logits, Sampling(1.0, 0, 0.999999))[1].count == MOST_KEPT == 512
+    assert truncate(logits, Sampling(1.0, 0, 0.5))[1].count == 256
+
+
+@pytest.mark.parametrize("top_k", [0, 5, 6, 512])
 def test_top_k_of_the_whole_vocabulary_is_off(top_k):
     logits = jnp.array([1.0, 3.0, -1.0, 0.0, 1.0])
     np.testing.assert_array_equal(final_logits(logits, Sampling(1.0, top_k, 1.0)), logits)
@@ -133,6 +169,7 @@ def test_half_precision_logits_are_cut_in_float32():
         {"temperature": float("nan")},
         {"temperature": float("inf")},
         {"top_k": -1},
+        {"top_k": 513},
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"top_p": -0.5},

@@ -29,7 +29,7 @@ from tests.helpers.blocks import (
     run_block,
     run_drafts,
 )
-from tests.helpers.exact import flat_index, joint, log_softmax, sequences
+from tests.helpers.exact import final_probs, flat_index, joint, log_softmax, sequences
 from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
@@ -449,6 +449,57 @@ def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule,
             np.testing.assert_allclose(got[emitted], expected[emitted], rtol=0, atol=4e-6 if name == "logprobs" else 0)
 
 
+# q that is no distribution: all or some logits NaN, one +inf, none possible.
+NONFINITE = [[np.nan] * 3, [0.3, np.nan, 1.0], [0.0, np.inf, 1.0], [-np.inf] * 3]
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_a_draft_that_is_not_finite_leaves_the_targets_distribution(rule):
+    """After some first tokens q is not finite, at the first for some rollouts: error rates as above.
+
+    Taken for a probability, a NaN q would accept its token with chance p and redraw rejected ones from p.
+    """
+    model, sampling = make_model("random", 3, 2), with_rule(rule)
+    probs = joint(model.p(sampling)).ravel()
+    for after in ([NONFINITE[0], NONFINITE[2], None], [None, NONFINITE[1], NONFINITE[3]]):
+        for token, logits in enumerate(after):
+            model.draft[1][token] = model.target[1][token] if logits is None else logits
+        _, out = run_block(model, sampling, np.arange(50_000))
+        assert_drawn_from(completed(model, sampling, out.tokens, out.num_accepted + 1), probs, at_most=0.02)
+    model.draft[0][...] = NONFINITE[0]
+    _, out = run_block(model, sampling, np.arange(50_000))
+    assert (np.asarray(out.num_accepted) == 0).all()
+    assert_drawn_from(completed(model, sampling, out.tokens, out.num_accepted + 1), probs, at_most=0.02)
+
+
+@pytest.mark.parametrize("logits", NONFINITE, ids=["nan", "one nan", "inf", "impossible"])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_a_draft_ends_before_a_distribution_that_is_not_finite(rule, logits):
+    model, sampling, ids = make_model("random", 3, 3), with_rule(rule, "warm"), np.arange(1000)
+    drafts, _ = run_block(model, sampling, ids)
+    shorter = run_drafts(model, sampling, ids, np.where(np.arange(3) < 1, drafts, -1), deterministic=False)
+    model.draft[1][...] = logits
+    model.draft[2][1] = np.nan
+    found = run_drafts(model, sampling, ids, np.asarray(drafts), deterministic=False)
+    assert set(np.asarray(found.num_accepted).tolist()) == {0, 1}
+    np.testing.assert_array_equal(found.num_accepted, shorter.num_accepted)
+    emitted = np.arange(4) <= np.asarray(found.num_accepted)[:, None]
+    for name in ("tokens", "logprobs"):
+        got, expected = (np.asarray(getattr(out, name)) for out in (found, shorter))
+        np.testing.assert_array_equal(got[emitted], expected[emitted])
+
+
+@pytest.mark.parametrize("rule", [*RATIO_RULES, "coupled"])
+def test_logprobs_of_logits_far_from_zero(rule):
+    """Logits that are multiples of 1 / 64, by 1e4 larger: the same tokens with the same log-probs, to the bit."""
+    model, sampling, ids = make_model("random", 3, 2), with_rule(rule), np.arange(500)
+    model.target = [np.round(64 * table) / 64 for table in model.target]
+    near = run_drafts(model, sampling, ids, np.full((500, 2), 1))
+    model.target = [table + 1e4 for table in model.target]
+    far = run_drafts(model, sampling, ids, np.full((500, 2), 1))
+    jax.tree.map(np.testing.assert_array_equal, far, near)
+
+
 # --- what is returned
 
 
@@ -456,14 +507,15 @@ def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule,
 @pytest.mark.parametrize(
     "rule, name", [*(("rejection", name) for name in SAMPLINGS), ("block", "all three"), ("coupled", "all three")]
 )
-def test_logprobs_are_those_at_temperature_before_top_k_and_top_p(rule, name):
+def test_logprobs_are_those_of_the_distribution_that_tokens_are_sampled_from(rule, name):
     model, sampling = make_model("random", 4, 2), with_rule(rule, name)
     drafts, out = run_block(model, sampling, np.arange(5000))
     tokens, accepted = np.asarray(out.tokens), np.asarray(out.num_accepted)
     logits = model.along(model.target, np.asarray(drafts)).astype(np.float64)
-    expected = np.take_along_axis(log_softmax(logits / sampling.temperature), tokens[..., None], axis=-1)[..., 0]
+    probs = np.take_along_axis(final_probs(logits, sampling), tokens[..., None], axis=-1)[..., 0]
     emitted = np.arange(3) <= accepted[:, None]
-    assert emitted.sum(axis=0).min() > 20
+    assert emitted.sum(axis=0).min() > 20 and (probs[emitted] > 0).all()
+    expected = np.log(probs, where=emitted, out=np.zeros_like(probs))
     # Logits up to 10 and a sum of 4: a few roundings of numbers near 10, each 2**-21.
     np.testing.assert_allclose(out.logprobs[emitted], expected[emitted], rtol=0, atol=4e-6)
 
@@ -585,8 +637,10 @@ def test_a_row_depends_on_nothing_but_itself(sampling):
 
     # One row is another compiled shape: its float32 sums may be ordered otherwise, its tokens may not change.
     for row in range(B):
-        tokens, accepted, logprobs = run(np.array([row]))
+        tokens, accepted, logprobs, *mask = run(np.array([row]))
         emitted = int(accepted[0]) + 1
         assert emitted == together[1][row] + 1
         np.testing.assert_array_equal(tokens[0, :emitted], together[0][row, :emitted])
         np.testing.assert_allclose(logprobs[0, :emitted], together[2][row, :emitted], rtol=0, atol=1e-5)
+        for got, expected in zip(mask, together[3:], strict=True):
+            np.testing.assert_array_equal(got[0, :emitted], expected[row, :emitted])

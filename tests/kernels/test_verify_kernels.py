@@ -49,21 +49,18 @@ def test_statistics_equal_the_definition(backend, V):
     R, temperature = 3, 0.7
     x = logits_of(V, R, V)
     x[1, -200:] = -np.inf
-    cut = np.array([-1.0, -np.inf, 2.0], np.float32)
     outside = (np.random.default_rng(0).random(V) < 0.3).astype(np.float32)
-    options = TileOptions(V, temperature, cut=True, outside=True, best=True, noise=True)
-    found = KERNELS[backend].statistics(options, x, cut, outside, noise_of(R))
+    options = TileOptions(V, temperature, outside=True, best=True, noise=True)
+    found = KERNELS[backend].statistics(options, x, outside, noise_of(R))
     scaled = x / np.float32(temperature)
     top = tiled(scaled, -np.inf).max(axis=-1)
     weights = np.exp(tiled(scaled, -np.inf).astype(np.float64) - np.where(top > -np.inf, top, 0)[..., None])
-    kept = weights * (tiled(x, -np.inf) >= cut[:, None, None])
     seed, ids, positions = noise_of(R)
-    noisy = np.where(x >= cut[:, None], scaled, -np.inf) + np.asarray(counter.gumbel_rows(seed, ids, positions, V))
+    noisy = scaled + np.asarray(counter.gumbel_rows(seed, ids, positions, V))
     noisy = tiled(noisy, -np.inf)
     np.testing.assert_allclose(found.top, top, rtol=3e-7)
     np.testing.assert_allclose(found.total, weights.sum(axis=-1), rtol=1e-5)
-    np.testing.assert_allclose(found.kept, kept.sum(axis=-1), rtol=1e-5)
-    np.testing.assert_allclose(found.outside, (kept * tiled(outside[None], 0)).sum(axis=-1), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(found.outside, (weights * tiled(outside[None], 0)).sum(axis=-1), rtol=1e-5, atol=1e-30)
     np.testing.assert_allclose(found.best, noisy.max(axis=-1), rtol=1e-6)
     possible = noisy.max(axis=-1) > -np.inf
     best = noisy.argmax(axis=-1) + np.arange(noisy.shape[1]) * TILE
@@ -87,19 +84,18 @@ def test_of_equal_tokens_the_first_is_the_best(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [None, 0.5])
 @pytest.mark.parametrize("V", [300, 700, 5000])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_residual_equals_the_definition(backend, V, cut):
+def test_residual_equals_the_definition(backend, V):
     N, temperature = 5, 1.3
-    target, draft = logits_of(V, 4, V), logits_of(V + 1, N, V, impossible=0.6)
+    target, draft = logits_of(V, 4, V, impossible=0.4), logits_of(V + 1, N, V, impossible=0.6)
     row = np.array([2, 0, 0, 3, 1], np.int32)
     scale = np.array([1.0, 0.3, 0.9, 0.0, 1.0], np.float32)
     p_norm, q_norm = np.full(N, 9.0, np.float32), np.linspace(8, 10, N).astype(np.float32)
-    cuts = None if cut is None else np.full(N, cut, np.float32)
-    options = TileOptions(V, temperature, cut is not None)
-    found = KERNELS[backend].residual(options, target, row, draft, ResidualTerms(scale, p_norm, q_norm, cuts))
-    p = np.exp(target[row].astype(np.float64) / temperature - 9.0) * (target[row] >= (-np.inf if cut is None else cut))
+    found = KERNELS[backend].residual(
+        TileOptions(V, temperature), target, row, draft, ResidualTerms(scale, p_norm, q_norm)
+    )
+    p = np.exp(target[row].astype(np.float64) / temperature - 9.0)
     q = np.exp(draft.astype(np.float64) / temperature - q_norm[:, None])
     expected = tiled(np.maximum(scale[:, None] * p - q, 0), 0).sum(axis=-1)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
@@ -173,6 +169,28 @@ def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     inputs = with_draft(case(3, 3, False, "equal"), deterministic=SOME, num_drafted=num_drafted)
     accepted = compare(backend, SAMPLINGS[name], inputs)
     assert (accepted <= num_drafted).all() and (accepted[[1, 3]] == [1, 3]).all() | (name not in ("rejection", "block"))
+
+
+@pytest.mark.parametrize("backend, rule", slow_but([("tpu", "block")], ["gpu", "tpu"], ["rejection", "block"]))
+def test_drafts_that_are_not_finite_are_the_references(backend, rule):
+    """They end before it: a NaN in the first tile or in the last, +inf, no possible token."""
+    inputs = case(3, 3, False, "equal")
+    logits = inputs.draft.logits.at[0, 1, 5].set(jnp.nan).at[1, 2, V - 1].set(jnp.nan).at[2, 0].set(jnp.nan)
+    logits = logits.at[3, 1, 700].set(jnp.inf).at[4, 1].set(-jnp.inf)
+    accepted = compare(backend, Sampling(rule=rule), with_draft(inputs, logits=logits))
+    assert accepted.tolist() == [1, 2, 0, 1, 1, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend, rule", [("gpu", "coupled"), ("tpu", "block"), ("tpu", "rejection")])
+def test_equally_likely_tokens_at_the_border_are_the_references(backend, rule):
+    """Logits in steps of 1: dozens tie with the last one kept, of which the lowest ids stay."""
+    inputs = with_draft(case(3, 1, True), deterministic=SOME)
+    inputs = dataclasses.replace(inputs, target_logits=jnp.round(inputs.target_logits))
+    mask = reference.verify(inputs, sampling := Sampling(0.8, 40, 0.97, rule)).mask
+    smallest = jnp.take_along_axis(inputs.target_logits, jnp.take_along_axis(mask.ids, mask.count[..., None] - 1, 2), 2)
+    assert ((inputs.target_logits >= smallest).sum(axis=-1) > mask.count).any()
+    compare(backend, sampling, inputs)
 
 
 @pytest.mark.slow

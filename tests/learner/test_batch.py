@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
-from specrl_jax.learner.batch import ROW_BUCKETS, Packing, TrainingBatch, learner_batch, pack_minibatches, packing_unit
+from specrl_jax.learner.batch import (
+    ROW_BUCKETS,
+    Packing,
+    TrainingBatch,
+    ids_per_row,
+    learner_batch,
+    pack_minibatches,
+    packing_unit,
+)
 from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.helpers.slow import slow_but
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
@@ -53,14 +61,25 @@ def test_the_unit_divides_for_devices_microbatches_and_the_draft():
     assert packing_unit(4, 6, 2) == 24 and packing_unit(4, 0, 1) == 4
 
 
-def training_batch(seed=0, rollouts=8):
+def training_batch(seed=0, rollouts=8, masks=False):
     rng = np.random.default_rng(seed)
     prompt, response = rng.integers(1, 5, rollouts), rng.integers(1, 8, rollouts)
     tokens = np.zeros((rollouts, T), np.int32)
     logprobs = np.zeros((rollouts, T), np.float32)
     for i, (p, r) in enumerate(zip(prompt, response)):
         tokens[i, : p + r], logprobs[i, p : p + r] = rng.integers(2, 97, p + r), -4.85 + rng.normal(0, 0.3, r)
-    record = types.SimpleNamespace(tokens=tokens, logprobs=logprobs, prompt_length=prompt, length=prompt + response)
+    position = np.arange(T)
+    responses = (position >= prompt[:, None]) & (position < (prompt + response)[:, None])
+    mask_count = np.where(responses, rng.integers(1, 9, (rollouts, T)), 0) if masks else np.zeros((rollouts, 0), int)
+    ids = [rng.integers(2, 97, n) for n in mask_count.sum(axis=1)]
+    record = types.SimpleNamespace(
+        tokens=tokens,
+        logprobs=logprobs,
+        prompt_length=prompt,
+        length=prompt + response,
+        mask_count=mask_count,
+        masks=lambda: ids,
+    )
     loss_mask = np.ones(rollouts, bool)
     loss_mask[3] = False
     return TrainingBatch(record, rng.normal(size=rollouts).astype(np.float32), loss_mask)
@@ -84,6 +103,32 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
     assert (
         packed.rows.segments[packed.rows.segments == 0].size + drawn.rollouts.length.sum()
     ) == packed.rows.tokens.size
+
+
+def test_every_target_has_the_ids_that_sampling_kept():
+    drawn = training_batch(masks=True)
+    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, Packing(2 * T, 2, 1))
+
+    def found(rows):
+        assert rows.kept.ids.shape[1] % rows.tokens.shape[1] == 0 and ((rows.kept.count > 0) == rows.mask).all()
+        ids = []
+        for row, count in zip(rows.kept.ids, rows.kept.count):
+            assert (row[count.sum() :] == -1).all()
+            ids.append(np.split(row[: count.sum()], np.cumsum(count)[:-1]))
+        targets = zip(*np.nonzero(rows.mask))
+        return sorted((int(rows.targets[b, t]), int(rows.positions[b, t]), ids[b][t].tolist()) for b, t in targets)
+
+    by_hand = []
+    for tokens, count, ids in zip(drawn.rollouts.tokens, drawn.rollouts.mask_count, drawn.rollouts.masks()):
+        parts = np.split(ids, np.cumsum(count)[:-1])
+        by_hand += [(int(tokens[t]), int(t) - 1, parts[t].tolist()) for t in np.flatnonzero(count)]
+    assert found(packed.rows) == found(padded.rows) == sorted(by_hand)
+    assert learner_batch(training_batch(), 0).rows.kept is None
+
+
+@pytest.mark.parametrize(("most", "room"), [(0, 8), (8, 8), (9, 16), (33, 64), (8 * 512, 8 * 512)])
+def test_room_for_ids_has_few_sizes(most, room):
+    assert ids_per_row(8, most) == room
 
 
 OBJECTIVES = {

@@ -20,9 +20,21 @@ def test_a_skipped_update_changes_no_bit(healthy):
     params = {"w": jnp.array([1.0, 2.0])}
     state = init_state(params, {"w": SPECS["final_norm"]}, optimizer, partition_of("one"))
     before = jax.device_get(state)
-    after = jax.jit(apply_gradient, static_argnums=2)(state, {"w": jnp.array([0.5, np.nan])}, optimizer, healthy)
+    gradient = {"w": jnp.array([0.5, np.nan])}
+    after, growth = jax.jit(apply_gradient, static_argnums=2)(state, gradient, optimizer, healthy)
+    assert np.isnan(growth) if healthy else growth == 1.0
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), jax.device_get(after), before)
     assert all(jax.tree.leaves(same)) == (not healthy)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1e6])
+def test_the_growth_of_an_update(rate):
+    """Adam's first update moves each weight by the rate, against its gradient."""
+    optimizer = make_optimizer(OptimizerConfig("adamw", rate))
+    state = init_state({"w": jnp.array([1.0, 2.0])}, {"w": SPECS["final_norm"]}, optimizer, partition_of("one"))
+    _, growth = jax.jit(apply_gradient, static_argnums=2)(state, {"w": jnp.array([-1.0, 1.0])}, optimizer, True)
+    # Adam's epsilon is 1e-8 of the gradient, and its bias corrections are a few float32 roundings.
+    np.testing.assert_allclose(growth, np.hypot(1 + rate, 2 - rate) / np.hypot(1, 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import DraftTerms, shift_left
-from specrl_jax.models import lm_head
-from specrl_jax.models.lm_head import TargetDistribution, Tiling, TokenScores, draft_terms, token_scores
+from specrl_jax.models import vocab_tiles
+from specrl_jax.models.lm_head import TargetDistribution, TokenScores, draft_terms, token_scores
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
@@ -43,7 +44,7 @@ def assert_gradients_close(got, want, share=GRADIENT):
 @pytest.fixture
 def float64(monkeypatch):
     """The code under test in float64: `matmul` rounds to float32 whatever it gets."""
-    monkeypatch.setattr(lm_head, "matmul", jnp.einsum)
+    monkeypatch.setattr(vocab_tiles, "matmul", jnp.einsum)
     with jax.enable_x64(True):
         yield
 
@@ -118,26 +119,54 @@ def test_in_float64_the_formulas_agree_to_the_last_digits(entries, float64):
     assert_gradients_close(gradients, expected_gradients, 1e-13)
 
 
-@pytest.mark.parametrize(("shift", "entries"), [(-768.0, 7), (512.0, 0)])
-def test_logits_hundreds_away_from_zero(shift, entries):
-    """Their softmax is that of logits near zero, and so is its entropy, to the bit of what the maximum leaves.
+def widened(x, column):
+    """x with one more column at the end."""
+    return np.concatenate([x, np.broadcast_to(column, x.shape[:-1])[..., None]], axis=-1).astype(np.float32)
+
+
+@pytest.mark.parametrize(("shift", "entries"), [(-768.0, 7), (512.0, 0), (1e4, 7), (-1e4, 7)])
+def test_logits_far_from_zero(shift, entries):
+    """Their softmax is that of logits near zero: log-probs and entropy to the bit, gradients to the usual tolerance.
 
     Hidden states and table are multiples of 1 / 8, so that the logits are exact wherever they lie.
     """
     hidden, table, targets, cotangents = inputs_of(V)
     hidden, table = (np.round(8 * x) / 8 for x in (hidden, table))
-    further = np.concatenate([hidden, np.ones((B, T, 1))], axis=-1), np.pad(table, ((0, 0), (0, 1)))
-    further[1][:, -1] = shift
-    further = tuple(x.astype(np.float32) for x in further)
+    further = widened(hidden, 1.0), widened(table, shift)
     near, _ = graded_scores(hidden, table, targets, cotangents, tiling(entries))
     far, gradients = graded_scores(*further, targets, cotangents, tiling(entries))
     np.testing.assert_array_equal(far.entropy, near.entropy)
-    # Numbers near 1024 come in steps of 2**-14, and a log-prob is the difference of two of them.
+    np.testing.assert_array_equal(far.logprobs, near.logprobs)
     expected, _, expected_gradients = scores_by_hand(*further, targets, cotangents, 1.0)
-    np.testing.assert_allclose(far.logprobs, expected.logprobs, rtol=0, atol=2**-13)
-    np.testing.assert_allclose(far.normaliser, expected.normaliser, rtol=0, atol=2**-13)
-    # So are probabilities, by as much of themselves.
-    assert_gradients_close(gradients, expected_gradients, 2**-12)
+    # The one number that is itself that large.
+    np.testing.assert_allclose(far.normaliser, expected.normaliser, rtol=2**-24)
+    # Without the last column, whose derivative by a hidden state is of the size of the shift.
+    without = [[x[..., :D] for x in found] for found in (gradients, expected_gradients)]
+    assert_gradients_close(*without)
+
+
+# Ids whose logits overflow to -inf: the whole first tile of 7, and one id in another.
+IMPOSSIBLE = np.isin(np.arange(V), [*range(7), 20])
+
+
+@pytest.mark.parametrize("entries", [0, 7])
+def test_tokens_with_logits_of_minus_infinity_do_not_exist(entries):
+    """Scores and gradients are those of the vocabulary without them; the log-prob of one is -inf, not NaN."""
+    hidden, table, targets, cotangents = inputs_of(V)
+    kept = np.flatnonzero(~IMPOSSIBLE)
+    targets = kept[targets % len(kept)].astype(np.int32)
+    huge = widened(hidden, 1e20), widened(table, np.where(IMPOSSIBLE, -1e20, 0.0))
+    found, (to_hidden, to_table) = graded_scores(*huge, targets, cotangents, tiling(entries))
+    expected, _, expected_gradients = scores_by_hand(
+        hidden, table[kept], np.searchsorted(kept, targets), cotangents, 1.0
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)
+    assert_gradients_close((to_hidden[..., :D], to_table[kept, :D]), expected_gradients)
+    np.testing.assert_array_equal(to_table[IMPOSSIBLE], 0.0)
+    targets[0, 0] = 20
+    found, gradients = graded_scores(*huge, targets, cotangents, tiling(entries))
+    assert found.logprobs[0, 0] == -np.inf
+    assert all(np.isfinite(x).all() for x in (found.entropy, *gradients))
 
 
 @pytest.mark.parametrize("narrow", ["hidden", "table"])
@@ -319,6 +348,41 @@ def test_in_float64_the_terms_agree_to_the_last_digits(entries, float64):
     assert found.overlap.dtype == np.float64
     assert_terms_close(found, expected, rtol=0, atol=1e-13)
     assert_gradients_close(gradients, expected_gradients, 1e-13)
+
+
+@pytest.mark.parametrize("entries", [0, 5])
+def test_drafts_of_tokens_with_logits_of_minus_infinity(entries):
+    """Where target and draft both rule a token out, terms and gradients are those of the vocabulary without it."""
+    outputs, table, target, cotangents = pairs_of(IDS[13])
+    kept = ~IMPOSSIBLE[IDS[13]]
+    assert 0 < kept.sum() < len(kept)
+    column = np.where(kept, 0.0, -1e20)
+    huge = target._replace(hidden=widened(target.hidden, 1e20), table=widened(target.table, column))
+    found, (to_outputs, to_table) = graded_terms(
+        widened(outputs, 1e20), widened(table, column), huge, cotangents, tiling(entries)
+    )
+    few = target._replace(table=target.table[kept])
+    expected, _, expected_gradients = exact_terms(outputs, table[kept], few, cotangents, 1.0)
+    assert_terms_close(found, expected, **CLOSE)
+    assert_gradients_close((to_outputs[..., :WIDE], to_table[kept, :WIDE]), expected_gradients)
+    np.testing.assert_array_equal(to_table[~kept], 0.0)
+
+
+@pytest.mark.parametrize("entries", [0, 5])
+def test_drafts_with_logits_far_from_zero(entries):
+    """At 1e4 the cross-entropy and its gradient are those near zero; p's own rounding is in the overlap alone."""
+    outputs, table, target, cotangents = pairs_of(IDS[13])
+    cotangents[1] = 0.0
+    # Multiples of 1 / 8: exact wherever they lie.
+    exact = [np.round(8 * x) / 8 for x in (outputs, table, target.hidden, target.table)]
+    near = TargetDistribution(*exact[2:], target.normaliser)
+    far = TargetDistribution(widened(exact[2], 1.0), widened(exact[3], -1e4), target.normaliser - np.float32(1e4))
+    found, gradients = graded_terms(widened(exact[0], 1.0), widened(exact[1], 1e4), far, cotangents, tiling(entries))
+    expected, _, expected_gradients = exact_terms(*exact[:2], near, cotangents, 1.0)
+    for name in ("cross_entropy", "entropy"):
+        got, want = (np.where(TAUGHT, getattr(terms, name), 0.0) for terms in (found, expected))
+        np.testing.assert_allclose(got, want, **CLOSE, err_msg=name)
+    assert_gradients_close([x[..., :WIDE] for x in gradients], expected_gradients)
 
 
 def test_no_gradient_goes_to_the_target():

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 
 from experiments.robustness import rewards as robustness
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.rewards import pool, worker
+from specrl_jax.rewards import process as worker_process
+from specrl_jax.rewards.function import Function
+from specrl_jax.rewards.messages import Outcome, Row, receive, send
 from specrl_jax.rewards.pool import Workers
 from specrl_jax.rewards.scorer import GIB, Scorer
-from specrl_jax.rewards.worker import Row
 
 ROOT = pathlib.Path(__file__).parents[2]
 OBEY = "tests.rewards.hostile:obey"
@@ -49,13 +52,13 @@ def test_parts_total_and_correct():
     names = ("math", "boxed_format", "tests.rewards.hostile:length")
     with Scorer(names, (2.0, 0.5, -0.25), workers=1) as scorer:
         scores = scorer(["\\boxed{17}", "\\boxed{18}", "17", "x"], ["17", "17", "17", "17"])
-    assert list(scores.parts) == list(names)
-    np.testing.assert_array_equal(scores.parts["math"], [1, 0, 1, 0])
-    np.testing.assert_array_equal(scores.parts["boxed_format"], [1, 1, 0, 0])
-    np.testing.assert_array_equal(scores.parts[names[2]], [10, 10, 2, 1])
+    assert list(scores.rewards) == list(names)
+    np.testing.assert_array_equal(scores.rewards["math"], [1, 0, 1, 0])
+    np.testing.assert_array_equal(scores.rewards["boxed_format"], [1, 1, 0, 0])
+    np.testing.assert_array_equal(scores.rewards[names[2]], [10, 10, 2, 1])
     np.testing.assert_array_equal(scores.total, [0.0, -2.0, 1.5, -0.25])
     np.testing.assert_array_equal(scores.correct, [True, False, True, False])
-    assert scores.total.dtype == scores.parts["math"].dtype == np.float32 and scores.correct.dtype == bool
+    assert scores.total.dtype == scores.rewards["math"].dtype == np.float32 and scores.correct.dtype == bool
     assert scores.failures == {} and scores.extracted == ["17", "18", "17", None]
 
 
@@ -79,10 +82,8 @@ def test_parts_total_and_correct():
 )
 def test_extracted_answers(name, response, stated):
     reader = worker.BUILT_IN[name].extract if name in worker.BUILT_IN else None
-    outcome = worker.score_row(
-        worker.Worker((lambda *_: 1.0,), reader, "", 4 * GIB, worker.address_space()), Row(response, "")
-    )
-    assert outcome == ((1.0,), stated, "", "")
+    one = worker.Worker({name: Function(lambda *_: 1.0)}, reader, 4 * GIB, worker.address_space())
+    assert worker.score_row(one, Row(response, "")) == Outcome((1.0,), extracted=stated)
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 500])
@@ -90,7 +91,7 @@ def test_order_is_kept(count, scorer):
     scores = scorer([f"\\boxed{{{i}}}" for i in range(count)], [str(i - i % 3) for i in range(count)])
     np.testing.assert_array_equal(scores.correct, np.arange(count) % 3 == 0)
     assert scores.extracted == [str(i) for i in range(count)]
-    assert scores.total.shape == scores.parts["math"].shape == (count,)
+    assert scores.total.shape == scores.rewards["math"].shape == (count,)
 
 
 def test_any_text_reaches_the_workers():
@@ -148,8 +149,8 @@ def test_the_first_failure_is_reported():
 def test_a_failed_answer_scores_0_in_every_reward():
     with Scorer(("boxed_format", OBEY), workers=1) as scorer:
         scores = score(scorer, ["fail", "\\boxed{17}", "return 3"])
-    np.testing.assert_array_equal(scores.parts["boxed_format"], [0, 1, 0])
-    np.testing.assert_array_equal(scores.parts[OBEY], [0, 1, 3])
+    np.testing.assert_array_equal(scores.rewards["boxed_format"], [0, 1, 0])
+    np.testing.assert_array_equal(scores.rewards[OBEY], [0, 1, 3])
     assert scores.extracted == [None] * 3
 
 
@@ -160,22 +161,28 @@ def test_a_failed_answer_scores_0_in_every_reward():
     ids=["slower than half the limit", "slower than a chunk"],
 )
 def test_slow_answers_get_the_full_limit(monkeypatch, timeout, chunk_seconds, responses):
-    monkeypatch.setattr(pool, "CHUNK_SECONDS", chunk_seconds)
+    monkeypatch.setattr(worker_process, "CHUNK_SECONDS", chunk_seconds)
     with Scorer((OBEY,), timeout=timeout, workers=2) as scorer:
         scores = score(scorer, responses)
     assert scores.failures == {} and scores.total.sum() == 8
 
 
-def test_a_worker_stops_when_the_time_of_its_chunk_is_over(monkeypatch):
+def test_a_worker_stops_when_the_time_of_its_chunk_is_over():
     """The slow answer is the second of five: the others go to whoever is free."""
-
-    def wait(response, answer):
-        time.sleep(float(response))
-        return 1.0
-
-    monkeypatch.setattr(worker, "this_worker", worker.Worker((wait,), None, "", GIB, worker.address_space()))
-    rows = [Row(seconds, "") for seconds in ("0", "0.3", "0", "0", "0")]
-    assert [len(worker.score_rows(rows, seconds)) for seconds in (0.0, 0.2, 10.0)] == [1, 2, 5]
+    ours, theirs = socket.socketpair()
+    with ours, ThreadPoolExecutor(1) as thread:
+        served = thread.submit(worker.serve, theirs, [OBEY], GIB)
+        assert receive(ours) == ["", []]
+        rows = [[response, "", {}] for response in ("fine", "sleep 0.3", "fine", "fine", "fine")]
+        for number, (seconds, count) in enumerate([(0.0, 1), (0.2, 2), (10.0, 5)]):
+            send(ours, [number, seconds, rows])
+            states = [receive(ours)[2] for _ in range(count)]
+            assert states == ["more"] * (count - 1) + ["more" if count == 5 else "enough"]
+        send(ours, [7])
+        assert receive(ours) == [7]
+        ours.shutdown(socket.SHUT_RDWR)
+        assert served.result() is None
+    theirs.close()
 
 
 @pytest.mark.slow
@@ -195,6 +202,19 @@ def test_the_time_limit_is_enforced(obey):
         assert time.monotonic() - start < LIMIT + 2.0
 
 
+def test_a_stop_ends_slow_scoring(obey):
+    """Twenty answers of 2 s each would take two workers 20 s."""
+
+    def stop():
+        raise Stopped
+
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        obey(["spin"] * 20, ["17"] * 20, None, stop)
+    assert time.monotonic() - begun < 8.0
+    assert score(obey, ["fine"]).failures == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_workers_killed_while_idle_are_replaced(seconds):
@@ -209,13 +229,13 @@ def test_workers_killed_while_idle_are_replaced(seconds):
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start_raise(monkeypatch):
+def test_workers_that_cannot_start_end_the_run(tmp_path, monkeypatch):
+    (tmp_path / "aborts.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(pool, "LOSSES", 2)
-    monkeypatch.setattr(worker, "initialise", os.abort)
-    workers = Workers(("exact",), 1.0, 1, GIB)
-    with pytest.raises(RuntimeError, match="without a result"):
+    workers = Workers(("aborts:f",), 1.0, 2, GIB)
+    with pytest.raises(RunFailed, match=r"^reward workers die: 4 times in a row; the last was ended by SIGABRT$"):
         workers.score([Row("#1", "1")] * 3)
-    workers.close()
 
 
 def test_workers_outlive_the_thread_that_first_used_them():
@@ -329,7 +349,7 @@ def run_program(tmp_path, program, **options):
 
 
 BUSY = f"""
-    import contextlib, multiprocessing, threading, time
+    import contextlib, psutil, threading, time
     from specrl_jax.rewards.scorer import Scorer
     scorer = Scorer(("{OBEY}",), timeout=1000, workers=3)
     scorer(["fine"] * 100, [""] * 100)
@@ -338,7 +358,7 @@ BUSY = f"""
             scorer(["compute", "spin"], ["", ""])
     threading.Thread(target=work, daemon=True).start()
     time.sleep(1)
-    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
 """
 
 
@@ -361,7 +381,7 @@ def test_workers_end_with_their_parent(tmp_path, number):
     """One idle, one busy in Python, one busy in C."""
     process = run_program(tmp_path, BUSY + "    time.sleep(1000)\n")
     workers = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(workers) == 3 and all(map(is_running, workers))
+    assert len(workers) == 3 * 3 and all(map(is_running, workers))
     process.send_signal(number)
     process.wait()
     assert wait_for_end(workers) == []
@@ -418,45 +438,11 @@ def test_workers_print_nothing(tmp_path):
     assert run_program(tmp_path, program).communicate(timeout=120) == ("", "")
 
 
-def test_a_worker_whose_pool_is_gone_is_silent(capfd):
-    """A pool that is closed takes its locks along while its workers still import."""
-    context = pool.Spawn()
-    lock = context.RLock()
-    process = context.Process(target=print, args=(lock,))
-    process.start()
-    del lock
-    process.join()
-    assert process.exitcode == 0 and capfd.readouterr() == ("", "")
-
-
 def test_starting_does_not_wait():
     with Scorer(("math",), workers=2) as scorer:
         start = time.monotonic()
         scorer.start()
         assert time.monotonic() - start < 1.0
-
-
-@pytest.mark.slow
-def test_main_module_is_hidden_from_workers_only(tmp_path):
-    """Other processes that are spawned know their main module."""
-    program = """
-        import multiprocessing
-        from specrl_jax.rewards.scorer import Scorer
-
-        def name(queue):
-            queue.put(__name__)
-
-        if __name__ == "__main__":
-            with Scorer(("exact",), workers=1) as scorer:
-                scorer(["#1"], ["1"])
-                context = multiprocessing.get_context("spawn")
-                queue = context.Queue()
-                process = context.Process(target=name, args=(queue,))
-                process.start()
-                print(queue.get(timeout=60))
-                process.join()
-    """
-    assert run_program(tmp_path, program).communicate(timeout=120) == ("__mp_main__\n", "")
 
 
 # ---- mistakes
@@ -484,9 +470,9 @@ def test_a_mistake_is_one_line(names, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import os; os._exit(0)", "ends the process"),
-        ("import os; os.abort()", "ends the process"),
-        pytest.param("while True: pass", "takes more than 3 s", marks=pytest.mark.slow),
+        ("import os; os._exit(0)", "the worker ended with status 0"),
+        ("import os; os.abort()", "the worker was ended by SIGABRT"),
+        pytest.param("while True: pass", "the worker takes more than 3 s to start", marks=pytest.mark.slow),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
         ("def f(response, answer) 1", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit"),
@@ -495,7 +481,7 @@ def test_a_mistake_is_one_line(names, message):
 def test_a_module_that_does_not_import(tmp_path, monkeypatch, source, message):
     (tmp_path / "module_of_a_user.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(pool, "START_SECONDS", 3.0)
+    monkeypatch.setattr(worker_process, "START_SECONDS", 3.0)
     with pytest.raises(InputError, match=rf"reward\.name: .*module_of_a_user:f.*{message}"):
         Scorer(("module_of_a_user:f",), workers=1)
 

@@ -17,7 +17,8 @@ from specrl_jax.core import Mean
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.models import qwen3
-from specrl_jax.models.lm_head import TargetDistribution, Tiling, draft_terms
+from specrl_jax.models.lm_head import TargetDistribution, draft_terms
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
     DECAY,
     LOSSES,

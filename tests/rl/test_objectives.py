@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.errors import InputError
-from specrl_jax.rl.aggregation import AGGREGATIONS
+from specrl_jax.rl.aggregation import AGGREGATIONS, aggregate
 from specrl_jax.rl.importance_sampling import CORRECTIONS
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss, kl_estimate
 
@@ -67,6 +67,8 @@ def reference(x, spans, o, ratio_of=None):
                 loss, is_clipped = -bounded * A * logprobs[t], bounded != ratio
             else:
                 loss, is_clipped = -min(ratio * A, bounded * A), bounded * A < ratio * A
+                if A < 0 and o.clip_dual and loss > -o.clip_dual * A:
+                    loss, is_clipped = -o.clip_dual * A, True
             clipped += is_clipped
             if o.correction != "none":
                 w = weight_of_all if o.correction.startswith("sequence") else math.exp(old[t] - behaviour[t])
@@ -103,18 +105,18 @@ PAIRS = list(itertools.product(LOSSES, AGGREGATIONS))
 
 
 def case(loss, aggregation, correction):
-    objective = Objective(0.2, 0.28, 0.3, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
+    objective = Objective(0.2, 0.28, 0.3, 3.0, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
     # `make test` has each loss with each aggregation, the corrections in turn; `make test-all` every combination.
     fast = CORRECTIONS[PAIRS.index((loss, aggregation)) % len(CORRECTIONS)] == correction
     return pytest.param(objective, marks=() if fast else pytest.mark.slow)
 
 
 CASES = [case(*pair, correction) for pair in PAIRS for correction in CORRECTIONS]
-CASES += [Objective(0.1, 0.4, 0.7, kl=kl, longest=LONGEST) for kl in ESTIMATORS]
+CASES += [Objective(0.1, 0.4, 0.7, dual, kl=kl, longest=LONGEST) for kl, dual in zip(ESTIMATORS, (0.0, 1.5))]
 
 
 def name(o):
-    return f"{o.loss}-{o.aggregation}-{o.kl}-{o.correction}"
+    return f"{o.loss}-{o.aggregation}-{o.kl}-{o.correction}-{o.clip_dual}"
 
 
 @pytest.mark.parametrize("o", CASES, ids=name)
@@ -161,6 +163,7 @@ def test_the_cases_reach_every_branch():
     x, spans = batch()
     ratio = np.exp(x["logprobs"] - x["old"])[x["mask"]]
     assert ratio.min() < 0.8 and ratio.max() > 1.28
+    assert (ratio[x["advantages"][x["mask"]] < 0] > 3.0).any()
     mean = [np.mean((x["logprobs"] - x["old"])[row, span]) for row, span in spans]
     assert np.exp(min(mean)) < 0.8 or np.exp(max(mean)) > 1.28
     weight = [np.exp((x["old"] - x["behaviour"])[row, span]) for row, span in spans]
@@ -253,6 +256,111 @@ def test_clipping_by_sign_of_the_advantage(advantage, ratio, loss, gradient, cli
     assert float(metrics.clip_fraction.total) == clipped
 
 
+E20 = math.exp(20)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio", "dual", "loss", "gradient", "clipped"),
+    [
+        # Dual clipping: a bad token that became much likelier counts as three times likelier.
+        (-2.0, math.log(2.9), 3.0, 5.8, 5.8, 0),
+        (-2.0, math.log(3.1), 3.0, 6.0, 0.0, 1),
+        (-2.0, math.log(3.1), 0.0, 6.2, 6.2, 0),
+        # exp would overflow, and 0 x inf be the gradient of what is clipped.
+        (1.0, 100.0, 3.0, -(1 + HIGH), 0.0, 1),
+        (-1.0, 100.0, 3.0, 3.0, 0.0, 1),
+        (-1.0, 100.0, 0.0, E20, 0.0, 0),
+        (1.0, -100.0, 3.0, -1 / E20, 0.0, 0),
+        (-1.0, -100.0, 3.0, 1 - LOW, 0.0, 1),
+        (1.0, 1e30, 3.0, -(1 + HIGH), 0.0, 1),
+        (-1.0, 1e30, 3.0, 3.0, 0.0, 1),
+        # A log-prob of -inf.
+        (1.0, -np.inf, 3.0, -1 / E20, 0.0, 0),
+        (-1.0, -np.inf, 3.0, 1 - LOW, 0.0, 1),
+        (0.0, 100.0, 3.0, 0.0, 0.0, 0),
+    ],
+)
+def test_extreme_ratios(advantage, log_ratio, dual, loss, gradient, clipped):
+    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, dual)
+
+    def total(logprobs):
+        metrics = metrics_from(logprobs, old, None, jnp.array([advantage]), mask, o)
+        return metrics.loss.total, metrics
+
+    (got, metrics), got_gradient = jax.value_and_grad(total, has_aux=True)(jnp.full((1, 1), log_ratio))
+    np.testing.assert_allclose(got, loss, rtol=2e-6)
+    np.testing.assert_allclose(got_gradient, [[gradient]], rtol=2e-6)
+    assert float(metrics.clip_fraction.total) == clipped
+
+
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "loss", "gradient"),
+    [
+        # The mean is bounded, not each token's: two large ones that cancel leave an ordinary ratio.
+        ((100.0, -99.0, 0.0, 0.0), -1.0, math.exp(0.25), math.exp(0.25) / 4),
+        ((100.0, 0.0, 0.0, 0.0), -1.0, 3.0, 0.0),
+        ((400.0, 0.0, 0.0, 0.0), 1.0, -(1 + HIGH), 0.0),
+        ((-400.0, 0.0, 0.0, 0.0), -1.0, 1 - LOW, 0.0),
+    ],
+)
+def test_extreme_ratios_of_an_answer(log_ratios, advantage, loss, gradient):
+    old, mask = jnp.zeros((1, 4)), jnp.ones((1, 4), bool)
+    o = Objective(LOW, HIGH, 0.0, loss="gspo", aggregation="sequence")
+
+    def value(logprobs):
+        return metrics_from(logprobs, old, None, jnp.array([advantage]), mask, o).loss.value()
+
+    got, got_gradient = jax.value_and_grad(value)(jnp.array([log_ratios]))
+    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    np.testing.assert_allclose(got_gradient, np.full((1, 4), gradient), rtol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("log_ratio", "weight"), [(100.0, 1 + HIGH), (-100.0, 1 - LOW)])
+def test_extreme_weights_of_cispo_keep_their_gradient(log_ratio, weight, advantage):
+    old, mask, o = jnp.zeros((1, 1)), jnp.ones((1, 1), bool), Objective(LOW, HIGH, 0.0, loss="cispo")
+    gradient = jax.grad(lambda x: metrics_from(x, old, None, jnp.array([advantage]), mask, o).loss.total)
+    np.testing.assert_allclose(gradient(jnp.full((1, 1), log_ratio)), [[-weight * advantage]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("difference", "kl", "gradient"),
+    [(100.0, E20 - 21, 0.0), (1e30, E20 - 21, 0.0), (19.0, math.expm1(19) - 19, -math.expm1(19)), (-100.0, 99.0, 1.0)],
+)
+def test_extreme_differences_from_the_reference(difference, kl, gradient):
+    """k3 and its derivative by the log-prob; d = log ref - log pi."""
+    ones = jnp.ones((1, 1), bool)
+    value = lambda x: kl_estimate(x, jnp.full((1, 1), difference), ones).sum()  # noqa: E731
+    got, got_gradient = jax.value_and_grad(value)(jnp.zeros((1, 1)))
+    np.testing.assert_allclose(got, kl, rtol=2e-6)
+    np.testing.assert_allclose(got_gradient, [[gradient]], rtol=2e-6)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS[1:])
+@pytest.mark.parametrize("log_weight", [100.0, -100.0, np.inf])
+def test_extreme_corrections(correction, log_weight):
+    """Of the first of two tokens: capped or left out; at -100 its weight is bounded, and no less than e**-20."""
+    behaviour, old, mask = jnp.array([[-log_weight, 0.0]]), jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
+    o = Objective(LOW, HIGH, 0.0, correction=correction)
+    inputs = LossInputs(old, None, jnp.ones((1, 1)), behaviour)
+    total = lambda x: grpo_loss(x, old, inputs, mask, None, o).loss.total  # noqa: E731
+    large = 2.0 if correction.endswith("truncate") else 0.0
+    weights = [large if log_weight > 0 else 1 / E20, 1.0]
+    if correction.startswith("sequence"):
+        weights[1] = weights[0]
+    np.testing.assert_allclose(jax.grad(total)(old), [[-w for w in weights]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("how", "expected"), [("token", 2.0), ("sequence", 2.0), ("constant", 2.0 / 3)])
+def test_an_answer_without_a_token_in_the_loss_is_in_no_denominator(how, expected):
+    """One of four answers is masked as a whole. TRL would divide `sequence` and `constant` by four."""
+    mask = np.ones((4, 3), bool)
+    mask[2] = False
+    with jax.enable_x64(True):
+        loss = aggregate(jnp.full((4, 3), 2.0), jnp.asarray(mask), None, how, longest=9)
+        np.testing.assert_allclose(loss.value(), expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("objective", [PLAIN, WITH_KL], ids=["plain", "with_kl"])
 def test_masked_positions_carry_no_loss_and_no_gradient(junk, objective):
@@ -308,9 +416,11 @@ def test_k3_is_unbiased(seed):
 
 
 @pytest.mark.parametrize(
-    "option", [{"loss": "ppo"}, {"aggregation": "mean"}, {"kl": "k1"}, {"correction": "tis"}], ids=str
+    "option",
+    [{"loss": "ppo"}, {"aggregation": "mean"}, {"kl": "k1"}, {"correction": "tis"}, {"clip_dual": 0.5}],
+    ids=str,
 )
-def test_an_unknown_name_is_refused(option):
+def test_an_unknown_name_or_a_bound_without_a_meaning_is_refused(option):
     (key,) = option
-    with pytest.raises(InputError, match=rf"grpo\.{key}: there is no"):
+    with pytest.raises(InputError, match=rf"grpo\.{key}(: there is no|=0.5: above 1)"):
         Objective(0.2, 0.28, 0.0, **option)

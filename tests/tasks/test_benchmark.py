@@ -75,22 +75,22 @@ def test_sides_of_a_round_answer_the_same_prompts(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("adaptive", "extra"), [(True, ["adaptive", "adaptive"]), (False, [])])
 def test_further_warm_up_is_the_controllers_alone(adaptive, extra, monkeypatch, tmp_path):
-    """Three rounds of warm-up and one that counts: the others' programs are warm after the first."""
+    """Three rounds of warm-up and two that count: the others' programs are warm after the first."""
     from specrl_jax.tasks import benchmark as module
 
-    made, setup = [], setup_of(**{"benchmark.rounds": 1, "benchmark.warmup": 3, "draft.adaptive": adaptive})
+    made, setup = [], setup_of(**{"benchmark.rounds": 2, "benchmark.warmup": 3, "draft.adaptive": adaptive})
     sides = make_sides(setup[1])
     names = {(id(engine), id(lengths)): name for name, (engine, lengths) in sides.items()}
     monkeypatch.setattr(module, "make_sides", lambda rollout: sides)
 
-    def count(engine, weights, work, lengths):
+    def count(engine, weights, work, lengths, on_progress):
         made.append(names[id(engine), id(lengths)])
-        return timed(engine, weights, work, lengths)
+        return timed(engine, weights, work, lengths, on_progress)
 
     monkeypatch.setattr(module, "timed", count)
     benchmark(*setup, str(tmp_path), threading.Event())
     n = len(sides)
-    assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n:-n] == extra
+    assert sorted(made[:n]) == sorted(made[-n:]) == sorted(sides) and made[n : -2 * n] == extra
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def stored(run, folder, state):
 def filled(run, folder, state):
     """Fill the store in `folder`, and return it."""
     store, weights = stored(run, folder, state)
-    with Display(12, 0) as display:
-        fill_store(*run[:3], state.policy.params, weights, store, display, NEVER)
+    with Display(12, 0, NEVER) as display:
+        fill_store(*run[:3], state.policy.params, weights, store, display)
     return store
 
 
@@ -169,15 +169,15 @@ def test_the_best_weights_are_kept_and_it_ends_when_they_stay_the_best(made, tmp
     )
     seen, lengths = [], iter([1.5, 2.0, 1.9, 1.9])
 
-    def measure(learner, rollout, problems, start):
+    def measure(learner, rollout, problems, start, display):
         seen.append(jax.device_get(start.draft.params))
         return {"spec/acceptance_length": next(lengths)}
 
     monkeypatch.setattr(draft_pretrain, "held_out_acceptance", measure)
-    with Display(12, 0) as display:
+    with Display(12, 0, NEVER) as display:
         store, _ = stored(used, workdir / "features", start)
         data, placed = batches(used.learner, 0, store), jax.tree.map(jnp.array, start)
-        log, best, _ = draft_pretrain.train_draft(*used[:3], placed, data, display, NEVER)
+        log, best, _ = draft_pretrain.train_draft(*used[:3], placed, data, display)
     assert [row["step"] for row in log if "spec/acceptance_length" in row] == [0, 2, 4, 6]
     assert len(seen) == 4
     jax.tree.map(np.testing.assert_array_equal, best, seen[1])
@@ -191,10 +191,14 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     used = with_config(setup, pretrain={"output": str(tmp_path / "head")})
 
     class Interrupted:
-        """The first wave goes through; the signal comes while it is made."""
+        """The first wave goes through; the signal comes when the second begins, which is dropped."""
+
+        waves = 0
 
         def generate(self, *args):
-            stop.set()
+            self.waves += 1
+            if self.waves == 2:
+                stop.set()
             return setup.rollout.plain_engine.generate(*args)
 
     used = used._replace(rollout=dataclasses.replace(used.rollout, plain_engine=Interrupted()))
@@ -349,4 +353,6 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     assert loaded.plan.draft == run.plan.draft and initial_vocab_map(loaded.learner) is None
     params = initial_draft_params(loaded.learner, start.policy.params)
     state = start.replace(draft=start.draft.replace(params=params))
-    assert draft_pretrain.held_out_acceptance(*run[:3], state).items() <= log[-1].items()
+    with Display(12, 0, NEVER) as display:
+        found = draft_pretrain.held_out_acceptance(*run[:3], state, display)
+    assert found.items() <= log[-1].items()

@@ -10,7 +10,8 @@ from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.io.checkpoints import Checkpoints, HostState
+from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
 from specrl_jax.training.initial import initial_state

@@ -12,16 +12,17 @@ import pytest
 from specrl_jax.config import DraftConfig, RolloutConfig
 from specrl_jax.data.rows import make_rows
 from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
-from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
+from tests.helpers.exact import final_probs
 from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
 from tests.helpers.slow import slow_but
@@ -93,10 +94,13 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
         assert len(tokens) == len(logprobs) and (len(tokens) == 12 or ended)
     encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
     rows = make_rows(encoded, out.tokens, 20, 0)
-    learner = PolicyForward(NANO, jnp.dtype("float32"), False, 0, 0, ROLLOUT.temperature)
-    policy = hf.load_params(str(folders / "policy"), NANO, partitioner(one_device(), LEARNER), jnp.float32)
-    expected, _ = make_logprob_step(learner, partitioner(one_device(), LEARNER))(policy, rows)
-    np.testing.assert_allclose(np.concatenate(out.logprobs), np.asarray(expected)[rows.mask], rtol=0, atol=1e-4)
+    partition = partitioner(one_device(), LEARNER)
+    policy = hf.load_params(str(folders / "policy"), NANO, partition, jnp.float32)
+    logits = jax.jit(lambda w: qwen3.forward(w, NANO, qwen3.Inputs(rows.tokens, rows.positions), partition).logits)
+    sampling = Sampling(ROLLOUT.temperature, ROLLOUT.top_k, ROLLOUT.top_p)
+    probs = final_probs(np.asarray(logits(policy))[rows.mask], sampling)
+    expected = np.log(probs[np.arange(len(probs)), rows.targets[rows.mask]])
+    np.testing.assert_allclose(np.concatenate(out.logprobs), expected, rtol=0, atol=1e-4)
     spec, tokens = out.speculation, sum(map(len, out.tokens))
     assert out.tokens_per_second == pytest.approx(tokens / out.seconds)
     if kind == "none":

@@ -28,6 +28,7 @@ def settings(**changes):
 def rollouts_of(first_id, response=3, prompts=P, ended=None):
     rows = prompts * G
     counters = np.ones((rows, 1), np.int32)
+    mask_count = np.arange(rows * 12, dtype=np.int32).reshape(rows, 12) % 3
     return Rollouts(
         rollout_id=np.arange(first_id, first_id + rows, dtype=np.uint32),
         prompt_index=np.repeat(np.arange(prompts), G),
@@ -43,6 +44,8 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         draft_version=np.zeros(rows, np.int64),
         checksum=np.zeros(rows, np.int64),
         chunks=(first_id,),
+        mask_ids=first_id * 1000 + np.arange(mask_count.sum(), dtype=np.int32),
+        mask_count=mask_count,
     )
 
 
@@ -126,11 +129,20 @@ def test_length_costs_reward():
 def test_scores_of_rounds_add_up():
     one, two = scores_of(MIXED, {"timeout": 1}), scores_of(ONE, {"timeout": 2, "died": 1})
     both = merge_scores([one, two])
-    assert both.total.tolist() == [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1] == both.parts["exact"].tolist()
+    assert both.total.tolist() == [1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1] == both.rewards["exact"].tolist()
     assert both.failures == {"timeout": 3, "died": 1} and len(both.extracted) == 12
     faults = [scores._replace(first_failure=said) for scores, said in ((one, ""), (two, "b"), (two, "c"))]
     assert merge_scores(faults).first_failure == "b"
     assert both.correct.tolist() == (both.total > 0).tolist()
+
+
+def test_parts_of_rounds_add_up():
+    """A round in which no answer has a part."""
+    one, two = scores_of(MIXED), scores_of(ONE)
+    part = np.arange(len(one.total), dtype=np.float32)
+    both = merge_scores([one._replace(parts={"format": part}), two])
+    np.testing.assert_array_equal(both.parts["format"], [*part, *[np.nan] * len(two.total)])
+    assert both.part_means("p/") == {"p/format": part.mean()}
 
 
 def test_rollouts_of_several_calls_are_those_of_one():

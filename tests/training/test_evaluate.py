@@ -10,6 +10,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.evaluate import Evaluation
+from tests.helpers.training import NEVER
 from tests.training.test_dynamic_sampling import rollouts_of
 
 SETS = {"one": [Problem("1", "1", "")], "two": [Problem("2", "2", ""), Problem("3", "3", "")]}
@@ -45,5 +46,5 @@ def test_every_answer_is_kept_with_its_set(evaluation, tmp_path):
 
 def test_what_a_reward_said_is_shown_as_it_is(evaluation, capsys):
     """Brackets are the display's own language."""
-    Display(1, 0).say(evaluation.scores.warning())
+    Display(1, 0, NEVER).say(evaluation.scores.warning())
     assert capsys.readouterr().out == "rewards that failed count 0: 1 timeout; the first: timeout: [/x]\n"

@@ -1,10 +1,14 @@
 """Whole runs of a small policy and its head: what they write and learn, and that interruptions leave no trace."""
 
 import dataclasses
+import itertools
 import json
+import re
 import shutil
 import signal
+import threading
 import time
+import types
 
 import jax
 import matplotlib.image
@@ -15,14 +19,15 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.data.rows import make_rows
 from specrl_jax.data.tasks import in_validation
-from specrl_jax.errors import Stopped
+from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.report import print_report
-from specrl_jax.training import loop
+from specrl_jax.training import loop, resume, update
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
+from tests.helpers.slow import slow_but
 from tests.helpers.training import StopAfter, lower_case, make_run, samples, saved, train, untimed, with_config
 
 ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
@@ -58,8 +63,9 @@ def assert_same_run(run, workdir, whole):
     assert untimed(read_metrics(str(workdir))) == untimed(rows)
     state, host = saved(run, workdir, STEPS)
     expected, expected_host = saved(run, other, STEPS)
+    host.pop("unfinished", None)  # of a step that was saved before its evaluation
     jax.tree.map(np.testing.assert_array_equal, state, expected)
-    assert host == expected_host and host.keys() == {"position", "speculation", "alarms", "skipped"}
+    assert host == expected_host and host.keys() == {"position", "speculation", "alarms", "skipped", "ahead"}
     for step in range(1, STEPS + 1):
         assert samples(workdir, step) == samples(other, step)
 
@@ -329,6 +335,56 @@ def test_a_run_stopped_again_and_again_ends_like_the_whole_one(toy, whole, tmp_p
     assert_same_run(toy, tmp_path, whole)
 
 
+def stop_when(monkeypatch, name, step):
+    """Return an event that is set when the loop calls its function `name` with the state after `step`."""
+    stop, called = threading.Event(), getattr(loop, name)
+
+    def call(*arguments, **named):
+        if step in arguments or step is None:
+            stop.set()
+        return called(*arguments, **named)
+
+    monkeypatch.setattr(loop, name, call)
+    return stop
+
+
+@pytest.mark.parametrize("step", slow_but([3], [0, 3, STEPS]))
+def test_an_evaluation_that_was_stopped_is_made_by_the_same_command(toy, whole, tmp_path, monkeypatch, step):
+    """Its step is saved, with what was measured of it so far; the row is written once the rest is."""
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved" if step else "no step"):
+        train(toy, tmp_path, stop_when(patch, "evaluation_metrics", step))
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == list(range(step))
+    train(toy, tmp_path)
+    assert_same_run(toy, tmp_path, whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluation_metrics", lambda *_: pytest.fail("a finished run worked"))
+        train(toy, tmp_path)
+    assert {path.name for path in (tmp_path / "evaluations").iterdir()} == {f"step_{i}.jsonl" for i in (0, 3, 6)}
+
+
+@pytest.mark.slow
+def test_a_closing_comparison_that_is_stopped_leaves_a_finished_run(toy, whole, tmp_path, monkeypatch):
+    rows = train(toy, tmp_path, stop_when(monkeypatch, "speedup_metrics", None))
+    assert_same_run(toy, tmp_path, whole)
+    assert not any(name.startswith("spec/speedup") for row in rows for name in row)
+
+
+def test_a_stop_while_programs_are_compiled_leaves_before_the_next(toy, tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_all(weights, on_program):
+        for program in range(9):
+            compiled.append(program)
+            on_program(program, 0.0)
+
+    engine = types.SimpleNamespace(compiled=types.SimpleNamespace(compile_all=compile_all))
+    run = toy._replace(rollout=dataclasses.replace(toy.rollout, engine=engine))
+    monkeypatch.setattr(resume, "Monitor", lambda *_: types.SimpleNamespace(speculation=None))
+    with pytest.raises(Stopped, match="no step was done yet"):
+        train(run, tmp_path, StopAfter(2, by="on_progress"))
+    assert compiled == [0, 1, 2]
+
+
 def test_checkpoints_hold_the_head_and_its_optimizer(toy, whole):
     """What the comparisons of interrupted runs go over: everything of the head, and none of it as it began."""
     state, fresh = saved(toy, whole[0], STEPS)[0], jax.device_get(initial_state(toy.learner))
@@ -363,6 +419,42 @@ def test_a_killed_run_ends_like_the_whole_one(toy, whole, killed_after_two):
     assert_same_run(toy, killed_after_two, whole)
 
 
+def test_a_damaged_checkpoint_leaves_no_trace(toy, whole, tmp_path, capfd):
+    """One flipped bit of the weights: the run goes on from the checkpoint before, and saves the step again."""
+    workdir = tmp_path / "damaged"
+    shutil.copytree(whole[0], workdir)
+    files = (path for path in (workdir / "checkpoints/6").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    train(toy, workdir)
+    assert re.search(r"checkpoint 6 is damaged \(.*6\.damaged\); going on from 4", capfd.readouterr().out)
+    assert_same_run(toy, workdir, whole)
+
+
+def test_a_policy_that_is_not_finite_is_not_saved(toy, whole, tmp_path):
+    """One NaN in a weight at step 4: the run ends, and the same command goes on from step 2, as it said."""
+    count, real = itertools.count(1), toy.learner.policy_step
+
+    def poisoned(policy, rows, inputs):
+        policy, *rest = real(policy, rows, inputs)
+        if next(count) == 4:
+            embed = policy.params["embed"].at[0, 0].set(np.nan)
+            policy = dataclasses.replace(policy, params={**policy.params, "embed": embed})
+        return policy, *rest
+
+    broken = toy._replace(learner=dataclasses.replace(toy.learner, policy_step=poisoned))
+    says = (
+        "step 4: policy/params/embed has a value that is not finite; .* is step 2; the same command goes on from there"
+    )
+    with pytest.raises(RunFailed, match=says):
+        train(broken, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    train(toy, tmp_path)
+    assert_same_run(toy, tmp_path, whole)
+
+
 def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
     workdir = tmp_path / "copy"
     shutil.copytree(whole[0], workdir)
@@ -375,6 +467,32 @@ def test_a_finished_run_does_nothing_more(toy, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluation_metrics", began)
     assert train(toy, workdir) == whole[1]
     assert {path: path.stat().st_mtime_ns for path in (workdir / "checkpoints").rglob("*")} == before
+
+
+def test_a_draft_that_turns_nan_is_replaced_and_the_run_goes_on(toy, tmp_path, monkeypatch, capsys):
+    """Its weights are NaN after the update of step 2. Step 3 sees it and replaces it; step 4 drafts nothing."""
+    updated = update._update_draft
+
+    def spoilt(learner, draft, *rest):
+        draft, found = updated(learner, draft, *rest)
+        bad = draft.replace(params=jax.tree.map(lambda x: x * np.nan, draft.params))
+        return (bad if int(draft.step) == 2 else draft), found
+
+    monkeypatch.setattr(update, "_update_draft", spoilt)
+    with pytest.warns(UserWarning, match="outputs are not finite"):
+        rows = train(toy, tmp_path)
+    assert [row["alarm/acceptance"] for row in rows[1:]] == [0, 0, 1, 1, 1, 1]
+    assert rows[3]["draft/loss"] is None and rows[3]["draft/nonfinite_updates"] == 1
+    assert rows[2]["spec/drafted"] > 0 and [row["spec/drafted"] for row in rows[4:]] == [0, 0, 0]
+    assert all(np.isfinite(row[name]) for row in rows[4:] for name in ("draft/loss", "draft/kl", "policy/loss"))
+    assert [row["draft/version"] for row in rows[1:]] == [1, 2, 3, 4, 5, 6]
+    # Step 2 was not saved, and what was due then is saved with the new draft.
+    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert kept == [3, 4, 6]
+    state, _ = saved(toy, tmp_path, 3)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.draft))
+    print_report(rows, "figure.png")
+    assert "draft loss" in capsys.readouterr().out
 
 
 def test_steps_set_to_what_is_done_end_with_a_table(whole, capsys):

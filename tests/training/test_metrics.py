@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from specrl_jax.decoding.rollouts import DecodeChunk
+from specrl_jax.io.signals import raise_once_set
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.training.metrics import mismatch_metrics, reward_metrics, speculation_metrics
 from specrl_jax.training.speedup import Workload, measure_speedup
+from tests.helpers.training import StopAfter
 
 
 def test_acceptance_counts_what_was_committed():
@@ -67,8 +69,9 @@ def test_probabilities_that_do_not_vary_correlate_with_nothing():
 def test_faults_of_a_reward_are_counted_by_cause():
     values = np.array([1.0, 0.0, 0.5], np.float32)
     scores = Scores(values * 2, {"a": values, "b": values}, values > 0, {"timeout": 2, "died": 0}, [None] * 3)
-    row = reward_metrics(scores, 0.25)
+    row = reward_metrics(scores._replace(parts={"steps": np.array([2, np.nan, 3], np.float32)}), 0.25)
     assert row == {
+        "reward/part/steps": 2.5,
         "reward/equal_groups": 0.25,
         "reward/mean": 1.0,
         "reward/std": pytest.approx(np.std(values * 2)),
@@ -82,10 +85,12 @@ def test_faults_of_a_reward_are_counted_by_cause():
 
 def test_a_stopped_speedup_measurement_keeps_the_rounds_it_has():
     class Engine:
-        def generate(self, *_, **__):
+        def generate(self, *_, on_progress, **__):
+            on_progress(0, 1)
             return types.SimpleNamespace(response_length=np.array([5]))
 
-    looks = iter([False, False, False, True])
-    ratios = measure_speedup(Engine(), Engine(), None, Workload([[1]], 1, 0), 5, enough=lambda: next(looks))
-    assert len(ratios) == 1
-    assert len(measure_speedup(Engine(), Engine(), None, Workload([[1]], 1, 0), 5, enough=lambda: True)) == 0
+    # Two generations of warm-up, and two of each round.
+    for looks, rounds in ((0, 0), (3, 0), (5, 1), (100, 5)):
+        on_progress = raise_once_set(StopAfter(looks, by="on_progress"))
+        ratios = measure_speedup(Engine(), Engine(), None, Workload([[1]], 1, 0), 5, on_progress=on_progress)
+        assert len(ratios) == rounds

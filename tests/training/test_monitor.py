@@ -7,7 +7,8 @@ import pytest
 
 from specrl_jax.errors import RunFailed
 from specrl_jax.io.progress import Display
-from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, Alarms, Monitor
+from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
+from tests.helpers.training import NEVER
 from tests.training.test_speculation import setup_of as speculation_parts
 
 HEALTHY = {
@@ -17,6 +18,7 @@ HEALTHY = {
     "reward/equal_groups": 0.3,
     "rollout/truncated": 0.1,
     "policy/entropy": 1.0,
+    "policy/weight_growth": 1.0,
     "spec/alarm": 0.0,
 }
 SICK = {
@@ -26,6 +28,7 @@ SICK = {
     "equal_groups": {"reward/equal_groups": EQUAL},
     "truncated": {"rollout/truncated": TRUNCATED + 0.01},
     "entropy": {"policy/entropy": 0.99 * ENTROPY},
+    "weights": {"policy/weight_growth": 1.01 * WEIGHTS},
 }
 WELL = {
     "mismatch": {"rollout_vs_learner/kl": 0.99 * GROWTH * 2e-3},
@@ -33,6 +36,7 @@ WELL = {
     "equal_groups": {"reward/equal_groups": EQUAL - 0.01},
     "truncated": {"rollout/truncated": TRUNCATED},
     "entropy": {"policy/entropy": 1.01 * ENTROPY},
+    "weights": {"policy/weight_growth": WEIGHTS},
 }
 
 
@@ -52,6 +56,9 @@ def test_it_rings_when_it_begins_and_rests_when_it_is_over(name):
     assert names(row) == [name] and len(begun) == 1
     row, begun = alarms.observe(HEALTHY | SICK[name])
     assert names(row) == [name] and begun == []
+    if name == "weights":  # what is lost does not come back
+        assert names(alarms.observe(HEALTHY)[0]) == ["weights"]
+        return
     assert names(alarms.observe(HEALTHY)[0]) == []
     assert len(alarms.observe(HEALTHY | SICK[name])[1]) == 1
 
@@ -82,6 +89,18 @@ def test_rounding_is_no_mismatch_and_a_grown_one_not_the_new_normal():
         assert names(alarms.observe(HEALTHY | {"rollout_vs_learner/kl": 1.0})[0]) == ["mismatch"]
 
 
+def test_weights_that_grow_step_by_step_ring_once_ten_times_as_large_and_for_good():
+    """Tripled three times, kept by a checkpoint in between; or NaN, since the norm itself overflowed."""
+    alarms = Alarms()
+    for found in ([], [], ["weights"]):
+        assert names(alarms.observe(HEALTHY | {"policy/weight_growth": 3.0})[0]) == found
+        alarms = Alarms(**dataclasses.asdict(alarms))
+    assert names(alarms.observe(HEALTHY)[0]) == ["weights"]
+    alarms = Alarms()
+    assert names(alarms.observe(HEALTHY | {"policy/weight_growth": float("nan")})[0]) == ["weights"]
+    assert names(alarms.observe(HEALTHY)[0]) == ["weights"]
+
+
 def test_a_run_without_a_draft_has_no_acceptance_to_lose():
     row = {name: value for name, value in HEALTHY.items() if name != "spec/alarm"}
     assert names(Alarms().observe(row)[0]) == []
@@ -106,7 +125,7 @@ def monitor_of(max_skipped, host=None):
 
 def observe(monitor, step, *skipped):
     checkpoints = types.SimpleNamespace(kept=lambda: "the last good checkpoint is step 2")
-    return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints, Display(9, 0, shown=False))
+    return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints, Display(9, 0, NEVER, shown=False))
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run_and_name_the_checkpoint():

@@ -1,5 +1,7 @@
 """Rollouts ahead of the learner: which policy draws them, how far ahead, and what becomes of failures."""
 
+import json
+import shutil
 import threading
 import time
 
@@ -11,9 +13,11 @@ from configs import rlzero_tiny
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
+from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
 from specrl_jax.training.pipeline import Async, RolloutBatch, Sync
+from specrl_jax.training.speculation import Speculation
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
@@ -26,10 +30,10 @@ class Recorder:
     def __init__(self, fails_at=0):
         self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
 
-    def __call__(self, step, problems, weights, version):
+    def __call__(self, step, problems, policy):
         if step == self.fails_at:
             raise ValueError("the engine broke")
-        self.used[step] = weights
+        self.used[step] = policy
         self.ahead.append(step - self.learning)
         return RolloutBatch([], {"next": step}, {"generate": 0.0})
 
@@ -49,7 +53,7 @@ def learn(produce, lag, first=1, last=LAST, patience=0.02):
         for step in range(first, last + 1):
             produce.learning = step
             pipeline.draw()
-            pipeline.publish(step, step, None)
+            pipeline.publish(step, step)
             taken.append(pipeline.take(step).position["next"])
             time.sleep(patience)  # learning, in which the other thread goes as far as it may
     finally:
@@ -82,7 +86,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
         produce = Recorder()
         pipeline = Async(no_problems, produce, 1, 1, LAST, threading.Lock())
         if steps:
-            pipeline.publish(1, 1, None)
+            pipeline.publish(1, 1)
             time.sleep(0.05)
         pipeline.close()
         assert "rollouts" not in [thread.name for thread in threading.enumerate()]
@@ -92,11 +96,89 @@ def test_it_waits_for_its_devices():
     devices, produce = threading.Lock(), Recorder()
     with devices:
         pipeline = Async(no_problems, produce, 1, 1, LAST, devices)
-        pipeline.publish(1, 1, None)
+        pipeline.publish(1, 1)
         time.sleep(0.05)
         assert not produce.used
     pipeline.take(1)
     pipeline.close()
+
+
+# ---- interrupted runs: one learner and one rollout device, drafts copied from earlier answers to the same prompts
+
+STEPS, EVERY = 5, 2
+PROMPTS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]  # a step takes four
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    config = rlzero_tiny.get_config("smoke")
+    config.update({"steps": STEPS, "seed": 1})
+    config.data.path = config.eval.path = str(file)
+    config.policy.preset = "nano"
+    config.draft.update({"kind": "ngram", "path": "", "history": 2, "compare_rounds": 0})
+    config.grpo.correction = "token_truncate"
+    config.rollout.update({"num_slots": 4, "temperature": 0.1})  # few programs; text that repeats
+    config.optimizer.update({"learning_rate": 3e-3, "warmup": 0})
+    config.checkpoint.update({"every": EVERY, "keep": 9})
+    config.pipeline.update({"mode": "async", "rollout_devices": 1})
+    return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(lower_case))
+
+
+@pytest.fixture(autouse=True)
+def no_evaluation(request, monkeypatch):
+    if "toy" in request.fixturenames:  # its programs take longer to compile than the run
+        monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})
+
+
+def same_run(setup, workdir, other):
+    assert untimed(read_metrics(str(workdir))) == untimed(read_metrics(str(other)))
+    (state, host), (expected, expected_host) = saved(setup, workdir, STEPS), saved(setup, other, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert host == expected_host
+    for step in range(1, STEPS + 1):
+        name = f"rollouts/step_{step}.jsonl"
+        assert (workdir / name).read_text() == (other / name).read_text()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_killed_run_ends_like_the_whole_one(toy, lag, tmp_path, monkeypatch):
+    setup, whole, known = with_config(toy, pipeline={"lag": lag}), tmp_path / "whole", []
+
+    def as_of(speculation, observed, real=Speculation.as_of):
+        if threading.current_thread().name == "rollouts":
+            known.append(observed)
+        return real(speculation, observed)
+
+    monkeypatch.setattr(Speculation, "as_of", as_of)
+    rows = train(setup, whole)[1:]
+    assert known == [max(row["step"] - 1 - lag, 0) for row in rows]  # drafts know as much as the policy
+    assert [row["rollout/lag"] for row in rows] == [min(row["step"] - 1, lag) for row in rows]
+    assert all(row["policy/grad_norm"] > 0 for row in rows) and sum(row["spec/accepted"] for row in rows[2:]) > 0
+
+    killed = tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for step in (4, 5):
+        shutil.rmtree(killed / f"checkpoints/{step}")
+    train(setup, killed)
+    same_run(setup, killed, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_run_stopped_by_a_signal_saves_what_it_can_without_waiting(toy, lag, tmp_path):
+    """Stopped in different phases, before its first checkpoint and after: it says what is kept."""
+    setup, whole, stopped = with_config(toy, pipeline={"lag": lag}), tmp_path / "whole", tmp_path / "stopped"
+    train(setup, whole)
+    for looks in (9, 2, 7, 0):
+        with pytest.raises(Stopped) as left:
+            train(setup, stopped, StopAfter(looks))
+        kept = max((int(path.name) for path in (stopped / "checkpoints").iterdir()), default=None)
+        said = "starts anew" if kept is None else f"step {kept}"
+        assert said in str(left.value)
+    train(setup, stopped)
+    same_run(setup, stopped, whole)
 
 
 # ---- whole runs on six learner and two rollout devices

@@ -121,3 +121,12 @@ def test_too_few_validation_problems_for_the_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 1000)
     with pytest.raises(InputError, match="validation problems; each of the 1000 processes takes some"):
         problems()
+
+
+def test_a_file_that_is_learned_from_and_validated_on_is_named(write, tmp_path, capsys):
+    """The same file by another name counts; a file that is only validated on does not."""
+    first, second = (write(name, {"prompt": "1+1=", "answer": "2"}) for name in ("a.jsonl", "b.jsonl"))
+    again = f"{tmp_path}/./a.jsonl"
+    problems({"path": first}, {"path": f"{again},{second}"})
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    assert line.startswith(f"warning: eval.path={again}: it is in data.path too")

@@ -1,5 +1,6 @@
 """What the host keeps of speculation: alarm, the controller's prior, history, and all of it saved."""
 
+import dataclasses
 import json
 import types
 import warnings
@@ -9,7 +10,7 @@ import pytest
 
 from specrl_jax.decoding.engine import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
-from specrl_jax.io.checkpoints import HostState
+from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
 
@@ -128,6 +129,22 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
     assert np.diff(np.flatnonzero(chosen)).tolist() == [PROBE_STEPS]
     assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
     assert k_of(speculation) == 3
+
+
+@pytest.mark.parametrize("setup", [{}, {"temperature": 0.0}, {"adaptive": True}], ids=["fixed", "greedy", "adaptive"])
+def test_a_draft_that_is_not_finite_switches_off(setup, recwarn):
+    """Also where a step drafted nothing, or compares no prediction; the controller learns nothing from it."""
+    speculation = Speculation(*setup_of(**setup))
+    speculation.observe(rollouts_of(), DIAGNOSTICS)
+    lost = dataclasses.replace(DIAGNOSTICS, acceptance=np.array([0.9, np.nan, np.nan]))
+    before = json.dumps(speculation.state().values["controller"])
+    for drafted in (GONE, (1000,) * 3):
+        row = speculation.observe(rollouts_of(GONE, drafted), lost)
+        assert row["spec/alarm"] == 1.0 and np.isnan(row["spec/acceptance_predicted"])
+    assert ["not finite" in str(warning.message) for warning in recwarn] == [True]  # said once
+    assert json.dumps(speculation.state().values["controller"]) == before
+    assert k_of(speculation) == 0
+    assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
 
 
 def test_without_a_prediction_a_collapse_is_one_against_earlier_steps():
@@ -255,6 +272,17 @@ def test_a_run_that_chose_nothing_saves_for_one_that_does():
     assert loaded.controller is not None and not loaded.alarm.tripped
 
 
+def test_rollouts_know_what_was_observed_before_their_policy_and_nothing_later():
+    """With a lag, later steps may be observed before the rollouts are generated."""
+    speculation = Speculation(*setup_of(groups=1))
+    speculation.observe(rollouts_of(texts=[([1, 2], [3])]), DIAGNOSTICS)
+    tripped(speculation)
+    lengths, history = speculation.as_of(1)
+    assert lengths.choose(16, 16).k == 3 and [text.tolist() for text in history.get([1, 2])] == [[1, 2, 3]]
+    lengths, history = speculation.as_of(2)
+    assert lengths.choose(16, 16).k == 0 and len(history.get([1, 2])) == 2
+
+
 TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 
 
@@ -276,6 +304,7 @@ def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
     speculation = Speculation(*setup)
     speculation.observe(rollouts_of(texts=TEXTS), DIAGNOSTICS)
     for one in (speculation, reloaded(setup, speculation)):
+        one.as_of(1)
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
         assert [text.tolist() for text in one.history.get([7])] == [[7, 8]]
     assert reloaded(setup_of(groups=0), speculation).history is None

@@ -74,6 +74,8 @@ def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.n
     d2t = source.tensor("d2t")
     if d2t.shape != (head.draft_vocab,):
         raise InputError(f"draft.path: d2t in {folder} has shape {d2t.shape}, ({head.draft_vocab},) is needed")
+    if not np.issubdtype(d2t.dtype, np.integer):
+        raise InputError(f"draft.path: d2t in {folder} is {d2t.dtype}, integers are needed")
     ids = d2t + np.arange(head.draft_vocab)
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= target.vocab:
         raise InputError(f"draft.path: d2t in {folder} does not name {len(ids)} different ids below {target.vocab}")
@@ -134,7 +136,7 @@ def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, targ
     if _EMBEDDING in names:
         embedding = ParamSpec((target.vocab, target.embed), (None, None), 0, _EMBEDDING, "v d -> v d")
         source.check({"embed": embedding})
-        if source.config().get("embed_requires_grad"):
+        if source.config().check(formats.HeadFile).embed_requires_grad:
             raise InputError(
                 f"draft.path: {source.path} was trained with an embedding of its own (embed_requires_grad), which is "
                 "not supported: the head reads the policy's"

@@ -5,10 +5,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
-from specrl_jax.io.config_json import ConfigJson
+from specrl_jax.io.config_json import ConfigJson, Epsilon, Roped, Size
 from specrl_jax.io.hf import hf_config, read_rope, rope_scaling
+from specrl_jax.json_files import Checked
 from specrl_jax.models.qwen3 import Qwen3Config
 
 
@@ -31,6 +35,57 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # speculators requires a number of drafted tokens. The server chooses it; its own converter writes this one.
 SPECULATIVE_TOKENS = 3
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+AuxLayers = Annotated[list[int], Field(min_length=3, max_length=3)]
+
+
+class LayerFile(Roped):
+    """The sizes of a head's layer."""
+
+    hidden_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size | None = None
+    intermediate_size: Size
+    rms_norm_eps: Epsilon
+    hidden_act: Literal["silu"] = "silu"
+    num_hidden_layers: Literal[1] = 1
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    bias: bool = False
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool = False
+    layer_types: list[str] | None = None
+
+
+class Variants(Checked):
+    """The fields VARIANTS of Eagle3Config, where the file has them."""
+
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+
+
+class EagleEntry(Variants):
+    """The entry eagle_config, where Model Optimizer writes some of them."""
+
+    eagle_aux_hidden_state_layer_ids: AuxLayers | None = None
+    layer_ids: AuxLayers | None = None  # vLLM's
+
+
+class HeadFile(Variants):
+    """The keys of a head beside its layer's sizes."""
+
+    draft_vocab_size: Size
+    target_hidden_size: Size | None = None
+    num_aux_hidden_states: int | None = None
+    eagle_aux_hidden_state_layer_ids: AuxLayers | None = None
+    eagle_config: EagleEntry = EagleEntry()
+    norm_output_feeds_back: bool | None = None
+    use_aux_norm: bool = False  # SGLang's earlier name of fc_norm
+    embed_requires_grad: bool = False
 
 
 def find_format(raw: ConfigJson, tensors: Sequence[str]) -> str:
@@ -56,66 +111,65 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
     Heads, their width, mlp, rotary base and epsilon are the head's own. Raises InputError for missing entries,
     unsupported ones, and sizes that do not go with the target.
     """
-    sizes = raw.section("transformer_layer_config") if FORMATS[name].nested else raw
-    _check_supported(raw, sizes, target)
-    head = eagle3_config(target, raw.integer("draft_vocab_size"))
-    heads, kv_heads = sizes.integer("num_attention_heads"), sizes.integer("num_key_value_heads")
-    head_dim = sizes.integer("head_dim") if sizes.get("head_dim") else head.embed // heads
+    file = raw.check(HeadFile)
+    place = raw.section("transformer_layer_config") if FORMATS[name].nested else raw
+    sizes = place.check(LayerFile)
+    _check_supported(raw, file, sizes, target)
+    head = eagle3_config(target, file.draft_vocab_size)
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    head_dim = sizes.head_dim or head.embed // heads
     if heads % kv_heads or head_dim % 2:
         raise raw.error(
             f"has {heads} heads of {head_dim}, {kv_heads} of keys; "
             "the first must be a multiple of the last, and their width even"
         )
-    theta, yarn = read_rope(sizes)
+    theta, yarn = read_rope(place)
     return dataclasses.replace(
         head,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp=sizes.integer("intermediate_size"),
+        mlp=sizes.intermediate_size,
         rope_theta=theta,
         yarn=yarn,
-        norm_epsilon=sizes.number("rms_norm_eps"),
-        aux_layers=_aux_layers(raw, target) or head.aux_layers,
-        **_variants(raw, name),
+        norm_epsilon=sizes.rms_norm_eps,
+        aux_layers=_aux_layers(raw, file, target) or head.aux_layers,
+        **_variants(raw, file, name),
     )
 
 
-def _check_supported(raw: ConfigJson, sizes: ConfigJson, target: Qwen3Config) -> None:
+def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: Qwen3Config) -> None:
     """Raise InputError for entries that change the forward of `network.layer`, and for another target's sizes."""
     for key in ("attention_bias", "mlp_bias", "qkv_bias", "bias", "tie_word_embeddings", "use_sliding_window"):
-        if sizes.get(key):
+        if getattr(sizes, key):
             raise raw.error(f"asks for {key}, which is not supported")
-    layer_types = sizes.get("layer_types")
-    if isinstance(layer_types, list) and "sliding_attention" in layer_types:
+    if "sliding_attention" in (sizes.layer_types or ()):
         raise raw.error("asks for sliding_attention, which is not supported")
     # Key -> its one supported value, which it also has where it is absent or null.
-    only: dict[str, object] = {"hidden_act": "silu", "num_hidden_layers": 1}
-    everywhere: dict[str, object] = {"target_hidden_size": target.embed, "num_aux_hidden_states": 3}
-    for config, values in ((sizes, only), (raw, everywhere)):
-        for key, value in values.items():
-            if config.get(key) not in (None, value):
-                raise raw.error(f"has {key}={config.get(key)}, only {value} is supported")
-    for key, ours in (("hidden_size", target.embed), ("vocab_size", target.vocab)):
-        if sizes.get(key) is None:
-            raise raw.lacks(key)
-        if sizes.get(key) != ours:
-            raise raw.error(f"has {key}={sizes.get(key)}, the policy has {ours}")
+    for key, found, value in (
+        ("target_hidden_size", file.target_hidden_size, target.embed),
+        ("num_aux_hidden_states", file.num_aux_hidden_states, 3),
+    ):
+        if found not in (None, value):
+            raise raw.error(f"has {key}={found}, only {value} is supported")
+    for key, found, ours in (
+        ("hidden_size", sizes.hidden_size, target.embed),
+        ("vocab_size", sizes.vocab_size, target.vocab),
+    ):
+        if found != ours:
+            raise raw.error(f"has {key}={found}, the policy has {ours}")
 
 
-def _aux_layers(raw: ConfigJson, target: Qwen3Config) -> tuple[int, int, int] | None:
+def _aux_layers(raw: ConfigJson, file: HeadFile, target: Qwen3Config) -> tuple[int, int, int] | None:
     """Return the layers whose inputs the head reads, from whichever key names them; None where none does."""
-    nested = raw.section("eagle_config")
+    nested = file.eagle_config
     # (key, layers, the distance from each to the layer that is entered)
-    entries = [(AUX_LAYERS, raw.get(AUX_LAYERS), 0), (f"eagle_config.{AUX_LAYERS}", nested.get(AUX_LAYERS), 1)]
-    entries.append(("eagle_config.layer_ids", nested.get("layer_ids"), 0))  # vLLM's
-    named: list[tuple[str, list[int], int]] = []
-    for name, ids, shift in entries:
-        if ids is None:
-            continue
-        if not (isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)):
-            raise raw.error(f"has {name}={ids}, three layers are needed")
-        named.append((name, ids, shift))
+    entries = [
+        (AUX_LAYERS, file.eagle_aux_hidden_state_layer_ids, 0),
+        (f"eagle_config.{AUX_LAYERS}", nested.eagle_aux_hidden_state_layer_ids, 1),
+        ("eagle_config.layer_ids", nested.layer_ids, 0),
+    ]
+    named = [(name, ids, shift) for name, ids, shift in entries if ids is not None]
     if not named:
         return None
     entered = [tuple(i + shift for i in ids) for _, ids, shift in named]
@@ -130,23 +184,22 @@ def _aux_layers(raw: ConfigJson, target: Qwen3Config) -> tuple[int, int, int] | 
     return low, middle, high
 
 
-def _variants(raw: ConfigJson, name: str) -> dict[str, bool]:
+def _variants(raw: ConfigJson, file: HeadFile, name: str) -> dict[str, bool]:
     """Return the fields VARIANTS of Eagle3Config."""
-    nested = raw.section("eagle_config")  # where Model Optimizer writes some of them
-    flags = {key: (nested if raw.get(key) is None else raw).flag(key) for key in VARIANTS}
-    if raw.get("norm_before_residual") is None:
-        flags["norm_before_residual"] = nested.flag("norm_before_residual", default=FORMATS[name].nested)
-    flags["fc_norm"] |= bool(raw.get("use_aux_norm"))  # SGLang's earlier name
+    defaults = dict.fromkeys(VARIANTS, False) | {"norm_before_residual": FORMATS[name].nested}
+    said = file.eagle_config.model_dump(include=set(VARIANTS)), file.model_dump(include=set(VARIANTS))
+    flags = defaults | {key: on for entry in said for key, on in entry.items() if on is not None}
+    flags["fc_norm"] |= file.use_aux_norm
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise raw.error("has both norm_before_fc and fc_norm; a head has one of them at most")
     if flags["norm_output"] and name == "sglang":
-        if not isinstance(raw.get(FEEDBACK), bool):
+        if file.norm_output_feeds_back is None:
             raise raw.error(
                 f"has norm_output=true, which says two things: add {FEEDBACK}=true to its config.json if the head was "
                 "trained on its output after the final norm (as SGLang runs it), false if on that before (as SpecForge "
                 "trains)"
             )
-        flags["norm_output"] = raw.flag(FEEDBACK)
+        flags["norm_output"] = file.norm_output_feeds_back
     return flags
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from specrl_jax.core import Params
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.errors import InputError
+from specrl_jax.io.config_json import Epsilon, Layers, Roped, Size
 from specrl_jax.io.hf import hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import qwen3
@@ -62,17 +63,6 @@ FORMATS = {
 
 _LAYER = "model.layers.{layer}."  # of the names in param_specs
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-_SIZES = (
-    "num_hidden_layers",
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "rope_theta",
-    "rms_norm_eps",
-)
 
 
 def load_config(folder: str, target: qwen3.Qwen3Config) -> mtp.MTPConfig:
@@ -169,19 +159,31 @@ def _specs(config: mtp.MTPConfig, found: Format, index: int) -> Specs:
     return jax.tree.map(named, mtp.param_specs(config))
 
 
+class HeadFile(Roped):
+    """The keys of a head's config.json that are read; all are its target's."""
+
+    num_hidden_layers: Layers
+    vocab_size: Size
+    hidden_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    intermediate_size: Size
+    rms_norm_eps: Epsilon
+    use_sliding_window: bool = False
+
+
 def _check_config(folder: str, target: qwen3.Qwen3Config) -> None:
     """Raise InputError where the folder's sizes are not the target's."""
     raw = TensorFolder(folder, "draft.path").config()
-    if raw.get("use_sliding_window"):
+    file = raw.check(HeadFile)
+    if file.use_sliding_window:
         raise raw.error("asks for use_sliding_window, which is not supported")
-    found = {**raw.section("rope_parameters").values, **raw.values}  # transformers 5 nests what 4 kept at the top
-    wanted = hf_config(target, "")
-    for key in _SIZES:
-        if key not in found:
-            raise raw.lacks(key)
+    theta, yarn = read_rope(raw)
+    found, wanted = file.model_dump() | {"rope_theta": theta}, hf_config(target, "")
+    for key in found.keys() & wanted.keys() - {"rope_scaling", "max_position_embeddings"}:
         if found[key] != wanted[key]:
             raise raw.error(f"has {key}={found[key]}, this policy has {wanted[key]}")
     # Plain positions are stretched with the policy's: the checkpoint does not state the lengths that it is served at.
-    _, yarn = read_rope(raw)
     if yarn not in (None, target.yarn):
         raise raw.error(f"has {yarn}, this policy has {target.yarn}")

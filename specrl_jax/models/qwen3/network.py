@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches
+from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
 from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
-from specrl_jax.models.lm_head import Tiling, token_scores
+from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
 from specrl_jax.models.qwen3.config import Qwen3Config
+from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
 
@@ -28,6 +30,7 @@ class Inputs(NamedTuple):
     segment_ids: jax.Array | None = None
     targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
     counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
+    kept: KeptTokens | None = None  # the tokens that could be sampled as targets; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,8 @@ def forward(
     logits = logprobs = entropy = normaliser = None
     if inputs.targets is not None:
         tiling = Tiling(options.vocab_tile, options.temperature, partition)
-        logprobs, entropy, normaliser = token_scores(x, lm_head_weight(params, config), inputs.targets, tiling)
+        table = lm_head_weight(params, config)
+        logprobs, entropy, normaliser = token_scores(x, table, inputs.targets, tiling, inputs.kept)
     elif options.return_logits:
         logits = lm_head_logits(params, config, x, partition)
     return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from kernels_pallas.verify.op import Draft
+from kernels_pallas.verify.op import Draft, Verified
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
@@ -215,7 +215,7 @@ def test_in_a_loop_rows_copy_what_their_siblings_just_wrote():
         tokens = jnp.where(
             jnp.arange(k + 1)[None] == count[:, None] - 1, extra, jnp.pad(draft.tokens, ((0, 0), (0, 1)))
         )
-        return commit(slots.replace(cache=cache), tokens, jnp.zeros(tokens.shape), count, ())
+        return commit(slots.replace(cache=cache), Verified(tokens, count - 1, jnp.zeros(tokens.shape)), ())
 
     slots = some_slots()
     tokens, length, group, sequence = (np.array(x) for x in (slots.tokens, slots.length, slots.group, slots.sequence))

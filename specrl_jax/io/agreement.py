@@ -1,0 +1,86 @@
+"""What must be equal in all processes of a run: versions, config, workdir, and the files that the config names."""
+
+import hashlib
+import os
+import pathlib
+import platform
+from collections.abc import Iterator, Mapping
+
+import jax
+import jaxlib
+import numpy as np
+
+import specrl_jax
+from specrl_jax import distributed
+from specrl_jax.io.workdir import flatten
+
+DATA = ("data.path", "eval.path")  # files, separated by commas
+FOLDERS = ("policy.path", "draft.path", "data.tokenizer")
+# Files of the project that decide what a process computes.
+PACKAGES = ("specrl_jax", "kernels_pallas")
+# bytes: a larger file of a folder, which holds weights, is sampled, since whole it would take minutes.
+SAMPLED, BLOCK, BLOCKS = 16 << 20, 64 << 10, 64
+
+
+def check_agreement(config: Mapping[str, object], workdir: str) -> None:
+    """Compare the processes of a run before they begin. Raises InputError in all where one differs, naming the first
+    key that differs and its values.
+
+    Compared are: python, jax, jaxlib, numpy, this project's version and source; every key of the config; the absolute
+    path of the workdir; data files by their whole content; the folders of policy, draft and tokenizer by the name and
+    size of each file and its content, of which weights larger than 16 MiB are sampled: 64 blocks of 64 KiB.
+    """
+    if distributed.is_joined():
+        distributed.agree(facts(config, workdir))
+
+
+def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
+    """Return what is compared, by name, in the order in which it is."""
+    values = flatten(config)
+    found: dict[str, object] = {
+        "the version of python": platform.python_version(),
+        "the version of jax": jax.__version__,
+        "the version of jaxlib": jaxlib.__version__,
+        "the version of numpy": np.__version__,
+        "the version of specrl_jax": specrl_jax.__version__,
+        "the source of specrl_jax": _source(),
+    }
+    found |= values | {"--workdir": os.path.abspath(workdir)}
+    return found | dict(_files(values))
+
+
+def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield (name, digest) of each file that the config names."""
+    for key in DATA:
+        for path in map(str.strip, str(values[key]).split(",")):
+            if os.path.isfile(path):  # a file that is missing in one process is missing among its facts
+                yield f"the content of {key}={path}", digest(path)
+    for key in FOLDERS:
+        folder = str(values[key])
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            if os.path.isfile(path):
+                yield f"the content of {key}={path}", f"{os.path.getsize(path)} bytes, {digest(path, SAMPLED)}"
+
+
+def digest(path: str, sampled: int | None = None) -> str:
+    """Return a digest of a file's content; of one larger than `sampled` bytes that of blocks spread evenly over it."""
+    found = hashlib.blake2b(digest_size=8)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if sampled is None or size <= sampled:
+                return hashlib.file_digest(file, lambda: found).hexdigest()
+            for i in range(BLOCKS):
+                file.seek((size - BLOCK) * i // (BLOCKS - 1))
+                found.update(file.read(BLOCK))
+    except OSError as error:
+        return f"none ({error.strerror})"
+    return found.hexdigest()
+
+
+def _source() -> str:
+    root, found = pathlib.Path(specrl_jax.__file__).parents[1], hashlib.blake2b(digest_size=8)
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,124 @@
+"""What the training process and a reward worker tell each other: JSON in frames, over a pair of sockets.
+
+A worker runs code that may do anything, so what it says is bounded in size and in time, and checked field by field.
+"""
+
+import json
+import math
+import re
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from specrl_jax.errors import RunFailed
+
+LARGEST = 1e30  # largest absolute reward: weighted sums stay finite in float32
+MAX_REPLY = 2**20  # bytes of a worker's message
+MAX_EXTRACTED = 10_000  # characters of an extracted answer
+MAX_DETAIL = 500  # characters of a failure's message
+MAX_PARTS = 32  # named parts of one answer
+PART = re.compile(r"[\w.-]{1,64}", re.ASCII)  # the name of a part, also in the name of its metric
+# What a worker does after an answer: goes on, leaves the rest to others, or must be replaced since it leaked memory.
+MORE, ENOUGH, FULL = "more", "enough", "full"
+CAUSES = ("timeout", "died", "error", "memory")
+
+
+class NotScored(RunFailed):
+    """No response can be scored; the message says why."""
+
+
+_LENGTH = struct.Struct("!Q")
+
+
+class Context(NamedTuple):
+    """What a reward may ask for beside response and answer."""
+
+    prompt: str = ""  # the text that the policy read
+    row: Mapping[str, object] = {}  # the data row's other columns, JSON
+    tokens: Sequence[int] = ()  # ids of the response
+
+
+class Row(NamedTuple):
+    response: str
+    answer: str
+    context: Context = Context()
+
+
+class Outcome(NamedTuple):
+    rewards: tuple[float, ...]  # one per reward; () where any of them failed
+    correct: bool | None = None  # what the first reward said; None: it returned a number only
+    parts: Mapping[str, float] = {}  # of all rewards, by name
+    extracted: str | None = None
+    failure: str = ""  # one of CAUSES
+    detail: str = ""  # one line
+
+
+def send(channel: socket.socket, message: object, seconds: float | None = None) -> None:
+    """Send a message. Raises TimeoutError after `seconds`, OSError where the other end is closed, TypeError for what is
+    not JSON.
+    """
+    channel.settimeout(seconds)
+    data = json.dumps(message).encode()
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket, seconds: float | None = None, longest: float = math.inf) -> object:
+    """Return the next message.
+
+    Raises TimeoutError after `seconds`, EOFError where the other end is closed, ValueError for what is not JSON of at
+    most `longest` bytes.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, end))
+    if length > longest:
+        raise ValueError(f"a message of {length} bytes")
+    try:
+        return json.loads(_read(channel, length, end))
+    except RecursionError:
+        raise ValueError("a message that is too deep") from None
+
+
+def _read(channel: socket.socket, count: int, end: float) -> bytes:
+    """Return `count` bytes, read before `end` on the monotonic clock."""
+    data = bytearray()
+    while len(data) < count:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        channel.settimeout(None if left == math.inf else left)
+        piece = channel.recv(min(count - len(data), 2**16))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def parse_outcome(message: object, count: int) -> Outcome:
+    """Return the outcome that a worker sent for `count` rewards. Raises ValueError unless every field is in order."""
+    match message:
+        case [
+            list(rewards),
+            bool() | None as correct,
+            dict(parts),
+            str() | None as extracted,
+            str(failure),
+            str(detail),
+        ]:
+            fits = failure in ("", *CAUSES) and len(rewards) == (0 if failure else count)
+            fits = fits and all(map(is_finite, rewards)) and are_parts(parts)
+            if fits and len(extracted or "") <= MAX_EXTRACTED and len(detail) <= MAX_DETAIL:
+                return Outcome(tuple(map(float, rewards)), correct, parts, extracted, failure, detail)
+    raise ValueError("no outcome")
+
+
+def is_finite(value: object) -> bool:
+    """Return whether `value` is a number within +-LARGEST; True and False are none here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def are_parts(parts: Mapping[object, object]) -> bool:
+    """Return whether `parts` has at most MAX_PARTS finite numbers, with names that fit into a metric's."""
+    named = all(isinstance(name, str) and PART.fullmatch(name) for name in parts)
+    return len(parts) <= MAX_PARTS and named and all(map(is_finite, parts.values()))

@@ -1,0 +1,85 @@
+"""Typed values as JSON and named arrays, and back: for checkpoints and for messages between processes, without pickle.
+
+A NamedTuple or dataclass becomes an object by field, a list or tuple a list, an array a name. The type hints of the
+class say what to make of it again, so nothing in the data chooses what is built.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Packed(NamedTuple):
+    """A value as JSON, and its arrays by name."""
+
+    values: Any
+    arrays: dict[str, np.ndarray]  # none of size 0, which orbax cannot save: dtype and shape of such are in `values`
+
+
+def pack(value: object, name: str = "") -> Packed:
+    """Return `value` as JSON and arrays; names of arrays are paths that begin with `name`.
+
+    Raises TypeError for anything but NamedTuples, dataclasses, lists, tuples, dicts with text keys, arrays, numbers,
+    text and None.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def packed(value: Any, path: str) -> Any:
+        if isinstance(value, np.ndarray):
+            if not value.size:
+                return [value.dtype.str, list(value.shape)]
+            arrays[path] = value
+            return path
+        if isinstance(value, np.generic):
+            return value.item()
+        if fields := _fields(value):
+            return {field: packed(getattr(value, field), f"{path}.{field}") for field in fields}
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: packed(one, f"{path}.{key}") for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [packed(one, f"{path}.{i}") for i, one in enumerate(value)]
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise TypeError(f"{path}: cannot pack a {type(value).__name__}")
+
+    return Packed(packed(value, name), arrays)
+
+
+def unpack(kind: type[T], packed: Packed) -> T:
+    """Return the value of type `kind` that was packed. Raises TypeError, KeyError or ValueError where it is another."""
+    return typing.cast(T, _unpacked(kind, packed.values, packed.arrays))
+
+
+def _fields(kind: object) -> list[str]:
+    """Return the fields of a NamedTuple or dataclass, or of its instance; else none."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return list(getattr(kind, "_fields", ()))
+
+
+def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        (origin,) = (one for one in inner if one is not types.NoneType)  # only optional values
+        return _unpacked(origin, value, arrays)
+    if origin is np.ndarray:
+        return arrays[value] if isinstance(value, str) else np.zeros(value[1], np.dtype(value[0]))
+    if fields := _fields(origin):
+        hints = typing.get_type_hints(origin)
+        return origin(**{field: _unpacked(hints[field], value[field], arrays) for field in fields})
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: _unpacked(inner[1] if inner else object, one, arrays) for key, one in value.items()}
+    if origin is list:
+        return [_unpacked(inner[0], one, arrays) for one in value]
+    if origin is tuple:
+        kinds = [inner[0]] * len(value) if inner[1:] == (...,) else inner
+        return tuple(_unpacked(one, part, arrays) for one, part in zip(kinds, value, strict=True))
+    return value

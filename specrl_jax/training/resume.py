@@ -1,0 +1,68 @@
+"""What a run begins with: the last whole checkpoint of its workdir, or a fresh state."""
+
+import dataclasses
+from typing import NamedTuple
+
+from specrl_jax import distributed
+from specrl_jax.config import Config
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.errors import InputError
+from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.metrics import Row
+from specrl_jax.learner.state import RunState
+from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
+from specrl_jax.training.monitor import Monitor
+from specrl_jax.training.pipeline import RolloutBatch, without_rollouts
+from specrl_jax.training.update import copy_params
+
+
+def open_checkpoints(config: Config, workdir: str) -> Checkpoints:
+    """Open checkpoints/ of a workdir with the retention of checkpoint.*."""
+    c = config.checkpoint
+    return Checkpoints(workdir, c.keep, c.keep_best)
+
+
+class Start(NamedTuple):
+    """What a run begins with."""
+
+    state: RunState
+    step: int | None  # of the checkpoint; None: a fresh run
+    monitor: Monitor
+    ahead: list[RolloutBatch]  # rollouts of the next steps
+    unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
+
+
+def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stream: ProblemStream) -> Start:
+    """Return the state of the last whole checkpoint, or a fresh one; seek the stream to there.
+
+    Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
+    """
+    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), list[RolloutBatch]()
+    found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
+    if found is None:
+        state, monitor = initial_state(learner), Monitor(plan, rollout.engine)
+    else:
+        latest, state, host = found
+        if latest > steps:
+            raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
+        ahead, host = without_rollouts(host)
+        unfinished = host.values.get("unfinished", {})
+        stream.position = ahead[-1].position if ahead else host.values["position"]
+        monitor = Monitor(plan, rollout.engine, host)
+        state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
+    if plan.config.grpo.kl_coef and state.reference is None:
+        reference = copy_params(state.policy) if latest is None else initial_trained(learner)
+        state = dataclasses.replace(state, reference=reference)
+    return Start(state, latest, monitor, ahead, unfinished)
+
+
+def _print_once(line: str) -> None:
+    if distributed.is_first_process():
+        print(line, flush=True)
+
+
+def saved_part(state: RunState, config: Config) -> RunState:
+    """Return what a checkpoint holds: without frozen weights and a first reference, which the config determines."""
+    reference = state.reference if config.grpo.reference_every else None
+    return dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=None), reference=reference)
