@@ -5,7 +5,7 @@ and, if configured, Weights & Biases.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pydantic
@@ -22,20 +22,20 @@ SHOWN = 4  # sample rollouts in TensorBoard
 
 
 class MetricsWriter:
-    """Appends rows to a workdir; first drops the rows after `last_step`, from which a run resumes.
+    """Appends rows to those that a workdir keeps: of a resumed run, the rows up to its checkpoint.
 
     A step always has exactly one row: the file is line-buffered, and an incomplete last line is dropped.
     """
 
-    def __init__(self, workdir: str, last_step: int, wandb: WandbRun | None = None) -> None:
+    def __init__(self, workdir: str, kept: Sequence[Row] = (), wandb: WandbRun | None = None) -> None:
         self._rollouts = os.path.join(workdir, "rollouts")
         os.makedirs(self._rollouts, exist_ok=True)
         path = os.path.join(workdir, "metrics.jsonl")
-        kept = [row for row in read_metrics(workdir) if row["step"] <= last_step]
         with atomic_write(path) as file:
             file.writelines(json.dumps(row) + "\n" for row in kept)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
-        self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=last_step + 1)
+        first = int(kept[-1]["step"]) + 1 if kept else 0
+        self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=first)
         self._wandb = wandb
 
     def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:

@@ -64,7 +64,7 @@ def benchmark(
     with (
         stopped_as("a benchmark keeps nothing that could be resumed; the same command starts anew"),
         Display(config.benchmark.rounds, 0, stop) as display,
-        contextlib.closing(MetricsWriter(workdir, -1)) as writer,
+        contextlib.closing(MetricsWriter(workdir)) as writer,
     ):
         sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -85,15 +85,17 @@ class _Run:
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
         self.stream = problems.stream(self.config.grpo.prompts_per_step)
         self.checkpoints = open_checkpoints(self.config, workdir)
+        written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         start = start_run(learner, rollout, self.checkpoints, self.stream)
         self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
         self.restored, self.step = start.step, start.step or 0
         # Of a step whose metrics are not written yet.
         self.unfinished = start.unfinished
-        if self.unfinished and self.restored is not None and _is_written(workdir, self.step):
+        if self.unfinished and self.restored is not None and _is_written(written, self.step):
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
-        self.writer = _open_metrics(self.config, workdir, -1 if self.restored is None else self.restored)
+        kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
+        self.writer = _open_metrics(self.config, workdir, kept)
         self.performance, self.devices = make_performance(learner), threading.Lock()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
@@ -209,20 +211,24 @@ class _Run:
         self.checkpoints.close()
 
 
-def _is_written(workdir: str, step: int) -> bool:
-    """Return whether the first process finds the row of a step. Collective."""
-    if not distributed.is_first_process():
-        return distributed.any_process(False)
-    return distributed.any_process(any(row["step"] == step for row in read_metrics(workdir)))
+def _written_rows(workdir: str) -> list[Row]:
+    """Return the rows of metrics.jsonl, in the first process. Raises InputError in all where it does there."""
+    with distributed.refused_together():
+        return read_metrics(workdir) if distributed.is_first_process() else []
 
 
-def _open_metrics(config: Config, workdir: str, last_step: int) -> MetricsWriter | NoMetrics:
+def _is_written(written: Sequence[Row], step: int) -> bool:
+    """Return whether the first process found the row of a step. Collective."""
+    return distributed.any_process(any(row["step"] == step for row in written))
+
+
+def _open_metrics(config: Config, workdir: str, kept: Sequence[Row]) -> MetricsWriter | NoMetrics:
     """Open the metrics of the first process; the others write none."""
     if not distributed.is_first_process():
         return NoMetrics()
     project = config.logging.wandb_project
     wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
-    return MetricsWriter(workdir, last_step, wandb)
+    return MetricsWriter(workdir, kept, wandb)
 
 
 def _note(row: Mapping[str, float], draft_length: int) -> str:
