@@ -3,6 +3,7 @@
 # make test-all   all tests; PARITY=1 installs torch and adds the comparisons with transformers (to test-slow too)
 # make test-slow  what test-all runs beyond test
 # make lint       ruff check, ruff format --check, mypy
+# make docs       the documentation as a site in site/, which is refused with a dead link in it
 # make lock       renew the lock files: the newest versions that the requirements allow, with their hashes
 #
 # Environments are built from the lock files, every download checked by its hash; LOCKED= takes the newest versions that
@@ -19,9 +20,10 @@ LOCKED ?= yes
 FLAGS := --quiet --disable-pip-version-check
 INSTALLED := $(if $(LOCKED),--require-hashes -r $(LOCK),-r $(REQUIREMENTS))
 INSTALLED_TEST := $(if $(LOCKED),--require-hashes -r requirements-test.lock,-r requirements-test.txt)
+INSTALLED_DOCS := $(if $(LOCKED),--require-hashes -r requirements-docs.lock,-r requirements-docs.txt)
 PARITY ?=
 
-.PHONY: run test test-all test-slow lint lock clean
+.PHONY: run test test-all test-slow lint docs lock clean
 
 run: $(VENV)/installed
 	$(BIN)/python main.py --config configs/rlzero_tiny.py
@@ -44,6 +46,11 @@ lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# Needs no jax: docstrings are read, not imported. The variable silences an advertisement.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "open site/index.html"
+
 # The test tools take the versions of the lock that CI tests.
 UV := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate --no-header --python-version 3.11
 lock: $(VENV)/installed-test
@@ -52,6 +59,7 @@ lock: $(VENV)/installed-test
 	$(UV) --upgrade requirements.txt --constraints requirements.lock --output-file requirements-gpu.lock
 	$(UV) --upgrade requirements-tpu.txt --constraints requirements.lock --output-file requirements-tpu.lock
 	$(UV) --upgrade requirements-test.txt --constraints requirements.lock --output-file requirements-test.lock
+	$(UV) --upgrade requirements-docs.txt --constraints requirements.lock --output-file requirements-docs.lock
 
 clean:
 	rm -rf $(VENV)
@@ -63,6 +71,11 @@ $(VENV)/installed: $(REQUIREMENTS) requirements-common.txt $(LOCK)
 
 $(VENV)/installed-test: $(VENV)/installed requirements-test.txt requirements-test.lock
 	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED_TEST)
+	touch $@
+
+$(VENV)/installed-docs: requirements-docs.txt requirements-docs.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(FLAGS) $(INSTALLED_DOCS)
 	touch $@
 
 $(VENV)/installed-parity: $(VENV)/installed-test requirements-parity.txt

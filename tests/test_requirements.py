@@ -13,6 +13,7 @@ LOCKS = {
     "requirements.txt": "requirements-gpu.lock",
     "requirements-tpu.txt": "requirements-tpu.lock",
     "requirements-test.txt": "requirements-test.lock",
+    "requirements-docs.txt": "requirements-docs.lock",
 }
 
 
