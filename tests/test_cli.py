@@ -152,7 +152,6 @@ def test_a_config_is_needed(call):
         (["rollout.max_response_tokens=5000"], ["rollout.max_response_tokens", "5010", "4096"]),
         (["eval.max_response_tokens=5000"], ["eval.max_response_tokens", "5010", "4096"]),
         (["policy.preset=nano_moe", "draft.kind=mtp"], ["draft.kind=mtp", "mixture-of-experts", "eagle3"]),
-        (["policy.preset=nano"], ["draft.kind=eagle3", "at least 7", "2"]),
         (["draft.vocab_size=129"], ["draft.vocab_size=129", "1..128"]),
         (["draft.vocab_size=32", "draft.online=False"], ["draft.vocab_size=32", "draft.online", "draft.path"]),
         (["draft.vocab_size=32", "draft.min_coverage=0.0"], ["draft.vocab_size=32", "draft.min_coverage"]),

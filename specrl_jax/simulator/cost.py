@@ -216,7 +216,7 @@ def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precisio
 
 
 def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
-    """Return a policy's EAGLE-3 head; draft_vocab 0 is the policy's. Raises InputError for too shallow a policy."""
+    """Return a policy's EAGLE-3 head; draft_vocab 0 is the policy's."""
     return eagle3_config(model, draft_vocab or model.vocab)
 
 
@@ -227,11 +227,13 @@ def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precis
 
 
 def feature_pairs(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
-    """Work of `fc` over three features, and k and v, for `rows` feature-token pairs."""
-    return matmul(h.embed, (3 * h.embed + 4 * h.kv_heads * h.head_dim) / split.tensor, rows, p)._replace(kernels=4)
+    """Work of `fc` over its features, and k and v, for `rows` feature-token pairs."""
+    return matmul(
+        h.embed, (len(h.aux_layers) * h.embed + 4 * h.kv_heads * h.head_dim) / split.tensor, rows, p
+    )._replace(kernels=4)
 
 
 def head_parameters(h: Eagle3Config) -> int:
     """Count the weights in the matmuls of one drafted token, `fc` included, without norms."""
     per_layer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
-    return h.embed * (per_layer + 3 * h.embed + h.draft_vocab)
+    return h.embed * (per_layer + len(h.aux_layers) * h.embed + h.draft_vocab)

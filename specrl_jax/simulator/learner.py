@@ -78,7 +78,7 @@ class LearnerCost:
         if not w.ttt_steps or self.head is None:
             return np.zeros_like(np.asarray(devices, float))
         h, (tokens, keys) = self.head, w.learner_tokens()
-        once = 3 * h.embed * h.embed
+        once = len(h.aux_layers) * h.embed * h.embed
         step = 2 * tokens * (head_parameters(h) - once) + 4 * h.heads * h.head_dim * keys
         flops = 2 * tokens * once + w.ttt_steps * step
         again = w.ttt_steps * 3 * 2 * tokens * h.embed * h.draft_vocab if w.tiled else 0.0

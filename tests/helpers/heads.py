@@ -55,7 +55,8 @@ def torch_layout(w, layer="midlayer."):
     if "features_norm" in w:
         tensors["input_norm.weight"] = w["features_norm"]
     if "fc_norm" in w:
-        tensors |= {f"fc_norm.{i}.weight": w["fc_norm"][name] for i, name in enumerate(("low", "middle", "high"))}
+        names = ("low", "middle", "high")[: len(w["fc_norm"])]
+        tensors |= {f"fc_norm.{i}.weight": w["fc_norm"][name] for i, name in enumerate(names)}
     return tensors
 
 
@@ -65,7 +66,7 @@ def numpy_draft(tensors, config, features, embedded, start, steps, first_positio
     Args:
       tensors: by published names; those of the layer with or without prefix.
       config: sizes and variants only.
-      features: [T, 3, D] of one row.
+      features: [T, A, D] of one row.
       embedded: [T, D].
       first_position: position of pair 0.
     """

@@ -120,7 +120,6 @@ def test_a_grid_is_written(call, tmp_path):
         (dense("--config.mesh.expert=0"), ["mesh.expert=0", "at least 1"]),
         (("--config", LARGE, "--config.mesh.expert=6", *dense()[2:]), ["mesh.expert=6", "128 experts"]),
         (dense("--config.draft.kind=none"), ["draft.kind=none", "eagle3"]),
-        (dense("--config.policy.preset=nano", "--config.draft.vocab_size=0"), ["eagle3", "7"]),
         (
             ("--config", LARGE, "--devices", "32", "--hardware", "tpu_v6e", "--config.mesh.expert=1"),
             ["mesh.tensor", "do not fit", "tpu_v6e"],

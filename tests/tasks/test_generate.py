@@ -190,7 +190,7 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
         ("model", "", {"preset": "nano"}, "draft.path: no folder ''"),
         ("model", "other_words", {}, "vocabulary is 96, the policy's 128"),
         ("mtp", "mtp_of_another", {}, "mtp_of_another"),
-        ("eagle3", "eagle3", {}, "at least 7|eagle3"),
+        ("eagle3", "eagle3", {}, "reads what enters layers 2, 3, 4; they must ascend within 0..1"),
         ("mtp", "nowhere", {}, "nowhere"),
         ("ngram", "model", {}, "draft.path=.*no weights to load"),
         ("ngram", "", {"cascade": 3}, "draft.cascade=3 .*draft.kind=ngram"),

@@ -9,7 +9,8 @@ norms of a head that has them. Where the formats differ, or leave something open
 
   * Layers that are read. The key eagle_aux_hidden_state_layer_ids names the layers *entered* where it is at the top
     (vLLM, speculators, and Eagle3Config), and those whose *outputs* are read, one less, where it is in eagle_config
-    (SpecForge, SGLang, Model Optimizer). Flat configs are written with both. Without either: layers 2, L / 2, L - 3.
+    (SpecForge, SGLang, Model Optimizer). Flat configs are written with both. Without either: those of
+    `network.default_aux_layers`. A head for a policy of one or two layers reads as many (num_aux_hidden_states).
   * norm_before_residual, where absent, is False in a flat config and True in a nested one, as vLLM reads them.
   * norm_output feeds the head's own output back after its final norm, in vLLM, speculators and SGLang. SpecForge trains
     on the output before the norm whatever the key says, and writes the same config. So under midlayer.* the key alone

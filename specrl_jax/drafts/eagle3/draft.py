@@ -1,4 +1,4 @@
-"""Draft with an EAGLE-3 head: it reads three layers of the target and drafts on a vocabulary of its own."""
+"""Draft with an EAGLE-3 head: it reads up to three layers of the target and drafts on a vocabulary of its own."""
 
 import dataclasses
 

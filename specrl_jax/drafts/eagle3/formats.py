@@ -35,7 +35,7 @@ VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # speculators requires a number of drafted tokens. The server chooses it; its own converter writes this one.
 SPECULATIVE_TOKENS = 3
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-AuxLayers = Annotated[list[int], Field(min_length=3, max_length=3)]
+AuxLayers = Annotated[list[int], Field(min_length=1, max_length=3)]
 
 
 class LayerFile(Roped):
@@ -124,6 +124,10 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
             "the first must be a multiple of the last, and their width even"
         )
     theta, yarn = read_rope(place)
+    aux_layers = _aux_layers(raw, file, target) or head.aux_layers
+    count = file.num_aux_hidden_states or min(3, target.layers)
+    if len(aux_layers) != count:
+        raise raw.error(f"reads {len(aux_layers)} layers, and num_aux_hidden_states={count}")
     return dataclasses.replace(
         head,
         heads=heads,
@@ -133,7 +137,7 @@ def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
         rope_theta=theta,
         yarn=yarn,
         norm_epsilon=sizes.rms_norm_eps,
-        aux_layers=_aux_layers(raw, file, target) or head.aux_layers,
+        aux_layers=aux_layers,
         **_variants(raw, file, name),
     )
 
@@ -146,10 +150,7 @@ def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: 
     if "sliding_attention" in (sizes.layer_types or ()):
         raise raw.error("asks for sliding_attention, which is not supported")
     # Key -> its one supported value, which it also has where it is absent or null.
-    for key, found, value in (
-        ("target_hidden_size", file.target_hidden_size, target.embed),
-        ("num_aux_hidden_states", file.num_aux_hidden_states, 3),
-    ):
+    for key, found, value in (("target_hidden_size", file.target_hidden_size, target.embed),):
         if found not in (None, value):
             raise raw.error(f"has {key}={found}, only {value} is supported")
     for key, found, ours in (
@@ -160,7 +161,7 @@ def _check_supported(raw: ConfigJson, file: HeadFile, sizes: LayerFile, target: 
             raise raw.error(f"has {key}={found}, the policy has {ours}")
 
 
-def _aux_layers(raw: ConfigJson, file: HeadFile, target: Qwen3Config) -> tuple[int, int, int] | None:
+def _aux_layers(raw: ConfigJson, file: HeadFile, target: Qwen3Config) -> tuple[int, ...] | None:
     """Return the layers whose inputs the head reads, from whichever key names them; None where none does."""
     nested = file.eagle_config
     # (key, layers, the distance from each to the layer that is entered)
@@ -176,12 +177,11 @@ def _aux_layers(raw: ConfigJson, file: HeadFile, target: Qwen3Config) -> tuple[i
     if len(set(entered)) > 1:
         said = ", ".join(f"{name}={ids} ({'outputs' if shift else 'inputs'})" for name, ids, shift in named)
         raise raw.error(f"names different layers: {said}; take out the wrong ones")
-    low, middle, high = entered[0]
-    if not 0 <= low < middle < high < target.layers:
-        raise raw.error(
-            f"reads what enters layers {low}, {middle} and {high}; they must ascend within 0..{target.layers - 1}"
-        )
-    return low, middle, high
+    layers = entered[0]
+    if list(layers) != sorted(set(layers) & set(range(target.layers))):
+        shown = ", ".join(map(str, layers))
+        raise raw.error(f"reads what enters layers {shown}; they must ascend within 0..{target.layers - 1}")
+    return layers
 
 
 def _variants(raw: ConfigJson, file: HeadFile, name: str) -> dict[str, bool]:
@@ -223,6 +223,8 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         **rope_scaling(head.yarn),
     }
     variants: dict[str, bool] = {key: getattr(head, key) for key in VARIANTS}
+    # Readers take three for granted.
+    count = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     if not FORMATS[name].nested:
         # Variants only where they are on: SpecForge reads norm_output=false as no final norm at all.
         flags = {key: True for key, on in variants.items() if on}
@@ -232,6 +234,7 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
             **sizes,
             "architectures": [ARCHITECTURES[0]],
             "draft_vocab_size": head.draft_vocab,
+            **count,
             AUX_LAYERS: list(head.aux_layers),
             "eagle_config": {AUX_LAYERS: [i - 1 for i in head.aux_layers]},
             **flags,
@@ -242,6 +245,7 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         "speculators_model_type": "eagle3",
         "draft_vocab_size": head.draft_vocab,
         "target_hidden_size": head.embed,
+        **count,
         AUX_LAYERS: list(head.aux_layers),
         **variants,
         "embed_requires_grad": False,

@@ -1,8 +1,9 @@
 """Network of an EAGLE-3 draft head (Li et al., arXiv 2503.01840): one layer over [embedding; hidden].
 
 Pair t = (feature of position t, token t + 1) predicts token t + 2. The feature is the target's residual stream entering
-three layers (low, middle, high), concatenated and projected by `fc`. For tokens not yet processed by the target, the
-head's own pre-norm output takes its place (the recurrence). Attention is over pairs, with rotary position t for pair t.
+three layers (low, middle, high), concatenated and projected by `fc`; of a target of one or two layers, entering each of
+them. For tokens not yet processed by the target, the head's own pre-norm output takes its place (the recurrence).
+Attention is over pairs, with rotary position t for pair t.
 
     h   = fc(concat(low, mid, high))                    # or the head's previous output
     z   = concat(norm(embed(x_{t+1})), norm(h))         # embedding first
@@ -15,7 +16,7 @@ layout (fused).
 
 Published heads differ in four places, each a field of the config:
 
-    norm_before_fc        h = fc(norm(concat(low, mid, high)))                  # one norm over all 3 D
+    norm_before_fc        h = fc(norm(concat(low, mid, high)))                  # one norm over all A D
     fc_norm               h = fc(concat(norm(low), norm(mid), norm(high)))      # EAGLE-3.1
     norm_before_residual  a = norm(h) + o(attention(...))                       # the norm that z has
     norm_output           the recurrence feeds back norm(a), the lm_head's input # EAGLE-3.1
@@ -37,10 +38,11 @@ from specrl_jax.models.qwen3 import Qwen3Config
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
-    """Sizes and variants of a head; letters as in specrl_jax.core, A = 3 auxiliary layers."""
+    """Sizes and variants of a head; letters as in specrl_jax.core, A auxiliary layers: three, or as many as the
+    target has."""
 
     draft_vocab: int  # Vd
-    aux_layers: tuple[int, int, int]  # the residual stream *entering* these target layers, low first
+    aux_layers: tuple[int, ...]  # [A]; the residual stream *entering* these target layers, low first
     norm_before_residual: bool = False
     norm_before_fc: bool = False  # excludes fc_norm
     fc_norm: bool = False
@@ -48,21 +50,16 @@ class Eagle3Config(HeadConfig):
 
 
 def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
-    """Return the sizes of a new head for a target: its widths, and layers 2, L / 2, L - 3 as public implementations.
+    """Return the sizes of a new head for a target: its widths, and the layers that `default_aux_layers` names.
 
     For a mixture of experts the mlp is dense, of the width that config.json gives layers without experts, as in
     SpecForge's first heads for Qwen3-30B-A3B (6,144; other published heads are twice as wide). Rotary positions are
     plain even where the target's are stretched: servers read them from the head's own config.json.
 
-    Raises InputError for a vocabulary larger than the target's, and for a target of fewer than seven layers.
+    Raises InputError for a vocabulary larger than the target's.
     """
     if not 0 < draft_vocab <= target.vocab:
         raise InputError(f"draft.vocab_size={draft_vocab} must be in 1..{target.vocab}, the policy's vocabulary")
-    if target.layers < 7:
-        raise InputError(
-            "draft.kind=eagle3 reads three different layers, 2, L / 2 and L - 3: that takes a policy of at least 7, "
-            f"this one has {target.layers}"
-        )
     return Eagle3Config(
         embed=target.embed,
         heads=target.heads,
@@ -70,7 +67,7 @@ def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
         head_dim=target.head_dim,
         mlp=target.dense_mlp or target.mlp,
         draft_vocab=draft_vocab,
-        aux_layers=(2, target.layers // 2, target.layers - 3),
+        aux_layers=default_aux_layers(target.layers),
         rope_theta=target.rope_theta,
         yarn=None,
         norm_epsilon=target.norm_epsilon,
@@ -78,10 +75,21 @@ def eagle3_config(target: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     )
 
 
+def default_aux_layers(layers: int) -> tuple[int, ...]:
+    """Return the layers that a new head reads: 2, L / 2, L - 3, as public implementations.
+
+    With fewer than seven layers these are not three different ones. The head then reads what enters the second, the
+    middle and the last layer, or each layer where there are at most three.
+    """
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return (1, layers // 2, layers - 1) if layers > 3 else tuple(range(layers))
+
+
 def param_specs(config: Eagle3Config) -> Specs:
     """Return the training layout; Hugging Face names are those of SafeAILab, SpecForge and SGLang."""
     c = config
-    D, H = c.embed, c.head_dim
+    D, H, A = c.embed, c.head_dim, len(c.aux_layers)
 
     def norm(name: str) -> ParamSpec:
         return ParamSpec((D,), ("embed",), 0, f"{name}.weight", "a -> a")
@@ -95,7 +103,7 @@ def param_specs(config: Eagle3Config) -> Specs:
         return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"midlayer.mlp.{name}.weight", "f d -> d f")
 
     specs = {
-        "fc": ParamSpec((3, D, D), (None, None, "embed"), 3 * D, "fc.weight", "d (a e) -> a e d"),
+        "fc": ParamSpec((A, D, D), (None, None, "embed"), A * D, "fc.weight", "d (a e) -> a e d"),
         "input_norm": norm("midlayer.input_layernorm"),
         "hidden_norm": norm("midlayer.hidden_norm"),
         "q": heads(c.heads, "heads", "q_proj"),
@@ -116,9 +124,9 @@ def param_specs(config: Eagle3Config) -> Specs:
         "unembed": ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d"),
     }
     if c.norm_before_fc:
-        specs["features_norm"] = ParamSpec((3 * D,), (None,), 0, "input_norm.weight", "a -> a")
+        specs["features_norm"] = ParamSpec((A * D,), (None,), 0, "input_norm.weight", "a -> a")
     if c.fc_norm:
-        return nested(specs, fc_norm={name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES)})
+        return nested(specs, fc_norm={name: norm(f"fc_norm.{i}") for i, name in enumerate(_FEATURES[:A])})
     return specs
 
 
@@ -137,7 +145,7 @@ def inference_specs(config: Eagle3Config) -> Specs:
 
     return {
         **{name: spec for name, spec in specs.items() if name not in _CHANGED},
-        "fc": spec((3 * c.embed, c.embed), None, "embed"),
+        "fc": spec((len(c.aux_layers) * c.embed, c.embed), None, "embed"),
         "q": spec((2 * c.embed, c.heads, c.head_dim), "embed", "heads", "head_dim"),
         "kv": spec((2 * c.embed, 2, c.kv_heads, c.head_dim), "embed", None, "kv_heads", "head_dim"),
         "to_logits": spec((c.embed, c.draft_vocab), "embed", "vocab"),
@@ -165,12 +173,12 @@ def inference_params(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def first_hidden(params: Params, config: Eagle3Config, features: jax.Array) -> jax.Array:
-    """Return h [B, T, D] of the target's features [B, T, 3, D]: `fc` after the norms that this head has."""
+    """Return h [B, T, D] of the target's features [B, T, A, D]: `fc` after the norms that this head has."""
     if config.norm_before_fc:
         joined = features.reshape(*features.shape[:2], -1)
         features = rms_norm(joined, params["features_norm"], config.norm_epsilon).reshape(features.shape)
     if config.fc_norm:
-        scales = [branch(params, "fc_norm")[name] for name in _FEATURES]
+        scales = [branch(params, "fc_norm")[name] for name in _FEATURES[: len(config.aux_layers)]]
         normed = [rms_norm(features[:, :, i], scale, config.norm_epsilon) for i, scale in enumerate(scales)]
         features = jnp.stack(normed, axis=2)
     if params["fc"].ndim == 2:

@@ -65,9 +65,12 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(draft_vocab):
         eagle3.eagle3_config(TARGET, draft_vocab)
 
 
-def test_a_policy_too_shallow_for_three_features_is_refused():
-    with pytest.raises(InputError, match=r"draft\.kind=eagle3 .* at least 7, this one has 6"):
-        eagle3.eagle3_config(dataclasses.replace(TARGET, layers=6), 16)
+@pytest.mark.parametrize(
+    ("layers", "read"),
+    [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (4, (1, 2, 3)), (5, (1, 2, 4)), (6, (1, 3, 5)), (7, (2, 3, 4))],
+)
+def test_a_head_of_a_shallow_policy_reads_the_layers_that_it_has(layers, read):
+    assert eagle3.eagle3_config(dataclasses.replace(TARGET, layers=layers), 16).aux_layers == read
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,25 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
     logits = serve(params, *inputs)
     for row in range(B):
         np.testing.assert_allclose(logits[row], expected(name, inputs, row, start), atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "norm"),
+    [
+        (2, "fc_norm"),
+        pytest.param(1, "fc_norm", marks=pytest.mark.slow),
+        pytest.param(2, "norm_before_fc", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_of_fewer_than_three_features_is_the_formula(layers, norm, inputs):
+    """In both layouts of the weights."""
+    head = dataclasses.replace(HEAD, aux_layers=tuple(range(layers)), **{norm: True})
+    features, embedded, params = inputs[0][:, :, :layers], inputs[1], random_params(head)
+    expected = numpy_draft(torch_layout(params), head, features[0], embedded[0], 4, STEPS)
+    fused = eagle3.inference_params(params, jnp.float32)
+    assert jax.tree.map(jnp.shape, fused) == jax.tree.map(lambda spec: spec.shape, eagle3.inference_specs(head))
+    for weights in (params, fused):
+        np.testing.assert_allclose(unrolled_logits(weights, head, features, embedded)[:, 0, 4], expected, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("paper", "own sizes")])
