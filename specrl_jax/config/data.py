@@ -13,7 +13,7 @@ class RewardConfig:
     name: str = key(
         "exact",
         "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format or your own "
-        "module:function; several are separated by commas, and the first decides what is correct",
+        "FILE.py:function or module:function; several are separated by commas, and the first decides what is correct",
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
     weights: tuple[float, ...] = key((), "weight of each reward in their sum; () = 1 each", low=-1e6, high=1e6)

@@ -13,6 +13,7 @@ import numpy as np
 import specrl_jax
 from specrl_jax import distributed
 from specrl_jax.io.workdir import flatten
+from specrl_jax.rewards.function import file_of
 
 DATA = ("data.path", "eval.path")  # files, separated by commas
 FOLDERS = ("policy.path", "draft.path", "data.tokenizer")
@@ -27,8 +28,9 @@ def check_agreement(config: Mapping[str, object], workdir: str) -> None:
     key that differs and its values.
 
     Compared are: python, jax, jaxlib, numpy, this project's version and source; every key of the config; the absolute
-    path of the workdir; data files by their whole content; the folders of policy, draft and tokenizer by the name and
-    size of each file and its content, of which weights larger than 16 MiB are sampled: 64 blocks of 64 KiB.
+    path of the workdir; data files and files of rewards by their whole content; the folders of policy, draft and
+    tokenizer by the name and size of each file and its content, of which weights larger than 16 MiB are sampled: 64
+    blocks of 64 KiB.
     """
     if distributed.is_joined():
         distributed.agree(facts(config, workdir))
@@ -55,6 +57,9 @@ def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         for path in map(str.strip, str(values[key]).split(",")):
             if os.path.isfile(path):  # a file that is missing in one process is missing among its facts
                 yield f"the content of {key}={path}", digest(path)
+    for path in filter(None, map(file_of, map(str.strip, str(values["reward.name"]).split(",")))):
+        if os.path.isfile(path):
+            yield f"the content of reward.name={path}", digest(path)
     for key in FOLDERS:
         folder = str(values[key])
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():

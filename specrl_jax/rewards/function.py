@@ -1,10 +1,14 @@
 """Reward functions: how one is found, what it may ask for, and what it may return."""
 
 import importlib
+import importlib.util
 import inspect
 import numbers
+import os
+import sys
+import types
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from specrl_jax.rewards.messages import LARGEST, MAX_PARTS, Context, are_parts
 
@@ -23,11 +27,11 @@ class Returned(NamedTuple):
 
 
 def load(path: str) -> Function:
-    """Import the function `package.module:function`. Raises what the import raises, or TypeError where it does not take
-    (response, answer).
+    """Import the function `package.module:function` or `FILE.py:function`. Raises what the import raises, or TypeError
+    where it does not take (response, answer).
     """
-    module, _, name = path.partition(":")
-    function = importlib.import_module(module)
+    module, _, name = path.rpartition(":")
+    function: Any = _load_file(module) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     if not callable(function):
@@ -43,6 +47,30 @@ def load(path: str) -> Function:
         wanted = "(response, answer) and, by keyword, any of prompt, row, tokens"
         raise TypeError(f"{name}{signature} does not take {wanted}: {error}") from None
     return Function(function, asks)
+
+
+def file_of(path: str) -> str:
+    """Return the file of a reward that is named by it, `FILE.py:function`; "" for others."""
+    module, _, _ = path.rpartition(":")
+    return module if module.endswith(".py") else ""
+
+
+def _load_file(path: str) -> types.ModuleType:
+    """Import a file once, with its folder importable, as when Python runs it."""
+    path = os.path.abspath(path)
+    folder, file = os.path.split(path)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = file.removesuffix(".py")
+    if (known := sys.modules.get(name)) and getattr(known, "__file__", None) == path:
+        return known
+    if known:  # a file may be called like a module that is in use
+        name = f"_reward_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader  # as for every name that ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _asked(signature: inspect.Signature) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Rewards of a batch of answers, computed in worker processes: a bad answer costs its own reward, never the run."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.errors import InputError
+from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
 from specrl_jax.rewards.pool import Workers, cores
 from specrl_jax.rewards.worker import BUILT_IN
@@ -16,14 +18,15 @@ GIB = 2**30
 MAX_WORKERS = 8  # by default
 MAX_NAMES = 64  # different parts in one batch
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NAME = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_PATH = re.compile(rf"(.*\.py|{_NAME}):{_NAME}")
 
 
 class Scores(NamedTuple):
     """Scores of R answers. A failed one has 0 from every reward, and is not correct."""
 
     total: np.ndarray  # [R] float32, weighted sum
-    rewards: dict[str, np.ndarray]  # reward name -> [R] float32, unweighted
+    rewards: dict[str, np.ndarray]  # reward label -> [R] float32, unweighted
     correct: np.ndarray  # [R] bool: what the first reward says, else whether it is at least `correct_from`
     failures: dict[str, int]  # "timeout", "died", "error" or "memory" -> failed answers
     extracted: list[str | None]  # [R] answers in the first reward's canonical form; None without an answer
@@ -56,7 +59,8 @@ class Scorer:
     `Scores.failures` counts failures by cause.
 
     Args:
-      names: rewards of `BUILT_IN`, or `package.module:function`, which is imported in workers only.
+      names: rewards of `BUILT_IN`, `package.module:function` or `FILE.py:function`; a function is imported in
+        workers only.
       weights: of the rewards in the total; () is 1 for each.
       timeout: seconds for all rewards of one answer.
       workers: processes; 0 is one per core, at most 8.
@@ -80,6 +84,8 @@ class Scorer:
         self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
         self._workers = Workers(self.names, timeout, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
+        if missing := [file for file in map(file_of, self.names) if file and not os.path.isfile(file)]:
+            raise InputError(f"reward.name: no file '{missing[0]}'")
         if self._has_users() and (problem := self._workers.problem()):
             self.close()
             raise InputError(f"reward.name: {problem}")
@@ -125,7 +131,7 @@ class Scorer:
         rewards = np.array(table, np.float64).reshape(len(table), len(self.names))
         return Scores(
             total=(rewards @ np.array(self.weights, np.float64)).astype(np.float32),
-            rewards={name: rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
+            rewards={label(name): rewards[:, i].astype(np.float32) for i, name in enumerate(self.names)},
             correct=np.array([self._is_correct(outcome) for outcome in outcomes], bool),
             failures=dict(Counter(outcome.failure for outcome in failed)),
             extracted=[outcome.extracted for outcome in outcomes],
@@ -168,6 +174,11 @@ def _part_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
     return {name: np.array([o.parts.get(name, np.nan) for o in outcomes], np.float32) for name in names}
 
 
+def label(name: str) -> str:
+    """Return the name of a reward's metric: of a file without its folder, `closeness:score`."""
+    return os.path.basename(name).replace(".py:", ":") if file_of(name) else name
+
+
 def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
     """Raise InputError for unknown rewards and for weights that do not match them. Import no user's function."""
     if not names:
@@ -175,8 +186,10 @@ def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
     for name in names:
         if name not in BUILT_IN and not _PATH.fullmatch(name):
             known = ", ".join(BUILT_IN)
-            raise InputError(f"reward.name: no reward '{name}'; there are {known}, or package.module:function")
-    if len(set(names)) < len(names):
+            raise InputError(
+                f"reward.name: no reward '{name}'; there are {known}, package.module:function and FILE.py:function"
+            )
+    if len(set(map(label, names))) < len(names):
         raise InputError(f"reward.name: a reward is named twice in {', '.join(names)}")
     if weights and len(weights) != len(names):
         raise InputError(f"reward.weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)})")

@@ -155,6 +155,34 @@ def module(tmp_path, monkeypatch):
     return "users_rewards"
 
 
+def test_a_reward_in_a_file_is_found_with_what_lies_beside_it(tmp_path):
+    """From any folder, in a worker; the file may be called like a module of Python's own."""
+    (tmp_path / "length_of.py").write_text("def length(text):\n    return len(text)\n")
+    source = "import length_of\ndef score(response, answer):\n    return length_of.length(response)\n"
+    for name in ("mine.py", "json.py"):
+        (tmp_path / name).write_text(source)
+        with Scorer((f"{tmp_path / name}:score", "exact"), workers=1) as scorer:
+            scores = scorer(["four"], ["4"])
+        assert scores.rewards.keys() == {f"{name.removesuffix('.py')}:score", "exact"}
+        assert scores.total.tolist() == [4.0], scores.first_failure
+
+
+def test_two_functions_of_a_file_share_one_module(tmp_path):
+    (tmp_path / "both.py").write_text(
+        "def a(response, answer):\n    return 1\n\ndef b(response, answer):\n    return 2\n"
+    )
+    a, b = (load(f"{tmp_path / 'both.py'}:{name}").call for name in "ab")
+    assert a.__globals__ is b.__globals__
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nothing.py:f", "reward.name: no file 'nothing.py'"), ("a/m.py:f,b/m.py:f", "named twice")]
+)
+def test_a_file_that_cannot_be(name, said):
+    with pytest.raises(InputError, match=said):
+        Scorer(tuple(name.split(",")))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
