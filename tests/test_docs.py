@@ -17,8 +17,8 @@ from tests.helpers.runs import ROOT, process_environment
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")])
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-# A placeholder, and keys of verl that docs/training.md translates.
-NOT_OURS = {"section.key", "data.train_batch_size", "rollout.n", "rollout.tensor_model_parallel_size"}
+NOT_OURS = {"section.key"}  # a placeholder
+COMING_FROM = ROOT / "docs/coming_from.md"
 # Files that docs/add_a_drafter.md has the reader write.
 EXAMPLES = {"specrl_jax/drafts/repeat/draft.py", "specrl_jax/drafts/bigram/draft.py"}
 FILES = ("csv", "json", "jsonl", "md", "png", "py")
@@ -97,6 +97,8 @@ def test_links_and_paths_exist(page):
 @pages
 def test_config_keys_exist(page):
     text, config = page.read_text(), base()
+    if page == COMING_FROM:  # whose tables have keys of others in their first column
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.M)
     shown = re.findall(r"--config\.([\w.]+)=", text)
     sections = [name for name in config if isinstance(config[name], ConfigDict)]
     # `draft.kind`, `draft.kind=none`; not `draft.csv`.
@@ -113,6 +115,25 @@ def test_shown_runs_have_a_valid_config(page, monkeypatch):
     for arguments in shown_arguments(text, "main.py"):
         if "--config" in arguments:
             validate(parse_config(arguments))
+
+
+def test_recipes_of_others_are_translated():
+    """Each section's command (checked by the test above) has the sizes of the recipe that it translates."""
+    parts = re.split(r"^## (.*)$", COMING_FROM.read_text(), flags=re.M)
+    commands = {name: shown_arguments(text, "main.py") for name, text in zip(parts[1::2], parts[2::2])}
+    found = {name: [parse_config(arguments).grpo for arguments in some] for name, some in commands.items()}
+    sizes = {name: [(g.prompts_per_step, g.group_size, g.minibatches) for g in some] for name, some in found.items()}
+    assert sizes == {"verl": [(1024, 5, 4)], "TRL": [(8, 8, 1)], "NeMo-RL": [(32, 16, 1)], "tunix": [(4, 8, 2)]}
+
+
+def test_the_translated_reward_pays_for_answer_and_tags():
+    """As vtc_env_reward of tunix's demo does."""
+    scope = {}
+    exec(re.search(r"```python\n(.*?)```", COMING_FROM.read_text(), re.S)[1], scope)
+    tags = "so </reasoning>\n<answer>{}</answer>"
+    responses = [tags.format(r"\boxed{1,080}"), r"\boxed{1080}", tags.format(r"\boxed{7}"), "1080"]
+    paid = [scope["tagged"](response, "1080") for response in responses]
+    assert paid == [(1.0, True), (0.5, True), (0.1, False), (0.0, False)]
 
 
 @pages
