@@ -33,7 +33,11 @@ class RewardConfig:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     task: str = key("arithmetic", "built-in task, used where data.path is ''", choices=BUILT_IN_TASKS)
-    path: str = key("", "JSONL or Parquet files of prompts, separated by commas; a repeated prompt counts once")
+    path: str = key(
+        "",
+        "JSONL or Parquet files of prompts, or folders of them (the training split; FOLDER:SPLIT is "
+        "another), separated by commas; a repeated prompt counts once",
+    )
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key("", "gsm8k, dapo, verl, math: for all files, or one each with commas; '' = the keys below")
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")

@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, with their positions for error messages."""
+"""Rows of JSONL and Parquet files and of folders of them, with their positions for error messages."""
 
 import json
 import os
@@ -8,9 +8,8 @@ from typing import NamedTuple
 import pyarrow
 import pyarrow.parquet
 
+from specrl_jax.data.splits import PARQUET, data_files
 from specrl_jax.errors import InputError
-
-PARQUET = (".parquet", ".pq")
 
 
 class Row(NamedTuple):
@@ -20,14 +19,20 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str, key: str) -> Iterator[Row]:
-    """Yield every row of a file, without blank lines of JSONL; the file name decides between Parquet and JSONL.
+    """Yield every row of a path's files (`data_files`), without blank lines of JSONL; a file's name decides between
+    Parquet and JSONL.
 
     Args:
-      key: the config key that names the file, for messages.
+      key: the config key that names the path.
     Raises:
       InputError: for a file that is missing, unreadable, empty or not valid Parquet. A line that is not a JSON object
         is returned as a Row with a fault, since some callers skip it.
     """
+    for file in data_files(path, key):
+        yield from _file_rows(file, key)
+
+
+def _file_rows(path: str, key: str) -> Iterator[Row]:
     if not os.path.isfile(path):
         raise InputError(f"{key}: no file '{path}'")
     read = _parquet_rows if path.endswith(PARQUET) else _jsonl_rows

@@ -30,7 +30,10 @@ SCHEMAS = {
     "dapo": Schema("prompt", "label"),
     "verl": Schema("prompt", "reward_model.ground_truth"),
     "math": Schema("problem", "answer"),
+    "question": Schema("question", "answer"),
 }
+# Other names of a schema: found by the columns of a file's first row, and data.prompt_key with data.answer_key.
+AUTO, KEYS = "auto", "keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,8 @@ def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokeniz
         text = prompt_format.text(prompt, tokenizer)
     except InputError as error:  # a chat template may reject the roles of a row
         raise InputError(f"{row.where}: {error}") from None
-    return Problem(text, _extract_answer(_as_text(answer), schema, row.where), "", _other_columns(row.content, schema))
+    extracted, others = _extract_answer(_as_text(answer), schema, row.where), _other_columns(row.content, schema)
+    return Problem(text, extracted, _solution(row.content, schema), others)
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
@@ -232,6 +236,12 @@ def _extract_answer(answer: str, schema: Schema, where: str) -> str:
     return answer
 
 
+def _solution(content: dict[str, object], schema: Schema) -> str:
+    """Return the worked solution of a row: the answer where only its end is the answer, else the column `solution`."""
+    worked = content.get(schema.answer if schema.answer_after else "solution")
+    return worked if isinstance(worked, str) else ""
+
+
 def _is_chat(prompt: object) -> TypeGuard[Messages]:
     return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
 
@@ -241,18 +251,37 @@ def _is_message(message: object) -> bool:
 
 
 def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
-    """Return one schema per file: `names` is one for all or one each, separated by commas; '' is `fallback`.
+    """Return one schema per file: `names` is one for all or one each, separated by commas; '' and KEYS are `fallback`.
 
     Raises InputError naming the config's `key`.
     """
-    wanted = names.split(",") if names else [""]
+    wanted = [name.strip() for name in names.split(",")]
     if len(wanted) not in (1, count):
         raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
+    known = SCHEMAS | {"": fallback, KEYS: fallback}
     for name in wanted:
-        if name and name.strip() not in SCHEMAS:
+        if name not in known:
             raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
-    schemas = [SCHEMAS[name.strip()] if name else fallback for name in wanted]
+    schemas = [known[name] for name in wanted]
     return schemas * count if len(schemas) == 1 else schemas
+
+
+def detect_schema(path: str, fallback: Schema, key: str) -> str:
+    """Return the name of the schema whose columns the first row of a path has: KEYS where it has those of `fallback`.
+
+    Raises InputError where it has none's, naming the columns, and as `read_rows`.
+    """
+    row = next(read_rows(path, key))
+    if row.fault:
+        raise InputError(f"{row.where}: {row.fault}")
+    for name, schema in {KEYS: fallback, **SCHEMAS}.items():
+        prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
+        if _ABSENT not in (prompt, answer) and schema.answer_after in str(answer):
+            return name
+    raise InputError(
+        f"{row.where}: which columns are prompt and answer? there are {', '.join(row.content)}; say it with "
+        "data.prompt_key and data.answer_key"
+    )
 
 
 def split_paths(paths: str, key: str) -> list[str]:

@@ -1,5 +1,6 @@
 """What must be equal in all processes of a run: versions, config, workdir, and the files that the config names."""
 
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -12,10 +13,12 @@ import numpy as np
 
 import specrl_jax
 from specrl_jax import distributed
+from specrl_jax.data.splits import data_files
+from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import flatten
 from specrl_jax.rewards.function import file_of
 
-DATA = ("data.path", "eval.path")  # files, separated by commas
+DATA = ("data.path", "eval.path")  # files and folders, separated by commas
 FOLDERS = ("policy.path", "draft.path", "data.tokenizer")
 # Files of the project that decide what a process computes.
 PACKAGES = ("specrl_jax", "kernels_pallas")
@@ -54,9 +57,11 @@ def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
 def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (name, digest) of each file that the config names."""
     for key in DATA:
-        for path in map(str.strip, str(values[key]).split(",")):
-            if os.path.isfile(path):  # a file that is missing in one process is missing among its facts
-                yield f"the content of {key}={path}", digest(path)
+        for path in filter(None, map(str.strip, str(values[key]).split(","))):
+            # A file that is missing in one process is missing among its facts.
+            with contextlib.suppress(InputError):
+                for file in filter(os.path.isfile, data_files(path, key)):
+                    yield f"the content of {key}={file}", digest(file)
     for path in filter(None, map(file_of, map(str.strip, str(values["reward.name"]).split(",")))):
         if os.path.isfile(path):
             yield f"the content of reward.name={path}", digest(path)

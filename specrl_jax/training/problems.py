@@ -9,6 +9,7 @@ import jax
 from specrl_jax.config import Config
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
+from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
@@ -73,12 +74,15 @@ def _shared_files(config: Config) -> list[str]:
     """Return a warning for each file that is learned from and validated on."""
     if not (config.data.path and config.eval.path):
         return []
-    train, validation = (split_paths(getattr(config, name).path, f"{name}.path") for name in ("data", "eval"))
-    shared = {os.path.realpath(path) for path in train} & {os.path.realpath(path) for path in validation}
+    learned, validated = (
+        {path: set(map(os.path.realpath, data_files(path, key))) for path in split_paths(paths, key)}
+        for key, paths in (("data.path", config.data.path), ("eval.path", config.eval.path))
+    )
+    files = {file for own in learned.values() for file in own}
     return [
         f"warning: eval.path={path}: it is in data.path too, so its accuracy is that of problems learned from"
-        for path in validation
-        if os.path.realpath(path) in shared
+        for path, own in validated.items()
+        if own & files
     ]
 
 
@@ -128,9 +132,9 @@ def _read(
 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Return names of validation sets: the file name without its ending, "test"; where several files share it, with the
-    folder before it, "gsm8k_test". Raise InputError where names are still equal.
+    folder before it, "gsm8k_test"; of FOLDER:SPLIT both. Raise InputError where names are still equal.
     """
-    stems = [os.path.splitext(os.path.basename(path))[0] for path in paths]
+    stems = [os.path.splitext(os.path.basename(os.path.normpath(path)))[0].replace(":", "_") for path in paths]
     folders = [os.path.basename(os.path.dirname(os.path.abspath(path))) for path in paths]
     names = [stem if stems.count(stem) == 1 else f"{folder}_{stem}" for folder, stem in zip(folders, stems)]
     if repeated := [name for name in names if names.count(name) > 1]:
