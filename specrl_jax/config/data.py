@@ -39,7 +39,9 @@ class DataConfig:
         "another), separated by commas; a repeated prompt counts once",
     )
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
-    schema: str = key("", "gsm8k, dapo, verl, math: for all files, or one each with commas; '' = the keys below")
+    schema: str = key(
+        "", "gsm8k, dapo, verl, math, question: for all files, or one each with commas; '' = the keys below"
+    )
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")
     template: str = key("{prompt}", "text around a prompt that is text")
