@@ -283,6 +283,25 @@ def load_tokenizer(name: str, policy_vocab: int) -> Tokenizer:
     return tokenizer
 
 
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Return the text of each token; joined they are the decoded text.
+
+    A token that completes a character has all of it, and one that completes none has ''. What precedes a token may
+    change its text (a leading space), so it is decoded together with the tokens before it.
+    """
+    texts, start, end, known = list[str](), 0, 0, ""
+    for i in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[start:i])
+        # Bytes that are no whole character yet decode to U+FFFD; those of the last token are shown so.
+        if text.endswith("\ufffd") and i < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        start, end = end, i
+        known = tokenizer.decode(ids[start:end])
+    return texts
+
+
 def check_covers(tokenizer: Tokenizer, name: str, policy_vocab: int) -> None:
     """Raise InputError where a policy that was trained has many more ids than its tokenizer can read."""
     if policy_vocab - tokenizer.vocab_size > max(PADDING, policy_vocab * PADDED_SHARE):

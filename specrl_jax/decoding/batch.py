@@ -14,7 +14,10 @@ from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
 
 # Fields of a finished slot that become fields of its rollout.
-_COLLECTED = ("rollout_id", "tokens", "logprobs", "prompt_length", "length", "verifications", "drafted", "accepted")
+_COLLECTED = (
+    *("rollout_id", "tokens", "logprobs", "draft_positions", "prompt_length", "length"),
+    *("verifications", "drafted", "accepted"),
+)
 
 
 class EngineParts(Protocol[Params, Cache]):

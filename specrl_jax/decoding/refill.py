@@ -24,6 +24,7 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
     slots = Slots(
         tokens=jnp.full((B, S), functions.pad_id, jnp.int32),
         logprobs=jnp.zeros((B, S), jnp.float32),
+        draft_positions=jnp.zeros((B, S), jnp.int8),
         prompt_length=zeros(B) + 1,
         length=zeros(B) + 1,
         limit=zeros(B) + S,
@@ -80,6 +81,7 @@ def refill(
         slots,
         tokens=start(tokens, slots.tokens),
         logprobs=start(jnp.zeros_like(slots.logprobs), slots.logprobs),
+        draft_positions=start(jnp.zeros_like(slots.draft_positions), slots.draft_positions),
         prompt_length=start(prompts.length, slots.prompt_length),
         length=start(prompts.length, slots.length),
         limit=start(prompts.length + config.max_response_tokens, slots.limit),

@@ -34,6 +34,9 @@ class Rollouts:
     prompt_index: np.ndarray  # [R] int64, into the prompts given
     tokens: np.ndarray  # [R, S] int32, prompt then response; pad beyond `length`
     logprobs: np.ndarray  # [R, S] float32, nats, of response tokens under the distribution they were sampled from
+    # [R, S] int8, which draft of its verification each response token is, 1 the first; negative where a lookup had
+    # replaced the draft of a head or model (draft.cascade); 0: drawn by the policy itself, and beyond the response
+    draft_positions: np.ndarray
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
     ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
@@ -56,6 +59,10 @@ class Rollouts:
     def response(self, row: int) -> list[int]:
         """Return the tokens of one response, without its end-of-text."""
         return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.ended[row])].tolist()
+
+    def response_part(self, row: int) -> slice:
+        """Return the columns of one response, its end-of-text included."""
+        return slice(self.prompt_length[row], self.length[row])
 
     def sequence(self, row: int) -> np.ndarray:
         """Return prompt and response of one rollout, int32."""

@@ -66,6 +66,9 @@ class Slots(Generic[Cache]):
 
     tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
     logprobs: jax.Array  # [B, S] float32, nats, of response tokens by absolute position; 0 elsewhere
+    # [B, S] int8, by absolute position: i where draft i of a verification was accepted, 1 the first; -i where a lookup
+    # had replaced a draft with probabilities; 0 where the target drew the token, and elsewhere
+    draft_positions: jax.Array
     prompt_length: jax.Array  # [B] int32, tokens
     length: jax.Array  # [B] int32, committed tokens, prompt included
     limit: jax.Array  # [B] int32, most committed tokens

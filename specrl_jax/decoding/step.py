@@ -55,7 +55,17 @@ def speculative_step(
         verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
-        return commit(slots, verified, options.eos_ids)
+        return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified))
+
+
+def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:
+    """Return what `Slots.draft_positions` holds of the emitted tokens [B, Q] int8; None where nothing was drafted."""
+    if not draft.tokens.shape[1]:
+        return None
+    place = jnp.arange(verified.tokens.shape[1], dtype=jnp.int8)[None]
+    # A draft whose other rows have probabilities is deterministic where a lookup replaced it.
+    sign = 1 if draft.logits is None else jnp.where(draft.deterministic, -1, 1)[:, None]
+    return jnp.where(place < verified.num_accepted[:, None], sign * (place + 1), 0).astype(jnp.int8)
 
 
 def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[Cache]:
@@ -70,10 +80,15 @@ def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[
     )
 
 
-def commit(slots: Slots[Cache], verified: Verified, eos_ids: tuple[int, ...]) -> Slots[Cache]:
+def commit(
+    slots: Slots[Cache], verified: Verified, eos_ids: tuple[int, ...], draft_positions: jax.Array | None = None
+) -> Slots[Cache]:
     """Append the emitted tokens; cut after the first end-of-text token and at the limit.
 
     Index arithmetic only: the cache is neither copied nor rolled back.
+
+    Args:
+      draft_positions: [B, Q] int8, of the emitted tokens; None: all 0, as the slots hold them already.
     """
     tokens, count = verified.tokens, verified.num_accepted + 1
     offsets = jnp.arange(tokens.shape[1])[None]
@@ -93,6 +108,9 @@ def commit(slots: Slots[Cache], verified: Verified, eos_ids: tuple[int, ...]) ->
         slots,
         tokens=_write(slots.tokens, where, tokens),
         logprobs=_write(slots.logprobs, where, verified.logprobs),
+        draft_positions=slots.draft_positions
+        if draft_positions is None
+        else _write(slots.draft_positions, where, draft_positions),
         length=length,
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,

@@ -14,7 +14,7 @@ from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, Polic
 from specrl_jax.config.validate import validate
 from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
-from specrl_jax.data.tokenizers import Messages, Tokenizer
+from specrl_jax.data.tokenizers import Messages, Tokenizer, token_texts
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
@@ -57,7 +57,12 @@ class Generation:
     prompts: list[str]  # [P x samples], after the chat template
     texts: list[str]  # [P x samples], without end-of-text
     tokens: list[list[int]]  # [P x samples], end-of-text included
+    token_texts: list[list[str]]  # [P x samples], the text of each token; joined they are the text
     logprobs: list[np.ndarray]  # [P x samples] float32, nats, one per token, of the distribution sampled from
+    # [P x samples], one per token: i for an accepted draft i, 1 the first of its verification; -i for one that a lookup
+    # put in the place of a head's (draft.cascade); 0 for a token that the policy drew itself
+    draft_positions: list[list[int]]
+    draft_kind: str
     ended: np.ndarray  # [P x samples] bool, by end-of-text; else cut at max_response_tokens
     speculation: dict[str, float]  # acceptance lengths and rates, by the names of metrics.jsonl
     seconds: float
@@ -75,6 +80,7 @@ class Generator:
     weights: Weights
     tokenizer: Tokenizer
     lengths: DraftLengthPolicy | None  # chooses draft lengths; None: always the longest
+    draft_kind: str
 
     def generate(
         self,
@@ -96,12 +102,17 @@ class Generator:
             self.weights, encoded, samples, seed, on_progress=on_progress, lengths=self.lengths
         )
         seconds, rows = time.perf_counter() - start, range(len(rollouts.length))
-        parts = [slice(rollouts.prompt_length[row], rollouts.length[row]) for row in rows]
+        parts = [rollouts.response_part(row) for row in rows]
         return Generation(
             prompts=[texts[i] for i in rollouts.prompt_index],
             texts=[self.tokenizer.decode(rollouts.response(row)) for row in rows],
             tokens=[rollouts.tokens[row, part].tolist() for row, part in zip(rows, parts)],
+            token_texts=[
+                token_texts(self.tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row]) for row in rows
+            ],
             logprobs=[rollouts.logprobs[row, part] for row, part in zip(rows, parts)],
+            draft_positions=[rollouts.draft_positions[row, part].tolist() for row, part in zip(rows, parts)],
+            draft_kind=self.draft_kind,
             ended=rollouts.ended,
             speculation=speculation_metrics(rollouts),
             seconds=seconds,
@@ -163,9 +174,10 @@ def load_generator(
 def make_generator(learner: Learner, rollout: Rollout) -> Generator:
     """Return the generator of a config: its policy and draft as they are before any training."""
     engine = rollout.engine
-    adaptive = learner.plan.config.draft.adaptive and engine.draft_length
+    draft = learner.plan.config.draft
+    adaptive = draft.adaptive and engine.draft_length
     lengths = Controller(engine.compiled.lengths, engine.compiled.sizes) if adaptive else None
-    return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths)
+    return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths, draft.kind)
 
 
 def generate(generator: Generator, prompts: Sequence[str], config: Config, workdir: str, stop: threading.Event) -> None:
@@ -185,7 +197,9 @@ def generate(generator: Generator, prompts: Sequence[str], config: Config, workd
     with open(path, "w") as file:
         for i, prompt in enumerate(out.prompts):
             row = recorded(prompt) | {"response": out.texts[i], "tokens": out.tokens[i]}
-            row |= {"logprobs": out.logprobs[i].tolist(), "ended": bool(out.ended[i])}
+            row |= {"token_texts": out.token_texts[i], "logprobs": out.logprobs[i].tolist()}
+            row |= {"draft_kind": out.draft_kind, "draft_positions": out.draft_positions[i]}
+            row |= {"ended": bool(out.ended[i])}
             file.write(json.dumps(row) + "\n")
     summary = out.speculation | {"rollout/tokens_per_second": out.tokens_per_second, "time/generate": out.seconds}
     with open(os.path.join(workdir, "generation.json"), "w") as file:

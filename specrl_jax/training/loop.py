@@ -127,9 +127,8 @@ class _Run:
             )
         self.step, self.position, generated = step, result.position, result.generated
         row = self._metrics(result)
-        self.writer.write_rollouts(
-            step, rollout_samples(generated, self.rollout.tokenizer, self.config.logging.rollouts)
-        )
+        tokenizer, shown = self.rollout.tokenizer, self.config.logging.rollouts
+        self.writer.write_rollouts(step, rollout_samples(generated, tokenizer, self.config.draft.kind, shown))
         lengths = generated.rollouts.response_length
         self.finish_row(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
         self.due.finish_step(step, functools.partial(self._save, row.get("eval/accuracy")))

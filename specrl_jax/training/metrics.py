@@ -10,7 +10,7 @@ import numpy as np
 
 from specrl_jax.core import PHASES, masked_max, masked_mean, stand_in
 from specrl_jax.data.special import recorded
-from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.draft_step import DraftDiagnostics, DraftMetrics
 from specrl_jax.learner.policy_step import UpdateMetrics
@@ -150,20 +150,26 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     return row | ({"rollout_vs_learner/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
 
 
-def rollout_samples(generated: ScoredRollouts, tokenizer: Tokenizer, count: int) -> list[dict[str, object]]:
+def rollout_samples(
+    generated: ScoredRollouts, tokenizer: Tokenizer, draft_kind: str, count: int
+) -> list[dict[str, object]]:
     """Return the first `count` rollouts as rows of rollouts/step_N.jsonl."""
     rollouts, problems, scores, _ = generated
+    rows = range(min(count, len(scores.total)))
     return [
         {
             "id": int(rollouts.rollout_id[row]),
             **recorded(problems[rollouts.prompt_index[row]].prompt),
             "response": tokenizer.decode(rollouts.response(row)),
-            "tokens": rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
-            "logprobs": rollouts.logprobs[row, rollouts.prompt_length[row] : rollouts.length[row]].tolist(),
+            "tokens": rollouts.tokens[row, rollouts.response_part(row)].tolist(),
+            "token_texts": token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row]),
+            "logprobs": rollouts.logprobs[row, rollouts.response_part(row)].tolist(),
+            "draft_kind": draft_kind,
+            "draft_positions": rollouts.draft_positions[row, rollouts.response_part(row)].tolist(),
             "reward": float(scores.total[row]),
             "weights_version": int(rollouts.weights_version[row]),
             "draft_version": int(rollouts.draft_version[row]),
             "weights_checksum": int(rollouts.checksum[row]),
         }
-        for row in range(min(count, len(scores.total)))
+        for row in rows
     ]

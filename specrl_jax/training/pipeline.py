@@ -20,6 +20,7 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.serialize import Packed, pack, unpack
@@ -282,8 +283,14 @@ def with_rollouts(host: HostState, ahead: Sequence[RolloutBatch]) -> HostState:
 
 
 def without_rollouts(host: HostState) -> tuple[list[RolloutBatch], HostState]:
-    """Return (the rollouts that `with_rollouts` added, the rest)."""
+    """Return (the rollouts that `with_rollouts` added, the rest). Raises InputError for those of an older version."""
     arrays = {name: x for name, x in host.arrays.items() if name.startswith(f"{AHEAD}.")}
     values = {name: value for name, value in host.values.items() if name != AHEAD}
     rest = HostState(values, {name: x for name, x in host.arrays.items() if name not in arrays})
-    return unpack(list[RolloutBatch], Packed(host.values[AHEAD], arrays)), rest
+    try:
+        return unpack(list[RolloutBatch], Packed(host.values[AHEAD], arrays)), rest
+    except KeyError as error:
+        raise InputError(
+            f"checkpoints: the rollouts ahead lack {error}, an older version wrote them; resume with that version, or "
+            "start anew in another --workdir"
+        ) from None

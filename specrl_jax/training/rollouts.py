@@ -171,6 +171,7 @@ class Target:
         return Slots(
             tokens=table,
             logprobs=table,
+            draft_positions=table,
             prompt_length=row,
             length=row,
             limit=row,

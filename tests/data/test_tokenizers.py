@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 from specrl_jax.data.special import PromptText
-from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer
+from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer, token_texts
 from specrl_jax.errors import InputError
 from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, trained, write
 
@@ -113,6 +113,26 @@ def test_any_text_comes_back_from_bytes(bpe, text, tmp_path_factory):
     tokenizer = load(folder)
     if not any(special in text for special in SPECIAL):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.fixture(scope="module")
+def tokenizer(bpe, tmp_path_factory):
+    return load(save_folder(bpe, tmp_path_factory.mktemp("tokenizer")))
+
+
+@given(parts=st.lists(st.one_of(st.text(max_size=2), st.lists(st.integers(0, 299), max_size=3))))
+def test_texts_of_tokens_join_to_the_text(parts, tokenizer):
+    """Characters of several tokens, and bytes that are no characters, which a policy may emit."""
+    ids = [token for part in parts for token in (tokenizer.encode(part) if isinstance(part, str) else part)]
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids)
+
+
+def test_the_token_that_completes_a_character_has_it(tokenizer):
+    a, *heart, b = tokenizer.encode("a♥b")
+    assert len(heart) == 3 and token_texts(tokenizer, [a, *heart, b]) == ["a", "", "", "♥", "b"]
+    assert token_texts(tokenizer, [a, heart[0]]) == ["a", "\ufffd"]  # never completed
+    assert token_texts(CharTokenizer(), [1, *CharTokenizer().encode("7\n")]) == ["", "7", "\n"]
 
 
 def test_ids_are_those_of_the_library_with_nothing_around_them(folder, bpe):

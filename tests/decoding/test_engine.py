@@ -20,6 +20,7 @@ from specrl_jax.errors import InputError, Stopped
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
+from tests.helpers.rollouts import assert_positions_add_up
 from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
@@ -369,18 +370,18 @@ def test_a_group_shares_one_prefill_of_its_prompt():
 
 
 def commit_by_hand(tokens, logprobs, row, length, limit, done, count, new, new_logprobs, eos_ids):
-    """One row, one token at a time."""
-    tokens, logprobs = tokens[row].tolist(), logprobs[row].tolist()
+    """One row, one token at a time; the last token of a whole block is no draft."""
+    tokens, logprobs, positions = tokens[row].tolist(), logprobs[row].tolist(), [0] * len(tokens[row])
     if done:
-        return tokens, logprobs, length, True
+        return tokens, logprobs, positions, length, True
     ended = False
-    for token, logprob in zip(new[:count], new_logprobs[:count], strict=True):
+    for i, (token, logprob) in enumerate(zip(new[:count], new_logprobs[:count], strict=True), start=1):
         if length == limit or ended:
             break
-        tokens[length], logprobs[length] = token, logprob
+        tokens[length], logprobs[length], positions[length] = token, logprob, i if i < count else 0
         length += 1
         ended = token in eos_ids
-    return tokens, logprobs, length, ended or length == limit
+    return tokens, logprobs, positions, length, ended or length == limit
 
 
 @given(data=st.data(), Q=st.integers(1, 4), eos_ids=st.sampled_from([(3,), (2, 3), (9,)]))
@@ -403,6 +404,7 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
     slots = Slots(
         tokens=jnp.array(tokens),
         logprobs=jnp.array(logprobs),
+        draft_positions=jnp.zeros((B, S), jnp.int8),
         prompt_length=jnp.ones(B, jnp.int32),
         length=jnp.array(length, jnp.int32),
         limit=jnp.array(limit, jnp.int32),
@@ -417,12 +419,15 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         cache=(),
     )
     verified = Verified(jnp.array(new, jnp.int32), jnp.array(count, jnp.int32) - 1, jnp.array(new_logprobs))
-    out = commit(slots, verified, eos_ids)
+    place = np.arange(1, Q + 1)
+    positions = jnp.array(np.where(place < count[:, None], place, 0), jnp.int8)
+    out = jax.jit(commit, static_argnums=2)(slots, verified, eos_ids, positions)
     for b in range(B):
         by_hand = commit_by_hand(
             tokens, logprobs, b, length[b], limit[b], done[b], count[b], new[b], new_logprobs[b], eos_ids
         )
-        assert (out.tokens[b].tolist(), out.logprobs[b].tolist(), int(out.length[b]), bool(out.done[b])) == by_hand
+        columns = [x[b].tolist() for x in (out.tokens, out.logprobs, out.draft_positions)]
+        assert (*columns, int(out.length[b]), bool(out.done[b])) == by_hand
     np.testing.assert_array_equal(out.verifications, np.where(done, 5, 6))
 
 
@@ -619,8 +624,8 @@ def test_the_length_is_chosen_by_the_rows_still_running():
 
 
 def speculate_by_hand(prompt, k, longest):
-    """(response, verifications, drafted [k], accepted [k]) of greedy speculation on one prompt, in plain Python."""
-    tokens, drafted, accepted, verifications = list(prompt), [0] * k, [0] * k, 0
+    """(response, draft positions, verifications, drafted [k], accepted [k]) of greedy speculation, in plain Python."""
+    tokens, positions, drafted, accepted, verifications = list(prompt), [], [0] * k, [0] * k, 0
     while len(tokens) < len(prompt) + longest and EOS not in tokens[len(prompt) :]:
         verifications += 1
         ahead, kept = list(tokens), 0
@@ -633,8 +638,10 @@ def speculate_by_hand(prompt, k, longest):
         ahead = ahead[: len(tokens) + kept]
         ahead.append(int(toys.logits_after(TABLE, ahead).argmax()))
         new = ahead[len(tokens) : len(prompt) + longest]
-        tokens += new[: new.index(EOS) + 1] if EOS in new else new
-    return tokens[len(prompt) :], verifications, drafted, accepted
+        new = new[: new.index(EOS) + 1] if EOS in new else new
+        tokens += new
+        positions += [*range(1, kept + 1), 0][: len(new)]
+    return tokens[len(prompt) :], positions, verifications, drafted, accepted
 
 
 @pytest.mark.parametrize("chunk", [1, 100])
@@ -645,10 +652,13 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
     out = run.generate(TABLE, prompts, samples=1, seed=0)
     by_hand = [speculate_by_hand(prompt, 3, longest=8) for prompt in prompts]
     assert list(responses(out).values()) == [tokens for tokens, *_ in by_hand]
-    assert out.verifications.tolist() == [count for _, count, _, _ in by_hand]
+    found = [out.draft_positions[row, out.response_part(row)].tolist() for row in range(len(prompts))]
+    assert found == [positions for _, positions, *_ in by_hand]
+    assert_positions_add_up(out)
+    assert out.verifications.tolist() == [count for _, _, count, _, _ in by_hand]
     assert out.drafted.tolist() == [drafted for *_, drafted, _ in by_hand]
     assert out.accepted.tolist() == [accepted for *_, accepted in by_hand]
-    acceptance_length = sum(len(tokens) for tokens, *_ in by_hand) / sum(count for _, count, _, _ in by_hand)
+    acceptance_length = sum(len(tokens) for tokens, *_ in by_hand) / sum(count for _, _, count, _, _ in by_hand)
     assert out.response_length.sum() / out.verifications.sum() == acceptance_length
     assert 1 < acceptance_length < 4 and len(set(out.verifications.tolist())) > 2
 

@@ -35,6 +35,7 @@ from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import compiled, forward, random_params, row_positions
+from tests.helpers.rollouts import assert_positions_add_up
 from tests.helpers.slow import slow_but
 
 TOKENIZER = CharTokenizer()
@@ -367,6 +368,7 @@ def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
     assert {chunk.size for chunk in out.chunks} == {B, 10}
     assert {chunk.k for chunk in out.chunks} == set(lengths)
+    assert_positions_add_up(out)
     # Slots come free one after another, so rollouts began at different times.
     assert len(out.chunks) > 6
 
@@ -415,7 +417,7 @@ def test_rollouts_do_not_depend_on_the_mesh(kind):
     sharded = prepared(kind, params_of(kind), partition)
     assert int(sharded.checksum) == int(weights_of(kind).checksum)
     out = engine_of(kind, WARM, partition=partition).generate(sharded, PROMPTS, samples=1, seed=0)
-    for name in ("tokens", "length", "ended", "verifications", "drafted", "accepted"):
+    for name in ("tokens", "length", "ended", "verifications", "drafted", "accepted", "draft_positions"):
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
     np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
     assert out.accepted.any(axis=1).sum() > B // 4

@@ -22,6 +22,14 @@ def test_equal_runs_have_no_differences():
     assert differences(make_run(), make_run()) == []
 
 
+def test_fields_that_the_old_version_lacks_are_not_compared():
+    new = make_run()
+    new.rollouts[0]["draft_positions"] = [0, 1]
+    new.arrays["4/arrays/ahead.0.rollouts.draft_positions"] = np.int8([[0, 1]])
+    assert differences(make_run(), new) == []
+    assert len(differences(new, make_run())) == 2
+
+
 def change_metric(run):
     run.rows[2]["reward/mean"] = 0.1
 

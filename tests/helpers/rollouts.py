@@ -64,6 +64,23 @@ def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="
     return engine, make_prepare(model, draft, config, partition(), partition())(policy(preset), params, vocab_map)
 
 
+def assert_positions_add_up(rollouts):
+    """As many tokens are draft i as verifications accepted it, but for those cut off at the end of a rollout.
+
+    Those stand behind the last token, which then is a draft itself. Every other verification has one token of the
+    policy's own.
+    """
+    for row in range(len(rollouts.length)):
+        part = rollouts.response_part(row)
+        positions = abs(rollouts.draft_positions[row, part])
+        assert np.count_nonzero(rollouts.draft_positions[row]) == np.count_nonzero(positions), "only in the response"
+        count = np.bincount(positions, minlength=1 + rollouts.accepted.shape[1])
+        cut = rollouts.accepted[row] - count[1:]
+        last = positions[-1]
+        assert cut.max(initial=0) <= (last > 0) and not cut[:last].any() and (np.diff(cut[last:]) <= 0).all()
+        assert count[0] == rollouts.verifications[row] - (last > 0)
+
+
 def prompts(count):
     rng = np.random.default_rng(0)
     return [rng.integers(2, TOKENIZER.vocab_size, size).tolist() for size in rng.integers(2, 9, count)]

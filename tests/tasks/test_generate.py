@@ -92,6 +92,8 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
         assert ended == (tokens[-1] == eos) and eos not in tokens[:-1]
         assert text == decode(tokens[:-1] if ended else tokens)
         assert len(tokens) == len(logprobs) and (len(tokens) == 12 or ended)
+    for text, texts, tokens, positions in zip(out.texts, out.token_texts, out.tokens, out.draft_positions, strict=True):
+        assert "".join(texts) == text and len(texts) == len(tokens) == len(positions)
     encoded = [generator.tokenizer.encode(prompt) for prompt in out.prompts]
     rows = make_rows(encoded, out.tokens, 20, 0)
     partition = partitioner(one_device(), LEARNER)
@@ -108,6 +110,11 @@ def test_what_comes_out_agrees_with_itself(folders, kind, path):
     else:
         assert spec["spec/drafted"] > spec["spec/accepted"] > 0 and 1 < spec["spec/acceptance_length"] <= 3
         assert spec["spec/acceptance_rate"] == pytest.approx(spec["spec/accepted"] / spec["spec/drafted"])
+    assert out.draft_kind == kind
+    # Accepted drafts that an end cut off are no tokens.
+    positions = np.concatenate(out.draft_positions)
+    assert set(positions.tolist()) == ({0} if kind == "none" else {0, 1, 2})
+    assert np.count_nonzero(positions) <= spec["spec/accepted"]
     # Equal seeds, equal noise.
     assert generator.generate(PROMPTS, samples=3, seed=4).tokens == out.tokens
     assert generator.generate(PROMPTS, samples=3, seed=5).tokens != out.tokens
@@ -169,6 +176,8 @@ def test_the_command_gives_what_the_library_gives(call, folders, tmp_path):
     assert [row["response"] for row in rows] == out.texts
     assert [row["tokens"] for row in rows] == out.tokens
     assert [row["ended"] for row in rows] == out.ended.tolist()
+    assert [row["draft_positions"] for row in rows] == out.draft_positions
+    assert [row["token_texts"] for row in rows] == out.token_texts and {row["draft_kind"] for row in rows} == {"mtp"}
     for row, logprobs in zip(rows, out.logprobs, strict=True):
         np.testing.assert_allclose(row["logprobs"], logprobs, rtol=0, atol=1e-4)
     summary = json.loads((tmp_path / "generation.json").read_text())

@@ -34,6 +34,7 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         prompt_index=np.repeat(np.arange(prompts), G),
         tokens=np.arange(rows * 12, dtype=np.int32).reshape(rows, 12),
         logprobs=np.zeros((rows, 12), np.float32),
+        draft_positions=np.arange(rows * 12).reshape(rows, 12).astype(np.int8) % 4,
         prompt_length=np.full(rows, 2, np.int32),
         length=2 + np.broadcast_to(np.asarray(response, np.int32), rows),
         ended=np.ones(rows, bool) if ended is None else np.array(ended),

@@ -147,11 +147,14 @@ def test_sampled_rollouts(whole, toy):
         found = samples(workdir, step)
         assert len(found) == ROLLOUTS
         np.testing.assert_allclose(rows[step]["reward/mean"], np.mean([x["reward"] for x in found]), rtol=1e-6)
+        drafts = sum(position > 0 for sample in found for position in sample["draft_positions"])
+        assert 0 < drafts <= rows[step]["spec/accepted"]  # some are cut off at the end of a rollout
         for sample in found:
             assert sample.keys() >= {"id", "prompt", "response", "tokens", "logprobs", "reward"}
             assert toy.rollout.tokenizer.decode(sample["tokens"]) == sample["response"]
             assert sample["reward"] == pytest.approx(lower_case(sample["response"], ""))
-            assert len(sample["tokens"]) == len(sample["logprobs"]) <= 12
+            assert len(sample["tokens"]) == len(sample["logprobs"]) == len(sample["draft_positions"]) <= 12
+            assert "".join(sample["token_texts"]) == sample["response"] and sample["draft_kind"] == "eagle3"
             assert max(sample["logprobs"]) <= 0
             assert sample["weights_version"] == sample["draft_version"] == step - 1
             assert not in_validation(sample["prompt"])

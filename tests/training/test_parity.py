@@ -12,7 +12,7 @@ from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.rollouts import KINDS, engine_and_weights, prompts
+from tests.helpers.rollouts import KINDS, assert_positions_add_up, engine_and_weights, prompts
 from tests.helpers.toys import Choosing
 from tests.helpers.training import lower_case, make_run, samples, saved, train
 
@@ -49,6 +49,8 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
         out = generate(kind, k, programs)
         assert_same_bits(out)
         assert out.accepted.sum() > 0 or k == 0
+        assert_positions_add_up(out)
+        assert kind == "cascade" or out.draft_positions.min() == 0
     turns = itertools.cycle(programs)
     assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
 

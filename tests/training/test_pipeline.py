@@ -11,12 +11,13 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.errors import InputError, Stopped
+from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.pipeline import Async, RolloutBatch, Sync
+from specrl_jax.training.pipeline import AHEAD, Async, RolloutBatch, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
@@ -101,6 +102,14 @@ def test_it_waits_for_its_devices():
         assert not produce.used
     pipeline.take(1)
     pipeline.close()
+
+
+def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
+    host = with_rollouts(HostState({}, {}), [RolloutBatch([], {}, {})])
+    assert without_rollouts(host)[0] == [RolloutBatch([], {}, {})]
+    del host.values[AHEAD][0]["seconds"]
+    with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
+        without_rollouts(host)
 
 
 # ---- interrupted runs: one learner and one rollout device, drafts copied from earlier answers to the same prompts

@@ -15,7 +15,7 @@ from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
-from specrl_jax.decoding.step import commit
+from specrl_jax.decoding.step import StepOptions, commit, speculative_step
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from specrl_jax.drafts.lookup.search import look_up
 from tests.helpers import toys
@@ -155,6 +155,7 @@ def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
     return Slots(
         tokens=jnp.array(tokens),
         logprobs=jnp.zeros(tokens.shape, jnp.float32),
+        draft_positions=jnp.zeros(tokens.shape, jnp.int8),
         prompt_length=jnp.array(length),
         length=jnp.array(length),
         limit=jnp.array(zeros + tokens.shape[1]),
@@ -199,6 +200,29 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cac
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
     assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_logits):
+    """One iteration over a verification written by hand; where all drafts are copies, none has replaced another."""
+    slots = some_slots(with_lookup_cache=False)
+    B, k = len(slots.length), 2
+    copied, num_accepted = jnp.arange(B) % 2 == 0, jnp.arange(B, dtype=jnp.int32) % 3
+    drafted = Draft(jnp.ones((B, k), jnp.int32), jnp.zeros((B, k, 3)) if has_logits else None, copied)
+    verified = Verified(jnp.ones((B, k + 1), jnp.int32), num_accepted, jnp.zeros((B, k + 1)))
+    out = speculative_step(
+        slots,
+        jnp.uint32(0),
+        lambda slots, seed: (drafted, slots.cache),
+        lambda tokens, positions, cache: (jnp.zeros((B, k + 1, 3)), cache),
+        StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
+    )
+    expected = np.zeros(out.tokens.shape, np.int8)
+    for b, start in enumerate(np.asarray(slots.length)):
+        for i in range(min(b % 3, expected.shape[1] - start)):
+            expected[b, start + i] = -(i + 1) if has_logits and b % 2 == 0 else i + 1
+    assert (expected < 0).any() == has_logits and (expected > 0).any()
+    np.testing.assert_array_equal(out.draft_positions, expected)
 
 
 def test_in_a_loop_rows_copy_what_their_siblings_just_wrote():
