@@ -38,16 +38,17 @@ def verify(
     Raises:
       ValueError: shapes do not fit each other.
 
-    Greedy verification of two drafted tokens, of which the first is the target's choice:
+    Examples:
+      Greedy verification of two drafted tokens, of which the first is the target's choice:
 
-    >>> import jax.numpy as jnp
-    >>> from specrl_jax import Draft, Noise, Sampling, VerifyInputs, verify
-    >>> logits = jnp.zeros((1, 3, 5)).at[:, :, 4].set(1.0)  # [B, k + 1, V]: token 4 everywhere
-    >>> noise = Noise(jnp.uint32(0), jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32))
-    >>> draft = Draft(jnp.array([[4, 2]]), logits=None, deterministic=jnp.array([True]))
-    >>> out = verify(VerifyInputs(noise, draft, logits), Sampling(temperature=0.0))
-    >>> out.num_accepted.tolist(), out.tokens[0, :2].tolist()
-    ([1], [4, 4])
+      >>> import jax.numpy as jnp
+      >>> from specrl_jax import Draft, Noise, Sampling, VerifyInputs, verify
+      >>> logits = jnp.zeros((1, 3, 5)).at[:, :, 4].set(1.0)  # [B, k + 1, V]: token 4 everywhere
+      >>> noise = Noise(jnp.uint32(0), jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.int32))
+      >>> draft = Draft(jnp.array([[4, 2]]), logits=None, deterministic=jnp.array([True]))
+      >>> out = verify(VerifyInputs(noise, draft, logits), Sampling(temperature=0.0))
+      >>> out.num_accepted.tolist(), out.tokens[0, :2].tolist()
+      ([1], [4, 4])
     """
     _check_shapes(inputs)
     kernels = kernels or kernels_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])

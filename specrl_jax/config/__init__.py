@@ -55,11 +55,12 @@ class Config:
 def base() -> ConfigDict:
     """Return every key with its default, as a ConfigDict that takes no new keys.
 
-    >>> from specrl_jax import base
-    >>> c = base()
-    >>> c.draft.kind = "ngram"
-    >>> c.grpo.group_size
-    8
+    Examples:
+      >>> from specrl_jax import base
+      >>> c = base()
+      >>> c.draft.kind = "ngram"
+      >>> c.grpo.group_size
+      8
     """
     return ConfigDict(dataclasses.asdict(Config())).lock()
 
@@ -67,11 +68,12 @@ def base() -> ConfigDict:
 def from_config_dict(c: ConfigDict) -> Config:
     """Return the frozen config. Raise InputError naming the first key that is unknown, missing or has a wrong value.
 
-    >>> from specrl_jax import base, from_config_dict
-    >>> c = base()
-    >>> c.rollout.rule = "coupled"
-    >>> from_config_dict(c).rollout.rule
-    'coupled'
+    Examples:
+      >>> from specrl_jax import base, from_config_dict
+      >>> c = base()
+      >>> c.rollout.rule = "coupled"
+      >>> from_config_dict(c).rollout.rule
+      'coupled'
     """
     return build(Config, c.to_dict())
 

@@ -9,6 +9,8 @@ from specrl_jax.config.schema import INT32, LONGEST, UINT32, key
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
+    """The keys `rollout.*`: sampling, lengths and slots."""
+
     temperature: float = key(1.0, "sampling temperature; 0 = greedy", low=0, high=100)
     top_k: int = key(0, "sample from the k likeliest tokens; 0 = off", "tokens", low=0, high=MOST_KEPT)
     top_p: float = key(

@@ -44,6 +44,8 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DraftConfig:
+    """The keys `draft.*`: what drafts, how much, and how it learns."""
+
     kind: str = key(
         "none",
         "what drafts: a head (eagle3, mtp), a smaller policy (model), copies of earlier text (ngram, suffix); "

@@ -21,10 +21,11 @@ COLDEST = 0.01
 def validate(config: Config) -> None:
     """Raise InputError naming the first key whose value is wrong, alone or beside the others.
 
-    >>> from specrl_jax import Config, validate
-    >>> validate(Config(steps=-1))
-    Traceback (most recent call last):
-    specrl_jax.errors.InputError: steps=-1: ...
+    Examples:
+      >>> from specrl_jax import Config, validate
+      >>> validate(Config(steps=-1))
+      Traceback (most recent call last):
+      specrl_jax.errors.InputError: steps=-1: ...
     """
     check_values(config)
     check_options(draft_options(config.draft))

@@ -15,10 +15,11 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
     Returns:
       [P, G] float32; zero for a group whose rewards are equal, and for groups of one.
 
-    >>> import numpy as np
-    >>> from specrl_jax import group_normalised
-    >>> print(group_normalised(np.array([[1.0, 0.0, 0.0, 1.0]])).round(2))
-    [[ 0.87 -0.87 -0.87  0.87]]
+    Examples:
+      >>> import numpy as np
+      >>> from specrl_jax import group_normalised
+      >>> print(group_normalised(np.array([[1.0, 0.0, 0.0, 1.0]])).round(2))
+      [[ 0.87 -0.87 -0.87  0.87]]
     """
     if rewards.shape[1] == 1:
         return np.zeros(rewards.shape, np.float32)

@@ -113,13 +113,14 @@ def grpo_loss(
       mask: [B, T] bool, response tokens; `inputs.loss_mask` may leave some of them out.
       segments: [B, T] int32, the sequence of each token in packed rows; None: a row is one answer.
 
-    >>> import jax.numpy as jnp
-    >>> from specrl_jax import LossInputs, Objective, grpo_loss
-    >>> logprobs, entropy, mask = jnp.full((2, 3), -1.0), jnp.ones((2, 3)), jnp.ones((2, 3), bool)
-    >>> inputs = LossInputs(None, None, advantages=jnp.array([[1.0], [-0.5]]))
-    >>> found = grpo_loss(logprobs, entropy, inputs, mask, None, Objective(0.2, 0.2, kl_coef=0.0))
-    >>> float(found.loss.value())
-    -0.25
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from specrl_jax import LossInputs, Objective, grpo_loss
+      >>> logprobs, entropy, mask = jnp.full((2, 3), -1.0), jnp.ones((2, 3)), jnp.ones((2, 3), bool)
+      >>> inputs = LossInputs(None, None, advantages=jnp.array([[1.0], [-0.5]]))
+      >>> found = grpo_loss(logprobs, entropy, inputs, mask, None, Objective(0.2, 0.2, kl_coef=0.0))
+      >>> float(found.loss.value())
+      -0.25
     """
     o = objective
     responses = mask

@@ -147,13 +147,14 @@ def load_generator(
     Raises:
       InputError: for what is missing, damaged or does not go together.
 
-    >>> from specrl_jax import DraftConfig, RolloutConfig, load_generator
-    >>> draft = DraftConfig(kind="eagle3", path="experiments/tiny_head/checkpoint", length=2, adaptive=False)
-    >>> rollout = RolloutConfig(temperature=0.0, max_prompt_tokens=16, max_response_tokens=32, num_slots=1)
-    >>> generator = load_generator("experiments/tiny_base/checkpoint", draft, rollout, tokenizer="char")
-    >>> out = generator.generate(["384+257\\n"])
-    >>> out.texts, out.speculation["spec/acceptance_rate"]
-    (['4+7=11 8+5=13 3+2=5 #531'], 1.0)
+    Examples:
+      >>> from specrl_jax import DraftConfig, RolloutConfig, load_generator
+      >>> draft = DraftConfig(kind="eagle3", path="experiments/tiny_head/checkpoint", length=2, adaptive=False)
+      >>> rollout = RolloutConfig(temperature=0.0, max_prompt_tokens=16, max_response_tokens=32, num_slots=1)
+      >>> generator = load_generator("experiments/tiny_base/checkpoint", draft, rollout, tokenizer="char")
+      >>> out = generator.generate(["384+257\\n"])
+      >>> out.texts, out.speculation["spec/acceptance_rate"]
+      (['4+7=11 8+5=13 3+2=5 #531'], 1.0)
     """
     # Without epochs there is no history.
     draft = dataclasses.replace(draft or DraftConfig(), history=0)

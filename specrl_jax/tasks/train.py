@@ -37,16 +37,17 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     Raises:
       InputError: for a config, file or workdir that is wrong.
 
-    >>> import tempfile
-    >>> from specrl_jax import base, from_config_dict, train
-    >>> c = base()
-    >>> c.policy.preset, c.draft.kind, c.draft.length, c.draft.compare_rounds = "nano", "ngram", 1, 0
-    >>> c.steps, c.grpo.prompts_per_step, c.grpo.group_size, c.rollout.num_slots = 1, 1, 2, 1
-    >>> c.rollout.max_response_tokens, c.eval.samples, c.eval.problems = 4, 1, 1
-    >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp()))
-    engine program ...
-    >>> [row["step"] for row in rows]
-    [0, 1]
+    Examples:
+      >>> import tempfile
+      >>> from specrl_jax import base, from_config_dict, train
+      >>> c = base()
+      >>> c.policy.preset, c.draft.kind, c.draft.length, c.draft.compare_rounds = "nano", "ngram", 1, 0
+      >>> c.steps, c.grpo.prompts_per_step, c.grpo.group_size, c.rollout.num_slots = 1, 1, 2, 1
+      >>> c.rollout.max_response_tokens, c.eval.samples, c.eval.problems = 4, 1, 1
+      >>> rows = list(train(from_config_dict(c), tempfile.mkdtemp()))
+      engine program ...
+      >>> [row["step"] for row in rows]
+      [0, 1]
     """
     with contextlib.ExitStack() as ending:
         with refused_together():

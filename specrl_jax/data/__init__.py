@@ -1,0 +1,1 @@
+"""Tokenizers, prompts and the built-in tasks."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders, checkpoints, metrics and plots."""

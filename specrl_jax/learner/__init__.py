@@ -1,0 +1,1 @@
+"""Training state, optimizer, batches and the jitted updates of policy and draft."""

@@ -1,0 +1,1 @@
+"""Qwen3 and its parts: attention, cache, LM head, adapters."""

@@ -1,0 +1,1 @@
+"""Verifiable rewards, a user's own, and their worker processes. Imports no jax."""

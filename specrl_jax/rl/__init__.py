@@ -1,0 +1,1 @@
+"""Advantages, the GRPO objective and the losses of drafts; arrays only."""

@@ -1,0 +1,1 @@
+"""A performance model of a step on other machines; runs nothing."""
