@@ -140,7 +140,13 @@ def check(monkeypatch):
 
 def is_placeholder(words):
     """Return whether a line's code is a part of a command: `python main.py`, or one with optional arguments."""
-    return words in (["python", "main.py"], ["python", "main.py", "--help"]) or any("[" in word for word in words)
+    names = ("python main.py", "python main.py --help", "python -m specrl_jax.simulator")
+    return " ".join(words) in names or any("[" in word for word in words)
+
+
+def is_experiment(words):
+    """Return whether importing the program takes seconds; that of `launch` takes none."""
+    return words[:2] == ["python", "-m"] and words[2].startswith("experiments.") and words[2] != "experiments.launch"
 
 
 def what_it_needs(words, config):
@@ -160,11 +166,13 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-def mistakes(text, folder, check, ours=True):
-    """Return what is wrong with the commands of a page, in lines."""
+def mistakes(text, folder, check, ours=True, chosen=lambda words: True):
+    """Return what is wrong with the chosen commands of a page, in lines."""
     found, refused = commands(text, folder)
     wrong = [refused] if refused and ours else []
     for words, in_block, marked in found:
+        if not chosen(words):
+            continue
         try:
             config = None if is_placeholder(words) else check(words)
             needs = what_it_needs(words, config) if in_block and ours else ""
@@ -174,13 +182,16 @@ def mistakes(text, folder, check, ours=True):
     return "\n".join(wrong)
 
 
-# The table of results names forty programs, and importing them takes seconds.
-SLOW = [pytest.param(page, marks=pytest.mark.slow) if page.name == "results.md" else page for page in PAGES]
-
-
-@pytest.mark.parametrize("page", SLOW, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_are_accepted(page, check, tmp_path):
-    if wrong := mistakes(page.read_text(), tmp_path, check, page in OURS):
+    if wrong := mistakes(page.read_text(), tmp_path, check, page in OURS, lambda words: not is_experiment(words)):
+        pytest.fail(wrong, pytrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_experiments_are_accepted(page, check, tmp_path):
+    if wrong := mistakes(page.read_text(), tmp_path, check, page in OURS, is_experiment):
         pytest.fail(wrong, pytrace=False)
 
 
@@ -196,7 +207,9 @@ RUN = "python main.py --config configs/rlzero_tiny.py"
         ("python main.py --config configs/rlzero_tiiny.py", "no configs/rlzero_tiiny.py"),
         (f"{RUN} --config.data.path=tests/none.jsonl", "no tests/none.jsonl"),
         ("python -m experiments.lunch --jobs 1", "No module|no module"),
-        ("python -m experiments.engine.costs --outptu runs/costs.csv", "engine.costs --outptu"),
+        pytest.param(
+            "python -m experiments.engine.costs --outptu a.csv", "engine.costs --outptu", marks=pytest.mark.slow
+        ),
         (
             "python -m experiments.launch --config configs/generate.py --sweep experiments/once.py -- --config.sed=1",
             "sed",

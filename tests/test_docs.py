@@ -18,8 +18,8 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "exp
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 NOT_OURS = {"section.key"}  # a placeholder
 COMING_FROM = ROOT / "docs/coming_from.md"
-# Files that docs/add_a_drafter.md has the reader write.
-EXAMPLES = {"specrl_jax/drafts/repeat/draft.py", "specrl_jax/drafts/bigram/draft.py"}
+# Files that docs/add_a_drafter.md and docs/contributing.md have the reader write.
+EXAMPLES = {"specrl_jax/drafts/repeat/draft.py", "specrl_jax/drafts/bigram/draft.py", "configs/countdown_tiny.py"}
 FILES = ("csv", "json", "jsonl", "md", "png", "py")
 FOLDERS = ("configs/", "docs/", "experiments/", "kernels_pallas/", "specrl_jax/", "tests/")
 

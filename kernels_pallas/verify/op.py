@@ -35,6 +35,7 @@ def verify(
       mesh: devices that hold the arrays; None: the default device alone.
       rows: mesh axes that split the B rows, each row with its whole vocabulary; None: not split.
       kernels: replace those of the platform; tests pass interpreted ones.
+
     Raises:
       ValueError: shapes do not fit each other.
 

@@ -68,9 +68,9 @@ class EvalConfig:
     task: str = key("", "built-in task; '' = data.task", choices=("", *BUILT_IN_TASKS))
     problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
     samples: int = key(1, "responses per problem", "responses", low=1, high=65_536)
-    temperature: float = key(1.0, "as rollout.temperature", low=0, high=100)
-    top_k: int = key(0, "as rollout.top_k", "tokens", low=0, high=MOST_KEPT)
-    top_p: float = key(1.0, "as rollout.top_p", above=0, high=1)
+    temperature: float = key(1.0, "as rollout.temperature, of the answers in evaluations", low=0, high=100)
+    top_k: int = key(0, "as rollout.top_k, of the answers in evaluations", "tokens", low=0, high=MOST_KEPT)
+    top_p: float = key(1.0, "as rollout.top_p, of the answers in evaluations", above=0, high=1)
     max_response_tokens: int = key(
         0, "longest response; 0 = rollout.max_response_tokens", "tokens", low=0, high=LONGEST
     )

@@ -25,8 +25,10 @@ class RolloutConfig:
         choices=("rejection", "block", "coupled"),
     )
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
-    max_prompt_tokens: int = key(16, "longest prompt", "tokens", low=1, high=LONGEST)
-    max_response_tokens: int = key(48, "longest response", "tokens", low=1, high=LONGEST)
+    max_prompt_tokens: int = key(
+        16, "longest prompt; a longer one is refused or left out (data.skip_long)", "tokens", low=1, high=LONGEST
+    )
+    max_response_tokens: int = key(48, "longest response; generation is cut there", "tokens", low=1, high=LONGEST)
     num_slots: int = key(128, "sequences decoded at once", "sequences", low=1, high=65_536)
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)

@@ -12,6 +12,7 @@ def group_normalised(rewards: np.ndarray) -> np.ndarray:
 
     Args:
       rewards: [P, G] float. std is the unbiased one (G - 1), as in TRL and verl.
+
     Returns:
       [P, G] float32; zero for a group whose rewards are equal, and for groups of one.
 
@@ -65,6 +66,7 @@ def overlong_penalty(length: np.ndarray, longest: int, buffer: int) -> np.ndarra
     Args:
       length: [R] tokens of the responses, at most `longest`.
       buffer: tokens, at least 1.
+
     Returns:
       [R] float32, -1 .. 0.
     """

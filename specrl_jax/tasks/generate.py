@@ -144,6 +144,7 @@ def load_generator(
       group_size: most responses to one prompt that lookup drafts copy from; also sets how many prompts are prefilled
         at once.
       mesh: None: all devices, rows split over them.
+
     Raises:
       InputError: for what is missing, damaged or does not go together.
 

@@ -34,6 +34,7 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
 
     Args:
       stop: once set, the run saves the last finished step and raises Stopped.
+
     Raises:
       InputError: for a config, file or workdir that is wrong.
 
