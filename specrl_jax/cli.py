@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from specrl_jax.config import Config, from_config_dict
-from specrl_jax.config.page import page, unreadable
+from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     # The files in configs/ import each other; an installed command does not have the current folder on its path.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    if {"--help", "-h", "-help"} & set(argv[1:]):
-        print(f"{__doc__}\n{page()}")
+    if {"--help", "-h", "-help", "--helpfull", "-helpfull"} & set(argv[1:]):
+        print(f"{__doc__}\n{help_text()}")
         return 0
     try:
         try:

@@ -1,7 +1,9 @@
 """Bad input: exit status 1, one line that names the key or the file, before any work, and nothing half-written."""
 
 import json
+import re
 import shutil
+import socket
 import sys
 
 import jax
@@ -12,7 +14,8 @@ import tokenizers
 from absl.testing import flagsaver
 
 from specrl_jax import cli
-from specrl_jax.config import Config
+from specrl_jax.config import TASKS, Config, schema
+from specrl_jax.config.page import values
 from specrl_jax.config.schema import keys
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
@@ -109,10 +112,24 @@ def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work
     assert_refused(call, tmp_path, [], line_words, config=SMOKE.replace(":smoke", ":smok"))
 
 
-def test_help_lists_every_key(call):
-    status, out, err = call(["main.py", "--help"])
+@pytest.mark.parametrize("flag", ["--help", "-h", "--helpfull"])
+def test_help_lists_every_task_and_key_and_nothing_else(call, flag, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, err = call(["main.py", flag])
     assert (status, err) == (0, "")
-    assert all(f"`{key.name}=" in out for key in keys(Config))
+    shown = " ".join(out.split())
+    assert all(f"{name} {what}" in shown for name, what in TASKS.items())
+    listed = re.findall(r"^  --config\.(.*)", out, re.M)
+    assert listed == [f"{key.name}={schema.shown(key.default)}" for key in keys(Config)]
+    assert all(f"{key.help} ({values(key)})" in shown for key in keys(Config))
+    assert "absl" not in out and "grain" not in out
+
+
+def test_a_port_in_use_is_named_before_any_work(call, tmp_path, no_work):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [f"logging.prometheus_port={port}: Address already in use", "0 for no page"]
+        assert_refused(call, tmp_path, [f"--config.logging.prometheus_port={port}"], words)
 
 
 def test_ctrl_c_before_a_task_begins_leaves_in_one_line(call, tmp_path, monkeypatch):
@@ -384,7 +401,19 @@ def test_a_refused_run_as_a_process(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_good_run_as_a_process_prints_nothing_on_stderr(tmp_path_factory):
+def test_a_good_run_as_a_process_prints_a_line_a_step_and_a_table_and_nothing_on_stderr(tmp_path_factory):
     _, out, err = finished_run(tmp_path_factory)
-    assert err == ""
-    assert "step 3" in out and "generated tokens per second" in out and "run.png" in out
+    assert err == "" and "\r" not in out
+    lines = [line for line in out.splitlines() if not line.startswith("engine program")]
+    assert [line.split("  ")[0] for line in lines[:4]] == [f"step {i}/3" for i in range(4)]
+    title, *table, plot = lines[4:]
+    labels = [line.split("  ")[0] for line in table]
+    assert title == "3 RL steps" and plot.endswith("run.png") and max(map(len, table)) <= 100
+    assert labels == [
+        "accuracy, sampled",
+        "accuracy, greedy",
+        "mean reward",
+        "rollouts",
+        "accepted tokens",
+        "time of a step",
+    ]

@@ -112,7 +112,7 @@ def test_an_asynchronous_run_goes_on_with_the_rollouts_of_its_checkpoint(tmp_pat
 
 
 def test_only_the_first_process_writes_and_prints(two):
-    assert "median step" in output(two[0], 0) and "median step" not in output(two[0], 1)
+    assert "time of a step" in output(two[0], 0) and "time of a step" not in output(two[0], 1)
     assert len((two[0] / "metrics.jsonl").read_text().splitlines()) == STEPS + 1
     assert len((two[0] / "rollouts" / "step_1.jsonl").read_text().splitlines()) == 16
 
@@ -145,7 +145,7 @@ def started_run(folder, *more):
     """Start two processes and wait until they have done one step of very many."""
     endless = ["--config.steps=100000", "--config.eval.every=0"]
     found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, 4, folder)
-    for _ in itertools.takewhile(lambda _: "step 1 " not in output(folder), range(6000)):
+    for _ in itertools.takewhile(lambda _: "step 1/" not in output(folder), range(6000)):
         assert all(process.poll() is None for process in found), output(folder)
         time.sleep(0.1)
     return found

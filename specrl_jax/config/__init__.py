@@ -23,14 +23,24 @@ from specrl_jax.config.tasks import (
     PretrainConfig,
 )
 
-TASKS = ("train", "evaluate", "benchmark", "pretrain", "draft_pretrain", "generate", "export", "dry_run")
+# What each task does, in one sentence.
+TASKS = {
+    "train": "train the policy by reinforcement learning, or resume the run in the workdir",
+    "evaluate": "measure the accuracy of a policy on the validation problems",
+    "generate": "answer prompts with a policy and its draft, without training",
+    "benchmark": "time generation at each draft length beside plain decoding",
+    "pretrain": "train a small policy from random weights on worked solutions of a built-in task",
+    "draft_pretrain": "train a draft on the answers of a policy, or on texts of your own",
+    "export": "write the policy and the draft of a run as Hugging Face folders",
+    "dry_run": "compile every phase of a step for devices that are not here, and say whether it fits",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All keys of a run."""
 
-    task: str = key("train", "what to do", choices=TASKS)
+    task: str = key("train", "what to do", choices=tuple(TASKS))
     seed: int = key(0, "seed of the random weights and of the data order", low=0, high=UINT32)
     steps: int = key(100, "RL steps, or pretraining steps", "steps", low=0, high=INT32)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -1,10 +1,12 @@
-"""The list of all keys in words, for `--help`, docs/config.md and what the flags could not read."""
+"""The list of all tasks and keys in words, for `--help`, docs/config.md and what the flags could not read."""
 
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from specrl_jax.config import Config
+from specrl_jax.config import TASKS, Config
 from specrl_jax.config.schema import NAMES, PLURALS, Key, keys, shown
 
 INTRODUCTION = """# Configuration
@@ -16,14 +18,31 @@ before any work starts, in one line that names the key. `python -m specrl_jax.co
 
 def page() -> str:
     """Return docs/config.md."""
-    return f"{INTRODUCTION}\n" + "".join(_sections())
+    lines = [INTRODUCTION, "\n## Tasks\n", *(f"- `task={name}`: {what}" for name, what in TASKS.items())]
+    for section, members in _sections():
+        lines += [f"\n## {section}\n"]
+        lines += [f"- `{key.name}={shown(key.default)}` ({values(key)}): {key.help}" for key in members]
+    return "\n".join(lines) + "\n"
 
 
-def _sections() -> Iterator[str]:
-    for section, members in groupby(keys(Config), lambda key: key.name.rpartition(".")[0]):
-        yield f"\n## {section or 'run'}\n\n"
+def help_text() -> str:
+    """Return the tasks and all keys for a terminal, as wide as it is."""
+    width = shutil.get_terminal_size().columns - 1
+    lines = ["tasks, the values of --config.task"]
+    lines += [f"  {name:<{max(map(len, TASKS))}}  {what}" for name, what in TASKS.items()]
+    for section, members in _sections():
+        lines += ["", section]
         for key in members:
-            yield f"- `{key.name}={shown(key.default)}` ({values(key)}): {key.help}\n"
+            lines.append(f"  --config.{key.name}={shown(key.default)}")
+            text = f"{key.help} ({values(key)})"
+            lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[str, Iterator[Key]]]:
+    """Yield (name, keys) of each section; `run` has those at the top."""
+    for section, members in groupby(keys(Config), lambda key: key.name.rpartition(".")[0]):
+        yield section or "run", members
 
 
 def values(key: Key) -> str:

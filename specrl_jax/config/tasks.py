@@ -66,6 +66,12 @@ class LoggingConfig:
     profile_steps: tuple[int, ...] = key(
         (), "steps whose jax.profiler trace goes to profile/ in the workdir", "steps", low=1, high=INT32
     )
+    prometheus_port: int = key(
+        0,
+        "task=train: port of this machine with the newest metrics for Prometheus, at /metrics; 0 = off",
+        low=0,
+        high=65_535,
+    )
     wandb_project: str = key(
         "", "Weights & Biases project, where wandb is installed; runs are named after the workdir; '' = off"
     )

@@ -1,5 +1,5 @@
 """Metrics of a run: one JSON object per step in metrics.jsonl; scalars, histograms and sample rollouts in TensorBoard
-and, if configured, Weights & Biases.
+and, if configured, Weights & Biases; scalars on a page for Prometheus.
 """
 
 import json
@@ -12,6 +12,7 @@ import pydantic
 import tensorboardX
 
 from specrl_jax.core import atomic_write
+from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
@@ -25,9 +26,18 @@ class MetricsWriter:
     """Appends rows to those that a workdir keeps: of a resumed run, the rows up to its checkpoint.
 
     A step always has exactly one row: the file is line-buffered, and an incomplete last line is dropped.
+
+    Args:
+      page: shows the newest values, those of the kept rows first; it stays open.
     """
 
-    def __init__(self, workdir: str, kept: Sequence[Row] = (), wandb: WandbRun | None = None) -> None:
+    def __init__(
+        self,
+        workdir: str,
+        kept: Sequence[Row] = (),
+        wandb: WandbRun | None = None,
+        page: PrometheusPage | None = None,
+    ) -> None:
         self._rollouts = os.path.join(workdir, "rollouts")
         os.makedirs(self._rollouts, exist_ok=True)
         path = os.path.join(workdir, "metrics.jsonl")
@@ -36,7 +46,10 @@ class MetricsWriter:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         first = int(kept[-1]["step"]) + 1 if kept else 0
         self._board = tensorboardX.SummaryWriter(os.path.join(workdir, "tensorboard"), purge_step=first)
-        self._wandb = wandb
+        self._wandb, self._page = wandb, page
+        if page:
+            for row in kept:
+                page.write(row)
 
     def write(self, row: Row, histograms: Mapping[str, np.ndarray] | None = None) -> None:
         """Write one step; `row` has its number under "step". Non-finite values become null.
@@ -53,6 +66,8 @@ class MetricsWriter:
             self._board.add_histogram(name, values, row["step"])
         if self._wandb:
             self._wandb.log(clean, histograms or {})
+        if self._page:
+            self._page.write(clean)
 
     def write_rollouts(self, step: int, rows: list[Sample]) -> None:
         """Write sample rollouts to rollouts/step_N.jsonl, and the first few as a table to TensorBoard."""

@@ -1,31 +1,45 @@
 """Figures of one run, from its metrics rows."""
 
+import functools
 import os
+from collections.abc import Callable
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import Row
 
+# Metric and label of the left and of the right axis.
+PAIRS = (
+    ("rollout/response_length_mean", "response length, tokens", "policy/entropy", "entropy, nats per token"),
+    ("rollout_vs_learner/kl", "rollout-learner KL, nats per token", "policy/grad_norm", "gradient norm"),
+    ("draft/loss", "draft loss", "draft/grad_norm", "draft gradient norm"),
+)
+
 
 def plot_run(rows: list[Row], workdir: str) -> str:
-    """Plot accuracy, time, lengths, rollout-learner KL and speculation over steps. Return the path of plots/run.png."""
-    speculates = any("spec/acceptance_length" in row for row in rows)
-    columns = 3 if speculates else 2
-    figure, axes = plt.subplots(2, columns, figsize=(5.5 * columns, 7), layout="constrained")
-    _learning(axes[0, 0], rows)
-    steps = [row for row in rows if "time/total" in row]
-    _phases(axes[0, 1], steps)
-    _pair(axes[1, 0], steps, "rollout/response_length_mean", "tokens per response", "policy/entropy", "entropy, nats")
-    _pair(axes[1, 1], steps, "rollout_vs_learner/kl", "rollout-learner KL, nats", "policy/grad_norm", "gradient norm")
-    if speculates:
-        _acceptance(axes[0, 2], steps)
-        _pair(axes[1, 2], steps, "draft/loss", "draft loss", "draft/grad_norm", "draft gradient norm")
-    for axis in axes.flat:
+    """Plot accuracy, time, lengths, rollout-learner KL and speculation over steps. Return the path of plots/run.png.
+
+    What the run has no values of gets no panel.
+    """
+    panels = _panels(rows)
+    columns = 3 if len(panels) > 4 else min(len(panels), 2)
+    lines = -(-len(panels) // columns)
+    figure = plt.figure(figsize=(5.5 * columns, 3.5 * lines), layout="constrained")
+    grid = figure.add_gridspec(lines, columns)
+    for i, draw in enumerate(panels):
+        line, column = divmod(i, columns)
+        end = columns if i == len(panels) - 1 else column + 1  # the last one fills its line
+        axis = figure.add_subplot(grid[line, column:end])
+        draw(axis)
         axis.set_xlabel("RL step")
+        axis.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.grid(alpha=0.3)
     folder = os.path.join(workdir, "plots")
     os.makedirs(folder, exist_ok=True)
@@ -35,47 +49,61 @@ def plot_run(rows: list[Row], workdir: str) -> str:
     return path
 
 
+def _panels(rows: list[Row]) -> list[Callable[[plt.Axes], None]]:
+    """Return what draws each panel that has values."""
+    panels: list[Callable[[plt.Axes], None]] = [functools.partial(_learning, rows=rows)]
+    if steps := [row for row in rows if "time/total" in row]:
+        panels.append(functools.partial(_phases, rows=steps))
+    if _series(steps, "spec/acceptance_length")[0]:
+        panels.append(functools.partial(_acceptance, rows=steps))
+    pairs = [pair for pair in PAIRS if _series(steps, pair[0])[0]]
+    return [*panels, *(functools.partial(_pair, rows=steps, pair=pair) for pair in pairs)]
+
+
 def _series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
 def _learning(axis: plt.Axes, rows: list[Row]) -> None:
-    axis.plot(*_series(rows, "reward/mean"), label="training reward", color="tab:gray")
-    axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation, sampled")
-    axis.plot(*_series(rows, "eval/accuracy_greedy"), "s", label="validation, greedy")
-    axis.set_ylim(0, 1.02)
-    axis.set_title("accuracy")
+    axis.plot(*_series(rows, "reward/mean"), ".-", label="training reward, mean", color="tab:gray")
+    axis.plot(*_series(rows, "eval/accuracy"), "o-", label="validation accuracy, sampled")
+    axis.plot(*_series(rows, "eval/accuracy_greedy"), "s", label="validation accuracy, greedy")
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(0, low), max(1.02, high))
+    axis.set_ylabel("share of right answers; reward")
     axis.legend()
 
 
 def _phases(axis: plt.Axes, rows: list[Row]) -> None:
-    values = [[row[f"time/{phase}"] for row in rows] for phase in PHASES]
-    axis.stackplot([row["step"] for row in rows], values, labels=PHASES)
+    # As wide as a step, so that a run of one shows it.
+    edges = np.repeat([row["step"] for row in rows], 2) + np.tile([-0.5, 0.5], len(rows))
+    axis.stackplot(edges, [np.repeat([row[f"time/{p}"] for row in rows], 2) for p in PHASES], labels=PHASES)
     # The first step compiles and would dominate the scale.
-    later = [row["time/total"] for row in rows[1:]] or [row["time/total"] for row in rows] or [1.0]
-    axis.set_ylim(0, 1.2 * max(later))
-    axis.set_title("seconds per step, by phase (step 1 compiles)")
+    later = [row["time/total"] for row in rows[1:]] or [rows[0]["time/total"]]
+    axis.set_ylim(0, 1.25 * max(later))
+    axis.set_ylabel("seconds")
+    axis.set_title("time of a step, by phase (the first compiles)")
     axis.legend(loc="upper right", ncols=len(PHASES), fontsize=7)
 
 
 def _acceptance(axis: plt.Axes, rows: list[Row]) -> None:
     rates = sorted({name for row in rows for name in row if name.startswith("spec/acceptance_rate_pos_")})
     for name in rates:
-        axis.plot(*_series(rows, name), label=f"draft {name.rpartition('_')[2]} accepted", alpha=0.8)
+        axis.plot(*_series(rows, name), ".-", label=f"draft {name.rpartition('_')[2]} accepted", alpha=0.8)
     axis.set_ylim(0, 1.02)
     axis.set_ylabel("share of verifications")
-    axis.legend(loc="lower left", fontsize=8)
+    if rates:
+        axis.legend(loc="lower left", fontsize=8)
     other = axis.twinx()
-    other.plot(*_series(rows, "spec/acceptance_length"), color="black", label="tokens per verification")
+    other.plot(*_series(rows, "spec/acceptance_length"), ".-", color="black")
     other.set_ylim(0, 1.02 * (len(rates) + 1))
     other.set_ylabel("tokens per verification (black)")
     axis.set_title("acceptance")
 
 
-def _pair(axis: plt.Axes, rows: list[Row], left: str, left_label: str, right: str, right_label: str) -> None:
-    axis.plot(*_series(rows, left), color="tab:blue")
-    axis.set_ylabel(left_label, color="tab:blue")
-    other = axis.twinx()
-    other.plot(*_series(rows, right), color="tab:orange")
-    other.set_ylabel(right_label, color="tab:orange")
+def _pair(axis: plt.Axes, rows: list[Row], pair: tuple[str, str, str, str]) -> None:
+    for side, name, label, color in ((axis, *pair[:2], "tab:blue"), (axis.twinx(), *pair[2:], "tab:orange")):
+        side.plot(*_series(rows, name), ".-", color=color)
+        side.set_ylabel(label, color=color)
+        side.ticklabel_format(axis="y", useOffset=False)

@@ -1,36 +1,62 @@
-"""Progress on the terminal: a bar for the run and one for the phase; the clock of the phases."""
+"""Progress on the terminal: a line for each finished step, a live one for the phase; the clock of the phases."""
 
+import collections
 import contextlib
+import datetime
 import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import rich.console
 import rich.progress
 
 from specrl_jax.io.signals import raise_once_set
 
+RECENT = 20  # steps whose seconds say how long the others take
+
+
+class Pace:
+    """Estimates how long the steps to come take, from the median of recent ones; not of the first, which compiles."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None  # step, seconds
+        self._recent: collections.deque[float] = collections.deque(maxlen=RECENT)
+
+    def finish(self, step: int, now: float, aside: float = 0.0) -> None:
+        """Note a step that ended at `now`, in seconds; `aside` of them since the one before were not a step's own."""
+        if self._last:
+            before, then = self._last
+            self._recent.append((now - then - aside) / (step - before))
+        self._last = step, now
+
+    def left(self, steps: int) -> float | None:
+        """Return the seconds of `steps` more steps; None where it is not known yet."""
+        return steps * float(np.median(self._recent)) if self._recent else None
+
 
 class Display:
-    """Two live bars on a terminal, or one line per step in a file; nothing if not `shown`.
+    """On a terminal a line for each finished step above a live one, the progress of the phase; nothing if not `shown`.
+
+    A file gets the lines of the steps, each whole, however long.
 
     Once `stop` is set, `update_phase` and `say_compiled` raise Stopped: they are called wherever a phase can end early.
     """
 
     def __init__(self, steps: int, done: int, stop: threading.Event, shown: bool = True) -> None:
         self._raise_once_set = raise_once_set(stop)
-        self.console = rich.console.Console(quiet=not shown)
+        self._steps, self._done, self._pace = steps, done, Pace()
+        # Messages of rewards and files are literal text.
+        self.console = rich.console.Console(quiet=not shown, highlight=False, markup=False, emoji=False)
         columns = (
-            rich.progress.TextColumn("{task.description:<10}"),
+            rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[count]}"),
             rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("{task.fields[note]}"),
         )
-        live = self.console.is_terminal
-        self._bars = rich.progress.Progress(*columns, console=self.console, disable=not live)
-        self._run = self._bars.add_task("run", total=steps, completed=done, note="")
-        self._phase = self._bars.add_task("", total=None, note="")
+        live = shown and self.console.is_terminal
+        self._bars = rich.progress.Progress(*columns, console=self.console, disable=not live, transient=True)
+        self._phase = self._add_phase("")
 
     def __enter__(self) -> "Display":
         self._bars.start()
@@ -39,14 +65,18 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
+    def _add_phase(self, name: str) -> rich.progress.TaskID:
+        step = min(self._done + 1, self._steps)
+        return self._bars.add_task(f"step {step}/{self._steps} {name}", total=None, count="")
+
     def start_phase(self, name: str) -> None:
         # A new bar: rich's reset keeps the previous total.
         self._bars.remove_task(self._phase)
-        self._phase = self._bars.add_task(name, total=None, note="")
+        self._phase = self._add_phase(name)
 
     def say(self, line: str) -> None:
-        # Messages of rewards and files are literal text, not markup.
-        self.console.print(line, highlight=False, markup=False)
+        """Print a line above the live one, unbroken: a terminal wraps it where it must."""
+        self.console.print(line, soft_wrap=True)
 
     def say_compiled(self, program: object, seconds: float) -> None:
         self.say(f"engine program {program}: {seconds:.1f} s")
@@ -54,12 +84,23 @@ class Display:
 
     def update_phase(self, done: int, total: int) -> None:
         self._raise_once_set(done, total)
-        self._bars.update(self._phase, completed=done, total=total)
+        self._bars.update(self._phase, completed=done, total=total, count=f"{done}/{total}")
 
-    def finish_step(self, step: int, note: str) -> None:
-        self._bars.update(self._run, completed=step, note=note)
-        if not self.console.is_terminal:
-            self.console.print(f"step {step}  {note}", highlight=False)
+    def finish_step(self, step: int, note: str, aside: float = 0.0, ahead: float = 0.0) -> None:
+        """Print the line of a finished step, with the time left.
+
+        Args:
+          aside: seconds since the last finished step that were not a step's own, as an evaluation's.
+          ahead: seconds that the run needs besides its other steps, as evaluations to come.
+        """
+        if step > self._done:  # neither the evaluation before training nor a second line of one step
+            self._pace.finish(step, time.perf_counter(), aside)
+        self._done = step
+        left = self._pace.left(self._steps - step)
+        ends = ""
+        if left is not None and step < self._steps:
+            ends = f"{datetime.timedelta(seconds=round(left + ahead))} left  "
+        self.say(f"step {step}/{self._steps}  {ends}{note}")
 
 
 class PhaseClock:

@@ -9,73 +9,74 @@ import rich.table
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import Row
 
+WIDTH = 100  # columns of a file, for which rich assumes 80
 
-def print_report(rows: list[Row], figure: str) -> None:
-    """Print accuracy before and after, reward, speculation, the time of each phase, and the path of the plot."""
-    console = rich.console.Console()
+
+def table_console() -> rich.console.Console:
+    """Return a console for tables: as wide as the terminal, 100 columns in a file."""
+    console = rich.console.Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    return console
+
+
+def print_report(rows: list[Row], draft_length: int, figure: str) -> None:
+    """Print accuracy before and after, speed and acceptance of the rollouts, share of each phase, path of the plot.
+
+    Args:
+      draft_length: k.
+      figure: path of the plot.
+    """
+    console = table_console()
     steps = [row for row in rows if "time/total" in row]
     if not steps:
         console.print("no steps were run")
         return
-    console.print(_learning_table(rows, steps))
-    if "spec/acceptance_length" in steps[-1]:
-        console.print(_speculation_table(steps))
-    console.print(_time_table(steps))
+    table = rich.table.Table.grid(padding=(0, 2, 0, 0))
+    for label, text in _lines(rows, steps, draft_length):
+        table.add_row(label, text)
+    console.print(f"{len(steps)} RL steps")
+    console.print(table)
     console.print(f"plot: {figure}", soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> rich.table.Table:
-    table = rich.table.Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
-
-
-def _learning_table(rows: list[Row], steps: list[Row]) -> rich.table.Table:
-    table = _table(f"{len(steps)} RL steps", "", "before", "after", "change")
-    last = rows[-1]
+def _lines(rows: list[Row], steps: list[Row], draft_length: int) -> list[tuple[str, str]]:
+    """Return (label, text) of each line."""
+    first, last, lines = steps[0], steps[-1], []
     for label, name in (("accuracy, sampled", "eval/accuracy"), ("accuracy, greedy", "eval/accuracy_greedy")):
-        if name not in last:  # the run was resumed with `steps` already done: that row has no evaluation
-            continue
-        _add_change(table, label, rows[0].get(name), last[name])
-    _add_change(table, "mean reward, first and last step", steps[0].get("reward/mean"), last.get("reward/mean"))
-    return table
+        # Not there if the run was resumed with `steps` already done: that row has no evaluation.
+        if name in last:
+            lines.append((label, _change(rows[0].get(name), last[name])))
+    lines.append(("mean reward", f"{_change(first.get('reward/mean'), last.get('reward/mean'))}, first and last step"))
+    # The first step compiles: medians over the others, if there are any.
+    timed = steps[1:] or steps
+    lines.append(("rollouts", _speed(timed, last)))
+    if "spec/acceptance_length" in last:
+        tokens = [f"{_shown(row.get('spec/acceptance_length'), '.1f')} of {draft_length + 1}" for row in (first, last)]
+        lines.append(("accepted tokens", f"{tokens[0]} a verification in the first step, {tokens[1]} in the last"))
+    total = _median(timed, "time/total")
+    shares = ", ".join(f"{phase} {_median(timed, f'time/{phase}') / total:.0%}" for phase in PHASES)
+    lines.append(("time of a step", f"{shares} of {total:.3g} s"))
+    return lines
 
 
-def _add_change(table: rich.table.Table, label: str, before: float | None, after: float | None) -> None:
+def _speed(timed: list[Row], last: Row) -> str:
+    text = f"{_median(timed, 'rollout/tokens_per_second'):,.0f} tokens/s"
+    if "spec/speedup" not in last:
+        return text
+    low, mean, high = (_shown(last.get(f"spec/speedup{end}"), ".2f") for end in ("_low", "", "_high"))
+    return f"{text}; {mean} times plain decoding (95 %: {low} to {high})"
+
+
+def _median(rows: list[Row], name: str) -> float:
+    return float(np.median([row[name] for row in rows]))
+
+
+def _change(before: float | None, after: float | None) -> str:
     change = None if before is None or after is None else after - before
-    table.add_row(label, _shown(before), _shown(after), _shown(change, "+.3f"))
+    return f"{_shown(before)} -> {_shown(after)} ({_shown(change, '+.3f')})"
 
 
 def _shown(value: float | None, form: str = ".3f") -> str:
     """Return a metric as text; "-" for one that is not there or not finite (None where it was read back)."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def _speculation_table(steps: list[Row]) -> rich.table.Table:
-    table = _table("speculation", "", "first step", "last step")
-    labels = {"tokens per verification (1 to k + 1)": "spec/acceptance_length"}
-    rates = sorted(name for name in steps[-1] if name.startswith("spec/acceptance_rate_pos_"))
-    labels |= {f"draft {name.rpartition('_')[2]} accepted": name for name in rates}
-    labels["draft loss"] = "draft/loss"
-    for label, name in labels.items():
-        if name in steps[-1]:
-            table.add_row(label, *(_shown(row.get(name)) for row in (steps[0], steps[-1])))
-    if "spec/speedup" in steps[-1]:
-        low, median, high = (_shown(steps[-1][f"spec/speedup{end}"], ".2f") for end in ("_low", "", "_high"))
-        table.add_row("generation speedup over draft.kind=none", "", f"{median} ({low} to {high})")
-    return table
-
-
-def _time_table(steps: list[Row]) -> rich.table.Table:
-    # The first step compiles: medians over the others, if there are any.
-    timed = steps[1:] or steps
-    total = float(np.median([row["time/total"] for row in timed]))
-    table = _table("median step", "phase", "seconds", "share")
-    for phase in PHASES:
-        seconds = float(np.median([row[f"time/{phase}"] for row in timed]))
-        table.add_row(phase, f"{seconds:.3f}", f"{seconds / total:.1%}")
-    table.add_row("total", f"{total:.3f}", "")
-    speed = float(np.median([row["rollout/tokens_per_second"] for row in timed]))
-    table.add_row("generated tokens per second", f"{speed:,.0f}", "")
-    return table

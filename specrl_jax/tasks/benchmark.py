@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import rich.console
 import rich.table
 
 from specrl_jax.config import Config
@@ -15,6 +14,7 @@ from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.metrics import MetricsWriter
 from specrl_jax.io.progress import Display
+from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.build import Learner, Rollout, build
@@ -125,5 +125,4 @@ def print_benchmark(rows: Sequence[Mapping[str, float]]) -> None:
         side = name.removeprefix("benchmark/")
         if name != "step" and not side.endswith(("_over_plain", "_acceptance_length")):
             table.add_row(side, shown(name, 0), shown(f"{name}_over_plain", 2), shown(f"{name}_acceptance_length", 2))
-    # In a file rich assumes 80 columns, which would break every cell.
-    rich.console.Console(width=max(rich.console.Console().width, 100)).print(table)
+    table_console().print(table)

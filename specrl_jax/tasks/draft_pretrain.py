@@ -31,7 +31,7 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.metrics import speculation_metrics
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.problems import Problems, load_problems
-from specrl_jax.training.speedup import measure_speedup, step_workload, timed
+from specrl_jax.training.speedup import mean_ratio, measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"
 
@@ -85,7 +85,7 @@ def draft_pretrain(
         says.enter_context(stopped_as(f"the draft is in {output}; the measurement of its weights as stored is missing"))
         row = {"step": log[-1]["step"]} | held_out_acceptance(learner, rollout, problems, state, display)
         log.append(row | cost_metrics(learner, rollout, problems, state, seconds | trained, display))
-        display.finish_step(int(row["step"]), f"acceptance length {row[LENGTH]:.3f}")
+        display.finish_step(int(row["step"]), f"acceptance {row[LENGTH]:.2f} of {config.draft.length + 1}")
     write_log(log, workdir, output)
     return log
 
@@ -131,7 +131,8 @@ def train_draft(
         seconds["evaluate"] += time.perf_counter() - start
         start = time.perf_counter()
         length = log[-1][LENGTH]
-        display.finish_step(step, f"loss {log[-1]['draft/loss']:.4f}  acceptance length {length:.3f}")
+        accepted = f"acceptance {length:.2f} of {config.draft.length + 1}"
+        display.finish_step(step, f"loss {log[-1]['draft/loss']:.4f}  {accepted}")
         worse = 0 if length > best_length else worse + 1
         if not worse:
             best, best_length = jax.device_get(draft.params), length
@@ -169,9 +170,9 @@ def cost_metrics(
     weights, _ = prepare(learner, rollout, state)
     work, on_progress = step_workload(rollout, problems.evaluation), display.update_phase
     ratios = measure_speedup(rollout.engine, rollout.plain_engine, weights, work, rounds, on_progress=on_progress)
-    if not len(ratios):
+    if len(ratios) < 2:
         return row
-    speedup = float(np.median(ratios))
+    speedup, _, _ = mean_ratio(ratios)
     _, plain = timed(rollout.plain_engine, weights, work)
     saved = plain * (1 - 1 / speedup)
     row |= {"spec/speedup": speedup, "seconds/plain_rollouts": plain}

@@ -10,6 +10,7 @@ from specrl_jax.config.validate import validate
 from specrl_jax.distributed import is_first_process, refused_together
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
+from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
@@ -24,7 +25,7 @@ def run(config: Config, workdir: str) -> None:
         pass
     if is_first_process():
         rows = read_metrics(workdir)
-        print_report(rows, plot_run(rows, workdir))
+        print_report(rows, config.draft.length, plot_run(rows, workdir))
 
 
 def train(config: Config, workdir: str, stop: threading.Event | None = None) -> Iterator[Row]:
@@ -53,9 +54,12 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
     with contextlib.ExitStack() as ending:
         with refused_together():
             validate(config)
+            page, port = None, config.logging.prometheus_port
+            if port and is_first_process():
+                page = ending.enter_context(contextlib.closing(PrometheusPage(port)))
             learner, rollout = build(config)
             problems = load_problems(config, rollout.tokenizer)
             scorer = ending.enter_context(make_scorer(config.reward, problems.first_rows(rollout.tokenizer)))
             if is_first_process():
                 open_workdir(workdir, dataclasses.asdict(config))
-        yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event())
+        yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event(), page)

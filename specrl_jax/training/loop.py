@@ -15,6 +15,7 @@ from specrl_jax.config import Config
 from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
+from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.signals import raise_once_set
 from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rewards.messages import NotScored
@@ -32,7 +33,13 @@ from specrl_jax.training.step import StepResult, train_step
 
 
 def training_steps(
-    learner: Learner, rollout: Rollout, problems: Problems, scorer: Scorer, workdir: str, stop: threading.Event
+    learner: Learner,
+    rollout: Rollout,
+    problems: Problems,
+    scorer: Scorer,
+    workdir: str,
+    stop: threading.Event,
+    page: PrometheusPage | None = None,
 ) -> Iterator[Row]:
     """Run, or resume, a training run in `workdir`; yield the metrics of each step once they are written.
 
@@ -40,6 +47,7 @@ def training_steps(
 
     Args:
       stop: set by a signal handler; the run then saves the last finished step and leaves.
+      page: shows the newest metrics; of the first process.
     Raises:
       Stopped: where `stop` was set; the last finished step is saved, unless its next rollouts are still under way.
       InputError: a checkpoint or data position that does not fit.
@@ -47,12 +55,14 @@ def training_steps(
         written, or no checkpoint is whole; says what is kept.
     """
     scorer.start()
-    run = _Run(learner, rollout, problems, scorer, workdir, stop)
+    run = _Run(learner, rollout, problems, scorer, workdir, stop, page)
     with run.display, contextlib.ExitStack() as ending:
         try:
             run.compile()
             if run.unfinished:
-                yield run.finish_row(run.unfinished, {})
+                row = run.finish_row(run.unfinished, {})
+                run.show_step(row)
+                yield row
             run.open_pipeline()
             ending.callback(run.pipeline.close)
             while run.step < run.config.steps:
@@ -80,6 +90,7 @@ class _Run:
         scorer: Scorer,
         workdir: str,
         stop: threading.Event,
+        page: PrometheusPage | None,
     ) -> None:
         self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
@@ -95,10 +106,17 @@ class _Run:
             self.unfinished = {}
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
-        self.writer = _open_metrics(self.config, workdir, kept)
+        self.writer = _open_metrics(self.config, workdir, kept, page)
         self.performance, self.devices = make_performance(learner), threading.Lock()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
+        self.evaluation = 0.0  # seconds of the last one
+        self.remarks = ""  # on `step`, for its line
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)
+
+    @property
+    def compares(self) -> bool:
+        """Whether the run ends with a comparison with plain decoding."""
+        return bool(self.rollout.engine.draft_length and self.config.draft.compare_rounds)
 
     def compile(self) -> None:
         """Compile the engine's programs, in several processes together."""
@@ -132,11 +150,21 @@ class _Run:
         lengths = generated.rollouts.response_length
         self.finish_row(row, {"reward": generated.scores.total, "rollout/response_length": lengths})
         self.due.finish_step(step, functools.partial(self._save, row.get("eval/accuracy")))
-        self.display.finish_step(step, _note(row, self.rollout.engine.draft_length))
+        self.show_step(row)
         return row
 
+    def show_step(self, row: Row) -> None:
+        """Print the line of a step whose row is written."""
+        aside, comparison = row.get("time/evaluate", 0.0), 0.0
+        self.evaluation = aside or self.evaluation
+        note = _note(row, self.rollout.engine.draft_length, self.remarks)
+        if self.compares:  # about as long as so many generations of a step: a warm-up, then rounds, of both
+            comparison = 2 * (self.config.draft.compare_rounds + 1) * row.get("time/generate", 0.0)
+        ahead = comparison + self.evaluation * evaluations_left(self.step, self.config.steps, self.config.eval.every)
+        self.display.finish_step(self.step, note, aside, ahead)
+
     def _metrics(self, result: StepResult) -> Row:
-        """Return the metrics of the step, with its alarms; show its warnings."""
+        """Return the metrics of the step, with its alarms; keep its remarks."""
         generated = result.generated
         row = step_metrics(result, self.learner, self.performance)
         if self.rollout.engine.draft_length:
@@ -144,10 +172,10 @@ class _Run:
             row |= self.monitor.speculation.observe(generated.rollouts, result.updates.diagnostics)
         if self.state.draft:
             row |= {"draft/version": int(self.state.draft.step)}
-        if warning := generated.scores.warning():
-            self.display.say(f"step {self.step}: {warning}")
         skipped = [bool(update.skipped) for update in result.updates.policy]
-        return row | self.monitor.observe(row, skipped, self.checkpoints, self.display)
+        alarms, message = self.monitor.observe(row, skipped, self.checkpoints)
+        self.remarks = "  ".join(filter(None, (generated.scores.warning(), message)))
+        return row | alarms
 
     def finish_row(self, row: Row, histograms: Mapping[str, np.ndarray]) -> Row:
         """Add what is due after the row's step, and write the row. Raise Stopped before anything is written."""
@@ -155,7 +183,7 @@ class _Run:
         step, last, config = int(row["step"]), int(row["step"]) == self.config.steps, self.config
         if not step or last or (config.eval.every and step % config.eval.every == 0):
             row |= self._evaluate(step)
-        if step and last and self.rollout.engine.draft_length and config.draft.compare_rounds:
+        if step and last and self.compares:
             row |= self._compare()
         self.writer.write(row, histograms)
         self.unfinished = {}
@@ -221,24 +249,34 @@ def _is_written(written: Sequence[Row], step: int) -> bool:
     return distributed.any_process(any(row["step"] == step for row in written))
 
 
-def _open_metrics(config: Config, workdir: str, kept: Sequence[Row]) -> MetricsWriter | NoMetrics:
+def _open_metrics(
+    config: Config, workdir: str, kept: Sequence[Row], page: PrometheusPage | None
+) -> MetricsWriter | NoMetrics:
     """Open the metrics of the first process; the others write none."""
     if not distributed.is_first_process():
         return NoMetrics()
     project = config.logging.wandb_project
     wandb = WandbRun(project, workdir, dataclasses.asdict(config)) if project else None
-    return MetricsWriter(workdir, kept, wandb)
+    return MetricsWriter(workdir, kept, wandb, page)
 
 
-def _note(row: Mapping[str, float], draft_length: int) -> str:
-    """Return the progress line of a step."""
-    note = f"reward {row['reward/mean']:.3f}  {row['time/total']:.1f} s  {row['rollout/tokens_per_second']:.0f} tok/s"
+def evaluations_left(step: int, steps: int, every: int) -> int:
+    """Return how many evaluations there are after `step`: every `every` steps, 0 being never, and after the last."""
+    if step >= steps:
+        return 0
+    return 1 if not every else -(-steps // every) - step // every
+
+
+def _note(row: Mapping[str, float], draft_length: int, remarks: str) -> str:
+    """Return what the line of a step says. Row 0 has an accuracy only."""
+    parts = []
+    if "time/total" in row:
+        speed = row["rollout/tokens_per_second"]
+        parts += [f"reward {row['reward/mean']:.3f}", f"{row['time/total']:.1f} s", f"{speed:.0f} tokens/s"]
     if "spec/acceptance_length" in row:
-        note += f"  {row['spec/acceptance_length']:.1f} of {draft_length + 1} tokens"
+        parts.append(f"acceptance {row['spec/acceptance_length']:.1f} of {draft_length + 1}")
     if "eval/accuracy" in row:
-        note += f"  accuracy {row['eval/accuracy']:.3f}"
-    if row["policy/nonfinite_updates"]:
-        note += f"  {row['policy/nonfinite_updates']} updates skipped"
-    if alarms := [name.removeprefix("alarm/") for name, on in row.items() if name.startswith("alarm/") and on]:
-        note += f"  ALARM {', '.join(alarms)}"
-    return note
+        parts.append(f"accuracy {row['eval/accuracy']:.3f}")
+    if row.get("policy/nonfinite_updates"):
+        parts.append(f"{row['policy/nonfinite_updates']} updates skipped")
+    return "  ".join(filter(None, (*parts, remarks)))

@@ -4,14 +4,12 @@ Each alarm reads one step's metrics, and is reported once when it begins.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.errors import RunFailed
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
-from specrl_jax.io.progress import Display
 from specrl_jax.training.plan import Plan
 from specrl_jax.training.speculation import Speculation
 
@@ -37,11 +35,11 @@ class Alarms:
     growth: float = 1.0  # of the weights' norm, up to the last step
     on: tuple[str, ...] = ()
 
-    def observe(self, row: Row) -> tuple[dict[str, float], list[str]]:
-        """Return (alarm/* of this step, messages of the alarms that begin)."""
+    def observe(self, row: Row) -> tuple[dict[str, float], dict[str, str]]:
+        """Return (alarm/* of this step, the message of each alarm that begins)."""
         found = {name: message for name, find in FINDERS.items() if (message := find(row, self))}
         self._update(row)
-        begun = [message for name, message in found.items() if name not in self.on]
+        begun = {name: message for name, message in found.items() if name not in self.on}
         self.on = tuple(found)
         return {f"alarm/{name}": float(name in found) for name in FINDERS}, begun
 
@@ -58,14 +56,7 @@ class Alarms:
 
 def _acceptance(row: Row, known: Alarms) -> str:
     # Decided by decoding/alarm.py, which reports why.
-    if not row.get("spec/alarm"):
-        return ""
-    lost = (
-        "acceptance collapsed"
-        if math.isfinite(row.get("draft/kl", 0.0))
-        else "the draft's outputs are not finite, and it begins anew"
-    )
-    return f"{lost}: drafting is off except for probes"
+    return "speculation is off apart from probes" if row.get("spec/alarm") else ""
 
 
 def _mismatch(row: Row, known: Alarms) -> str:
@@ -153,17 +144,17 @@ class Monitor:
         values = {"position": position, "speculation": saved.values, "skipped": self._skipped}
         return HostState(values | {"alarms": dataclasses.asdict(self._alarms)}, saved.arrays)
 
-    def observe(
-        self, row: Row, skipped: Sequence[bool], checkpoints: Checkpoints, display: Display
-    ) -> dict[str, float]:
-        """Return alarm/* of a step. Raise RunFailed where too many updates in a row were skipped.
+    def observe(self, row: Row, skipped: Sequence[bool], checkpoints: Checkpoints) -> tuple[dict[str, float], str]:
+        """Return (alarm/* of a step, the names of those that are on with the message of each that begins).
+
+        Raises RunFailed where too many updates in a row were skipped.
 
         Args:
           skipped: of each update of the step, in order.
         """
         alarms, begun = self._alarms.observe(row)
-        for message in begun:
-            display.say(f"step {row['step']}: ALARM: {message}")
+        if "acceptance" in begun and self.speculation.alarm is not None:
+            begun["acceptance"] = self.speculation.alarm.message()
         most = 0
         for update in skipped:
             self._skipped = self._skipped + 1 if update else 0
@@ -173,4 +164,5 @@ class Monitor:
                 f"step {row['step']}: {most} updates in a row had no finite loss or gradient "
                 f"(optimizer.max_skipped={self._limit}); {checkpoints.kept()}"
             )
-        return alarms
+        shown = [f"{name} ({begun[name]})" if name in begun else name for name in self._alarms.on]
+        return alarms, f"ALARM: {', '.join(shown)}" if shown else ""

@@ -1,7 +1,6 @@
 """Speculation during a run, decided on the host: draft lengths, when the draft is trained, the history to copy from."""
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -115,7 +114,7 @@ class Speculation:
         return self._vocabulary.observe(rollouts, state) if self._vocabulary else (state, {})
 
     def observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
-        """Feed one step to alarm, controller and history; warn where acceptance collapsed.
+        """Feed one step to alarm, controller and history.
 
         Args:
           diagnostics: on the host, of the draft before this step's updates (with a lag an earlier draft made the
@@ -146,8 +145,7 @@ class Speculation:
         verifications, expected = int(drafted[0]), None if finite else float("nan")
         if finite and predicted is not None:
             expected = float((predicted[:positions] * drafted).sum() / verifications)
-        if self.alarm.observe(float(accepted.sum() / max(verifications, 1)), expected, verifications):
-            warnings.warn(self.alarm.message(), stacklevel=2)
+        self.alarm.observe(float(accepted.sum() / max(verifications, 1)), expected, verifications)
         row = {} if expected is None else {"spec/acceptance_predicted": 1 + expected}
         return row | {"spec/alarm": float(self.alarm.tripped)}
 

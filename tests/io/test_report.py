@@ -5,6 +5,7 @@ import math
 import pytest
 
 from specrl_jax.core import PHASES
+from specrl_jax.io import plots
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.report import print_report
 
@@ -27,12 +28,54 @@ def test_a_value_that_is_not_there_is_a_dash(lost, tmp_path, capsys):
     rows = [{"step": 0, "eval/accuracy": 0.25}, row_of(1, **draft)]
     rows.append(row_of(2, **gone, **{"spec/speedup": lost, "spec/speedup_low": 1.0, "spec/speedup_high": 1.1}))
     rows[-1] |= {"eval/accuracy": lost, "policy/grad_norm": lost, "reward/mean": lost}
-    print_report(rows, plot_run(rows, str(tmp_path)))
-    lines = {
-        line.split("│")[1].strip(): line.split("│")[2:] for line in capsys.readouterr().out.splitlines() if "│" in line
-    }
-    cells = {label: [cell.strip() for cell in line] for label, line in lines.items()}
-    assert cells["accuracy, sampled"][:3] == ["0.250", "-", "-"]
-    assert cells["draft loss"][:2] == ["1.250", "-"] and cells["draft 2 accepted"][:2] == ["-", "0.000"]
-    assert cells["generation speedup over draft.kind=none"][1] == "- (1.00 to 1.10)"
+    print_report(rows, 3, plot_run(rows, str(tmp_path)))
+    lines = printed(capsys)
+    assert lines["accuracy, sampled"] == "0.250 -> - (-)"
+    assert lines["mean reward"] == "0.500 -> - (-), first and last step"
+    assert lines["rollouts"] == "100 tokens/s; - times plain decoding (95 %: 1.00 to 1.10)"
     assert (tmp_path / "plots/run.png").exists()
+
+
+def printed(capsys):
+    """Return {label: text} of the closing table."""
+    lines = (line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line.strip())
+    return {label: text.strip() for label, text in lines}
+
+
+def test_one_line_each_for_what_a_run_achieved(capsys):
+    rows = [{"step": 0, "eval/accuracy": 0.25, "eval/accuracy_greedy": 0.5}]
+    rows += [row_of(step, **{"spec/acceptance_length": 2 + step / 2}) for step in (1, 2)]
+    rows[-1] |= {"eval/accuracy": 0.75, "eval/accuracy_greedy": 0.625, "reward/mean": 0.8}
+    rows[-1] |= {"spec/speedup": 1.6, "spec/speedup_low": 1.5, "spec/speedup_high": 1.7}
+    print_report(rows, 3, "figure.png")
+    assert printed(capsys) == {
+        "accuracy, sampled": "0.250 -> 0.750 (+0.500)",
+        "accuracy, greedy": "0.500 -> 0.625 (+0.125)",
+        "mean reward": "0.500 -> 0.800 (+0.300), first and last step",
+        "rollouts": "100 tokens/s; 1.60 times plain decoding (95 %: 1.50 to 1.70)",
+        "accepted tokens": "2.5 of 4 a verification in the first step, 3.0 of 4 in the last",
+        "time of a step": "data 20%, prepare 20%, generate 20%, logprob 20%, train 20% of 5 s",
+    }
+
+
+DRAFT = {"spec/acceptance_length": 2.5, "spec/acceptance_rate_pos_1": 0.8}
+TRAINED = DRAFT | {"draft/loss": 1.0, "draft/grad_norm": 1.0}
+PANELS = {
+    "no step": ([], 1),
+    "one step, no draft": ([row_of(1)], 4),
+    "a draft without weights": ([row_of(1, **DRAFT), row_of(2, **DRAFT)], 5),
+    "a draft with weights": ([row_of(step, **TRAINED) for step in range(1, 9)], 6),
+}
+
+
+@pytest.mark.parametrize(("steps", "count"), PANELS.values(), ids=PANELS)
+def test_every_panel_has_values_and_whole_steps(steps, count, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    monkeypatch.setattr(plots.plt.Figure, "savefig", lambda *_, **__: None)
+    plot_run([{"step": 0, "eval/accuracy": 0.25}, *steps], str(tmp_path))
+    panels = [axis for axis in drawn[0].axes if axis.get_xlabel()]
+    assert len(panels) == count
+    for axis in panels:
+        assert axis.get_ylabel() and (axis.collections or any(len(line.get_xdata()) for line in axis.lines))
+        assert all(tick == int(tick) for tick in axis.get_xticks())

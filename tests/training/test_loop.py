@@ -96,6 +96,14 @@ def test_one_row_a_step_with_the_agreed_names(whole):
     assert [row["step"] for row in rows if {"eval/accuracy", "eval/pass_at_k"} <= row.keys()] == [0, 3, 6]
 
 
+@pytest.mark.parametrize("every", [0, 1, 3, 5, 10, 11])
+def test_evaluations_to_come(every):
+    steps = 10
+    due = {step for step in range(1, steps + 1) if step == steps or (every and step % every == 0)}
+    for step in range(steps + 1):
+        assert loop.evaluations_left(step, steps, every) == len([other for other in due if other > step])
+
+
 def test_values_that_must_hold_in_every_row(whole):
     for row in whole[1][1:]:
         assert 0 <= row["reward/mean"] <= 1 and row["reward/std"] > 0
@@ -482,8 +490,11 @@ def test_a_draft_that_turns_nan_is_replaced_and_the_run_goes_on(toy, tmp_path, m
         return (bad if int(draft.step) == 2 else draft), found
 
     monkeypatch.setattr(update, "_update_draft", spoilt)
-    with pytest.warns(UserWarning, match="outputs are not finite"):
-        rows = train(toy, tmp_path)
+    rows = train(toy, tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/6  " in line]
+    assert [line.split()[1] for line in lines] == [f"{step}/6" for step in range(7)]
+    assert "ALARM: acceptance (the draft's outputs are not finite" in lines[3]
+    assert "ALARM: acceptance" in lines[4] and "not finite" not in lines[4]
     assert [row["alarm/acceptance"] for row in rows[1:]] == [0, 0, 1, 1, 1, 1]
     assert rows[3]["draft/loss"] is None and rows[3]["draft/nonfinite_updates"] == 1
     assert rows[2]["spec/drafted"] > 0 and [row["spec/drafted"] for row in rows[4:]] == [0, 0, 0]
@@ -494,15 +505,15 @@ def test_a_draft_that_turns_nan_is_replaced_and_the_run_goes_on(toy, tmp_path, m
     assert kept == [3, 4, 6]
     state, _ = saved(toy, tmp_path, 3)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.draft))
-    print_report(rows, "figure.png")
-    assert "draft loss" in capsys.readouterr().out
+    print_report(rows, 3, "figure.png")
+    assert "accepted tokens" in capsys.readouterr().out
 
 
 def test_steps_set_to_what_is_done_end_with_a_table(whole, capsys):
     """A checkpoint before the last step, `steps` set to it: nothing is left to do, and greedy accuracy is unknown."""
     rows = [row for row in whole[1] if row["step"] < STEPS]
     assert "eval/accuracy_greedy" not in rows[-1]
-    print_report(rows, "figure.png")
+    print_report(rows, 3, "figure.png")
     printed = capsys.readouterr().out
     assert "mean reward" in printed and "greedy" not in printed
 

@@ -6,9 +6,7 @@ import types
 import pytest
 
 from specrl_jax.errors import RunFailed
-from specrl_jax.io.progress import Display
 from specrl_jax.training.monitor import ENTROPY, EQUAL, FINDERS, GROWTH, TRUNCATED, UNSCORED, WEIGHTS, Alarms, Monitor
-from tests.helpers.training import NEVER
 from tests.training.test_speculation import setup_of as speculation_parts
 
 HEALTHY = {
@@ -55,7 +53,7 @@ def test_it_rings_when_it_begins_and_rests_when_it_is_over(name):
     row, begun = alarms.observe(HEALTHY | SICK[name])
     assert names(row) == [name] and len(begun) == 1
     row, begun = alarms.observe(HEALTHY | SICK[name])
-    assert names(row) == [name] and begun == []
+    assert names(row) == [name] and not begun
     if name == "weights":  # what is lost does not come back
         assert names(alarms.observe(HEALTHY)[0]) == ["weights"]
         return
@@ -125,7 +123,7 @@ def monitor_of(max_skipped, host=None):
 
 def observe(monitor, step, *skipped):
     checkpoints = types.SimpleNamespace(kept=lambda: "the last good checkpoint is step 2")
-    return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints, Display(9, 0, NEVER, shown=False))
+    return monitor.observe(HEALTHY | {"step": step}, skipped, checkpoints)
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run_and_name_the_checkpoint():

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -74,8 +73,8 @@ def k_of(speculation):
 
 def tripped(speculation):
     """The same, after its acceptance collapsed."""
-    with pytest.warns(UserWarning, match="acceptance collapsed"):
-        assert speculation.observe(rollouts_of(GONE), DIAGNOSTICS)["spec/alarm"] == 1.0
+    assert speculation.observe(rollouts_of(GONE), DIAGNOSTICS)["spec/alarm"] == 1.0
+    assert speculation.alarm.message().startswith("acceptance collapsed")
     return speculation
 
 
@@ -122,9 +121,7 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
         chosen.append(k_of(speculation))
         # What nothing drafted cannot tell; a probe finds it as broken as before.
         drafted = (1000,) * 3 if chosen[-1] else GONE
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)  # said once
-            assert speculation.observe(rollouts_of(GONE, drafted), DIAGNOSTICS)["spec/alarm"] == 1.0
+        assert speculation.observe(rollouts_of(GONE, drafted), DIAGNOSTICS)["spec/alarm"] == 1.0
     assert chosen.count(3) == 2 and chosen.count(0) == 2 * PROBE_STEPS - 2
     assert np.diff(np.flatnonzero(chosen)).tolist() == [PROBE_STEPS]
     assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0
@@ -132,7 +129,7 @@ def test_a_collapse_switches_off_but_for_probes_and_a_recovery_switches_on():
 
 
 @pytest.mark.parametrize("setup", [{}, {"temperature": 0.0}, {"adaptive": True}], ids=["fixed", "greedy", "adaptive"])
-def test_a_draft_that_is_not_finite_switches_off(setup, recwarn):
+def test_a_draft_that_is_not_finite_switches_off(setup):
     """Also where a step drafted nothing, or compares no prediction; the controller learns nothing from it."""
     speculation = Speculation(*setup_of(**setup))
     speculation.observe(rollouts_of(), DIAGNOSTICS)
@@ -141,7 +138,7 @@ def test_a_draft_that_is_not_finite_switches_off(setup, recwarn):
     for drafted in (GONE, (1000,) * 3):
         row = speculation.observe(rollouts_of(GONE, drafted), lost)
         assert row["spec/alarm"] == 1.0 and np.isnan(row["spec/acceptance_predicted"])
-    assert ["not finite" in str(warning.message) for warning in recwarn] == [True]  # said once
+    assert "not finite" in speculation.alarm.message()
     assert json.dumps(speculation.state().values["controller"]) == before
     assert k_of(speculation) == 0
     assert speculation.observe(rollouts_of(), DIAGNOSTICS)["spec/alarm"] == 0.0

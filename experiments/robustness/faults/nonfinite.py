@@ -150,7 +150,6 @@ def _end(command: Sequence[str], folder: pathlib.Path) -> Ended:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
-        "COLUMNS": "300",  # messages in one line
     }
     return finish(start(command, cache), RUN_LIMIT)
 

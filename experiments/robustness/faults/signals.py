@@ -79,11 +79,11 @@ SHORT = [
     Case("two Ctrl-C in an evaluation", PROGRAMS, LONG_EVALUATION, **TWICE),
     Case("SIGTERM in task=evaluate", Moment(seconds=4), EVALUATE),
     Case("SIGTERM in task=generate", PROGRAMS, GENERATE),
-    Case("SIGUSR2 in task=benchmark", Moment(text="step 1 "), BENCHMARK, signals=(USR2,)),
-    Case("SIGTERM in task=pretrain", Moment(text="step 50 "), {"steps": 10**6}, PRETRAIN),
+    Case("SIGUSR2 in task=benchmark", Moment(text="step 1/"), BENCHMARK, signals=(USR2,)),
+    Case("SIGTERM in task=pretrain", Moment(text="step 50/"), {"steps": 10**6}, PRETRAIN),
     Case("SIGTERM in draft_pretrain: texts", Moment("features/*", seconds=2), {"pretrain.rollouts": 10**6}, DRAFT),
     Case("SIGTERM in draft_pretrain: evaluation", Moment("features/*", seconds=4), {"eval.problems": 2000}, DRAFT),
-    Case("SIGTERM in draft_pretrain: updates", Moment(text="step 6 "), {"steps": 10**5}, DRAFT),
+    Case("SIGTERM in draft_pretrain: updates", Moment(text="step 6/"), {"steps": 10**5}, DRAFT),
 ]
 STEP_2 = "rollouts/step_2.jsonl"
 # Resumed. Where evaluations are long, the first step is another command's, which evaluates in a moment.
