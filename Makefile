@@ -49,6 +49,7 @@ lint: $(VENV)/installed-test
 # Needs no jax: docstrings are read, not imported. The variable silences an advertisement.
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@! grep -rE '<(script|link|img)[^>]* (src|href)="(https?:)?//' site --include=*.html || (echo "the site needs the network"; false)
 	@echo "open site/index.html"
 
 # The test tools take the versions of the lock that CI tests.
