@@ -67,6 +67,13 @@ def test_links_and_paths_exist(page):
 
 
 @pages
+def test_a_list_after_a_paragraph_has_an_empty_line_before_it(page):
+    """Without it GitHub shows a list, and the site the text of one."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r"^(?![*-] |\d+\. |[#|\s]).*\n(?:[*-]|\d+\.) .*", text, re.M) == []
+
+
+@pages
 def test_config_keys_exist(page):
     text, config = page.read_text(), base()
     if page == COMING_FROM:  # whose tables have keys of others in their first column
