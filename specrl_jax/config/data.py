@@ -5,7 +5,7 @@ import dataclasses
 from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.schema import INT32, LONGEST, key
 
-BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown")
+BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk")
 
 
 @dataclasses.dataclass(frozen=True)

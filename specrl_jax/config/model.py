@@ -9,7 +9,7 @@ from specrl_jax.drafts.kinds import KINDS
 MAX_LENGTH = 32
 DTYPES = ("float32", "bfloat16")
 PRESETS = (
-    *("", "nano", "nano_deep", "nano_moe", "nano_moe_deep", "tiny", "small", "qwen3_0p6b", "qwen3_1p7b"),
+    *("", "nano", "nano_deep", "nano_moe", "nano_moe_deep", "tiny", "mini", "small", "qwen3_0p6b", "qwen3_1p7b"),
     *("qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"),
 )
 

@@ -103,10 +103,53 @@ def _combine(rng: np.random.Generator, numbers: list[int]) -> tuple[list[str], i
     return steps, value, expression
 
 
+def walk(
+    rng: np.random.Generator, error_rate: float, shortest: int = 2, longest: int = 2, tail: float = 0.0
+) -> Problem:
+    """Add until a number passes a limit: `47 e38 o25 >90` -> `47o+25 7+5=12 4+2+1=7 72e+38 2+8=10 7+3+1=11 #110`.
+
+    An even number grows by the first addend, an odd one by the second, digit by digit from the right. Which addend
+    comes next and whether another step does are known only once the sum before is: a draft has to compute them. After
+    `shortest` steps another follows with probability `tail`, up to `longest`. Each carry out of the ones, in as many
+    steps as the right walk has, is dropped with probability `error_rate`; the walk goes on from the wrong sum.
+    """
+    start, even, odd = int(rng.integers(10, 100)), int(rng.integers(20, 100)), int(rng.integers(20, 100))
+    count = shortest
+    while count < longest and rng.random() < tail:
+        count += 1
+    before = after = start
+    for _ in range(count):
+        before, after = after, after + (odd if after % 2 else even)
+    limit = int(rng.integers(before, after))
+    steps, value = [], start
+    while value <= limit:
+        addend = odd if value % 2 else even
+        drop = len(steps) < count and bool(rng.random() < error_rate)  # bounds how much longer a wrong walk is
+        columns, total = _add_columns(value, addend, drop)
+        steps.append(f"{value}{'o' if value % 2 else 'e'}+{addend} {' '.join(columns)}")
+        value = total
+    return Problem(f"{start} e{even} o{odd} >{limit}\n", str(after), " ".join(steps) + f" #{value}")
+
+
+def _add_columns(a: int, b: int, drop: bool) -> tuple[list[str], int]:
+    """Work out a + b by columns, a missing digit as 0; with `drop` the carry out of the ones is forgotten."""
+    columns, carry, result = [], 0, 0
+    width = max(len(str(a)), len(str(b)))
+    for place in range(width):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        total = x + y + carry
+        columns.append(f"{x}+{y}" + (f"+{carry}" if carry else "") + f"={total}")
+        result += (total if place == width - 1 else total % 10) * 10**place
+        carry = 0 if drop and not place else total // 10
+    return columns, result
+
+
 TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {
     "arithmetic": arithmetic,
     "long_arithmetic": functools.partial(arithmetic, shortest=5, longest=6),
     "countdown": countdown,
+    "walk": walk,
+    "long_walk": functools.partial(walk, shortest=4, longest=16, tail=0.85),
 }
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from specrl_jax.config import Config
 from specrl_jax.core import Jitted, Mean, Params, masked_mean
-from specrl_jax.data.rows import Rows, make_rows
+from specrl_jax.data.rows import Rows, make_rows, pack, packed_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
@@ -32,6 +33,7 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
+PACKED_ROWS = 4  # packed rows are padded to a multiple of these, so that few shapes are compiled
 
 
 def run(config: Config, workdir: str) -> None:
@@ -62,7 +64,8 @@ def pretrain(
         for step in range(1, config.steps + 1):
             with stopped_as(f"pretraining keeps no checkpoints; step {step} is lost"):
                 display.update_phase(step, config.steps)
-            state, loss = step_fn(state, solution_rows(next(stream), rollout.tokenizer, length))
+            rows = solution_rows(next(stream), rollout.tokenizer, length, config.grpo.pack_tokens)
+            state, loss = step_fn(state, rows)
             if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
@@ -103,13 +106,24 @@ def make_pretrain_step(
     return jax.jit(update, donate_argnums=0)
 
 
-def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, length: int) -> Rows:
-    """Return rows of `length` tokens: prompt and worked solution with end-of-text; the loss is on the solution."""
+def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, length: int, pack_tokens: int = 0) -> Rows:
+    """Return rows of prompt and worked solution with end-of-text; the loss is on the solution.
+
+    Args:
+      length: tokens that prompt and solution may have, and of a row where `pack_tokens` is 0.
+      pack_tokens: length of packed rows.
+    Raises InputError where a worked solution does not fit.
+    """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     solutions = [[*tokenizer.encode(problem.solution), tokenizer.eos_ids[0]] for problem in problems]
-    longest = max(len(p) + len(r) for p, r in zip(prompts, solutions))
-    if longest > length:
+    lengths = np.array([len(p) + len(r) for p, r in zip(prompts, solutions, strict=True)])
+    if (longest := lengths.max()) > length:
         raise InputError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}, a worked solution needs {longest}"
         )
-    return make_rows(prompts, solutions, length, tokenizer.pad_id)
+    rows = make_rows(prompts, solutions, length, tokenizer.pad_id)
+    if not pack_tokens:
+        return rows
+    places = pack(lengths, pack_tokens)
+    places = places._replace(rows=-(-places.rows // PACKED_ROWS) * PACKED_ROWS)
+    return packed_rows(rows, places, lengths, tokenizer.pad_id)

@@ -11,7 +11,7 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.verifiable import countdown, exact
 
-REWARD = {"arithmetic": exact, "long_arithmetic": exact, "countdown": countdown}
+REWARD = {"arithmetic": exact, "long_arithmetic": exact, "countdown": countdown, "walk": exact, "long_walk": exact}
 SOME = range(1500)
 
 
@@ -62,6 +62,54 @@ def test_arithmetic_is_worked_rightly_without_errors(task, lengths):
         assert stated >= 0
         seen.add((operation, len(str(a))))
     assert seen == {(operation, n) for operation in "+-*" for n in lengths}
+
+
+def right_walk(start, even, odd, limit, carries=True):
+    """Steps and the last number of a walk, worked from the definition alone."""
+    steps, value = [], start
+    while value <= limit:
+        addend, columns, carry, total = odd if value % 2 else even, [], 0, 0
+        for place in range(len(str(max(value, addend)))):
+            x, y = value // 10**place % 10, addend // 10**place % 10
+            columns.append(f"{x}+{y}{'+1' if carry else ''}={x + y + carry}")
+            last = place == len(str(max(value, addend))) - 1
+            total += ((x + y + carry) if last else (x + y + carry) % 10) * 10**place
+            carry = (x + y + carry) // 10 if carries or place else 0
+        steps.append(" ".join([f"{value}{'eo'[value % 2]}+{addend}", *columns]))
+        value = total
+    return " ".join(steps) + f" #{value}", value
+
+
+def parse_walk(problem):
+    return [int(n) for n in re.fullmatch(r"(\d+) e(\d+) o(\d+) >(\d+)\n", problem.prompt).groups()]
+
+
+@pytest.mark.parametrize("task, fewest, most", [("walk", 2, 2), ("long_walk", 4, 16)])
+def test_a_walk_is_worked_rightly_without_errors(task, fewest, most):
+    source, lengths = TaskSource(task, "train", 0), set()
+    for i in SOME:
+        start, even, odd, limit = parse_walk(source[i])
+        solution, end = right_walk(start, even, odd, limit)
+        assert (source[i].solution, source[i].answer) == (solution, str(end))
+        value = start
+        while value <= limit:
+            value += odd if value % 2 else even
+        assert value == end
+        lengths.add(solution.count("e+") + solution.count("o+"))
+    assert (min(lengths), max(lengths)) == (fewest, most)
+
+
+def test_a_walk_that_drops_every_carry_goes_on_from_the_wrong_number():
+    source, right = TaskSource("walk", "train", 0, error_rate=1.0), []
+    for i in SOME:
+        start, even, odd, limit = parse_walk(source[i])
+        dropped, _ = right_walk(start, even, odd, limit, carries=False)
+        # As many steps drop carries as the right walk has: two, each of at least three words.
+        assert source[i].solution.split(" ")[:6] == dropped.split(" ")[:6]
+        right.append(source[i].solution == right_walk(start, even, odd, limit)[0])
+        assert exact(source[i].solution, source[i].answer) == right[-1]
+    # Half of the sums of two digits carry, so about a quarter of the walks have none to drop.
+    assert 0.15 < np.mean(right) < 0.4
 
 
 def parse_countdown(problem):

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from configs import pretrain_tiny, rlzero_tiny
+from specrl_jax.data.tasks import TaskSource
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.errors import InputError
 from specrl_jax.tasks import pretrain
 from specrl_jax.training.initial import initial_params
 from tests.helpers.training import NEVER, make_run
@@ -29,3 +32,30 @@ def test_pretraining_writes_a_policy_that_loads(tmp_path, monkeypatch):
     # Further from the start than bfloat16 storage moves a weight of 0.02.
     assert trained.shape == initial.shape and np.abs(trained - initial).max() > 1e-3
     assert (tmp_path / "base/log.jsonl").read_text() == (tmp_path / "log.jsonl").read_text()
+
+
+def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
+    """Order aside: what each solution's tokens are predicted from is its own sequence, by segment."""
+    problems = [TaskSource("walk", "train", 0, 0.8)[i] for i in range(30)]
+    tokenizer = CharTokenizer()
+    plain = pretrain.solution_rows(problems, tokenizer, 108)
+    packed = pretrain.solution_rows(problems, tokenizer, 108, pack_tokens=216)
+    assert packed.tokens.shape[1] == 216 and packed.tokens.shape[0] % pretrain.PACKED_ROWS == 0
+    assert packed.tokens.size < plain.tokens.size
+
+    def sequences(rows):
+        segments = np.ones_like(rows.tokens) if rows.segments is None else rows.segments
+        places = [(row, segment) for row in range(len(segments)) for segment in np.unique(segments[row]) if segment]
+        parts = [
+            [x[row][segments[row] == segment] for x in (rows.tokens, rows.targets, rows.mask)]
+            for row, segment in places
+        ]
+        ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, _, mask in parts]
+        return sorted(tuple(np.stack([x[:end] for x in part]).ravel()) for part, end in zip(parts, ends))
+
+    assert sequences(packed) == sequences(plain)
+
+
+def test_a_solution_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match=r"max_response_tokens = 40, a worked solution needs \d+"):
+        pretrain.solution_rows([TaskSource("walk", "train", 0)[0]], CharTokenizer(), 40)
