@@ -1,4 +1,4 @@
-# make run        install into a virtual environment, run the tiny config from its start to the closing table
+# make run        install into a virtual environment, run configs/demo.py from its start to the closing table
 # make test       the tests that are not slow: what matters, in minutes
 # make test-all   all tests; PARITY=1 installs torch and adds the comparisons with transformers (to test-slow too)
 # make test-slow  what test-all runs beyond test
@@ -26,7 +26,7 @@ PARITY ?=
 .PHONY: run test test-all test-slow lint docs lock clean
 
 run: $(VENV)/installed
-	$(BIN)/python main.py --config configs/rlzero_tiny.py
+	$(BIN)/python main.py --config configs/demo.py
 
 # Two processes; one that has finished takes tests from the other. They share a compile cache that outlives the run
 # (SPECRL_TEST_CACHE, by default below ~/.cache/specrl_jax/tests).

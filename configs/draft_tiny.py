@@ -4,8 +4,8 @@
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
-Variants `small`, `zero`, `think` train a head for the base of the same name (see `configs/pretrain_tiny.py`) in 5 to 15
-minutes. Drafts of other kinds for the last two:
+`walk` trains the head of configs/demo.py. Variants `small`, `zero`, `think` train a head for the base of the same name
+(see `configs/pretrain_tiny.py`) in 5 to 15 minutes. Drafts of other kinds for the last two:
 
     python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0 \
         --workdir runs/zero_mtp_run
@@ -17,8 +17,8 @@ from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "small", "zero", "think", "smoke"):
-        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are small, zero, think, smoke")
+    if arg not in ("", "walk", "small", "zero", "think", "smoke"):
+        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are walk, small, zero, think, smoke")
     c = base()
     c.task = "draft_pretrain"
     c.steps = 2400
@@ -48,6 +48,22 @@ def get_config(arg: str = ""):
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14
         c.rollout.max_response_tokens = 64
+    if arg == "walk":
+        c.policy.preset = ""
+        c.policy.path = "experiments/demo/policy"
+        c.data.task = "walk"
+        c.rollout.max_prompt_tokens = 16
+        c.rollout.max_response_tokens = 92
+        c.steps = 1000
+        c.draft.length = 5
+        c.draft.adaptive = False
+        c.draft.ttt_steps = 5
+        c.draft.learning_rate = 1.5e-3
+        c.pretrain.rollouts = 4096
+        c.eval.every = 250
+        c.eval.problems = 128
+        c.draft.compare_rounds = 0
+        c.pretrain.output = "runs/walk_head"
     if arg == "smoke":
         c.policy.path = ""
         c.policy.preset = "nano_deep"

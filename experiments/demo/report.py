@@ -1,0 +1,72 @@
+"""Table of the demo's seeds: accuracy, speedup of rollouts, accepted drafts, shares of a step.
+
+    python -m experiments.launch --config configs/demo.py --sweep experiments/demo/sweep.py --jobs 1
+    python -m experiments.demo.report --workdir runs/sweeps/demo_demo
+
+Writes results.csv (one row per step and seed) beside this file. A plain step is a step of the run with the seconds of
+its rollouts times the speedup of the closing comparison, and without those of the draft's training.
+"""
+
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from experiments.demo.sweep import get_sweep
+from experiments.sweep_report import Table, run_report
+from experiments.sweeps import make_name
+from specrl_jax.core import PHASES
+from specrl_jax.io.metrics import read_metrics
+
+HERE = pathlib.Path(__file__).parent
+SPEEDUP = ["spec/speedup", "spec/speedup_low", "spec/speedup_high"]
+FIELDS = (
+    ["seed", "step", "eval/accuracy", "eval/accuracy_greedy", "reward/mean", "rollout/response_length_mean"]
+    + [f"time/{phase}" for phase in PHASES]
+    + ["time/total", "draft/seconds", "rollout/tokens_per_second", "spec/acceptance_length", *SPEEDUP]
+    + ["rollout_vs_learner/logprob_abs_max"]
+)
+
+
+def collect(workdir: str) -> Table:
+    """Return the metrics rows of every run with its overrides."""
+    return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
+
+
+def plain_share(steps: Table) -> float:
+    """Return the share of generation in a plain step, of medians over all steps but the first, which compiles."""
+    generate, total, draft = (
+        float(np.median([row[name] for row in steps[1:]])) for name in ("time/generate", "time/total", "draft/seconds")
+    )
+    plain = generate * steps[-1]["spec/speedup"]
+    return plain / (total - generate - draft + plain)
+
+
+def print_table(rows: Table) -> None:
+    """Print a line per seed."""
+    print(
+        "| seed | accuracy, sampled | greedy | rollouts' speedup | accepted of k | generation's share of a plain step |"
+    )
+    print("|---|---|---|---|---|---|")
+    for seed in sorted({row["seed"] for row in rows}):
+        print(_line([row for row in rows if row["seed"] == seed]))
+
+
+def _line(run: list[dict[str, Any]]) -> str:
+    first, *steps = run
+    last = steps[-1]
+    accuracy = " | ".join(
+        f"{first[name]:.3f} -> {last[name]:.3f} ({last[name] - first[name]:+.3f})"
+        for name in ("eval/accuracy", "eval/accuracy_greedy")
+    )
+    speedup, low, high = (last[name] for name in SPEEDUP)
+    accepted = float(np.median([row["spec/acceptance_length"] for row in steps])) - 1
+    return (
+        f"| {first['seed']} | {accuracy} | {speedup:.2f} ({low:.2f} to {high:.2f}) | {accepted:.2f} | "
+        f"{plain_share(steps):.0%} |"
+    )
+
+
+if __name__ == "__main__":
+    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (print_table,))
