@@ -28,7 +28,7 @@ def qwen3_rl() -> ConfigDict:
     c.optimizer.warmup = 20
     c.reward.name = "math"
     c.data.tokenizer = ""
-    c.data.chat = True
+    c.data.chat = "always"
     c.data.skip_long = True
     return c
 
@@ -71,7 +71,7 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.draft.compare_rounds = 2
     c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
     c.data.tokenizer = "char"
-    c.data.chat = False
+    c.data.chat = "never"
     c.rollout.max_prompt_tokens = 16
     c.rollout.max_response_tokens = 12
     c.rollout.num_slots = 16

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from absl import flags
 from ml_collections import config_flags
@@ -18,6 +18,9 @@ from ml_collections import config_flags
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
+
+# Tasks that check the config together with what it names.
+TOGETHER = ("train", "evaluate", "benchmark", "draft_pretrain")
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "configs/NAME.py[:variant]")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "join the other processes of a job that is not Slurm's")
@@ -39,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         except InputError as error:
             _tell_others(error)
             raise
-        run(config, workdir, distributed=_DISTRIBUTED.value)
+        run(config, workdir, distributed=_DISTRIBUTED.value, given=_given())
     except (InputError, RunFailed) as error:
-        return fail(str(error))
+        return max(fail(str(line)) for line in error.args)
     except KeyboardInterrupt:  # before a task has begun, or in one without anything to save
         print("stopped at once; nothing more was saved", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -70,6 +73,11 @@ def parse(argv: list[str]) -> tuple[Config, str]:
     return from_config_dict(_CONFIG.value), _WORKDIR.value or os.path.join("runs", name.replace(":", "_"))
 
 
+def _given() -> Collection[str]:
+    """Return the keys that the command line sets."""
+    return config_flags.get_override_values(flags.FLAGS["config"]).keys()
+
+
 def _tell_others(mistake: InputError) -> None:
     """Join the other processes where there are any, so that they end too: they would wait for this one."""
     if {"JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
@@ -80,14 +88,18 @@ def _tell_others(mistake: InputError) -> None:
             raise mistake
 
 
-def run(config: Config, workdir: str, distributed: bool = False) -> None:
-    """Check the config and run its task. Raise InputError, RunFailed or Stopped."""
+def run(config: Config, workdir: str, distributed: bool = False, given: Collection[str] = ()) -> None:
+    """Check the config and run its task; `given`: keys that the command line sets.
+
+    Raises InputError, RunFailed or Stopped.
+    """
     # After the flags: a mistake in them answers without JAX's seconds.
     import jax
 
     from specrl_jax.config.validate import validate
     from specrl_jax.distributed import initialize, is_joined, refused_together
     from specrl_jax.io.agreement import check_agreement
+    from specrl_jax.training.choices import fit_policy
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -99,7 +111,9 @@ def run(config: Config, workdir: str, distributed: bool = False) -> None:
             pass  # one whose flags are wrong says so here: see _tell_others
         check_agreement(dataclasses.asdict(config), workdir)
     with refused_together():
-        validate(config)
+        config = fit_policy(config, given)
+        if config.task not in TOGETHER:
+            validate(config)
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     tasks()[config.task](config, workdir)

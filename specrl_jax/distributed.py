@@ -182,18 +182,20 @@ def _processes(values: Sequence[str], value: str) -> str:
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Raise the InputError that the body raises in one process in every process; without, they would wait for it."""
+    """Raise the InputError that the body raises in one process in every process, whose lines then say in which;
+    without, they would wait for it.
+    """
     own: InputError | None = None
     try:
         yield
     except InputError as error:
         own = error
-    problems = exchange(str(own or ""))
+    problems = exchange(json.dumps(own.args if own else []))
     if own:
         raise own
     for i, problem in enumerate(problems):
-        if problem:
-            raise InputError(f"process {i}: {problem}")
+        if lines := json.loads(problem):
+            raise InputError(*(f"process {i}: {line}" for line in lines))
 
 
 def is_first_process() -> bool:

@@ -1,16 +1,42 @@
-"""Errors that reach the user as one line; without jax, so that reward workers can import them."""
+"""Errors that reach the user as lines; without jax, so that reward workers can import them."""
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 
 LONGEST = 2000  # characters of an error line
 
 
 class InputError(ValueError):
-    """A mistake in the user's input: one line that names the key or `file:line` and says what would be right.
+    """A mistake in the user's input: a line that names the key or `file:line` and says what would be right.
 
-    The command line prints it without a traceback and exits with status 1.
+    Several mistakes that were found together are several arguments. The command line prints each in a line, without a
+    traceback, and exits with status 1.
     """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
+
+
+class Mistakes:
+    """Collects the InputErrors of checks that do not depend on each other."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}  # in order; two checks may see the same one
+
+    @contextlib.contextmanager
+    def check(self) -> Iterator[None]:
+        """Keep the InputError that the body raises."""
+        try:
+            yield
+        except InputError as error:
+            self.found |= dict.fromkeys(map(str, error.args))
+
+    def refuse(self) -> None:
+        """Raise InputError with everything found, if anything was."""
+        if self.found:
+            raise InputError(*self.found) from None
 
 
 class RunFailed(Exception):

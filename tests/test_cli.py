@@ -59,6 +59,14 @@ def error_line(result):
     return err
 
 
+def error_lines(result):
+    """The lines of a run that was refused for several mistakes."""
+    status, out, err = result
+    assert (status, out) == (1, ""), err
+    assert "Traceback" not in err and all(line.startswith("error: ") for line in err.splitlines())
+    return err.splitlines()
+
+
 def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
     workdir = tmp_path / "run"
     line = error_line(call(arguments(*overrides, workdir=workdir, config=config)))
@@ -95,8 +103,10 @@ def test_a_missing_config_file_is_named(call, tmp_path, no_work):
 
 
 def test_the_8b_config_without_weights_says_how_to_get_them(call, tmp_path, no_work):
-    words = ["checkpoints/Qwen3-8B-Base", "hf download Qwen/Qwen3-8B-Base"]
-    assert_refused(call, tmp_path, [], words, config=ROOT / "configs/rlzero_8b.py")
+    lines = error_lines(call(arguments(workdir=tmp_path / "run", config=ROOT / "configs/rlzero_8b.py")))
+    said = ["mesh.fsdp=8", "policy.path", "eval.path: no file", "data.path: no file"]
+    assert len(lines) == len(said) and all(word in line for word, line in zip(said, lines)), lines
+    assert "'checkpoints/Qwen3-8B-Base'" in lines[1] and "hf download Qwen/Qwen3-8B-Base" in lines[1]
 
 
 @pytest.mark.parametrize(("variant", "folder"), [("", "rlzero_tiny"), (":smoke", "rlzero_tiny_smoke")])
@@ -293,6 +303,42 @@ def test_a_refused_run_makes_no_output_folder(call, tmp_path, no_work, overrides
     overrides = [f"--config.{override}" for override in (*overrides, f"pretrain.output={output}")]
     assert_refused(call, tmp_path, overrides, ["grpo.minibatches=3"])
     assert not output.exists()
+
+
+def test_mistakes_in_config_policy_data_and_reward_are_named_together(call, tmp_path, no_work, files):
+    overrides = ["grpo.minibatches=3", "draft.decay_steps=1", "draft.warmup=2", f"policy.path={files}/shape"]
+    overrides += [f"data.path={files}/bad.jsonl", f"eval.path={files}/nothing.jsonl", "reward.name=nothing.py:score"]
+    lines = error_lines(call(arguments(*(f"--config.{o}" for o in overrides), workdir=tmp_path / "run")))
+    said = [
+        "grpo.minibatches=3",
+        "draft.decay_steps=1",
+        "input_layernorm",
+        "nothing.jsonl",
+        "bad.jsonl:2",
+        "nothing.py",
+    ]
+    assert len(lines) == len(said) and all(word in line for word, line in zip(said, lines)), lines
+    assert not (tmp_path / "run").exists()
+
+
+def test_values_that_cannot_be_are_named_together(call, tmp_path, no_work):
+    lines = error_lines(call(arguments("--config.steps=-1", "--config.grpo.clip_low=2.0", workdir=tmp_path)))
+    assert [line.split(": ")[1] for line in lines] == ["steps=-1", "grpo.clip_low=2.0"]
+
+
+def test_what_a_config_has_for_another_policy_gives_way_to_policy_path(call, files, tmp_path, no_work):
+    """Its preset and its draft; the mistake in the data ends the run after that."""
+    overrides = [f"policy.path={files}/checkpoint", "rollout.max_prompt_tokens=5"]
+    argv = arguments(
+        *(f"--config.{o}" for o in overrides), workdir=tmp_path / "run", config=ROOT / "configs/rlzero_tiny.py"
+    )
+    status, out, err = call(argv)
+    assert status == 1 and "rollout.max_prompt_tokens=5" in err
+    preset, draft = out.splitlines()
+    assert preset == "policy.preset = '': tiny does not fit policy.path"
+    assert draft.startswith(
+        "draft.path = '': what the config has does not fit this policy (draft.path: experiments/tiny"
+    )
 
 
 def test_what_the_bad_ones_were_made_from_is_good(files):

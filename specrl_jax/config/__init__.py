@@ -76,7 +76,7 @@ def base() -> ConfigDict:
 
 
 def from_config_dict(c: ConfigDict) -> Config:
-    """Return the frozen config. Raise InputError naming the first key that is unknown, missing or has a wrong value.
+    """Return the frozen config. Raise InputError naming each key that is unknown, missing or has a wrong value.
 
     Examples:
       >>> from specrl_jax import base, from_config_dict
@@ -89,5 +89,5 @@ def from_config_dict(c: ConfigDict) -> Config:
 
 
 def check_values(config: Config) -> None:
-    """Raise InputError naming the first key whose value has the wrong type or is outside its bounds."""
+    """Raise InputError naming each key whose value has the wrong type or is outside its bounds."""
     build(Config, dataclasses.asdict(config))

@@ -40,12 +40,18 @@ class DataConfig:
     )
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key(
-        "", "gsm8k, dapo, verl, math, question: for all files, or one each with commas; '' = the keys below"
+        "",
+        "gsm8k, dapo, verl, math, question, keys (those below): for all files, or one each with commas; '' = keys; "
+        "auto = by the columns of each file's first row",
     )
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")
     template: str = key("{prompt}", "text around a prompt that is text")
-    chat: bool = key(False, "send a prompt that is text as a user's message through the chat template")
+    chat: str = key(
+        "never",
+        "whether a prompt that is text is sent as a user's message through the chat template; auto = if there is one",
+        choices=("never", "always", "auto"),
+    )
     system: str = key("", "system message for a chat that has none")
     thinking: bool = key(True, "the chat template's enable_thinking, where it has one")
     skip_malformed: bool = key(False, "leave malformed rows out and count them; False = the first is an error")
@@ -66,6 +72,13 @@ class EvalConfig:
     schema: str = key("", "as data.schema; '' = data.schema")
     template: str = key("", "as data.template; '' = data.template")
     task: str = key("", "built-in task; '' = data.task", choices=("", *BUILT_IN_TASKS))
+    holdout: float = key(
+        0.0,
+        "share of data.path's prompts, and at most eval.problems, that are validated on instead of learned from, where "
+        "eval.path is '' and data.path no folder with a validation or test split; 0 = none",
+        low=0,
+        below=1,
+    )
     problems: int = key(256, "most problems of each set", "problems", low=1, high=INT32)
     samples: int = key(1, "responses per problem", "responses", low=1, high=65_536)
     temperature: float = key(1.0, "as rollout.temperature, of the answers in evaluations", low=0, high=100)

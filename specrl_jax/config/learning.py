@@ -26,10 +26,22 @@ class RolloutConfig:
     )
     parity: bool = key(False, "one shape for every forward: under coupled, tokens are equal to the last bit")
     max_prompt_tokens: int = key(
-        16, "longest prompt; a longer one is refused or left out (data.skip_long)", "tokens", low=1, high=LONGEST
+        16,
+        "longest prompt; a longer one is refused or left out (data.skip_long); 0 = as the data has it",
+        "tokens",
+        low=0,
+        high=LONGEST,
     )
-    max_response_tokens: int = key(48, "longest response; generation is cut there", "tokens", low=1, high=LONGEST)
-    num_slots: int = key(128, "sequences decoded at once", "sequences", low=1, high=65_536)
+    max_response_tokens: int = key(
+        48,
+        "longest response; generation is cut there; 0 = twice the longest solution in the data, or 1,024 without any",
+        "tokens",
+        low=0,
+        high=LONGEST,
+    )
+    num_slots: int = key(
+        128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
+    )
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
@@ -83,7 +95,13 @@ class GRPOConfig:
     correction_cap: float = key(2.0, "cap of the importance weights", above=1, high=1e6)
     epochs: int = key(1, "passes over the rollouts of a step", low=1, high=1000)
     minibatches: int = key(1, "optimizer updates per pass", "updates", low=1, high=65_536)
-    microbatch: int = key(0, "rows per forward and backward pass; 0 = the whole minibatch", "rows", low=0, high=INT32)
+    microbatch: int = key(
+        0,
+        "rows per forward and backward pass; 0 = the whole minibatch, -1 = as many as the memory holds",
+        "rows",
+        low=-1,
+        high=INT32,
+    )
     pack_tokens: int = key(
         0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0, high=4 * LONGEST
     )

@@ -49,8 +49,8 @@ class DraftConfig:
     kind: str = key(
         "none",
         "what drafts: a head (eagle3, mtp), a smaller policy (model), copies of earlier text (ngram, suffix); "
-        "none = plain decoding, whatever else is set here",
-        choices=tuple(KINDS),
+        "none = plain decoding, whatever else is set here; auto = a new eagle3 head where it can learn, else suffix",
+        choices=(*KINDS, "auto"),
     )
     path: str = key("", "local folder of a draft checkpoint; '' = random weights, with the policy's lm_head")
     preset: str = key("", "draft.kind=model without draft.path: model sizes by name", choices=PRESETS)
@@ -90,7 +90,10 @@ class DraftConfig:
     )
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
-        0, "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's", low=0, high=INT32
+        0,
+        "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's, -1 = 32,000 of a larger one",
+        low=-1,
+        high=INT32,
     )
     compare_rounds: int = key(
         5, "rounds of the closing comparison with plain decoding; 0 = none", "rounds", low=0, high=1000

@@ -5,7 +5,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Mistakes
 
 T = typing.TypeVar("T")
 # Largest values: of the integers of most arrays, of seeds and ids of rollouts, and of a prompt or response in tokens.
@@ -96,18 +96,20 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def build(section: type[T], values: Mapping[str, typing.Any], prefix: str = "") -> T:
-    """Return the dataclass of nested `values`. Raise InputError naming the first key that is wrong or missing."""
-    declared = dict(members(section, prefix))
+    """Return the dataclass of nested `values`. Raise InputError naming each key that is wrong or missing."""
+    mistakes, declared = Mistakes(), dict(members(section, prefix))
     for name in sorted(values.keys() ^ declared.keys()):
-        raise InputError(f"{prefix}{name}: {'there is no such key' if name in values else 'the key is missing'}")
-    return section(
-        **{
-            name: member.convert(values[name])
-            if isinstance(member, Key)
-            else build(member, values[name], f"{prefix}{name}.")
-            for name, member in declared.items()
-        }
-    )
+        with mistakes.check():
+            raise InputError(f"{prefix}{name}: {'there is no such key' if name in values else 'the key is missing'}")
+    built: dict[str, typing.Any] = {}
+    for name, member in declared.items():
+        with mistakes.check():
+            if name in values and isinstance(member, Key):
+                built[name] = member.convert(values[name])
+            elif name in values and isinstance(member, type):
+                built[name] = build(member, values[name], f"{prefix}{name}.")
+    mistakes.refuse()
+    return section(**built)
 
 
 def shown(value: object) -> str:

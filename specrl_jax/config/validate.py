@@ -11,7 +11,7 @@ from specrl_jax.config.schema import UINT32
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.scorer import check_rewards
 
 # Lowest temperature above 0, so that logits divided by it stay finite and accurate.
@@ -19,7 +19,7 @@ COLDEST = 0.01
 
 
 def validate(config: Config) -> None:
-    """Raise InputError naming the first key whose value is wrong, alone or beside the others.
+    """Raise InputError naming each key whose value is wrong, alone or beside the others.
 
     Examples:
       >>> from specrl_jax import Config, validate
@@ -28,12 +28,33 @@ def validate(config: Config) -> None:
       specrl_jax.errors.InputError: steps=-1: ...
     """
     check_values(config)
-    check_options(draft_options(config.draft))
-    check_rewards(config.reward.names, config.reward.weights)
+    mistakes = Mistakes()
+    with mistakes.check():
+        _draft(config)
+    with mistakes.check():
+        check_rewards(config.reward.names, config.reward.weights)
     for check in (_policy, _temperatures, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
-        check(config)
+        with mistakes.check():
+            check(config)
     if config.task in _TASKS:
-        _TASKS[config.task](config)
+        with mistakes.check():
+            _TASKS[config.task](config)
+    mistakes.refuse()
+
+
+def _draft(config: Config) -> None:
+    d = config.draft
+    if d.kind != "auto":
+        check_options(draft_options(d))
+    elif d.path or d.preset or d.dialect or d.cascade:
+        raise InputError(
+            "draft.kind=auto chooses a new draft: name its kind beside draft.path, .preset, .dialect, .cascade"
+        )
+
+
+def has_weights(kind: str) -> bool:
+    """Return whether a draft has weights; one that is still to be chosen may."""
+    return kind == "auto" or KINDS[kind].has_weights
 
 
 def draft_options(draft: DraftConfig) -> DraftOptions:
@@ -79,7 +100,7 @@ def _learner_rows(config: Config) -> None:
     rows = rollouts // g.minibatches
     if g.microbatch and rows % g.microbatch:
         raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
-    if not KINDS[draft.kind].has_weights:
+    if not has_weights(draft.kind):
         return
     if rows % draft.minibatches:
         raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
@@ -104,7 +125,7 @@ def _objective(config: Config) -> None:
         raise InputError(f"grpo.clip_dual={g.clip_dual}: above 1 is needed, or 0 for no bound")
     if g.reference_every and not g.kl_coef:
         raise InputError(f"grpo.reference_every={g.reference_every}: grpo.kl_coef=0 has no reference")
-    if g.overlong_buffer > longest:
+    if longest and g.overlong_buffer > longest:
         raise InputError(
             f"grpo.overlong_buffer={g.overlong_buffer}: at most rollout.max_response_tokens={longest} is possible"
         )
@@ -151,8 +172,16 @@ def _data(config: Config) -> None:
         if section == "data" and config.data.weights and len(config.data.weights) != files:
             raise InputError(f"data.weights: {len(config.data.weights)} weights for {files} files")
     unused = config.task in ("export", "dry_run") or (config.task == "generate" and config.generate.prompts)
-    if config.data.path and not config.eval.path and not config.eval.task and not unused:
-        raise InputError("eval.path='': prompts come from data.path, so a file to validate on is needed")
+    e = config.eval
+    if config.data.path and not (e.path or e.task or e.holdout or unused):
+        raise InputError(
+            "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "
+            "of those prompts"
+        )
+    if config.task in ("train", "benchmark") and not (config.data.path or config.rollout.max_prompt_tokens):
+        raise InputError(
+            "rollout.max_prompt_tokens=0 is measured, and the built-in tasks have no end: give data.path, or a number"
+        )
 
 
 def _mesh(config: Config) -> None:
@@ -193,7 +222,7 @@ def _draft_pretrain(config: Config) -> None:
     rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
     if microbatch and rows % microbatch:
         raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
-    if not KINDS[config.draft.kind].has_weights:
+    if not has_weights(config.draft.kind):
         kinds = " or ".join(name for name, kind in KINDS.items() if kind.has_weights)
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     if config.draft.length < 1:

@@ -251,14 +251,14 @@ def _is_message(message: object) -> bool:
 
 
 def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
-    """Return one schema per file: `names` is one for all or one each, separated by commas; '' and KEYS are `fallback`.
+    """Return one schema per file: `names` is one for all or one each, with commas; '', KEYS and AUTO are `fallback`.
 
     Raises InputError naming the config's `key`.
     """
     wanted = [name.strip() for name in names.split(",")]
     if len(wanted) not in (1, count):
         raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
-    known = SCHEMAS | {"": fallback, KEYS: fallback}
+    known = SCHEMAS | {"": fallback, KEYS: fallback, AUTO: fallback}
     for name in wanted:
         if name not in known:
             raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")

@@ -30,6 +30,7 @@ class Tokenizer(Protocol):
     pad_id: int
     eos_ids: tuple[int, ...]  # each of them ends a response
     special: tuple[str, ...]  # texts of the special tokens
+    has_chat_template: bool
 
     def encode(self, text: str) -> list[int]:
         """Return ids; control tokens are among them only where `text` is a PromptText that has them."""
@@ -50,6 +51,7 @@ class CharTokenizer:
     eos_ids: tuple[int, ...] = (1,)
     vocab_size = 2 + len(characters)
     special: tuple[str, ...] = ()
+    has_chat_template = False
 
     def __init__(self) -> None:
         self._ids = {character: 2 + i for i, character in enumerate(self.characters)}
@@ -140,6 +142,7 @@ class HFTokenizer:
         self._control = {i: text for i, text in control.items() if text}
         self.special = tuple(self._control.values())
         self._template = _chat_template(folder, self._settings)
+        self.has_chat_template = self._template is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raises InputError where the tokenizer has none for it."""

@@ -78,6 +78,6 @@ def without_files(config: Config) -> Config:
     The draft's folder stays, and a policy without a preset keeps its checkpoint: they hold the sizes.
     """
     policy = dataclasses.replace(config.policy, path="" if config.policy.preset else config.policy.path)
-    data = dataclasses.replace(config.data, path="", schema="", tokenizer="char", chat=False)
+    data = dataclasses.replace(config.data, path="", schema="", tokenizer="char", chat="never")
     evaluation = dataclasses.replace(config.eval, path="", schema="")
     return dataclasses.replace(config, task="train", policy=policy, data=data, eval=evaluation)

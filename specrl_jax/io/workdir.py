@@ -72,6 +72,14 @@ def check_workdir(path: str, config: Mapping[str, object]) -> None:
     _check_same(path, before, {**config, "task": before.get("task")})
 
 
+def recorded_config(path: str) -> dict[str, object]:
+    """Return the config of the run in `path` by `section.key`; nothing where there is none that can be read."""
+    try:
+        return flatten(_recorded(path).config)
+    except InputError:  # the folder is new, or `open_workdir` refuses it
+        return {}
+
+
 def open_output(key: str, folder: str) -> None:
     """Create `folder`, which the config's `key` names. Raise InputError where it cannot be written."""
     try:

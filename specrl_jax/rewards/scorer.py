@@ -101,7 +101,7 @@ class Scorer:
         """
         key = f"reward.name={','.join(self.names)}"
         try:
-            outcomes = self._workers.score(rows) if self._has_users() else []
+            outcomes = self._workers.score(rows) if rows and self._has_users() else []
         except NotScored as error:
             raise InputError(f"{key}: {error}") from None
         for outcome in outcomes:

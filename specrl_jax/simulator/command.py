@@ -44,13 +44,15 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     model, machine = preset(c.policy.preset), find("hardware", "machine", HARDWARE, f.hardware)
     engine = find("engine", "engine", ENGINES, f.engine)
     limit = float(c.rollout.max_response_tokens)
+    if not limit or not c.rollout.max_prompt_tokens:
+        raise InputError("rollout.max_prompt_tokens, rollout.max_response_tokens: the simulator needs numbers, not 0")
     split = make_parallelism(c, model)
     if c.draft.kind not in HEADS + LOOKUPS:
         raise InputError(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + LOOKUPS)}")
     trained_head = c.draft.kind in HEADS and c.draft.online
     return Scenario(
         model=model,
-        head=head_config(model, c.draft.vocab_size) if c.draft.kind in HEADS else None,
+        head=head_config(model, max(0, c.draft.vocab_size)) if c.draft.kind in HEADS else None,
         hardware=machine.with_engine(engine),
         workload=Workload(
             rollouts=c.grpo.prompts_per_step * c.grpo.group_size,
@@ -61,7 +63,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             slots=c.rollout.num_slots,
             scored=2 if c.grpo.kl_coef else 1,
             minibatches=c.grpo.minibatches,
-            microbatch=c.grpo.microbatch,
+            microbatch=max(0, c.grpo.microbatch),
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
             tiled=c.policy.vocab_tile > 0,

@@ -17,10 +17,11 @@ from specrl_jax.io.progress import Display
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import Learner, Rollout, build
+from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.plan import draft_lengths
-from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.problems import Problems
 from specrl_jax.training.speedup import step_workload, timed
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
@@ -30,10 +31,10 @@ Sides = dict[str, tuple[Engine, DraftLengthPolicy | None]]
 
 def run(config: Config, workdir: str) -> None:
     """Compare generation with the draft and without, and print the result."""
-    learner, rollout = build(config, lengths=compiled_lengths(config))
-    problems = load_problems(config, rollout.tokenizer)
-    open_workdir(workdir, dataclasses.asdict(config))
-    print_benchmark(benchmark(learner, rollout, problems, workdir, stop_on_signal()))
+    with open_inputs(config, workdir, rewards=False) as inputs:
+        learner, rollout = inputs.build(compiled_lengths(inputs.config))
+        open_workdir(workdir, dataclasses.asdict(inputs.config))
+        print_benchmark(benchmark(learner, rollout, inputs.problems, workdir, stop_on_signal()))
 
 
 def compared_lengths(config: Config) -> tuple[int, ...]:

@@ -26,11 +26,12 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import RunState
 from specrl_jax.tasks.draft_features import batches, fill_store, open_store
 from specrl_jax.tasks.pretrain import LOG_EVERY, write_log
-from specrl_jax.training.build import Learner, Rollout, build, prepare
+from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.initial import initial_state
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics
 from specrl_jax.training.plan import Plan
-from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.problems import Problems
 from specrl_jax.training.speedup import mean_ratio, measure_speedup, step_workload, timed
 
 LENGTH = "spec/acceptance_length"
@@ -38,14 +39,14 @@ LENGTH = "spec/acceptance_length"
 
 def run(config: Config, workdir: str) -> None:
     """Train a draft on recorded features into `pretrain.output`."""
-    learner, rollout = build(config)
-    rows, num_shards = config.pretrain.batch_size, learner.plan.learner_partition.num_shards("batch")
-    if rows % num_shards:
-        raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
-    problems = load_problems(config, rollout.tokenizer)
-    open_output("pretrain.output", config.pretrain.output)
-    open_workdir(workdir, dataclasses.asdict(config))
-    draft_pretrain(learner, rollout, problems, initial_state(learner), workdir, stop_on_signal())
+    with open_inputs(config, workdir, rewards=False) as inputs:
+        learner, rollout = inputs.build()
+        rows, num_shards = config.pretrain.batch_size, learner.plan.learner_partition.num_shards("batch")
+        if rows % num_shards:
+            raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
+        open_output("pretrain.output", config.pretrain.output)
+        open_workdir(workdir, dataclasses.asdict(inputs.config))
+        draft_pretrain(learner, rollout, inputs.problems, initial_state(learner), workdir, stop_on_signal())
 
 
 def draft_pretrain(

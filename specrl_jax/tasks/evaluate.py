@@ -14,21 +14,22 @@ from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.rewards.scorer import Scorer
-from specrl_jax.training.build import Learner, Rollout, build, make_scorer
+from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.evaluate import evaluate
 from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.metrics import speculation_metrics
-from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.problems import Problems
 
 
 def run(config: Config, workdir: str) -> None:
     """Evaluate, write the result to `workdir` and print it."""
-    learner, rollout = build(config)
-    problems = load_problems(config, rollout.tokenizer, train=False)
     says = stopped_as("an evaluation keeps nothing; the same command starts anew")
-    with make_scorer(config.reward, problems.first_rows(rollout.tokenizer)) as scorer, says:
-        open_workdir(workdir, dataclasses.asdict(config))
-        evaluate_policy(learner, rollout, problems, scorer, workdir, stop_on_signal())
+    with open_inputs(config, workdir, train=False) as inputs, says:
+        assert inputs.scorer is not None  # it was asked for
+        learner, rollout = inputs.build()
+        open_workdir(workdir, dataclasses.asdict(inputs.config))
+        evaluate_policy(learner, rollout, inputs.problems, inputs.scorer, workdir, stop_on_signal())
 
 
 def evaluate_policy(

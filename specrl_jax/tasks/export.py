@@ -9,6 +9,7 @@ from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
 from specrl_jax.models.lora import merged
 from specrl_jax.training.build import Learner, make_learner
+from specrl_jax.training.choices import recorded_values, resumed
 from specrl_jax.training.initial import abstract_run_state, initial_params
 from specrl_jax.training.plan import make_plan, open_mesh
 from specrl_jax.training.resume import open_checkpoints
@@ -16,6 +17,7 @@ from specrl_jax.training.resume import open_checkpoints
 
 def run(config: Config, workdir: str) -> None:
     """Write the policy and the draft of the run in `workdir` as Hugging Face folders."""
+    config = resumed(config, recorded_values(workdir))
     learner = make_learner(make_plan(config, open_mesh(config)))
     check_workdir(workdir, dataclasses.asdict(config))
     open_output("export.output", output_folder(config, workdir))

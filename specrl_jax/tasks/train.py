@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 
 from specrl_jax.config import Config
-from specrl_jax.config.validate import validate
 from specrl_jax.distributed import is_first_process, refused_together
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
@@ -14,9 +13,8 @@ from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.training.build import build, make_scorer
+from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
-from specrl_jax.training.problems import load_problems
 
 
 def run(config: Config, workdir: str) -> None:
@@ -52,14 +50,14 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
       [0, 1]
     """
     with contextlib.ExitStack() as ending:
+        inputs = ending.enter_context(open_inputs(config, workdir))
+        assert inputs.scorer is not None  # it was asked for
         with refused_together():
-            validate(config)
             page, port = None, config.logging.prometheus_port
             if port and is_first_process():
                 page = ending.enter_context(contextlib.closing(PrometheusPage(port)))
-            learner, rollout = build(config)
-            problems = load_problems(config, rollout.tokenizer)
-            scorer = ending.enter_context(make_scorer(config.reward, problems.first_rows(rollout.tokenizer)))
+            learner, rollout = inputs.build()
             if is_first_process():
-                open_workdir(workdir, dataclasses.asdict(config))
-        yield from training_steps(learner, rollout, problems, scorer, workdir, stop or threading.Event(), page)
+                open_workdir(workdir, dataclasses.asdict(inputs.config))
+        stop = stop or threading.Event()
+        yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, page)

@@ -142,11 +142,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
       InputError: the tokenizer is missing or does not fit the policy.
     """
     config, partition = plan.config, plan.rollout_partition
-    if tokenizer is None:
-        name = config.data.tokenizer or config.policy.path
-        tokenizer = load_tokenizer(name, plan.model.vocab)
-        if config.policy.path:  # a random policy says nothing that could be read
-            check_covers(tokenizer, name, plan.model.vocab)
+    tokenizer = tokenizer or find_tokenizer(config, plan.model.vocab)
     inference = InferenceConfig(
         sampling=training_sampling(config),
         limits=plan.limits,
@@ -185,6 +181,15 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         greedy_engine=engine(greedy, adaptive=False),
         plain_engine=make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition),
     )
+
+
+def find_tokenizer(config: Config, policy_vocab: int) -> Tokenizer:
+    """Return the tokenizer of data.tokenizer, or the policy's own. Raises InputError where it does not fit."""
+    name = config.data.tokenizer or config.policy.path
+    tokenizer = load_tokenizer(name, policy_vocab)
+    if config.policy.path:  # a random policy says nothing that could be read
+        check_covers(tokenizer, name, policy_vocab)
+    return tokenizer
 
 
 def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weights, WeightsVersion]:

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.config import Config, PipelineConfig, PolicyConfig
+from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.validate import draft_options
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -62,6 +63,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     Raises:
       InputError: naming the key and what would be right.
     """
+    check_chosen(config)
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
@@ -101,7 +103,8 @@ def policy_sizes(policy: PolicyConfig) -> qwen3.Qwen3Config:
             ours, theirs = getattr(sizes, field.name), getattr(found, field.name)
             if ours != theirs and field.name not in ("max_positions", "yarn"):
                 raise InputError(
-                    f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has {theirs}"
+                    f"policy.preset={policy.preset} has {field.name}={ours}, the checkpoint {policy.path} has "
+                    f"{theirs}; policy.preset='' takes the checkpoint's sizes"
                 )
         hf.check_params(policy.path, found)
         sizes = found

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import jax
 
 from specrl_jax.config import Config
+from specrl_jax.config.schema import LONGEST
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.messages import Context, Row
 
 # Training problems of each source whose length is checked before the run.
@@ -38,6 +39,12 @@ class Problems:
         first = [source[0] for source in (*self.train, *self.validation.values())]
         return [Row(p.answer, p.answer, Context(p.prompt, p.row, tokenizer.encode(p.answer))) for p in first]
 
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Return prompts and worked solutions of the validation sets and of the training files."""
+        files = [source for source in self.train if not isinstance(source, TaskSource)]
+        known = self.evaluation + [source[i] for source in files for i in range(len(source))]
+        return [problem.prompt for problem in known], [problem.solution for problem in known]
+
     def stream(self, batch_size: int) -> ProblemStream:
         """Return an endless stream of training problems."""
         return ProblemStream(self.train, batch_size, self.config.seed, self.config.data.weights)
@@ -49,11 +56,20 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
     Args:
       train: whether training problems are needed; else they are not read.
     Raises:
-      InputError: a file or row that cannot be used, a prompt that is too long, too few validation problems.
+      InputError: a file or row that cannot be used, of training and validation one each; a prompt that is too long,
+        too few validation problems.
     """
     reports: list[str] = []
-    validation = _validation(config, tokenizer, reports)
-    problems = Problems(config, _training(config, tokenizer, reports) if train else [], validation)
+    mistakes, training = Mistakes(), list[Source]()
+    with mistakes.check():
+        validation = _validation(config, tokenizer, reports)
+    with mistakes.check():
+        if holds_out(config):
+            training, validation = _held_out(config, tokenizer, reports)
+        elif train:
+            training = _training(config, tokenizer, reports)
+    mistakes.refuse()
+    problems = Problems(config, training if train else [], validation)
     if train:
         reports += _shared_files(config)
     known = problems.evaluation
@@ -64,7 +80,8 @@ def load_problems(config: Config, tokenizer: Tokenizer, train: bool = True) -> P
     if train:
         problems.stream(1)  # checks the weights of the files
         known += [source[i] for source in problems.train for i in range(min(CHECKED, len(source)))]
-    check_prompts([tokenizer.encode(problem.prompt) for problem in known], config.rollout.max_prompt_tokens)
+    longest = config.rollout.max_prompt_tokens or LONGEST
+    check_prompts([tokenizer.encode(problem.prompt) for problem in known], longest)
     for line in reports:
         print(line)
     return problems
@@ -86,6 +103,30 @@ def _shared_files(config: Config) -> list[str]:
     ]
 
 
+def holds_out(config: Config) -> bool:
+    """Return whether the validation problems are taken out of data.path."""
+    return bool(config.data.path and config.eval.holdout and not config.eval.path and not config.eval.task)
+
+
+def _held_out(
+    config: Config, tokenizer: Tokenizer, reports: list[str]
+) -> tuple[list[Source], dict[str, list[Problem]]]:
+    """Return training sources without the problems that are held out, evenly spaced in each file, and those."""
+    e, paths = config.eval, split_paths(config.data.path, "data.path")
+    train, validation = list[Source](), dict[str, list[Problem]]()
+    for name, problems in zip(set_names(paths), _read(config, tokenizer, "data", paths, reports)):
+        n = min(e.problems, max(1, round(e.holdout * len(problems))))
+        if n >= len(problems):
+            raise InputError(
+                f"eval.holdout={e.holdout}: nothing is left to learn of the {len(problems)} prompts of {name}"
+            )
+        held = {(2 * i + 1) * len(problems) // (2 * n) for i in range(n)}
+        validation[f"{name}_holdout"] = [problems[i] for i in sorted(held)]
+        train.append([problem for i, problem in enumerate(problems) if i not in held])
+        reports.append(f"eval.holdout={e.holdout}: {n:,} of the {len(problems):,} prompts of {name} are validated on")
+    return train, validation
+
+
 def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[Source]:
     if not config.data.path:
         return [TaskSource(config.data.task, "train", config.seed)]
@@ -95,6 +136,8 @@ def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[
 def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dict[str, list[Problem]]:
     """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task."""
     e = config.eval
+    if holds_out(config):
+        return {}
     sets: dict[str, Source]
     if e.path:
         paths = split_paths(e.path, "eval.path")
@@ -115,8 +158,8 @@ def _read(
     template, key = (e.template, "eval.template") if validates and e.template else (d.template, "data.template")
     reader = Reader(
         tokenizer,
-        PromptFormat(template, d.chat, d.system, d.thinking, key),
-        config.rollout.max_prompt_tokens,
+        PromptFormat(template, d.chat == "always", d.system, d.thinking, key),
+        config.rollout.max_prompt_tokens or LONGEST,
         d.skip_malformed,
         d.skip_long,
         f"{section}.path",

@@ -40,7 +40,7 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
         ("draft.preset", ["", *PRESETS]),
         ("policy.attention", ["auto", *ATTENTION]),
         ("policy.lora_targets", EQUATIONS),
-        ("draft.kind", KINDS),
+        ("draft.kind", [*KINDS, "auto"]),
         ("draft.dialect", ["", *(name for kind in KINDS.values() for name in kind.formats)]),
         ("draft.loss", LOSSES),
         ("draft.optimizer", OPTIMIZERS),

@@ -229,7 +229,7 @@ def of_chats(folder: pathlib.Path) -> Iterator[Finding]:
     rows, chats = folder / "rows.jsonl", folder / "tokenizer"
     tokenizer_folder(chats)
     rows.write_text("".join(json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in (HOSTILE, "12 + 30?")))
-    data = {"data.tokenizer": chats, "data.chat": True, "eval.path": rows, "rollout.max_prompt_tokens": 128}
+    data = {"data.tokenizer": chats, "data.chat": "always", "eval.path": rows, "rollout.max_prompt_tokens": 128}
     ended = generate(folder, data)
     literal = "prompt_literal" in (folder / "run" / "generations.jsonl").read_text() if ended.status == 0 else False
     if literal and "1 hold the text of a special token" in ended.stdout:

@@ -1,0 +1,342 @@
+"""Values that a config leaves open (config/automatic.py): chosen once, before anything is compiled, and printed.
+
+Order matters: the schema of the data before it is read; then the longest prompt, the draft, the longest response, the
+rows of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
+simulator (simulator/memory.py). A value that is set is never changed: only `fit_policy` replaces values, those that a
+config's file has for a policy of its own.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import psutil
+from jax.sharding import Mesh
+
+from specrl_jax.config import Config
+from specrl_jax.config.automatic import AUTOMATIC, left_open, value_of, with_values
+from specrl_jax.config.schema import shown
+from specrl_jax.config.validate import draft_options
+from specrl_jax.data.prompts import AUTO, Schema, detect_schema, split_paths
+from specrl_jax.data.splits import own_validation
+from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.drafts.kinds import KINDS, make_method
+from specrl_jax.errors import InputError
+from specrl_jax.io.workdir import recorded_config
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
+from specrl_jax.simulator.communication import Parallelism
+from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
+from specrl_jax.simulator.hardware import HARDWARE
+from specrl_jax.simulator.learner import LearnerCost, Workload
+from specrl_jax.simulator.lengths import LogNormalLengths
+from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, max_slots
+from specrl_jax.training.plan import policy_sizes
+
+# The longest response, where the data has solutions: what a policy writes is longer than what people do.
+SOLUTIONS = 2
+# The longest response, where it has none; halved while less than a group of that length fits.
+RESPONSE = 1024
+UNIT = 64  # tokens; longest responses are multiples of it
+# Entries of a new draft's vocabulary, as most published heads have; at least half of the policy's is not worth a map.
+DRAFT_VOCAB = 32_000
+# Of a host's memory; the rest is for the operating system, rewards, and the compiler.
+HOST_SHARE = 0.5
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Measured(NamedTuple):
+    """What the data says."""
+
+    prompts: int
+    longest_prompt: int  # tokens
+    solutions: int
+    longest_solution: int  # tokens
+
+
+class Machine(NamedTuple):
+    """Where a run takes place."""
+
+    mesh: Mesh  # of the learner
+    memory: float  # bytes of a device, of the smallest of all processes
+
+
+def say(key: str, value: object, reason: str) -> dict[str, object]:
+    """Print what is chosen for a key, and return it."""
+    print(f"{key} = {shown(value)}: {reason}")
+    return {key: value}
+
+
+def fit_policy(config: Config, given: Collection[str]) -> Config:
+    """Return the config for the policy.path of the command line, where `given`, the keys of the command line, has it.
+
+    A config's file has a preset and a draft for its own policy. What does not fit gives way: the preset; of the draft
+    the folder, the vocabulary, the kind, as far as it must. Keys of the command line stay as they are.
+    """
+    if "policy.path" not in given or not config.policy.path:
+        return config
+    own = with_values(config, {"policy.preset": ""})
+    if "policy.preset" not in given and _sizes(config) is None and _sizes(own) is not None:
+        config = with_values(own, say("policy.preset", "", f"{config.policy.preset} does not fit policy.path"))
+    if (model := _sizes(config)) is None:
+        return config
+    attempts: tuple[dict[str, object], ...] = (
+        {},
+        {"draft.path": ""},
+        {"draft.path": "", "draft.vocab_size": -1},
+        {"draft.path": "", "draft.vocab_size": -1, "draft.preset": "", "draft.kind": "auto"},
+    )
+    reason = ""
+    for changes in attempts:
+        if changes.keys() & set(given):
+            continue
+        candidate = with_values(config, changes)
+        try:
+            check_draft(candidate, model)
+        except InputError as error:
+            reason = reason or str(error)
+            continue
+        for key, value in changes.items():
+            if value_of(config, key) != value:
+                say(key, value, f"what the config has does not fit this policy ({reason})")
+        return candidate
+    return config
+
+
+def _sizes(config: Config) -> Qwen3Config | None:
+    """Return the policy's sizes; None where there is a mistake, which is reported where the policy is needed."""
+    try:
+        return policy_sizes(config.policy)
+    except InputError:
+        return None
+
+
+def check_draft(config: Config, model: Qwen3Config) -> None:
+    """Raise InputError where the draft does not go with the policy, whatever is still open."""
+    open_keys = left_open(config)
+    closed = {key: value for key, value in {"draft.kind": "none", "draft.vocab_size": 0}.items() if key in open_keys}
+    make_method(draft_options(with_values(config, closed).draft), model)
+
+
+def recorded_values(workdir: str) -> dict[str, object]:
+    """Return what the run in `workdir` has for the keys of AUTOMATIC."""
+    values = recorded_config(workdir)
+    return {key: values[key] for key, automatic in AUTOMATIC.items() if values.get(key, automatic) != automatic}
+
+
+def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
+    """Return the config with the open values of the run that it resumes: data and memory may have changed since."""
+    known = {key: recorded[key] for key in left_open(config) if key in recorded}
+    if known:
+        print("as this run began: " + ", ".join(f"{key} = {shown(value)}" for key, value in known.items()))
+    return with_values(config, known)
+
+
+def choose_formats(config: Config, tokenizer: Tokenizer | None) -> Config:
+    """Choose how the data is read: its validation split, its schema and, with a tokenizer, whether it is chats."""
+    d, e = config.data, config.eval
+    alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
+    if alone and (found := own_validation(d.path)):
+        config = with_values(config, say("eval.path", found, "the split of data.path that is not for training"))
+    if d.schema == AUTO:
+        config = _schemas(config)
+    if d.chat == "auto" and tokenizer:
+        always = tokenizer.has_chat_template
+        reason = f"the tokenizer's folder has {'a' if always else 'no'} chat template"
+        config = with_values(config, say("data.chat", "always" if always else "never", reason))
+    return config
+
+
+def _schemas(config: Config) -> Config:
+    """Choose data.schema, and eval.schema where that is left to data.schema, by the first row of each file."""
+    plain = Schema(config.data.prompt_key, config.data.answer_key)
+    for section, path in (("data", config.data.path), ("eval", config.eval.path)):
+        if section == "eval" and (config.eval.schema or not path):
+            continue
+        names = [detect_schema(one, plain, f"{section}.path") for one in split_paths(path, "data.path")] if path else []
+        chosen = say(f"{section}.schema", ",".join(names), "by the columns of the first row")
+        config = with_values(config, chosen if path else {"data.schema": ""})
+    return config
+
+
+def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> Measured:
+    """Measure prompts and worked solutions."""
+    prompts, worked = ([len(tokenizer.encode(text)) for text in some] for some in (texts, filter(None, solutions)))
+    return Measured(len(prompts), max(prompts, default=0), len(worked), max(worked, default=0))
+
+
+def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Config:
+    """Choose lengths, draft, rows of a pass and sequences decoded at once. Raises InputError where no length fits."""
+    steps = {
+        "rollout.max_prompt_tokens": _prompt_length,
+        "draft.kind": _draft_kind,
+        "draft.vocab_size": _draft_vocabulary,
+        "rollout.max_response_tokens": _response_length,
+        "grpo.microbatch": _microbatch,
+        "rollout.num_slots": _slots,
+    }
+    for key, step in steps.items():
+        if value_of(config, key) == AUTOMATIC[key]:
+            config = with_values(config, say(key, *step(config, model, machine, measured)))
+    return config
+
+
+Chosen = tuple[object, str]  # (value, reason)
+
+
+def _prompt_length(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    return measured.longest_prompt, f"tokens of the longest of {measured.prompts:,} prompts"
+
+
+def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    if config.task not in ("train", "draft_pretrain"):
+        return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
+    head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
+    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch": 1})
+    sizes, _, _ = _estimate(with_head, model, machine)
+    needed = float(sizes.state + sizes.weights)
+    if needed > USABLE * machine.memory:
+        return "suffix", f"with a head that learns, the weights would take {_gb(needed)} of {_gb(machine.memory)}"
+    layers = make_method(draft_options(with_head.draft), model).model
+    assert layers is not None  # of eagle3
+    return "eagle3", f"a new head on layers {', '.join(map(str, layers.aux_layers))} of {model.layers}"
+
+
+def _draft_vocabulary(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    if config.draft.kind != "eagle3":
+        return 0, f"draft.kind={config.draft.kind} has the policy's vocabulary"
+    if config.draft.path or model.vocab < 2 * DRAFT_VOCAB:
+        return 0, "the vocabulary of draft.path" if config.draft.path else f"all {model.vocab:,} ids of the policy"
+    return DRAFT_VOCAB, f"the most frequent of the policy's {model.vocab:,} ids"
+
+
+def _response_length(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    most = model.longest - config.rollout.max_prompt_tokens
+    if most < 1:
+        raise InputError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: the policy was made for {model.longest} "
+            "tokens, and nothing is left for a response"
+        )
+    if measured.solutions:
+        length = min(most, -(-SOLUTIONS * measured.longest_solution // UNIT) * UNIT)
+        return length, (
+            f"{SOLUTIONS} x {measured.longest_solution} tokens, the longest of {measured.solutions:,} solutions, in "
+            f"units of {UNIT}" + (f"; at most {most} fit the policy" if length == most else "")
+        )
+    length = min(most, RESPONSE)
+    while length > UNIT and _fitting(config, model, machine, length) < config.grpo.group_size:
+        length //= 2
+    return length, f"the data has no solutions; {RESPONSE:,}, or less where the policy or the memory is smaller"
+
+
+def _fitting(config: Config, model: Qwen3Config, machine: Machine, length: int) -> int:
+    """Return how many sequences of a response length fit."""
+    values = {"rollout.max_response_tokens": length, "grpo.microbatch": max(1, config.grpo.microbatch)}
+    return _free_slots(with_values(config, values), model, machine)
+
+
+def _microbatch(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    g, d = config.grpo, config.draft
+    rows = g.prompts_per_step * g.group_size // g.minibatches // (d.minibatches if KINDS[d.kind].has_weights else 1)
+    if config.task == "draft_pretrain":
+        rows = config.pretrain.batch_size
+    shards = partitioner(machine.mesh, LEARNER).num_shards("batch")
+    choices = [n for n in range(rows, 0, -1) if rows % n == 0 and n % shards == 0] or [rows]
+
+    def taken(n: int) -> tuple[float, float]:
+        """Return (bytes of a pass, bytes that are free for it)."""
+        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch": n}), model, machine)
+        return float(sizes.activations), (USABLE * machine.memory - float(sizes.state + sizes.weights)) / 2
+
+    best = next((n for n in choices if taken(n)[0] <= taken(n)[1]), choices[-1])
+    used, free = taken(best)
+    warning = "" if used <= free else "; warning: by this estimate even that does not fit"
+    return best, f"rows of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
+
+
+def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    rollouts = config.grpo.prompts_per_step * config.grpo.group_size
+    fitting = _free_slots(config, model, machine)
+    unit = jax.process_count() * _rollout_shards(config, machine)
+    slots = min(fitting, rollouts)
+    # Batches that have thinned go on in a quarter and a sixteenth of the rows.
+    slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
+    if fitting >= rollouts:
+        return slots, f"all {rollouts} rollouts of a step at once"
+    return slots, f"sequences of {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
+
+
+def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
+    """Return how many sequences of all devices fit beside the rest."""
+    sizes, w, decoder = _estimate(config, model, machine)
+    each = max_slots(sizes, w, decoder, machine.memory, _apart(config))
+    return int(each) * max(1, _rollout_devices(config, machine) // decoder.split.devices)
+
+
+def _rollout_shards(config: Config, machine: Machine) -> int:
+    p = config.pipeline
+    if p.rollout_devices:
+        return p.rollout_devices // p.tensor  # batches are split over data and expert
+    return max(1, partitioner(machine.mesh, ROLLOUT).num_shards("batch") // jax.process_count())
+
+
+def _apart(config: Config) -> bool:
+    return bool(config.pipeline.rollout_devices)
+
+
+def _rollout_devices(config: Config, machine: Machine) -> int:
+    return config.pipeline.rollout_devices * jax.process_count() if _apart(config) else machine.mesh.size
+
+
+def _longest(config: Config) -> int:
+    return config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[DeviceBytes, Workload, DecoderCost]:
+    """Return the simulator's estimate of the memory of a device, and what it is made from."""
+    p, r, g, shape = config.pipeline, config.rollout, config.grpo, machine.mesh.shape
+    split = Parallelism(shape["tensor"], shape["expert"])
+    apart = Parallelism(p.tensor, p.expert) if _apart(config) else split
+    vocab = min(model.vocab, DRAFT_VOCAB) if config.draft.vocab_size == -1 else config.draft.vocab_size
+    head = head_config(model, vocab) if KINDS[config.draft.kind].has_weights else None
+    limit = float(r.max_response_tokens)
+    # Of the machine only the memory counts, which is an argument of its own.
+    hardware = HARDWARE["this_machine"]
+    w = Workload(
+        rollouts=g.prompts_per_step * g.group_size,
+        group=g.group_size,
+        prompt=r.max_prompt_tokens / 2,
+        longest_prompt=r.max_prompt_tokens,
+        lengths=LogNormalLengths(limit / 2, limit),
+        slots=r.num_slots,
+        minibatches=g.minibatches,
+        microbatch=g.microbatch,
+        remat=config.policy.remat,
+    )
+    decoder = DecoderCost(model, head, hardware, apart, Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype))
+    learner = LearnerCost(model, head, hardware, split, config.policy.compute_dtype)
+    sizes = estimate_bytes(w, decoder, learner, machine.mesh.size, _rollout_devices(config, machine))
+    return sizes, w, decoder
+
+
+def device_memory() -> int:
+    """Return the bytes that a device of this process may take: its own memory, or of a host's a share."""
+    device = jax.local_devices()[0]
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return int(limit)
+    return int(HOST_SHARE * min([psutil.virtual_memory().total, *_container_limits()]) / jax.local_device_count())
+
+
+def _container_limits() -> list[int]:
+    found = []
+    for path in LIMITS:
+        try:
+            with open(path) as file:
+                found.append(int(file.read()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return found
+
+
+def _gb(n: float) -> str:
+    return f"{n / 1e9:.1f} GB"

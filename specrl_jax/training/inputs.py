@@ -1,0 +1,137 @@
+"""What a run reads: policy, tokenizer, data and rewards. All mistakes in them are found before any compiling."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from specrl_jax.config import Config
+from specrl_jax.config.automatic import left_open, with_values
+from specrl_jax.config.validate import validate
+from specrl_jax.data.special import PromptText
+from specrl_jax.data.tokenizers import Messages, Tokenizer
+from specrl_jax.distributed import exchange, refused_together
+from specrl_jax.errors import Mistakes
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.sharding import learner_devices, make_mesh
+from specrl_jax.training.build import Learner, Rollout, find_tokenizer, make_learner, make_rollout, make_scorer
+from specrl_jax.training.choices import (
+    Machine,
+    check_draft,
+    choose_formats,
+    choose_sizes,
+    device_memory,
+    measure,
+    recorded_values,
+    resumed,
+)
+from specrl_jax.training.plan import Plan, make_plan, policy_sizes
+from specrl_jax.training.problems import Problems, load_problems
+
+
+class Inputs(NamedTuple):
+    """What a run reads, and its plan. Every value of the plan's config is chosen."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    problems: Problems
+    scorer: Scorer | None  # None: not asked for
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
+
+    def build(self, lengths: tuple[int, ...] | None = None) -> tuple[Learner, Rollout]:
+        """Build learner and rollout; `lengths`: see make_rollout."""
+        return make_learner(self.plan), make_rollout(self.plan, lengths, self.tokenizer)
+
+
+class AnyText:
+    """Stands in for a tokenizer that cannot be read, so that mistakes in the data are found all the same."""
+
+    vocab_size = 256
+    pad_id = 0
+    eos_ids: tuple[int, ...] = (0,)
+    special: tuple[str, ...] = ()
+    has_chat_template = False
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode(errors="replace")]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
+        return PromptText("".join(message["content"] for message in messages))
+
+
+@contextlib.contextmanager
+def open_inputs(config: Config, workdir: str, train: bool = True, rewards: bool = True) -> Iterator[Inputs]:
+    """Check a config, read what it names, choose what it leaves open, and start the rewards. Processes do it together.
+
+    Args:
+      workdir: where a run that is resumed has written what it chose.
+      train: whether training problems are needed.
+      rewards: whether a scorer is needed.
+    Raises:
+      InputError: with every mistake in config, policy, tokenizer, draft, data and rewards.
+    """
+    own = json.dumps([recorded_values(workdir), device_memory()])
+    shared = [json.loads(text) for text in exchange(own)]
+    with contextlib.ExitStack() as ending:
+        with refused_together():
+            found = _find(config, shared[0][0], min(memory for _, memory in shared), train, rewards, ending)
+        yield found
+
+
+def _find(
+    config: Config,
+    recorded: Mapping[str, object],
+    memory: int,
+    train: bool,
+    rewards: bool,
+    ending: contextlib.ExitStack,
+) -> Inputs:
+    mistakes = Mistakes()
+    mesh: Mesh | None = None
+    model: Qwen3Config | None = None
+    tokenizer: Tokenizer | None = None
+    problems: Problems | None = None
+    scorer: Scorer | None = None
+    with mistakes.check():
+        validate(config)
+    is_valid = not mistakes.found
+    config = resumed(config, recorded)
+    with mistakes.check():
+        mesh = make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
+    with mistakes.check():
+        model = policy_sizes(config.policy)
+    if model is not None:
+        with mistakes.check():
+            tokenizer = find_tokenizer(config, model.vocab)
+        with mistakes.check():
+            if is_valid and mesh is not None and not left_open(config):
+                make_plan(config, mesh, model)
+            elif is_valid:
+                check_draft(config, model)
+    with mistakes.check():
+        config = choose_formats(config, tokenizer)
+    with mistakes.check():
+        # How long prompts are, another tokenizer does not know.
+        readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})
+        problems = load_problems(readable, tokenizer or AnyText(), train)
+    with mistakes.check():
+        if rewards:
+            rows = problems.first_rows(tokenizer) if problems is not None and tokenizer is not None else []
+            scorer = ending.enter_context(make_scorer(config.reward, rows))
+    mistakes.refuse()
+    assert mesh is not None and model is not None and tokenizer is not None and problems is not None
+    if left_open(config):
+        measured = measure(*problems.texts(), tokenizer)
+        config = choose_sizes(config, model, Machine(mesh, memory), measured)
+        validate(config)
+    return Inputs(make_plan(config, mesh, model), tokenizer, dataclasses.replace(problems, config=config), scorer)

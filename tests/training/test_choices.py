@@ -1,0 +1,121 @@
+"""What a run chooses for itself: each value by its rule, never one that was set, and the same when it is resumed."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from configs import mine
+from specrl_jax.config import Config, from_config_dict
+from specrl_jax.config.automatic import AUTOMATIC, check_chosen, left_open, value_of, with_values
+from specrl_jax.config.schema import keys
+from specrl_jax.errors import InputError
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.choices import Machine, Measured, choose_sizes, resumed
+
+SMALL = dataclasses.replace(qwen3.preset("nano_deep"), vocab=1024)
+LARGE = qwen3.preset("qwen3_0p6b")
+GB = 10**9
+SOLVED = Measured(prompts=7473, longest_prompt=312, solutions=7473, longest_solution=419)
+UNSOLVED = SOLVED._replace(solutions=0, longest_solution=0)
+
+
+def config(**changes):
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    formats = {"data.schema": "gsm8k", "data.chat": "always"}
+    return with_values(from_config_dict(mine.get_config()), formats | values)
+
+
+def chosen(model=SMALL, memory=24 * GB, measured=SOLVED, devices=1, **changes):
+    mesh = make_mesh({"data": 1, "fsdp": devices, "expert": 1, "tensor": 1}, jax.devices()[:devices])
+    done = choose_sizes(config(**changes), model, Machine(mesh, memory), measured)
+    check_chosen(done)
+    return {key: value_of(done, key) for key in list(AUTOMATIC)[2:]}
+
+
+def test_the_values_that_stand_for_a_choice_are_values_of_the_keys():
+    declared = {key.name: key for key in keys(Config)}
+    assert all(declared[key].convert(value) == value for key, value in AUTOMATIC.items())
+    assert left_open(Config()) == []
+    assert left_open(from_config_dict(mine.get_config())) == list(AUTOMATIC)
+
+
+def test_what_fits_is_taken_whole(capsys):
+    assert chosen() == {
+        "draft.kind": "eagle3",
+        "draft.vocab_size": 0,
+        "rollout.max_prompt_tokens": 312,
+        "rollout.max_response_tokens": 896,  # 2 x 419, in units of 64
+        "rollout.num_slots": 128,
+        "grpo.microbatch": 128,
+    }
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rollout.max_prompt_tokens = 312: tokens of the longest of 7,473 prompts"
+    assert [line.split(" = ")[0] for line in lines].count("draft.kind") == 1 and len(lines) == 6
+
+
+def test_a_value_that_is_set_stays(capsys):
+    values = {"draft.kind": "none", "draft.vocab_size": 0, "rollout.max_prompt_tokens": 500}
+    values |= {"rollout.max_response_tokens": 77, "rollout.num_slots": 3, "grpo.microbatch": 2}
+    assert chosen(**{key.replace(".", "__"): value for key, value in values.items()}) == values
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("memory", "measured", "kind", "response"),
+    [
+        (80 * GB, SOLVED, "eagle3", 896),
+        (80 * GB, UNSOLVED, "eagle3", 1024),
+        (24 * GB, UNSOLVED, "eagle3", 1024),
+        # 0.6 B parameters of 16 + 2 bytes are 10.7 GB, and a head's 70 M more.
+        (12.5 * GB, UNSOLVED, "suffix", 64),
+    ],
+)
+def test_memory_decides(memory, measured, kind, response):
+    found = chosen(LARGE, memory, measured)
+    assert (found["draft.kind"], found["rollout.max_response_tokens"]) == (kind, response)
+    assert found["draft.vocab_size"] == (32_000 if kind == "eagle3" else 0)
+    assert 128 % found["grpo.microbatch"] == 0
+    assert 1 <= found["rollout.num_slots"] <= 128
+
+
+def test_less_memory_means_fewer_slots_and_rows():
+    found = [chosen(LARGE, memory * GB) for memory in (14, 16, 24, 80)]
+    for key in ("rollout.num_slots", "grpo.microbatch"):
+        values = [one[key] for one in found]
+        assert values == sorted(values) and values[0] < values[-1], values
+
+
+def test_slots_and_rows_divide_over_the_devices():
+    found = chosen(LARGE, 8 * GB, devices=8)
+    assert found["rollout.num_slots"] % 8 == 0 and found["grpo.microbatch"] % 8 == 0
+
+
+def test_the_length_that_the_policy_was_made_for_is_not_exceeded():
+    short = dataclasses.replace(SMALL, max_positions=400)
+    assert chosen(short)["rollout.max_response_tokens"] == 88
+    with pytest.raises(InputError, match=r"max_prompt_tokens=312: the policy was made for 312 tokens"):
+        chosen(dataclasses.replace(SMALL, max_positions=312))
+
+
+@pytest.mark.parametrize("task", ["evaluate", "benchmark"])
+def test_a_head_that_cannot_learn_is_not_chosen(task):
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
+    done = choose_sizes(dataclasses.replace(config(), task=task), SMALL, Machine(mesh, 24 * GB), SOLVED)
+    assert (done.draft.kind, done.draft.vocab_size) == ("suffix", 0)
+
+
+def test_a_run_that_is_resumed_keeps_what_was_chosen_and_what_is_set(capsys):
+    recorded = {"rollout.max_prompt_tokens": 200, "rollout.num_slots": 64, "draft.kind": "eagle3"}
+    done = resumed(config(rollout__num_slots=32), recorded)
+    assert (done.rollout.max_prompt_tokens, done.rollout.num_slots, done.draft.kind) == (200, 32, "eagle3")
+    said = "as this run began: draft.kind = eagle3, rollout.max_prompt_tokens = 200\n"
+    assert capsys.readouterr().out == said
+
+
+def test_what_nothing_has_chosen_is_refused_by_name():
+    with pytest.raises(InputError) as refused:
+        check_chosen(config(rollout__num_slots=2))
+    assert len(refused.value.args) == 5
+    assert "rollout.max_prompt_tokens=0: needs a value" in str(refused.value)
