@@ -5,7 +5,7 @@
 
 The first command collects claims, tables and figures of every folder in experiments/; with --docs it also writes the
 table of claims into docs/results.md. The second one shows a workdir: phases, reward, accuracy, acceptance by position,
-draft lengths and sample rollouts. Nothing is measured here.
+draft lengths, and sample rollouts of the first and the last step with accepted drafts in colour. Nothing is measured.
 """
 
 import argparse
@@ -14,21 +14,30 @@ import datetime
 import html
 import importlib
 import itertools
-import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import jinja2
 import numpy as np
+import pydantic
 from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from experiments.claims import VERDICTS, Claim, finished_rows, markdown, put_table
 from specrl_jax.core import PHASES
+from specrl_jax.errors import InputError, fail
+from specrl_jax.io import rollout_html
 from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.plots import panel_svg, panels_of
 from specrl_jax.io.workdir import versions
+from specrl_jax.json_files import MEBIBYTE, Checked, check, parse_json, read_lines
 
 HERE = pathlib.Path(__file__).parent
+TEMPLATE = HERE / "run.html"
+SAMPLE_BYTES = 64 * MEBIBYTE  # of a sample rollout: 30 bytes a token
 
 
 class ClaimFolder(NamedTuple):
@@ -53,12 +62,17 @@ CLAIM_FOLDERS = {
 OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;
-       overflow-wrap: anywhere }
+       background: #fff; overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; display: block; overflow-x: auto }
-th, td { border: 1px solid #bbb; padding: 3px 8px; text-align: left; vertical-align: top }
-th { background: #eee } td a { overflow-wrap: normal } img { max-width: 100% }
+th, td { border: 1px solid #bbb; padding: 3px 8px; text-align: left; vertical-align: top; overflow-wrap: break-word }
+th { background: #eee } img { max-width: 100% }
 pre, code { background: #f3f3f3 } pre { padding: 8px; overflow-x: auto }
 section { border-top: 2px solid #111; margin-top: 3rem }
+"""
+RUN_STYLE = """
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem }
+.table td { white-space: nowrap }
+.facts { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 1.5rem 0 0 }
 """
 
 
@@ -119,6 +133,7 @@ def data_url(path: pathlib.Path) -> str:
 def page(title: str, body: str) -> str:
     # An empty icon, since a browser requests one otherwise.
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><link rel="icon" href="data:,">'
+    head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<style>{STYLE}</style>"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
@@ -126,33 +141,56 @@ def page(title: str, body: str) -> str:
 # ---- one run
 
 
+class Sample(Checked):
+    """A row of rollouts/step_N.jsonl, as far as the page shows it."""
+
+    id: int
+    prompt: str
+    token_texts: list[str]
+    draft_positions: list[int]
+    draft_kind: str
+    reward: float
+    weights_version: int
+    draft_version: int
+
+    @pydantic.model_validator(mode="after")
+    def _one_position_a_token(self) -> Self:
+        if len(self.token_texts) != len(self.draft_positions):
+            raise ValueError("as many draft_positions as token_texts are needed")
+        return self
+
+
 def run_page(workdir: pathlib.Path) -> str:
-    """Return the page of one run as HTML. Raises FileNotFoundError if the workdir has no metrics."""
+    """Return the page of one run as HTML. Raises InputError for a workdir that has no metrics or damaged files."""
     rows = read_metrics(str(workdir))
     if not rows:
-        raise FileNotFoundError(f"{workdir}: no metrics.jsonl with a row in it")
+        raise InputError(f"--run: {workdir} has no metrics.jsonl with a row in it; a workdir of task=train is needed")
     steps = [row for row in rows if "time/total" in row]
-    parts = [f"# {workdir.name}\n\n{len(steps)} RL steps; {version_text()}"]
-    if steps:
-        parts += [
-            "## Phases, median step\n\n" + phases_table(steps),
-            "## First and last step\n\n" + ends_table(rows, steps),
-        ]
-    if (workdir / "plots" / "run.png").exists():
-        parts.append("![the run](plots/run.png)")
-    if samples := last_samples(workdir):
-        parts.append("## Sample rollouts of the last step\n\n" + samples)
-    return page(workdir.name, render("\n\n".join(parts), workdir))
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
+    return template.render(
+        name=workdir.resolve().name,
+        num_steps=len(steps),
+        versions=version_text(),
+        style=Markup(STYLE + RUN_STYLE + rollout_html.STYLE),
+        phases=phases_table(steps) if steps else [],
+        ends=ends_table(rows, steps),
+        curves=[(svg_url(image), words) for image, words in (panel_svg(draw, rows) for draw in panels_of(rows))],
+        steps=[shown_step(path) for path in sampled_steps(workdir)],
+    )
 
 
-def phases_table(steps: Sequence[dict[str, Any]]) -> str:
+def svg_url(image: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(image.encode()).decode()
+
+
+def phases_table(steps: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return (phase, seconds, share of the step) of the median step; the first, which compiles, is left out."""
     timed = steps[1:] or steps
     median = {p: float(np.median([row[f"time/{p}"] for row in timed])) for p in (*PHASES, "total")}
-    lines = [(p, f"{seconds:.3f}", f"{seconds / median['total']:.1%}") for p, seconds in median.items()]
-    return markdown(["phase", "seconds", "share"], lines)
+    return [(p, f"{seconds:.3f}", f"{seconds / median['total']:.1%}") for p, seconds in median.items()]
 
 
-def ends_table(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:
+def ends_table(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Return the first and the last value of reward, accuracy, speculation and policy metrics."""
     wanted = re.compile(
         r"reward/mean|eval/accuracy.*|spec/.*|policy/entropy|rollout/response_length_mean|rollout_vs_learner/kl"
@@ -163,22 +201,45 @@ def ends_table(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) 
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             lines.append((name, f"{values[0]:.4g}", f"{values[-1]:.4g}"))
-    return markdown(["", "first", "last"], lines)
+    return lines
 
 
-def last_samples(workdir: pathlib.Path, count: int = 8) -> str:
-    """Return at most `count` rollouts of the last step that was sampled, or ''."""
-    files = sorted((workdir / "rollouts").glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
-    if not files:
-        return ""
+def sampled_steps(workdir: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files of the last and the first step with sample rollouts."""
+    numbered = {step_of(path): path for path in (workdir / "rollouts").glob("step_*.jsonl")}
+    ends = sorted(numbered)[-1:] + sorted(numbered)[:-1][:1]
+    return [numbered[step] for step in ends]
 
-    def cell(text: str) -> str:
-        return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "/") + "`"
 
-    rows = [json.loads(line) for line in files[-1].read_text().splitlines()][:count]
-    return markdown(
-        ["reward", "prompt", "response"], [(row["reward"], cell(row["prompt"]), cell(row["response"])) for row in rows]
-    )
+def step_of(path: pathlib.Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def shown_step(path: pathlib.Path, count: int = 8) -> dict[str, object]:
+    """Return what the template shows of one step: at most `count` rollouts."""
+    lines = itertools.islice(read_lines(str(path), SAMPLE_BYTES), count)
+    samples = [check(Sample, parse_json(text, str(path), line=line), f"{path}:{line}") for line, text in lines]
+    kind = samples[0].draft_kind if samples else ""
+    positions = [position for sample in samples for position in sample.draft_positions]
+    return {
+        "number": step_of(path),
+        "legend": Markup(rollout_html.legend(positions, kind)),
+        "rollouts": [shown_rollout(sample) for sample in samples],
+    }
+
+
+def shown_rollout(sample: Sample) -> dict[str, object]:
+    texts, positions = sample.token_texts, sample.draft_positions
+    return {
+        "id": sample.id,
+        "reward": sample.reward,
+        "weights_version": sample.weights_version,
+        "draft_version": sample.draft_version,
+        "accepted": sum(position != 0 for position in positions),
+        "tokens": len(positions),
+        "prompt": Markup(rollout_html.text_block(sample.prompt)),
+        "response": Markup(rollout_html.token_block(texts, positions, sample.draft_kind)),
+    }
 
 
 def main() -> None:
@@ -192,9 +253,9 @@ def main() -> None:
     try:
         text = run_page(a.run) if a.run else folders_page()
         a.output.parent.mkdir(parents=True, exist_ok=True)
-        a.output.write_text(text)
-    except OSError as error:
-        parser.error(str(error))
+        a.output.write_text(text, encoding="utf-8")
+    except (InputError, OSError) as error:
+        sys.exit(fail(str(error)))
     if a.docs:
         put_table(HERE.parent / "docs" / "results.md", claims_table("../experiments/{}/README.md"))
     print(f"{a.output}: {len(text) / 2**20:.1f} MiB")

@@ -5,6 +5,7 @@ and, if configured, Weights & Biases; scalars on a page for Prometheus.
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -98,13 +99,16 @@ class NoMetrics:
 
 
 def _markdown(rows: list[Sample]) -> str:
-    """Return a table with literal cells."""
+    """Return rewards, prompts and responses; texts stand in fenced code, where Markdown changes none but tabs."""
 
-    def cell(text: object) -> str:
-        return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "/") + "`"
+    def fenced(text: object) -> str:
+        fence = "~" * max(3, 1 + max(map(len, re.findall("~+", str(text))), default=0))
+        return f"{fence}\n{text}\n{fence}"
 
-    lines = [f"| {row['reward']:.3g} | {cell(row['prompt'])} | {cell(row['response'])} |" for row in rows]
-    return "\n".join(["| reward | prompt | response |", "|---|---|---|", *lines])
+    return "\n\n".join(
+        f"**rollout {row['id']}**, reward {row['reward']:.3g}\n\n{fenced(row['prompt'])}\n\n{fenced(row['response'])}"
+        for row in rows
+    )
 
 
 class MetricsRow(Checked):

@@ -1,6 +1,7 @@
 """Figures of one run, from its metrics rows."""
 
 import functools
+import io
 import os
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import Row
 
+# Okabe and Ito's, which colour-blind readers tell apart.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
 # Metric and label of the left and of the right axis.
 PAIRS = (
     ("rollout/response_length_mean", "response length, tokens", "policy/entropy", "entropy, nats per token"),
@@ -27,7 +30,7 @@ def plot_run(rows: list[Row], workdir: str) -> str:
 
     What the run has no values of gets no panel.
     """
-    panels = _panels(rows)
+    panels = panels_of(rows)
     columns = 3 if len(panels) > 4 else min(len(panels), 2)
     lines = -(-len(panels) // columns)
     figure = plt.figure(figsize=(5.5 * columns, 3.5 * lines), layout="constrained")
@@ -36,11 +39,7 @@ def plot_run(rows: list[Row], workdir: str) -> str:
         line, column = divmod(i, columns)
         end = columns if i == len(panels) - 1 else column + 1  # the last one fills its line
         axis = figure.add_subplot(grid[line, column:end])
-        draw(axis)
-        axis.set_xlabel("RL step")
-        axis.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axis.grid(alpha=0.3)
+        _draw(axis, draw, rows)
     folder = os.path.join(workdir, "plots")
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "run.png")
@@ -49,7 +48,26 @@ def plot_run(rows: list[Row], workdir: str) -> str:
     return path
 
 
-def _panels(rows: list[Row]) -> list[Callable[[plt.Axes], None]]:
+def panel_svg(draw: Callable[[plt.Axes], None], rows: list[Row]) -> tuple[str, str]:
+    """Return one panel as an SVG image, and what it shows in words."""
+    figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    _draw(axis, draw, rows)
+    image = io.StringIO()
+    figure.savefig(image, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return image.getvalue(), " and ".join(one.get_ylabel() for one in figure.axes) + " over RL steps"
+
+
+def _draw(axis: plt.Axes, draw: Callable[[plt.Axes], None], rows: list[Row]) -> None:
+    axis.set_prop_cycle(color=COLOURS)
+    draw(axis)
+    axis.set_xlabel("RL step")
+    axis.set_xlim(rows[0]["step"] - 0.5, rows[-1]["step"] + 0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.grid(alpha=0.3)
+
+
+def panels_of(rows: list[Row]) -> list[Callable[[plt.Axes], None]]:
     """Return what draws each panel that has values."""
     panels: list[Callable[[plt.Axes], None]] = [functools.partial(_learning, rows=rows)]
     if steps := [row for row in rows if "time/total" in row]:

@@ -21,6 +21,7 @@ from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
+from specrl_jax.io import rollout_html
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
@@ -50,7 +51,7 @@ def run(config: Config, workdir: str) -> None:
         generate(make_generator(learner, rollout), prompts, config, workdir, stop_on_signal())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Generation:
     """Responses to P prompts, `samples` each, in the order of the prompts."""
 
@@ -70,6 +71,13 @@ class Generation:
     @property
     def tokens_per_second(self) -> float:
         return sum(map(len, self.tokens)) / self.seconds
+
+    def __repr__(self) -> str:
+        return f"Generation of {len(self.texts)} responses, {sum(map(len, self.tokens))} tokens"
+
+    def _repr_html_(self) -> str:
+        """Show the first responses in a notebook, accepted drafts in colour."""
+        return rollout_html.responses(self.prompts, self.token_texts, self.draft_positions, self.draft_kind)
 
 
 @dataclasses.dataclass(frozen=True)

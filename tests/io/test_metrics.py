@@ -3,9 +3,10 @@
 import os
 
 import pytest
+from markdown_it import MarkdownIt
 
 from specrl_jax.errors import InputError
-from specrl_jax.io.metrics import read_metrics
+from specrl_jax.io.metrics import _markdown, read_metrics
 
 GOOD = b'{"step": 0, "reward/mean": 0.5, "eval/accuracy": null, "policy/updates": 3}\n'
 
@@ -48,3 +49,19 @@ def test_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(InputError, match="not a regular file"):
         read_metrics(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["a|b `c` ```\n\n  # d\n~~~\n~~~~~ <b>&amp;", "", "\n\nx\n", "| a |\n|---|", "~" * 9])
+def test_texts_in_tensorboard_are_as_they_are(text):
+    markdown = _markdown(
+        [
+            {"id": 3, "reward": 0.5, "prompt": text, "response": "384"},
+            {"id": 4, "reward": 1, "prompt": "", "response": text},
+        ]
+    )
+    tokens = MarkdownIt("commonmark").parse(markdown)
+    assert [token.content for token in tokens if token.type == "fence"] == [f"{x}\n" for x in (text, "384", "", text)]
+    assert [token.content for token in tokens if token.type == "inline"] == [
+        "**rollout 3**, reward 0.5",
+        "**rollout 4**, reward 1",
+    ]
