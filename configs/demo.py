@@ -3,8 +3,8 @@
     python main.py --config configs/demo.py
 
 A policy of 12 M parameters works sums digit by digit (`data.task=walk`) and mostly forgets to carry. Its EAGLE-3 head
-drafts five tokens and learns online. One sequence is decoded at a time, so an iteration is bound by reading the weights,
-as it is on a GPU with few long rollouts. Both are in `experiments/demo/`.
+drafts five tokens and learns online. One sequence is decoded at a time, so an iteration is bound by reading the
+weights, as it is on a GPU with few long rollouts. Both are in `experiments/demo/`.
 
 Hardware: 2 CPU cores, 4 GiB. Time, accuracy and speedup of three seeds: experiments/demo/README.md. `:smoke` runs the
 same steps with a random seven-layer policy and a random head, in seconds.
@@ -22,7 +22,7 @@ def get_config(arg: str = ""):
         c.data.task = "walk"
         return c
     c = base()
-    c.steps = 16
+    c.steps = 12
     c.data.task = "walk"
     c.policy.preset = ""
     c.policy.path = "experiments/demo/policy"

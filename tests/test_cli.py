@@ -447,6 +447,23 @@ def test_a_refused_run_as_a_process(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+OTHER_TASKS = {
+    "evaluate": ["eval.samples=2"],
+    "generate": [],
+    "benchmark": ["benchmark.rounds=2", "benchmark.warmup=1", "draft.length=1"],
+    "draft_pretrain": ["steps=2", "pretrain.rollouts=16", "pretrain.batch_size=8"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OTHER_TASKS)
+def test_tasks_print_nothing_on_stderr(task, tmp_path):
+    overrides = [f"task={task}", f"pretrain.output={tmp_path / 'output'}", *OTHER_TASKS[task]]
+    argv = arguments(*(f"--config.{override}" for override in overrides), workdir=tmp_path / "run")
+    status, out, err = run_process(argv)
+    assert (status, err) == (0, "") and out
+
+
 def test_a_good_run_as_a_process_prints_a_line_a_step_and_a_table_and_nothing_on_stderr(tmp_path_factory):
     _, out, err = finished_run(tmp_path_factory)
     assert err == "" and "\r" not in out

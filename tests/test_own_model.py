@@ -61,7 +61,7 @@ def test_the_pages_command_trains_resumes_and_exports(inputs):
         assert line in out
     config = json.loads((inputs / "run/config.json").read_text())["config"]
     longest = config["rollout"]["max_prompt_tokens"]
-    assert f"rollout.max_prompt_tokens = {longest}: tokens of the longest of 22 prompts" in out
+    assert f"rollout.max_prompt_tokens = {longest}: tokens of the longest of 21 prompts" in out  # one comes twice
     status, out, err = run_process([*argv, "--config.steps=2"])
     assert (status, err) == (0, "")
     assert "as this run began: data.schema = gsm8k, data.chat = always, draft.kind = eagle3" in out

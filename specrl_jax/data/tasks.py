@@ -121,7 +121,7 @@ def walk(
     for _ in range(count):
         before, after = after, after + (odd if after % 2 else even)
     limit = int(rng.integers(before, after))
-    steps, value = [], start
+    steps, value = list[str](), start
     while value <= limit:
         addend = odd if value % 2 else even
         drop = len(steps) < count and bool(rng.random() < error_rate)  # bounds how much longer a wrong walk is

@@ -36,7 +36,6 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.helpers.policies import compiled, forward, random_params, row_positions
 from tests.helpers.rollouts import assert_positions_add_up
-from tests.helpers.slow import slow_but
 
 TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
@@ -349,10 +348,9 @@ def assert_same_texts(out, expected):
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
 
 
-@pytest.mark.parametrize(
-    "lengths", [pytest.param((K,), id="fixed", marks=pytest.mark.slow), pytest.param((K, 0, 1, 0, 0, K), id="changing")]
-)
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(K,), (K, 0, 1, 0, 0, K)], ids=["fixed", "changing"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     """Three answers a prompt, 42 in 16 slots: groups are dealt over several refills, and the batch shrinks at the end.
 

@@ -116,13 +116,14 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     m, rows, S = plan.model, 16 // 4, 12 + 16
     # bfloat16 keys and values of the target's layers and the head's one, split over heads; its hidden state whole.
     token = 2 * (2 * (m.layers + 1) * m.kv_heads // 2 * m.head_dim + m.embed)
-    # Of a token its id and log-prob; of a row seven numbers and a flag, and two counts for each of k = 1 drafts.
-    slots = rows * (S * (4 + 4) + 7 * 4 + 1 + 2 * 4)
+    # Of a token its id, log-prob and draft position; of a row seven numbers and a flag, and two counts for each of
+    # k = 1 drafts.
+    slots = rows * (S * (4 + 4 + 1) + 7 * 4 + 1 + 2 * 4)
     assert memory.arguments["cache"] == rows * S * token + slots
     assert memory.padding == 0
     # The slots are donated. New are the tally, a flag a row and four numbers, and a pointer for each of what comes
     # back.
-    assert memory.results == rows + 4 * 4 + 8 * (12 + 2 * m.layers + 3 + 5)
+    assert memory.results == rows + 4 * 4 + 8 * (13 + 2 * m.layers + 3 + 5)
 
 
 @pytest.mark.slow

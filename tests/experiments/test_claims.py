@@ -1,7 +1,6 @@
 """Statistics, verdicts, tables, figures and pages of the reproduction, on made-up rows."""
 
 import importlib
-import json
 import re
 
 import numpy as np
@@ -189,18 +188,3 @@ def test_the_page_is_self_contained():
     sources = re.findall(r'src="([^"]*)"', text)
     assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r'<script|<link rel="stylesheet"', text)
-
-
-def test_the_page_of_a_run(tmp_path):
-    rows = [{"step": 0, "eval/accuracy": 0.25}]
-    seconds = {f"time/{p}": 1.0 for p in report.PHASES} | {"time/total": 5.0}
-    rows += [{"step": i, "reward/mean": 0.5, "spec/acceptance_rate_pos_1": 0.875} | seconds for i in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_2.jsonl").write_text(
-        '{"reward": 1.0, "prompt": "1+1|\\n", "response": "<b>2</b>"}\n'
-    )
-    text = report.run_page(tmp_path)
-    assert "20.0%" in text and "0.875" in text and "&lt;b&gt;2&lt;/b&gt;" in text
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
-        report.run_page(tmp_path / "nothing")
