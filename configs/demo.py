@@ -20,6 +20,7 @@ def get_config(arg: str = ""):
     if arg == "smoke":
         c = rlzero_tiny.get_config("smoke")
         c.data.task = "walk"
+        c.rollout.max_prompt_tokens = 16
         return c
     c = base()
     c.steps = 12
