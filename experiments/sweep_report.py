@@ -14,6 +14,11 @@ from specrl_jax.io.metrics import read_metrics
 Table = list[dict[str, Any]]
 
 
+def collect_rows(sweep: Sequence[dict[str, Any]], workdir: str) -> Table:
+    """Return the metrics rows of every run of a sweep with its overrides."""
+    return [run | row for run in sweep for row in read_metrics(os.path.join(workdir, make_name(run)))]
+
+
 def run_report(
     doc: str,
     folder: pathlib.Path,

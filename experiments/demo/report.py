@@ -7,17 +7,15 @@ Writes results.csv (one row per step and seed) beside this file. A plain step is
 its rollouts times the speedup of the closing comparison, and without those of the draft's training.
 """
 
-import os
+import functools
 import pathlib
 from typing import Any
 
 import numpy as np
 
 from experiments.demo.sweep import get_sweep
-from experiments.sweep_report import Table, run_report
-from experiments.sweeps import make_name
+from experiments.sweep_report import Table, collect_rows, run_report
 from specrl_jax.core import PHASES
-from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent
 SPEEDUP = ["spec/speedup", "spec/speedup_low", "spec/speedup_high"]
@@ -27,11 +25,6 @@ FIELDS = (
     + ["time/total", "draft/seconds", "rollout/tokens_per_second", "spec/acceptance_length", *SPEEDUP]
     + ["rollout_vs_learner/logprob_abs_max"]
 )
-
-
-def collect(workdir: str) -> Table:
-    """Return the metrics rows of every run with its overrides."""
-    return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
 
 
 def plain_share(steps: Table) -> float:
@@ -69,4 +62,4 @@ def _line(run: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (print_table,))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, functools.partial(collect_rows, get_sweep()), (print_table,))

@@ -6,7 +6,7 @@
 Writes results.csv (one row per step and run) and learning.png beside this file.
 """
 
-import os
+import functools
 import pathlib
 from typing import Any
 
@@ -18,10 +18,8 @@ import numpy as np
 
 from experiments.claims import welch
 from experiments.rlzero_tiny.sweep import get_sweep
-from experiments.sweep_report import run_report
-from experiments.sweeps import make_name
+from experiments.sweep_report import collect_rows, run_report
 from specrl_jax.core import PHASES
-from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent
 KINDS = {"eagle3": "speculation", "none": "plain"}
@@ -32,11 +30,6 @@ FIELDS = (
     + [f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]
     + ["draft/loss", "draft/seconds", "spec/speedup", "spec/speedup_low", "spec/speedup_high"]
 )
-
-
-def collect(workdir: str) -> list[dict[str, Any]]:
-    """Return the metrics rows of every run with its overrides."""
-    return [run | row for run in get_sweep() for row in read_metrics(os.path.join(workdir, make_name(run)))]
 
 
 def run_rows(rows: list[dict[str, Any]], kind: str, seed: int) -> list[dict[str, Any]]:
@@ -90,4 +83,4 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    run_report(__doc__, HERE, get_sweep(), FIELDS, collect, (plot, print_tables))
+    run_report(__doc__, HERE, get_sweep(), FIELDS, functools.partial(collect_rows, get_sweep()), (plot, print_tables))

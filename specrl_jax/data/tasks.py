@@ -7,6 +7,7 @@ prefers the wrong one, and can improve by reinforcement.
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def arithmetic(rng: np.random.Generator, error_rate: float, shortest: int = 3, l
     if operation == "-" and a < b:
         a, b = b, a
     work = _subtract if operation == "-" else functools.partial(_add_or_multiply, operation)
-    steps, result = work(a, b, lambda: bool(rng.random() < error_rate))
+    steps, result = work(a, b, lambda place: bool(rng.random() < error_rate))
     answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
     return Problem(f"{a}{operation}{b}\n", str(answer), " ".join(steps) + f" #{result}")
 
@@ -45,22 +46,24 @@ def _reversed_digits(number: int) -> list[int]:
     return [int(digit) for digit in reversed(str(number))]
 
 
-def _add_or_multiply(operation: str, a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
-    """Work out a + b, of equally many digits, or a * b with a digit b."""
+def _add_or_multiply(operation: str, a: int, b: int, drop: Callable[[int], bool]) -> tuple[list[str], int]:
+    """Work out a + b, a missing digit as 0, or a * b with a digit b; `drop(place)` forgets the carry out of a place."""
     steps, carry, result = [], 0, 0
     digits = _reversed_digits(a)
-    for place, (x, y) in enumerate(zip(digits, [b] * len(digits) if operation == "*" else _reversed_digits(b))):
+    others = [b] * len(digits) if operation == "*" else _reversed_digits(b)
+    pairs = list(itertools.zip_longest(digits, others, fillvalue=0))
+    for place, (x, y) in enumerate(pairs):
         total = (x * y if operation == "*" else x + y) + carry
         steps.append(f"{x}{operation}{y}" + (f"+{carry}" if carry else "") + f"={total}")
-        last = place == len(digits) - 1
+        last = place == len(pairs) - 1
         result += (total if last else total % 10) * 10**place
         carry = total // 10
-        if carry and not last and drop():
+        if carry and not last and drop(place):
             carry = 0
     return steps, result
 
 
-def _subtract(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]:
+def _subtract(a: int, b: int, drop: Callable[[int], bool]) -> tuple[list[str], int]:
     steps, borrow, result = [], 0, 0
     pairs = list(zip(_reversed_digits(a), _reversed_digits(b), strict=True))
     for place, (x, y) in enumerate(pairs):
@@ -68,7 +71,7 @@ def _subtract(a: int, b: int, drop: Callable[[], bool]) -> tuple[list[str], int]
         steps.append(f"{top}-{y}" + ("-1" if borrow else "") + f"={top - y - borrow}")
         result += (top - y - borrow) * 10**place
         borrow = int(top > x)
-        if borrow and drop():
+        if borrow and drop(place):
             borrow = 0
     return steps, result
 
@@ -124,24 +127,12 @@ def walk(
     steps, value = list[str](), start
     while value <= limit:
         addend = odd if value % 2 else even
-        drop = len(steps) < count and bool(rng.random() < error_rate)  # bounds how much longer a wrong walk is
-        columns, total = _add_columns(value, addend, drop)
+        # In so many steps only: this bounds how much longer a wrong walk is.
+        places = {0} if len(steps) < count and rng.random() < error_rate else set[int]()
+        columns, total = _add_or_multiply("+", value, addend, places.__contains__)
         steps.append(f"{value}{'o' if value % 2 else 'e'}+{addend} {' '.join(columns)}")
         value = total
     return Problem(f"{start} e{even} o{odd} >{limit}\n", str(after), " ".join(steps) + f" #{value}")
-
-
-def _add_columns(a: int, b: int, drop: bool) -> tuple[list[str], int]:
-    """Work out a + b by columns, a missing digit as 0; with `drop` the carry out of the ones is forgotten."""
-    columns, carry, result = [], 0, 0
-    width = max(len(str(a)), len(str(b)))
-    for place in range(width):
-        x, y = a // 10**place % 10, b // 10**place % 10
-        total = x + y + carry
-        columns.append(f"{x}+{y}" + (f"+{carry}" if carry else "") + f"={total}")
-        result += (total if place == width - 1 else total % 10) * 10**place
-        carry = 0 if drop and not place else total // 10
-    return columns, result
 
 
 TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {

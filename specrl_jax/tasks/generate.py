@@ -14,7 +14,7 @@ from specrl_jax.config import Config, DataConfig, DraftConfig, GRPOConfig, Polic
 from specrl_jax.config.validate import validate
 from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
-from specrl_jax.data.tokenizers import Messages, Tokenizer, token_texts
+from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
@@ -27,7 +27,7 @@ from specrl_jax.io.workdir import open_workdir
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, Rollout, build
 from specrl_jax.training.initial import initial_weights
-from specrl_jax.training.metrics import speculation_metrics
+from specrl_jax.training.metrics import response_texts, speculation_metrics
 from specrl_jax.training.problems import load_problems
 
 # Shapes and sampling of a generator unless it is told others.
@@ -115,9 +115,7 @@ class Generator:
             prompts=[texts[i] for i in rollouts.prompt_index],
             texts=[self.tokenizer.decode(rollouts.response(row)) for row in rows],
             tokens=[rollouts.tokens[row, part].tolist() for row, part in zip(rows, parts)],
-            token_texts=[
-                token_texts(self.tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row]) for row in rows
-            ],
+            token_texts=[response_texts(rollouts, row, self.tokenizer) for row in rows],
             logprobs=[rollouts.logprobs[row, part] for row, part in zip(rows, parts)],
             draft_positions=[rollouts.draft_positions[row, part].tolist() for row, part in zip(rows, parts)],
             draft_kind=self.draft_kind,

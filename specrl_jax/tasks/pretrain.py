@@ -13,7 +13,7 @@ import optax
 
 from specrl_jax.config import Config
 from specrl_jax.core import Jitted, Mean, Params, masked_mean
-from specrl_jax.data.rows import Rows, make_rows, pack, packed_rows
+from specrl_jax.data.rows import Rows, make_rows, packed_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import Problem, TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
@@ -22,6 +22,7 @@ from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
+from specrl_jax.learner.batch import Packing, pack_minibatches
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -33,7 +34,7 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
-PACKED_ROWS = 4  # packed rows are padded to a multiple of these, so that few shapes are compiled
+PACKED_ROWS = 4  # packed rows are padded to a multiple of these
 
 
 def run(config: Config, workdir: str) -> None:
@@ -124,6 +125,5 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, length: int
     rows = make_rows(prompts, solutions, length, tokenizer.pad_id)
     if not pack_tokens:
         return rows
-    places = pack(lengths, pack_tokens)
-    places = places._replace(rows=-(-places.rows // PACKED_ROWS) * PACKED_ROWS)
+    places = pack_minibatches(lengths, length, Packing(pack_tokens, 1, PACKED_ROWS))
     return packed_rows(rows, places, lengths, tokenizer.pad_id)

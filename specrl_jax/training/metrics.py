@@ -150,6 +150,11 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     return row | ({"rollout_vs_learner/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
 
 
+def response_texts(rollouts: Rollouts, row: int, tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each token of a response; "" for its end-of-text."""
+    return token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row])
+
+
 def rollout_samples(
     generated: ScoredRollouts, tokenizer: Tokenizer, draft_kind: str, count: int
 ) -> list[dict[str, object]]:
@@ -162,7 +167,7 @@ def rollout_samples(
             **recorded(problems[rollouts.prompt_index[row]].prompt),
             "response": tokenizer.decode(rollouts.response(row)),
             "tokens": rollouts.tokens[row, rollouts.response_part(row)].tolist(),
-            "token_texts": token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row]),
+            "token_texts": response_texts(rollouts, row, tokenizer),
             "logprobs": rollouts.logprobs[row, rollouts.response_part(row)].tolist(),
             "draft_kind": draft_kind,
             "draft_positions": rollouts.draft_positions[row, rollouts.response_part(row)].tolist(),

@@ -42,11 +42,6 @@ PIECES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bpe():
-    return trained()
-
-
 @pytest.fixture
 def folder(bpe, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(QWEN_TEMPLATE)

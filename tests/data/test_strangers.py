@@ -9,20 +9,10 @@ import pytest
 from specrl_jax.data import tokenizers as ours
 from specrl_jax.data.tokenizers import HFTokenizer, load_tokenizer, try_folder
 from specrl_jax.errors import InputError
-from tests.helpers.tokenizers import QWEN_TEMPLATE, save_folder, trained, write
+from tests.helpers.tokenizers import QWEN_TEMPLATE, write
 
 VOCAB = 512
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja")
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    return trained()
-
-
-@pytest.fixture
-def folder(bpe, tmp_path):
-    return save_folder(bpe, tmp_path)
 
 
 def refusal(call):

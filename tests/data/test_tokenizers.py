@@ -12,7 +12,7 @@ from tokenizers import models
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import CharTokenizer, HFTokenizer, check_covers, load_tokenizer, token_texts
 from specrl_jax.errors import InputError
-from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, trained, write
+from tests.helpers.tokenizers import QWEN_TEMPLATE, SPECIAL, save_folder, write
 
 NEEDS_TRANSFORMERS = "pip install -r requirements-parity.txt brings this test back"
 PRINTABLE = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
@@ -87,16 +87,6 @@ RENDERED = (
     "<|im_start|>user\nAnd 6 * 7?\n<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    return trained()
-
-
-@pytest.fixture
-def folder(bpe, tmp_path):
-    return save_folder(bpe, tmp_path)
 
 
 def load(folder):
