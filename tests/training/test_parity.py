@@ -97,4 +97,5 @@ def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_pa
     assert rollouts == plain_run[0]
     assert rewards == plain_run[1]
     jax.tree.map(np.testing.assert_array_equal, policy, plain_run[2])
-    assert drafted[0] is None and all(drafted[1:])
+    # In which steps the controller drafts, if once it has seen how little is accepted, depends on the clock.
+    assert drafted[0] is None and (any if adaptive else all)(drafted[1:])
