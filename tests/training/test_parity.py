@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
+from specrl_jax.decoding import batch
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -92,10 +94,11 @@ def plain_run(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_path):
+def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_path, monkeypatch):
+    # Every chunk takes a second: by the real clock the controller may find that drafts of a random head do not pay.
+    monkeypatch.setattr(batch, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     rollouts, rewards, policy, drafted = trained("eagle3", adaptive, tmp_path)
     assert rollouts == plain_run[0]
     assert rewards == plain_run[1]
     jax.tree.map(np.testing.assert_array_equal, policy, plain_run[2])
-    # In which steps the controller drafts, if once it has seen how little is accepted, depends on the clock.
-    assert drafted[0] is None and (any if adaptive else all)(drafted[1:])
+    assert drafted[0] is None and all(drafted[1:])
