@@ -21,8 +21,9 @@ from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
 from specrl_jax.errors import InputError
 
-# Calibration times this many iterations, this often. The minimum counts: disturbances only add time.
-CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
+# Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
+# minimum counts: disturbances only add time, and matter where iterations are short.
+CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
 
 
 class DraftLengthPolicy(Protocol):
@@ -94,7 +95,7 @@ class Engine(Generic[Params, Cache]):
         lengths = lengths or FixedLength(self.draft_length)
         scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history)
         on_progress(0, scheduler.total)
-        self.calibrate(params, prompts, lengths, seed, lambda: on_progress(0, scheduler.total))
+        self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
@@ -109,30 +110,40 @@ class Engine(Generic[Params, Cache]):
         self,
         params: Params,
         prompts: Sequence[Sequence[int]],
+        samples: int,
         lengths: DraftLengthPolicy,
         seed: int,
         after_chunk: Callable[[], None],
     ) -> None:
         """Time an iteration of every (batch size, draft length) that `lengths` has no cost for.
 
-        Decodes throwaway rollouts of these prompts in all slots, so the times are those of a full batch.
+        Decodes throwaway rollouts of these prompts in all slots, so the times are those of a full batch. One batch
+        serves for all, from the largest size down, until rows of it end; it is dropped before another one is made.
         """
-        cycled = [prompts[j % len(prompts)] for j in range(self.config.num_slots)]
+        cycled = [prompts[j % len(prompts)] for j in range(-(-self.config.num_slots // samples))]
+        batch: ActiveBatch | None = None
         for size in self.compiled.sizes:
             unmeasured = lengths.unmeasured(size)
             timed: dict[int, list[float]] = {k: [] for k in unmeasured}
-            # All lengths in each round: other load on the machine then slows them alike.
-            for i in range(1 + CALIBRATED_ROUNDS):
+            spent = 0.0
+            for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
+                if i > 1 and spent > CALIBRATED_SECONDS:
+                    break
+                # All lengths in each round: other load on the machine then slows them alike.
                 for k in unmeasured:
-                    scheduler = Scheduler(self.config, self.pad_id, cycled, 1, 0, None)
-                    batch = ActiveBatch(self, params, scheduler, seed + i)
-                    batch.prepare()
+                    if batch is None or batch.scheduler.running < size:
+                        batch = None  # with its cache
+                        scheduler = Scheduler(self.config, self.pad_id, cycled, samples, 0, None)
+                        batch = ActiveBatch(self, params, scheduler, seed + i)
+                        batch.prepare()
                     batch.compact_to(size)
-                    chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS))
-                    timed[k].append(chunk.seconds / chunk.iterations)
+                    chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS if i else 1))
+                    if i:
+                        spent += chunk.seconds
+                        timed[k].append(chunk.seconds / chunk.iterations)
                     after_chunk()
             for k in unmeasured:
-                lengths.calibrate(size, k, min(timed[k][1:]))
+                lengths.calibrate(size, k, min(timed[k]))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

@@ -350,6 +350,31 @@ def test_a_stop_ends_the_calibration():
     assert calls == [0, 0, 0] and list(lengths.unmeasured(10)) == [0]
 
 
+@pytest.mark.parametrize("longest", slow_but([8], [8, 300]))  # rows end; no row ends
+def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
+    sizes = EngineConfig(4, 4, longest, chunk=16, sizes=(2,))
+    run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
+    make, refill, held, prefilled = run.compiled.empty, run.compiled.refill, [], []
+
+    def buffers():
+        return sum(x.shape == (4, sizes.cache_length) for x in jax.live_arrays())
+
+    def empty(params):
+        held.append(buffers())
+        return make(params)
+
+    def refilled(params, slots, carried, batch):
+        prefilled.append(int(batch.num_prompts))
+        return refill(params, slots, carried, batch)
+
+    run.compiled.empty, run.compiled.refill = empty, refilled
+    before, lengths = buffers(), Controller((0, 1), (4, 2))
+    run.calibrate(TABLE, PROMPTS, 2, lengths, 0, lambda: None)
+    assert not lengths.unmeasured(4) and not lengths.unmeasured(2)
+    assert set(held) == {before} and set(prefilled) == {2}, "one batch at a time, of two groups of two"
+    assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
+
+
 def test_a_group_shares_one_prefill_of_its_prompt():
     """Rows through the model in prefill: each prompt once, however its group is scheduled, and rows of padding."""
     rows = []
