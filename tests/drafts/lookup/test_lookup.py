@@ -17,7 +17,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, commit, speculative_step
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
-from specrl_jax.drafts.lookup.search import look_up
+from specrl_jax.drafts.lookup.search import BLOCK, Match, longest_match, look_up
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index, joint, sequences
 from tests.helpers.statistics import assert_drawn_from
@@ -110,6 +110,70 @@ def test_tokens_beyond_a_length_are_never_read(case, seed):
     )
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# Blocks of a longer text: whole ones, and a last one that overlaps the one before.
+LONG = 2 * BLOCK + 88
+ENDS = [0, 1, 7, 8, 40, BLOCK - 1, BLOCK, BLOCK + 1, LONG - BLOCK, 2 * BLOCK, LONG - 1, LONG]
+
+
+@jax.jit
+def match_of_all_positions(recent, texts, length):
+    """In one pass over all of [B, M, S], whatever the texts hold."""
+    S, n = texts.shape[-1], recent.shape[1]
+    position = jnp.arange(S)[None, None]
+    texts = jnp.pad(texts, ((0, 0), (0, 0), (n, 0)), constant_values=-1)
+    matching = position < length[:, :, None]
+    matched = jnp.zeros(matching.shape, jnp.int32)
+    for i in range(n):
+        matching &= texts[:, :, n - 1 - i : n - 1 - i + S] == recent[:, i, None, None]
+        matched += matching
+    best = jnp.max(matched * S + position, axis=-1)
+    text = jnp.argmax(best // S, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(best, text[:, None], axis=1)[:, 0]
+    return Match(text, best % S, best // S)
+
+
+@given(
+    seed=st.integers(0, 2**31), V=st.sampled_from([2, 5, 40]), most=st.sampled_from(ENDS[1:]), n=st.sampled_from([1, 8])
+)
+@settings(max_examples=60)
+def test_blocks_find_what_a_pass_over_all_positions_finds(seed, V, most, n):
+    """Bit for bit, of texts that end anywhere in a block, with ties in every text and block."""
+    rng = np.random.default_rng(seed)
+    texts, recent = rng.integers(0, V, (C, M, LONG)).astype(np.int32), rng.integers(0, V, (B, n)).astype(np.int32)
+    length = rng.choice([end for end in ENDS if end <= most], (B, M)).astype(np.int32)
+    group = rng.integers(0, C + 1, B).astype(np.int32)
+    wanted = match_of_all_positions(recent, texts[np.minimum(group, C - 1)], length)
+    of_groups, of_rows = in_blocks(recent, texts, length, group), in_blocks(recent, texts[group % C], length, None)
+    rows = match_of_all_positions(recent, texts[group % C], length)
+    for found, expected in zip((*of_groups, *of_rows), (*wanted, *rows), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+in_blocks = jax.jit(longest_match)
+
+
+def test_blocks_beyond_the_longest_text_are_not_read(monkeypatch):
+    turns, loop = [], jax.lax.fori_loop
+
+    def counted(first, last, turn, start):
+        turns.append(int(last) - int(first))
+        return loop(first, last, turn, start)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", counted)
+    for longest in (0, 40, BLOCK, BLOCK + 1, LONG):
+        longest_match(jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 2, LONG), jnp.int32), jnp.array([[0, longest]]))
+    assert turns == [0, 1, 1, 2, 3]
+
+
+def test_the_search_holds_one_block_whatever_the_longest_text():
+    def temporary(S):
+        shapes = [(64, 8), (4, 24, S), (64, 24), (64,)]
+        compiled = in_blocks.lower(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16 * BLOCK) == temporary(4 * BLOCK) < 20 * 64 * 24 * BLOCK
 
 
 # Texts by digit, "." where there is none: own, the group's other texts, k, min_match, max_match -> draft, match length.
