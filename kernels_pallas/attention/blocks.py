@@ -5,16 +5,25 @@ stand at fixed positions whatever the page, and one beyond a row's length change
 depends neither on the other rows nor on the pages.
 """
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.attention.types import Pages
+from kernels_pallas.attention.types import Pages, last_seen
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
 
-# Running maximum [B, K, M] and sum [B, K, M] of the exponentials, and weighted values [B, K, M, H], float32 at least.
-Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+class Sums(NamedTuple):
+    """What softmax has accumulated for M queries of each key/value head; float32 at least."""
+
+    largest: jax.Array  # [B, K, M] score
+    total: jax.Array  # [B, K, M] of the exponentials
+    out: jax.Array  # [B, K, M, H] weighted values
 
 
 def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -25,72 +34,68 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
     """
     B, Q, N, H = q.shape
     C, K, T = pages.keys.shape[:3]
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), constant_values=C)
-    order = jnp.argsort(-positions.max(axis=1))
-    table, seen = table[order], jnp.repeat(positions[order], N // K, axis=1)[:, None, :, None]
+    wide, M = jnp.promote_types(q.dtype, jnp.float32), Q * N // K
+    seen = last_seen(table, positions, C, T)
+    # A row's own page in place of one that it has not: its weights are 0, but 0 * NaN is NaN.
+    table = jnp.minimum(jnp.where(table < C, table, table[:, :1]), C - 1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), mode="edge")
+    sums = Sums(jnp.full((B, K, M), -1e30, wide), jnp.zeros((B, K, M), wide), jnp.zeros((B, K, M, H), wide))
+    ordered = table.shape[1] * T > BLOCK  # else every row has its one block
+    order = jnp.argsort(-seen.max(axis=1)) if ordered else jnp.arange(B)
+    blocks = ((seen.max(axis=1) + BLOCK) // BLOCK)[order]  # descending; 0: nothing to read
     # The queries that share a key/value head are the rows of one matmul.
-    grouped = jnp.swapaxes(q[order].reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, -1, H)
-    blocks = (positions.max(axis=1)[order] + BLOCK) // BLOCK  # descending; 0: nothing to read
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    M = grouped.shape[2]
-    sums = jnp.full((B, K, M), -1e30, wide), jnp.zeros((B, K, M), wide), jnp.zeros((B, K, M, H), wide)
-    start, rows = jnp.int32(0), B
-    while True:
-        alone = rows // 2 if rows >= 2 * FEWEST_ROWS else 0
-        stop = jnp.maximum(start, blocks[alone])
-        part = _over_blocks(
-            start, stop, grouped[:rows], pages, table[:rows], seen[:rows], tuple(x[:rows] for x in sums)
-        )
-        sums = tuple(jnp.concatenate([new, old[rows:]]) for new, old in zip(part, sums))
-        if not alone:
-            break
-        start, rows = stop, alone
-    _, total, out = sums
-    out = (out / jnp.where(total > 0, total, 1)[..., None])[jnp.argsort(order)]
+    grouped = jnp.swapaxes(q.reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, M, H)
+    rows = grouped, table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
+    if ordered:
+        rows, start, count = jax.tree.map(lambda x: x[order], rows), jnp.int32(0), B
+        while count:
+            alone = count // 2 if count >= 2 * FEWEST_ROWS else 0
+            stop = jnp.maximum(start, blocks[alone])
+            part, rows = jax.tree.map(lambda x, n=count: x[:n], (sums, rows))
+            add = functools.partial(_add, pages, *rows)
+            part = jax.lax.fori_loop(start, stop, add, part)
+            sums = jax.tree.map(lambda new, old, n=count: jnp.concatenate([new, old[n:]]), part, sums)
+            start, count = stop, alone
+        sums = jax.tree.map(lambda x: x[jnp.argsort(order)], sums)
+    else:
+        sums = _add(pages, *rows, jnp.int32(0), sums)
+    total = sums.total[..., None]
+    out = jnp.where(total > 0, sums.out / jnp.where(total > 0, total, 1), 0)
     return jnp.swapaxes(out.reshape(B, K, Q, N // K, H), 1, 2).reshape(B, Q, N, H).astype(q.dtype)
 
 
-def _over_blocks(
-    start: jax.Array, stop: jax.Array, q: jax.Array, pages: Pages, table: jax.Array, seen: jax.Array, sums: Sums
-) -> Sums:
-    """Add blocks [start, stop) to the sums of q [B, K, M, H], which see positions up to `seen` [B, 1, M, 1]."""
-    scale = q.shape[-1] ** -0.5
+def _add(pages: Pages, q: jax.Array, table: jax.Array, seen: jax.Array, j: jax.Array, sums: Sums) -> Sums:
+    """Add block j to the sums of q [B, K, M, H], which see positions up to `seen` [B, 1, M, 1]."""
+    keys, values = (_block(pool, table, j) for pool in pages)
+    scores = jnp.einsum("BKMH,BKSH->BKMS", q.astype(keys.dtype), keys, preferred_element_type=sums.total.dtype)
+    there = j * BLOCK + jnp.arange(BLOCK)[None, None, None] <= seen
+    scores = jnp.where(there, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    largest = jnp.maximum(sums.largest, _halved(scores, jnp.maximum))
+    weights, shrink = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
+    added = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values, preferred_element_type=shrink.dtype)
+    return Sums(largest, sums.total * shrink + _halved(weights, jnp.add), sums.out * shrink[..., None] + added)
 
-    def add(j: jax.Array, sums: Sums) -> Sums:
-        largest, total, out = sums
-        keys, values = (_block(pool, table, j) for pool in pages)
-        scores = jnp.einsum("BKMH,BKSH->BKMS", q.astype(keys.dtype), keys, preferred_element_type=total.dtype) * scale
-        scores = jnp.where(j * BLOCK + jnp.arange(BLOCK) <= seen, scores, -jnp.inf)
-        new = jnp.maximum(largest, scores.max(axis=-1))
-        weights, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
-        added = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values, preferred_element_type=total.dtype)
-        return new, total * shrink + weights.sum(axis=-1), out * shrink[..., None] + added
 
-    return jax.lax.fori_loop(start, stop, add, sums)
+def _halved(x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Reduce the last axis, a power of two, in one fixed order.
+
+    XLA on a CPU sums in an order that depends on how many rows there are, and then makes another exp, too.
+    """
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = join(x[..., :half], x[..., half:])
+    return x[..., 0]
 
 
 def _block(pool: jax.Array, table: jax.Array, j: jax.Array) -> jax.Array:
-    """Return block j [B, K, BLOCK, H] of every row, from a pool [C, K, T, H]; some page's values where it has none."""
+    """Return block j [B, K, BLOCK, H] of every row, from a pool [C, K, T, H] and a table of existing pages."""
     C, K, T, H = pool.shape
-    if T >= BLOCK:
-        page = jax.lax.dynamic_slice_in_dim(table, j * BLOCK // T, 1, axis=1)[:, 0]
-        offset = j * BLOCK % T
-
-        def part(page: jax.Array) -> jax.Array:
-            start = (page, jnp.zeros_like(page), offset.astype(page.dtype), jnp.zeros_like(page))
-            return jax.lax.dynamic_slice(pool, start, (1, K, BLOCK, H))[0]
-
-        # In bounds by construction, after `minimum`: XLA then need not clamp every element.
-        block = jax.vmap(part)(jnp.minimum(page, C - 1)) if T > BLOCK else _take(pool, page)
-    else:
-        n = BLOCK // T
-        block = _take(pool, jax.lax.dynamic_slice_in_dim(table, j * n, n, axis=1))  # [B, n, K, T, H]
-        block = jnp.swapaxes(block, 1, 2).reshape(len(table), K, BLOCK, H)
-    return loaded(block)
-
-
-def _take(pool: jax.Array, page: jax.Array) -> jax.Array:
-    return pool.at[jnp.minimum(page, len(pool) - 1)].get(mode="promise_in_bounds")
+    run = min(T, BLOCK)  # positions of a page that a block holds: one run in memory for each head
+    page = jax.lax.dynamic_slice_in_dim(table, j * BLOCK // T, BLOCK // run, axis=1)[:, None]  # [B, 1, BLOCK / run]
+    index = (page * K + jnp.arange(K)[None, :, None]) * (T // run) + j * BLOCK % T // run
+    # In bounds by construction: XLA need not clamp every element. Whole runs are gathered faster than parts of pages.
+    block = pool.reshape(C * K * T // run, run, H).at[index].get(mode="promise_in_bounds")
+    return loaded(block.reshape(len(table), K, BLOCK, H))
 
 
 def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:

@@ -20,7 +20,9 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
 
     grouped = q.reshape(B, Q, K, N // K, H)
     scores = jnp.einsum("BQKRH,BKSH->BKRQS", grouped, whole(pages.keys)) * H**-0.5
-    there = jnp.repeat(table < C, T, axis=1)[:, None] & (jnp.arange(table.shape[1] * T) <= positions[:, :, None])
+    there = jnp.repeat(table < C, T, axis=1)[:, None] & (
+        jnp.arange(table.shape[1] * T)[None, None] <= positions[:, :, None]
+    )
     weights = jax.nn.softmax(scores, axis=-1, where=there[:, None, None])
     out = jnp.einsum("BKRQS,BKSH->BQKRH", jnp.nan_to_num(weights), whole(pages.values))
     return out.reshape(B, Q, N, H)
