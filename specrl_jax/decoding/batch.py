@@ -50,6 +50,11 @@ class ActiveBatch(Generic[Params, Cache]):
         """B, rows of the batch."""
         return len(self.scheduler.owner)
 
+    @property
+    def live(self) -> float:
+        """Tokens that a running row holds, on average."""
+        return float(np.asarray(self.slots.length)[self.scheduler.owner != FREE].mean())
+
     def prepare(self) -> bool:
         """Refill free slots, or compact the batch if nothing waits; return whether anything runs."""
         scheduler, compiled = self.scheduler, self._engine.compiled
@@ -71,6 +76,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
         k, config = choice.k, self._engine.config
+        running, length = self.scheduler.owner != FREE, np.asarray(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
         # A draft itself processes the last k + 1 committed tokens.
@@ -79,10 +85,10 @@ class ActiveBatch(Generic[Params, Cache]):
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
         self._behind = k + 1 if k else float("inf")
         self._collect_mask()
-        self._collect(np.flatnonzero((self.scheduler.owner != FREE) & statistics.done))
-        chunk = DecodeChunk(
-            self.size, k, seconds, int(statistics.iterations), int(statistics.verifications), switch_seconds
-        )
+        self._collect(np.flatnonzero(running & statistics.done))
+        iterations, verifications = int(statistics.iterations), int(statistics.verifications)
+        live = float((length + statistics.length)[running].mean()) / 2
+        chunk = DecodeChunk(self.size, k, seconds, iterations, verifications, switch_seconds, live)
         self._chunks.append(chunk)
         return chunk, statistics
 

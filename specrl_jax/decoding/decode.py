@@ -79,7 +79,7 @@ def decode_chunk(
         replayed = replay(
             before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
         )
-    return slots, ChunkStatistics(slots.done, count, verifications, drafted, accepted, replayed)
+    return slots, ChunkStatistics(slots.done, slots.length, count, verifications, drafted, accepted, replayed)
 
 
 def _counters(slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -29,11 +29,11 @@ CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
 class DraftLengthPolicy(Protocol):
     """Chooses draft lengths; `controller.Controller` documents the methods."""
 
-    def choose(self, size: int, running: int) -> Choice: ...
+    def choose(self, size: int, running: int, live: float) -> Choice: ...
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None: ...
     def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
     def unmeasured(self, size: int) -> Sequence[int]: ...
-    def calibrate(self, size: int, k: int, seconds: float) -> None: ...
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FixedLength:
 
     k: int
 
-    def choose(self, size: int, running: int) -> Choice:
+    def choose(self, size: int, running: int, live: float) -> Choice:
         return Choice(self.k, None)
 
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
@@ -54,7 +54,7 @@ class FixedLength:
     def unmeasured(self, size: int) -> Sequence[int]:
         return ()
 
-    def calibrate(self, size: int, k: int, seconds: float) -> None:
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         pass
 
 
@@ -99,7 +99,7 @@ class Engine(Generic[Params, Cache]):
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
-            chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running))
+            chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
             lengths.observe(chunk, np.asarray(statistics.accepted))
             if statistics.replayed is not None:
                 lengths.replay(int(statistics.replayed[0]), np.asarray(statistics.replayed[1:]))
@@ -124,7 +124,7 @@ class Engine(Generic[Params, Cache]):
         batch: ActiveBatch | None = None
         for size in self.compiled.sizes:
             unmeasured = lengths.unmeasured(size)
-            timed: dict[int, list[float]] = {k: [] for k in unmeasured}
+            timed: dict[int, list[tuple[float, float]]] = {k: [] for k in unmeasured}
             spent = 0.0
             for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
                 if i > 1 and spent > CALIBRATED_SECONDS:
@@ -140,10 +140,10 @@ class Engine(Generic[Params, Cache]):
                     chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS if i else 1))
                     if i:
                         spent += chunk.seconds
-                        timed[k].append(chunk.seconds / chunk.iterations)
+                        timed[k].append((chunk.seconds / chunk.iterations, chunk.live))
                     after_chunk()
             for k in unmeasured:
-                lengths.calibrate(size, k, min(timed[k]))
+                lengths.calibrate(size, k, *min(timed[k]))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

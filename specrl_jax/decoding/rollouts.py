@@ -24,6 +24,7 @@ class DecodeChunk(NamedTuple):
     iterations: int
     verifications: int  # by running rows
     switch_seconds: float  # of updating the drafter's cache before them
+    live: float  # tokens that a running row held, on average over rows and over the chunk's start and end
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,6 +116,7 @@ class ChunkStatistics(NamedTuple):
     """Counts of one decode chunk, small enough to fetch after every chunk."""
 
     done: jax.Array  # [B] bool
+    length: jax.Array  # [B] int32, committed tokens, prompt included
     iterations: jax.Array  # [] int32
     verifications: jax.Array  # [] int32, by running rows
     drafted: jax.Array  # [longest draft] int32

@@ -91,6 +91,20 @@ def test_the_cost_of_an_iteration_excludes_refills():
     assert len(ready) > 1 + CALIBRATED_ROUNDS and all(ready)
 
 
+def test_chunks_say_how_many_tokens_a_row_held():
+    """Before a chunk to `choose`, and halfway through it to `observe`; an empty row does not count."""
+
+    class Asked(FixedLength):
+        def choose(self, size, running, live):
+            asked.append(live)
+            return super().choose(size, running, live)
+
+    asked: list[float] = []
+    never = TABLE - 50 * np.eye(V, dtype=np.float32)[EOS]
+    out = engine(num_slots=5).generate(never, [[1, 2], [1, 1, 2, 0]], samples=2, seed=0, lengths=Asked(0))
+    assert asked == [3, 6, 9] and [chunk.live for chunk in out.chunks] == [4.5, 7.5, 10]
+
+
 # --- plain decoding
 
 

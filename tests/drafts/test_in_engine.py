@@ -339,7 +339,7 @@ class InTurn(FixedLength):
     def __init__(self, *lengths):
         super().__init__(iter(lengths * 1000))
 
-    def choose(self, size, running):
+    def choose(self, size, running, live):
         return Choice(next(self.k), 2)
 
 

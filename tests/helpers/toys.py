@@ -80,7 +80,7 @@ class Choosing(FixedLength):
     def __init__(self, choose):
         super().__init__(choose)
 
-    def choose(self, size, running):
+    def choose(self, size, running, live):
         return Choice(self.k(running), None)
 
 
