@@ -95,15 +95,13 @@ class GRPOConfig:
     correction_cap: float = key(2.0, "cap of the importance weights", above=1, high=1e6)
     epochs: int = key(1, "passes over the rollouts of a step", low=1, high=1000)
     minibatches: int = key(1, "optimizer updates per pass", "updates", low=1, high=65_536)
-    microbatch: int = key(
-        0,
-        "rows per forward and backward pass; 0 = the whole minibatch, -1 = as many as the memory holds",
-        "rows",
+    microbatch_tokens: int = key(
+        32_768,
+        "tokens of all devices per forward and backward pass, at least a row on each; 0 = the whole minibatch, -1 = as "
+        "many as the memory holds",
+        "tokens",
         low=-1,
         high=INT32,
-    )
-    pack_tokens: int = key(
-        0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0, high=4 * LONGEST
     )
     sampling_rounds: int = key(
         1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1, high=1000

@@ -87,26 +87,12 @@ def _temperatures(config: Config) -> None:
 
 
 def _learner_rows(config: Config) -> None:
-    """Check how the rollouts of a step are cut into minibatches, microbatches and rows."""
+    """Check how the rollouts of a step are cut into minibatches; of rows there are as many as that takes."""
     g, draft = config.grpo, config.draft
-    rollouts = g.prompts_per_step * g.group_size
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if rollouts % g.minibatches:
+    if (rollouts := g.prompts_per_step * g.group_size) % g.minibatches:
         raise InputError(f"grpo.minibatches={g.minibatches} must divide the {rollouts} rollouts of a step")
-    if g.pack_tokens:  # as many rows as needed, a multiple of every divisor below
-        if g.pack_tokens < longest:
-            raise InputError(f"grpo.pack_tokens={g.pack_tokens}: a prompt and its response may have {longest} tokens")
-        return
-    rows = rollouts // g.minibatches
-    if g.microbatch and rows % g.microbatch:
-        raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
-    if not has_weights(draft.kind):
-        return
-    if rows % draft.minibatches:
-        raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
-    rows //= draft.minibatches
-    if g.microbatch and rows % g.microbatch:
-        raise InputError(f"grpo.microbatch={g.microbatch} must divide the {rows} rows of an update of the draft")
+    if has_weights(draft.kind) and (rollouts := rollouts // g.minibatches) % draft.minibatches:
+        raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rollouts} rollouts")
 
 
 def _objective(config: Config) -> None:
@@ -219,9 +205,6 @@ def _pretrain(config: Config) -> None:
 
 
 def _draft_pretrain(config: Config) -> None:
-    rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
-    if microbatch and rows % microbatch:
-        raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
     if not has_weights(config.draft.kind):
         kinds = " or ".join(name for name, kind in KINDS.items() if kind.has_weights)
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")

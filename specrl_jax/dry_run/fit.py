@@ -74,11 +74,12 @@ def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, config: Config, nu
 
 
 def _fewer_temporaries(config: Config, num_shards: int) -> str:
-    rows = config.grpo.microbatch
+    tokens = config.grpo.microbatch_tokens
+    least = num_shards * (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if not config.policy.remat:
         return "policy.remat=true"
-    if not rows or rows > num_shards:
-        return f"grpo.microbatch={num_shards}: one row for each of the {num_shards} parts of a batch"
+    if not tokens or tokens > least:
+        return f"grpo.microbatch_tokens={least}: one row for each of the {num_shards} parts of a batch"
     if not config.policy.vocab_tile:
         return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"

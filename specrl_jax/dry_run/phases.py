@@ -8,6 +8,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from specrl_jax.core import Jitted, Params, stand_in
@@ -15,7 +16,7 @@ from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.batch import ids_per_row
+from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
@@ -65,7 +66,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "logprob",
-                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows)),
+                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -125,7 +126,8 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
     """Return the shapes of the inputs of one policy update."""
     g, o = learner.plan.config.grpo, learner.objective
-    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // g.minibatches)
+    n = g.minibatches
+    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // n, learner.packing.parts // n)
     floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows_sharding(learner)))
     inputs = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
@@ -141,16 +143,18 @@ def rows_sharding(learner: Learner) -> NamedSharding:
     return learner.plan.learner_partition.sharding(("batch", "sequence"))
 
 
-def abstract_rows(learner: Learner, B: int) -> Rows:
-    """Return the shapes of B learner rows."""
-    T, most_kept = learner.plan.limits.cache_length, learner.plan.limits.most_kept
+def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
+    """Return the shapes of the rows of so many rollouts, each as long as it may be."""
+    limits = learner.plan.limits
+    places = pack_parts(np.full(rollouts, limits.cache_length), learner.packing._replace(parts=parts))
+    (B, T), most_kept = (places.rows, places.tokens), limits.most_kept
     shape, sharding = (B, T), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
     # As many ids as top-k and top-p can keep; top-p usually keeps a few.
     ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     kept = KeptTokens(ids, ints) if most_kept else None
-    return Rows(ints, ints, ints, mask, ints if learner.packing else None, kept)
+    return Rows(ints, ints, ints, mask, ints, kept)
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

@@ -39,10 +39,10 @@ def estimate_bytes(
     """
     c, p, split = decoder.model, decoder.precision, decoder.split
     total = parameters(c) + (head_parameters(decoder.head) if decoder.head else 0)
-    microbatch = w.microbatch or w.rollouts / w.minibatches
-    rows = np.maximum(microbatch * learner.split.tensor / learner_devices, 1)
+    microbatch = w.microbatch_tokens or w.learner_tokens()[0] / w.minibatches
+    tokens = np.maximum(microbatch * learner.split.tensor / learner_devices, w.longest)
     kept = c.layers * c.embed if w.remat else 12 * c.layers * c.embed  # without remat, the inputs of every matmul
-    activations = rows * w.longest * kept * BYTES[learner.dtype] / learner.split.tensor
+    activations = tokens * kept * BYTES[learner.dtype] / learner.split.tensor
     logits = w.longest * c.vocab * BYTES["float32"] / learner.split.tensor
     # Without fsdp a compute copy of the parameters and its gradient are resident all the time.
     copies = 0.0 if w.gathered else (BYTES[learner.dtype] + BYTES["float32"]) * total / learner.split.devices

@@ -21,7 +21,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.distributed import global_arrays
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.batch import Packing, packing_unit
+from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.draft_step import (
     ROWS_PER_PREDICTED,
     DraftForward,
@@ -62,7 +62,7 @@ class Learner:
     objective: Objective
     optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
-    packing: Packing | None  # of rollouts into rows; None: one rollout a row
+    packing: Packing  # of rollouts into rows
     logprob_step: LogprobStep
     policy_step: PolicyStep
     feature_step: FeatureStep
@@ -121,7 +121,7 @@ def make_learner(plan: Plan) -> Learner:
         objective=objective,
         optimizer=optimizer,
         draft_optimizer=draft_optimizer,
-        packing=_packing(plan),
+        packing=make_packing(plan),
         logprob_step=make_logprob_step(forward, partition),
         policy_step=make_policy_step(forward, objective, optimizer, partition),
         feature_step=make_feature_step(forward, partition),
@@ -224,7 +224,7 @@ def _policy_forward(plan: Plan) -> PolicyForward:
         dtype=dtype,
         remat=policy.remat,
         vocab_tile=policy.vocab_tile,
-        microbatch=grpo.microbatch,
+        microbatch_tokens=grpo.microbatch_tokens,
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
@@ -243,7 +243,7 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
         vocab_tile=forward.vocab_tile,
-        microbatch=forward.microbatch,
+        microbatch_tokens=forward.microbatch_tokens,
         temperature=forward.temperature,
     )
 
@@ -260,10 +260,13 @@ def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
     )
 
 
-def _packing(plan: Plan) -> Packing | None:
-    grpo, draft = plan.config.grpo, plan.config.draft
-    if not grpo.pack_tokens:
-        return None
-    num_shards = plan.learner_partition.num_shards("batch")
-    unit = packing_unit(num_shards, grpo.microbatch, draft.minibatches if plan.draft else 1)
-    return Packing(grpo.pack_tokens, grpo.minibatches, unit)
+def make_packing(plan: Plan) -> Packing:
+    """Return how the rollouts of a step are packed into rows."""
+    grpo, learner = plan.config.grpo, plan.learner_partition
+    return Packing(
+        limit=plan.limits.cache_length,
+        parts=grpo.minibatches * (plan.config.draft.minibatches if plan.draft else 1),
+        num_shards=learner.num_shards("batch"),
+        sequence_shards=learner.num_shards("sequence"),
+        microbatch_tokens=grpo.microbatch_tokens,
+    )

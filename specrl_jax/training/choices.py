@@ -172,7 +172,7 @@ def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, measured:
         "draft.kind": _draft_kind,
         "draft.vocab_size": _draft_vocabulary,
         "rollout.max_response_tokens": _response_length,
-        "grpo.microbatch": _microbatch,
+        "grpo.microbatch_tokens": _microbatch_tokens,
         "rollout.num_slots": _slots,
     }
     for key, step in steps.items():
@@ -192,7 +192,7 @@ def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: 
     if config.task not in ("train", "draft_pretrain"):
         return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
     head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
-    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch": 1})
+    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch_tokens": 1})
     sizes, _, _ = _estimate(with_head, model, machine)
     needed = float(sizes.state + sizes.weights)
     if needed > USABLE * machine.memory:
@@ -231,27 +231,28 @@ def _response_length(config: Config, model: Qwen3Config, machine: Machine, measu
 
 def _fitting(config: Config, model: Qwen3Config, machine: Machine, length: int) -> int:
     """Return how many sequences of a response length fit."""
-    values = {"rollout.max_response_tokens": length, "grpo.microbatch": max(1, config.grpo.microbatch)}
+    values = {"rollout.max_response_tokens": length, "grpo.microbatch_tokens": max(1, config.grpo.microbatch_tokens)}
     return _free_slots(with_values(config, values), model, machine)
 
 
-def _microbatch(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
-    g, d = config.grpo, config.draft
-    rows = g.prompts_per_step * g.group_size // g.minibatches // (d.minibatches if KINDS[d.kind].has_weights else 1)
+def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    g, shards, longest = config.grpo, partitioner(machine.mesh, LEARNER).num_shards("batch"), _longest(config)
+    rows = g.prompts_per_step * g.group_size // g.minibatches
     if config.task == "draft_pretrain":
         rows = config.pretrain.batch_size
-    shards = partitioner(machine.mesh, LEARNER).num_shards("batch")
-    choices = [n for n in range(rows, 0, -1) if rows % n == 0 and n % shards == 0] or [rows]
 
     def taken(n: int) -> tuple[float, float]:
-        """Return (bytes of a pass, bytes that are free for it)."""
-        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch": n}), model, machine)
+        """Return (bytes of a pass over n tokens, bytes that are free for it)."""
+        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch_tokens": n}), model, machine)
         return float(sizes.activations), (USABLE * machine.memory - float(sizes.state + sizes.weights)) / 2
 
-    best = next((n for n in choices if taken(n)[0] <= taken(n)[1]), choices[-1])
+    # A row of the longest on each device, and as often twice that as the memory holds and a minibatch may need.
+    best = shards * longest
+    while best < rows * longest and taken(2 * best)[0] <= taken(2 * best)[1]:
+        best *= 2
     used, free = taken(best)
     warning = "" if used <= free else "; warning: by this estimate even that does not fit"
-    return best, f"rows of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
+    return best, f"tokens of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
 
 
 def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
@@ -310,7 +311,8 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         lengths=LogNormalLengths(limit / 2, limit),
         slots=r.num_slots,
         minibatches=g.minibatches,
-        microbatch=g.microbatch,
+        packed=True,
+        microbatch_tokens=g.microbatch_tokens,
         remat=config.policy.remat,
     )
     decoder = DecoderCost(model, head, hardware, apart, Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype))

@@ -72,8 +72,6 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     _check_processes(config)
     _check_vocabulary(plan)
     _check_shards(plan)
-    if config.task not in WITHOUT_LEARNER:
-        _check_rows(plan)
     check_cache_length(plan.limits, model)
     check_cache_length(plan.eval_limits, model, "eval")
     return plan
@@ -204,24 +202,6 @@ def _check_shards(plan: Plan) -> None:
         rollout.shardings(plan.draft.inference_specs)
     if plan.limits.num_slots % rollout.num_shards("batch"):
         raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
-
-
-def _check_rows(plan: Plan) -> None:
-    """Raise InputError where the rows of a minibatch do not divide over the learner's mesh."""
-    grpo, d, learner, longest = plan.config.grpo, plan.config.draft, plan.learner_partition, plan.limits.cache_length
-    num_shards, rows = learner.num_shards("batch"), grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    tokens = grpo.pack_tokens or longest
-    if tokens % learner.num_shards("sequence"):
-        raise InputError(
-            f"mesh.sequence={learner.num_shards('sequence')} must divide the {tokens} tokens of a learner's row"
-        )
-    if rows % num_shards:
-        raise InputError(f"grpo: a minibatch of {rows} rows must divide by {_shown_shards(learner)}")
-    # Packed rows are as many as it takes.
-    if plan.draft and not grpo.pack_tokens and rows // d.minibatches % num_shards:
-        raise InputError(
-            f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {_shown_shards(learner)}"
-        )
 
 
 def _shown_shards(partition: Partitioner) -> str:

@@ -66,9 +66,9 @@ def split_bytes(specs, ways, itemsize):
 def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, loss inputs)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
-    B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
-    rows = B // 4 * T * (4 + 4 + 4 + 1 + 4)  # with the segments of packed rows
-    return params, rows, B // 4 * (4 * T + 4 * T + T)  # old log-probs, advantages, loss mask
+    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold them, and every shard has one.
+    T = 128
+    return params, T * (4 + 4 + 4 + 1 + 4), 4 * T + 4 * T + T  # old log-probs, advantages, loss mask
 
 
 def resident_by_hand(plan):
@@ -92,9 +92,9 @@ def test_the_policys_update_by_hand(plan, phases):
         "batch": rows + inputs,
     }
     assert memory.padding == 0 and memory.temporaries is None
-    # The state is donated. New are the features of 2 rows of 28 tokens: three aux layers and the hidden state in
+    # The state is donated. New are the features of a row of 128 tokens: three aux layers and the hidden state in
     # bfloat16, and the normaliser; and its log-probs.
-    D, tokens = plan.model.embed, 2 * 28
+    D, tokens = plan.model.embed, 128
     features = tokens * ((3 + 1) * D * 2 + 4 + 4)
     # Sums and counts of five terms, the norms of gradient and weights, whether it was skipped; a pointer for each of 13
     # weights with two moments, three counters, thirteen metrics, three features and the log-probs.
@@ -105,9 +105,14 @@ def test_the_policys_update_by_hand(plan, phases):
 def test_the_logprobs_by_hand(plan, phases):
     memory = measure(phases["logprob"], exact=False).memory
     params, _, _ = by_hand(plan)
-    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4 + 4)}
-    # A dense policy does not read the mask. Log-probs and entropies of 4 rows, and the tuple's two pointers.
-    assert memory.results == 2 * 4 * 28 * 4 + 2 * 8
+    assert memory.arguments == {
+        "parameters": params,
+        "optimizer": 0,
+        "cache": 0,
+        "batch": 2 * 128 * (4 + 4 + 4 + 4 + 4),
+    }
+    # A dense policy does not read the mask. Log-probs and entropies of 2 rows, and the tuple's two pointers.
+    assert memory.results == 2 * 2 * 128 * 4 + 2 * 8
     assert memory.padding == 0
 
 

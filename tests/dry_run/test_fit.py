@@ -74,8 +74,8 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
     policy, grpo = CONFIG.policy, CONFIG.grpo
     steps = [
         ({"policy": dataclasses.replace(policy, remat=False)}, "policy.remat=true"),
-        ({"grpo": dataclasses.replace(grpo, microbatch=0)}, "grpo.microbatch=8"),
-        ({"grpo": dataclasses.replace(grpo, microbatch=16)}, "grpo.microbatch=8"),
+        ({"grpo": dataclasses.replace(grpo, microbatch_tokens=0)}, "grpo.microbatch_tokens=81920"),
+        ({"grpo": dataclasses.replace(grpo, microbatch_tokens=163_840)}, "grpo.microbatch_tokens=81920"),
         ({"policy": dataclasses.replace(policy, vocab_tile=0)}, "policy.vocab_tile"),
     ]
     for changes, words in steps:

@@ -59,7 +59,7 @@ def test_rows_are_as_long_as_the_longest_sequence():
 def test_gathering_parameters_for_every_microbatch_by_hand():
     """Two devices, fsdp over both, four microbatches: each receives half of all parameters twelve times."""
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch=2, remat=False)
+    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch_tokens=40, remat=False)
     half = parameters(policy) / 2
     learner = LearnerCost(policy, None, machine, dtype="float32")
     assert learner.logprob(w, 2.0) == pytest.approx(half * 4 * 4 / 1e6)
@@ -71,7 +71,7 @@ def test_gathering_parameters_for_every_microbatch_by_hand():
 
 def test_a_microbatch_has_a_row_for_every_device():
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch=1, remat=False)
+    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch_tokens=1, remat=False)
     few, many = (float(LearnerCost(policy, None, machine).logprob(w, n)) for n in (2, 16))
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 
@@ -79,7 +79,7 @@ def test_a_microbatch_has_a_row_for_every_device():
 def estimated(slots, head=None):
     """(workload, decoder, bytes) of Qwen3-8B on 8 devices, widths in 2: four replicas."""
     policy, split = preset("qwen3_8b"), Parallelism(2)
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch=4)
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch_tokens=16_000)
     decoder = DecoderCost(policy, head, HARDWARE["h100"], split)
     learner = LearnerCost(policy, head, HARDWARE["h100"], split)
     return w, decoder, estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
