@@ -11,8 +11,7 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
-from specrl_jax.drafts.recurrent import network as recurrent
-from specrl_jax.models import qwen3
+from specrl_jax.models import attention, qwen3
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import row_positions
@@ -74,7 +73,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
 
     (_, expected), whole = values()
-    monkeypatch.setattr(recurrent, "QUERIES", 3)
+    monkeypatch.setattr(attention, "SCORES", 3 * T)
     (_, found), parts = values()
     np.testing.assert_allclose(found, expected, atol=1e-5)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
@@ -83,7 +82,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
 
 @pytest.mark.slow
 def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
-    T, steps = 4 * recurrent.QUERIES, 3
+    T, steps = 4096, 3
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.param_specs(CONFIG))
     rows = [jax.ShapeDtypeStruct((1, T, *width, CONFIG.embed), jnp.float32) for width in ((3,), ())]
     positions = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -95,8 +94,8 @@ def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
         return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
 
     parts = temporaries()
-    monkeypatch.setattr(recurrent, "QUERIES", T)
-    # A fourth of the scores of one step, instead of those of three.
+    monkeypatch.setattr(attention, "SCORES", T * T)
+    # An eighth of the scores of one step, instead of those of three.
     assert parts < temporaries() / 4
 
 
