@@ -42,6 +42,7 @@ from specrl_jax.learner.policy_step import (
     make_logprob_step,
     make_policy_step,
 )
+from specrl_jax.learner.programs import Programs
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
@@ -63,6 +64,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
     packing: Packing  # of rollouts into rows
+    programs: Programs  # announces what the steps compile
     logprob_step: LogprobStep
     policy_step: PolicyStep
     feature_step: FeatureStep
@@ -114,6 +116,9 @@ def make_learner(plan: Plan) -> Learner:
     draft_forward = _draft_forward(plan, forward)
     # A draft that is trained in some steps is evaluated on all rows in the others.
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
+    draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
+    predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
+    announced = (programs := Programs()).announced
     return Learner(
         plan=plan,
         forward=forward,
@@ -122,12 +127,13 @@ def make_learner(plan: Plan) -> Learner:
         optimizer=optimizer,
         draft_optimizer=draft_optimizer,
         packing=make_packing(plan),
-        logprob_step=make_logprob_step(forward, partition),
-        policy_step=make_policy_step(forward, objective, optimizer, partition),
-        feature_step=make_feature_step(forward, partition),
+        programs=programs,
+        logprob_step=announced("logprob", "logprob", make_logprob_step(forward, partition)),
+        policy_step=announced("policy update", "train", make_policy_step(forward, objective, optimizer, partition)),
+        feature_step=announced("features", "features", make_feature_step(forward, partition)),
         read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
-        draft_step=make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None,
-        predict_step=make_predict_step(draft_forward, partition, one_in) if draft_forward else None,
+        draft_step=draft_step and announced("draft update", "train", draft_step),
+        predict_step=predict_step and announced("draft prediction", "train", predict_step),
     )
 
 
