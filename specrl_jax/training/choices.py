@@ -1,7 +1,7 @@
 """Values that a config leaves open (config/automatic.py): chosen once, before anything is compiled, and printed.
 
 Order matters: the schema of the data before it is read; then the longest prompt, the draft, the longest response, the
-rows of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
+tokens of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
 simulator (simulator/memory.py). A value that is set is never changed: only `fit_policy` replaces values, those that a
 config's file has for a policy of its own.
 """
@@ -166,7 +166,7 @@ def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer
 
 
 def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Config:
-    """Choose lengths, draft, rows of a pass and sequences decoded at once. Raises InputError where no length fits."""
+    """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
         "rollout.max_prompt_tokens": _prompt_length,
         "draft.kind": _draft_kind,

@@ -66,7 +66,7 @@ def split_bytes(specs, ways, itemsize):
 def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, loss inputs)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
-    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold them, and every shard has one.
+    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold them, every shard has one.
     T = 128
     return params, T * (4 + 4 + 4 + 1 + 4), 4 * T + 4 * T + T  # old log-probs, advantages, loss mask
 
@@ -109,7 +109,7 @@ def test_the_logprobs_by_hand(plan, phases):
         "parameters": params,
         "optimizer": 0,
         "cache": 0,
-        "batch": 2 * 128 * (4 + 4 + 4 + 4 + 4),
+        "batch": 2 * 128 * (4 + 4 + 4 + 4),
     }
     # A dense policy does not read the mask. Log-probs and entropies of 2 rows, and the tuple's two pointers.
     assert memory.results == 2 * 2 * 128 * 4 + 2 * 8

@@ -69,6 +69,9 @@ def test_rows_are_as_long_as_the_longest_rollout_needs():
     assert Packing(70).row_tokens(70) == 256 and Packing(600).row_tokens(600) == 1024
     assert {packing._replace(sequence_shards=3).row_tokens(n) % 3 for n in range(1, 4609, 100)} == {0}
     assert len({packing.row_tokens(n) for n in range(1, 4609)}) == 7
+    # One rollout a row, as where a draft is trained on stored features.
+    assert [packing.lone_row_tokens(n) for n in (1, 128, 129, 2048, 2049, 4608)] == [128, 128, 256, 2048, 4096, 4608]
+    assert Packing(70, sequence_shards=4).lone_row_tokens(41) == 72
 
 
 def test_of_long_tailed_rollouts_few_tokens_are_padding():
