@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.attention.types import Pages, last_seen
+from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
@@ -43,9 +43,7 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
     ordered = table.shape[1] * T > BLOCK  # else every row has its one block
     order = jnp.argsort(-seen.max(axis=1)) if ordered else jnp.arange(B)
     blocks = ((seen.max(axis=1) + BLOCK) // BLOCK)[order]  # descending; 0: nothing to read
-    # The queries that share a key/value head are the rows of one matmul.
-    grouped = jnp.swapaxes(q.reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, M, H)
-    rows = grouped, table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
+    rows = grouped(q, K), table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
     if ordered:
         rows, start, count = jax.tree.map(lambda x: x[order], rows), jnp.int32(0), B
         while count:
@@ -61,7 +59,7 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
         sums = _add(pages, *rows, jnp.int32(0), sums)
     total = sums.total[..., None]
     out = jnp.where(total > 0, sums.out / jnp.where(total > 0, total, 1), 0)
-    return jnp.swapaxes(out.reshape(B, K, Q, N // K, H), 1, 2).reshape(B, Q, N, H).astype(q.dtype)
+    return ungrouped(out, Q, N).astype(q.dtype)
 
 
 def _add(pages: Pages, q: jax.Array, table: jax.Array, seen: jax.Array, j: jax.Array, sums: Sums) -> Sums:
@@ -108,7 +106,10 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
     C, T = pool.shape[0], pool.shape[axis]
     column = jnp.where(positions < 0, table.shape[1], positions // T)
     page = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C)
-    index = (page, slice(None), positions % T) if axis == 2 else (page, positions % T)
+    index: tuple[jax.Array, ...] = page, positions % T
+    if axis == 2:
+        # Heads are indices too: of a slice, XLA on a TPU would keep the pool in another layout, and copy it to read it.
+        index = page[..., None], jnp.arange(pool.shape[1])[None, None], index[1][..., None]
     return pool.at[index].set(stored(new, pool.dtype), mode="drop")
 
 

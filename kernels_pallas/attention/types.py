@@ -26,3 +26,20 @@ def last_seen(table: jax.Array, positions: jax.Array, C: int, T: int) -> jax.Arr
     """Return the last position [B, Q] that each query sees: its own, or the end of its row's pages; -1: none."""
     held = (table < C).sum(axis=1, keepdims=True, dtype=positions.dtype) * T
     return jnp.maximum(jnp.minimum(positions, held - 1), -1)
+
+
+def grouped(q: jax.Array, K: int, multiple: int = 1) -> jax.Array:
+    """Return q [B, Q, N, H] as [B, K, M, H]: the queries of one key/value head are the rows of one matmul.
+
+    M is Q N / K, padded with zeros to a multiple.
+    """
+    B, Q, N, H = q.shape
+    x = jnp.swapaxes(q.reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, -1, H)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple), (0, 0)))
+
+
+def ungrouped(x: jax.Array, Q: int, N: int) -> jax.Array:
+    """Return the first Q N / K rows of x [B, K, M, H] as [B, Q, N, H]."""
+    B, K, _, H = x.shape
+    x = x[:, :, : Q * N // K].reshape(B, K, Q, N // K, H)
+    return jnp.swapaxes(x, 1, 2).reshape(B, Q, N, H)
