@@ -1,5 +1,7 @@
 """What does not fit into memory ends in one line that names the phase and a key."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from specrl_jax.data.rows import rows_of
 from specrl_jax.errors import InputError
 from specrl_jax.io.memory import check_fits, within_memory
+from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.learner.programs import Programs
 
 
@@ -31,6 +34,12 @@ def test_an_allocation_that_fails_is_one_line(phase, words):
         jax.block_until_ready(jax.jit(outer)(np.ones(2**20, np.float32)))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert error.value.__cause__ is None and error.value.__suppress_context__
+
+
+def test_each_phase_of_a_step_says_so():
+    clock = PhaseClock(Display(1, 0, threading.Event(), shown=False))
+    with pytest.raises(InputError, match=r"grpo\.microbatch_tokens: logprob needs more"), clock("logprob"):
+        raise MemoryError
 
 
 def test_other_errors_pass():

@@ -47,6 +47,7 @@ def test_parts_keep_their_rollouts_and_their_number_of_rows(parts, shards, micro
     places = pack_parts(length, packing)
     # Part i is rows i, i + n, ... and rollouts i, i + n, ...
     assert (places.row % parts == np.arange(len(length)) % parts).all() and (length <= places.tokens).all()
+    assert places.tokens == packing.row_tokens(int(length.max())) < packing.limit
     rows = places.rows // parts
     assert places.rows % parts == 0 and rows % shards == 0 and places.row.max() < places.rows
     needed = max(len(set(places.row[i::parts])) for i in range(parts))
