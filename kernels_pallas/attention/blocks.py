@@ -103,14 +103,23 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
       pool: [C, T, ...], or [C, K, T, H] for new [B, Q, K, H].
     """
     axis = 2 if new.ndim == 4 else 1
-    C, T = pool.shape[0], pool.shape[axis]
-    column = jnp.where(positions < 0, table.shape[1], positions // T)
-    page = jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C)
-    index: tuple[jax.Array, ...] = page, positions % T
+    page, offset = _find(table, positions, len(pool), pool.shape[axis])
+    index: tuple[jax.Array, ...] = page, offset
     if axis == 2:
         # Heads are indices too: of a slice, XLA on a TPU would keep the pool in another layout, and copy it to read it.
-        index = page[..., None], jnp.arange(pool.shape[1])[None, None], index[1][..., None]
+        index = page[..., None], jnp.arange(pool.shape[1])[None, None], offset[..., None]
     return pool.at[index].set(stored(new, pool.dtype), mode="drop")
+
+
+def read(pool: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Read `positions` [B, Q] of the rows' pages in a pool [C, T, ...]; zeros where a row has no page."""
+    return loaded(pool.at[_find(table, positions, *pool.shape[:2])].get(mode="fill", fill_value=0))
+
+
+def _find(table: jax.Array, positions: jax.Array, C: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """Return page and offset [B, Q] of each position; page C: none."""
+    column = jnp.where(positions < 0, table.shape[1], positions // T)
+    return jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C), positions % T
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

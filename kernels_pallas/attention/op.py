@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.attention import blocks, gpu, tpu
-from kernels_pallas.attention.types import Pages
+from kernels_pallas.attention.types import Pages, Paging, Table
 
-__all__ = ["KERNELS", "Kernel", "Pages", "attend", "empty_pool", "kernel_of", "loaded", "write", "write_pool"]
+__all__ = ["KERNELS", "Kernel", "Pages", "Paging", "Table", "attend", "empty_pool"]
+__all__ += ["kernel_of", "loaded", "read_pool", "write", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
 Attend = Callable[[jax.Array, Pages, jax.Array, jax.Array], jax.Array]
@@ -124,3 +125,14 @@ def write_pool(
     specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
     fn = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=pool_spec, check_vma=False)
     return fn(blocks.write)(pool, table, positions, new)
+
+
+def read_pool(
+    pool: jax.Array, table: jax.Array, positions: jax.Array, mesh: Mesh | None = None, rows: Axes = None
+) -> jax.Array:
+    """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
+    if mesh is None or mesh.size == 1:
+        return blocks.read(pool, table, positions)
+    spec = PartitionSpec(rows)
+    fn = jax.shard_map(blocks.read, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    return fn(pool, table, positions)

@@ -22,6 +22,20 @@ class Pages(NamedTuple):
     values: jax.Array  # [C, K, T, H]
 
 
+class Table(NamedTuple):
+    """Pages of every row, to read and to write."""
+
+    read: jax.Array  # [B, P] int32
+    write: jax.Array  # [B, P] int32, without the pages that other rows read too
+
+
+class Paging(NamedTuple):
+    """Where the tokens of a forward stand: tokens [B, Q] at `positions` of their sequences, in the pages of `table`."""
+
+    table: Table
+    positions: jax.Array  # [B, Q] int32; negative: no token, which reads and writes nothing
+
+
 def last_seen(table: jax.Array, positions: jax.Array, C: int, T: int) -> jax.Array:
     """Return the last position [B, Q] that each query sees: its own, or the end of its row's pages; -1: none."""
     held = (table < C).sum(axis=1, keepdims=True, dtype=positions.dtype) * T

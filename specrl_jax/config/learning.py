@@ -43,6 +43,22 @@ class RolloutConfig:
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
+    cache_gb: float = key(
+        0.0,
+        "keys and values on a device, in pages that sequences share out among them; 0 = as much as num_slots sequences "
+        "can need, at most a third of an accelerator's memory, a hundredth of a host's",
+        "GB",
+        low=0,
+        high=100_000,
+    )
+    page_tokens: int = key(64, "tokens of a page, a power of two", "tokens", low=1, high=1024)
+    prefill_tokens: int = key(
+        512,
+        "tokens of each prompt that one forward prefills; longer prompts take several",
+        "tokens",
+        low=1,
+        high=LONGEST,
+    )
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
     seed: int = key(0, "seed of all noise in decoding", low=0, high=UINT32)

@@ -33,7 +33,7 @@ def validate(config: Config) -> None:
         _draft(config)
     with mistakes.check():
         check_rewards(config.reward.names, config.reward.weights)
-    for check in (_policy, _temperatures, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
+    for check in (_policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
         with mistakes.check():
             check(config)
     if config.task in _TASKS:
@@ -84,6 +84,13 @@ def _temperatures(config: Config) -> None:
     for key, value in (("rollout", config.rollout.temperature), ("eval", config.eval.temperature)):
         if 0 < value < COLDEST:
             raise InputError(f"{key}.temperature={value}: 0 (greedy), or {COLDEST} to 100 is needed")
+
+
+def _pages(config: Config) -> None:
+    tokens = config.rollout.page_tokens
+    if tokens & (tokens - 1):
+        nearest = 1 << (tokens.bit_length() - 1)
+        raise InputError(f"rollout.page_tokens={tokens}: a power of two is needed, such as {nearest} or {2 * nearest}")
 
 
 def _learner_rows(config: Config) -> None:

@@ -78,6 +78,7 @@ class Engine(Generic[Params, Cache]):
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
+        responses: Sequence[int] | None = None,
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
@@ -86,6 +87,7 @@ class Engine(Generic[Params, Cache]):
             raises, such as Stopped, ends the call and drops its rollouts.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
+          responses: most response tokens of each rollout; None: config.max_response_tokens.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens.
         """
@@ -93,14 +95,15 @@ class Engine(Generic[Params, Cache]):
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         lengths = lengths or FixedLength(self.draft_length)
-        scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history)
+        scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history, responses)
         on_progress(0, scheduler.total)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
             chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
-            lengths.observe(chunk, np.asarray(statistics.accepted))
+            if chunk.iterations:
+                lengths.observe(chunk, np.asarray(statistics.accepted))
             if statistics.replayed is not None:
                 lengths.replay(int(statistics.replayed[0]), np.asarray(statistics.replayed[1:]))
             on_progress(batch.finished, scheduler.total)
@@ -131,14 +134,14 @@ class Engine(Generic[Params, Cache]):
                     break
                 # All lengths in each round: other load on the machine then slows them alike.
                 for k in unmeasured:
-                    if batch is None or batch.scheduler.running < size:
+                    if batch is None or (batch.finished and batch.scheduler.running < size):
                         batch = None  # with its cache
                         scheduler = Scheduler(self.config, self.pad_id, cycled, samples, 0, None)
                         batch = ActiveBatch(self, params, scheduler, seed + i)
                         batch.prepare()
                     batch.compact_to(size)
                     chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS if i else 1))
-                    if i:
+                    if i and chunk.iterations:
                         spent += chunk.seconds
                         timed[k].append((chunk.seconds / chunk.iterations, chunk.live))
                     after_chunk()

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
 
-# (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
-TargetFn = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+# (tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
+TargetFn = Callable[[jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
 # (slots, seed) -> (draft, cache)
 DraftFn = Callable[[Slots[Cache], jax.Array], tuple[Draft, Cache]]
 VerifyFn = Callable[[VerifyInputs, Sampling], Verified]
@@ -50,7 +51,7 @@ def speculative_step(
         inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
         inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
         positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-        logits, cache = target_fn(inputs, positions, cache)
+        logits, cache = target_fn(inputs, slots.place(positions), cache)
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):

@@ -16,7 +16,7 @@ _LEARNER = (
     "than xla",
 )
 _ROLLOUTS = (
-    "rollout.num_slots",
+    "rollout.cache_gb, rollout.num_slots",
     "fewer take less, as do rollout.cache_dtype=bfloat16, policy.dtype=bfloat16 and a larger mesh.tensor",
 )
 # By phase: the key that helps first, and what else does.

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import psutil
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config
@@ -40,9 +39,6 @@ RESPONSE = 1024
 UNIT = 64  # tokens; longest responses are multiples of it
 # Entries of a new draft's vocabulary, as most published heads have; at least half of the policy's is not worth a map.
 DRAFT_VOCAB = 32_000
-# Of a host's memory; the rest is for the operating system, rewards, and the compiler.
-HOST_SHARE = 0.5
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Measured(NamedTuple):
@@ -319,25 +315,6 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
     learner = LearnerCost(model, head, hardware, split, config.policy.compute_dtype)
     sizes = estimate_bytes(w, decoder, learner, machine.mesh.size, _rollout_devices(config, machine))
     return sizes, w, decoder
-
-
-def device_memory() -> int:
-    """Return the bytes that a device of this process may take: its own memory, or of a host's a share."""
-    device = jax.local_devices()[0]
-    if limit := (device.memory_stats() or {}).get("bytes_limit"):
-        return int(limit)
-    return int(HOST_SHARE * min([psutil.virtual_memory().total, *_container_limits()]) / jax.local_device_count())
-
-
-def _container_limits() -> list[int]:
-    found = []
-    for path in LIMITS:
-        try:
-            with open(path) as file:
-                found.append(int(file.read()))
-        except (OSError, ValueError):  # none, or "max"
-            continue
-    return found
 
 
 def _gb(n: float) -> str:

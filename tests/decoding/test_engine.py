@@ -73,10 +73,10 @@ def test_a_lookup_drafter_without_tokens_to_replay_ends(longest, chunk):
 def test_the_cost_of_an_iteration_excludes_refills():
     """The clock of a chunk starts after its refill has finished, in calibration too."""
 
-    def slow(table, tokens, positions, cache):
+    def slow(table, tokens, paging, cache):
         x = jnp.full((300, 300), 1e-3) * (1 + 0 * tokens[0, 0])
         x = jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), x)
-        return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), positions, cache)
+        return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), paging, cache)
 
     run = toys.toy_engine(limits(chunk=16), Sampling(), (), PAD, toys.NO_DRAFTER, prefill=slow)
     run.compiled.compile_all(TABLE)
@@ -378,7 +378,7 @@ def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
         return make(params)
 
     def refilled(params, slots, carried, batch):
-        prefilled.append(int(batch.num_prompts))
+        prefilled.append(int((batch.length > 0).sum()))
         return refill(params, slots, carried, batch)
 
     run.compiled.empty, run.compiled.refill = empty, refilled
@@ -393,9 +393,9 @@ def test_a_group_shares_one_prefill_of_its_prompt():
     """Rows through the model in prefill: each prompt once, however its group is scheduled, and rows of padding."""
     rows = []
 
-    def counting(table, tokens, positions, cache):
+    def counting(table, tokens, paging, cache):
         jax.debug.callback(lambda tokens: rows.extend(tokens.tolist()), tokens)
-        return toys.prefill(table, tokens, positions, cache)
+        return toys.prefill(table, tokens, paging, cache)
 
     run = toys.toy_engine(limits(num_slots=8), Sampling(), (EOS,), PAD, prefill=counting)
     prompts = [[1, 2], [2], [0, 1, 1], [2, 2, 2, 2]]
@@ -456,6 +456,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         sequence=jnp.zeros(B, jnp.int32),
         lookup_cache=None,
         cache=(),
+        pool=None,
+        held=None,
     )
     verified = Verified(jnp.array(new, jnp.int32), jnp.array(count, jnp.int32) - 1, jnp.array(new_logprobs))
     place = np.arange(1, Q + 1)
@@ -641,7 +643,7 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
     prompts, _, plain = greedy
     for drafter, choose in (
         (toys.Drafter(0, called, called), None),
-        (toys.Drafter(3, called, lambda params, tokens, length, cache: cache), toys.Choosing(lambda running: 0)),
+        (toys.Drafter(3, called, lambda params, text, cache: cache), toys.Choosing(lambda running: 0)),
     ):
         run = stateful(drafter, num_slots=32)
         out = run.generate(TABLE, prompts, samples=1, seed=0, lengths=choose)

@@ -124,11 +124,14 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     # Of a token its id, log-prob and draft position; of a row seven numbers and a flag, and two counts for each of
     # k = 1 drafts.
     slots = rows * (S * (4 + 4 + 1) + 7 * 4 + 1 + 2 * 4)
-    assert memory.arguments["cache"] == rows * S * token + slots
+    # The pages of one shard, who holds each and which are free; of a row its pages, and how many it holds and shares.
+    C, P = plan.limits.shard_pages, plan.limits.columns
+    pages = C * (plan.limits.page_tokens * token + 4 + 4) + 4 + rows * (P * 4 + 4 + 4)
+    assert memory.arguments["cache"] == pages + slots
     assert memory.padding == 0
-    # The slots are donated. New are the tally, a flag a row and four numbers, and a pointer for each of what comes
-    # back.
-    assert memory.results == rows + 4 * 4 + 8 * (13 + 2 * m.layers + 3 + 5)
+    # The slots are donated. New are the tally, a flag and a length a row, four numbers, the free pages, whether they were
+    # short, and a pointer for each of what comes back.
+    assert memory.results == rows * 5 + 4 * 4 + 4 + 1 + 8 * (13 + 6 + 2 * m.layers + 3 + 8)
 
 
 @pytest.mark.slow

@@ -44,26 +44,18 @@ Layer = Callable[[jax.Array, jax.Array, Angles, Attend], jax.Array]
 
 
 class DraftCache(NamedTuple):
-    """State of a sequence in the engine, by absolute position; entry t belongs to pair t.
+    """State of the sequences in the engine, in the pages that the target's cache has; entry t belongs to pair t.
 
     Memory per token: 2 K H + D numbers, against 2 L K H of the target (Qwen3-8B: 6,144 against 73,728).
     """
 
-    hidden: jax.Array  # [B, S, D], the head's input from the target at each processed position
-    keys: jax.Array  # [B, K, H, S]
-    values: jax.Array  # [B, K, S, H]
+    hidden: jax.Array  # [C, T, D], the head's input from the target at each processed position
+    pages: kv.Pages  # keys and values [C, K, T, H]
 
 
-def init_cache(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    """Return an empty cache of `batch` sequences of `length` positions."""
-    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, dtype)
-    return DraftCache(jnp.zeros((batch, length, config.embed), dtype), own.keys[0], own.values[0])
-
-
-def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
-    """Write k and v [B, Q, K, H] of pairs `positions` [B, Q]; drop those beyond the cache's length."""
-    keys, values = kv.write_keys(cache.keys, positions, k), kv.write_values(cache.values, positions, v)
-    return cache._replace(keys=keys, values=values)
+def init_cache(config: HeadConfig, shape: kv.PageShape) -> DraftCache:
+    """Return empty pools."""
+    return DraftCache(kv.init_tokens(config.embed, shape), kv.init_cache(1, config.kv_heads, config.head_dim, shape)[0])
 
 
 def unroll(

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Draft, Verified
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import Drafter, Text
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
+from specrl_jax.decoding.pages import empty_pool, no_pages
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, commit, speculative_step
@@ -232,6 +233,9 @@ def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
         sequence=jnp.array(sequence),
         lookup_cache=jax.tree.map(jnp.array, lookup_cache),
         cache=cache,
+        # One buffer a leaf, so that a loop can be given them donated.
+        pool=jax.tree.map(jnp.copy, empty_pool(1, 1)),
+        held=jax.tree.map(jnp.copy, no_pages(len(tokens), 1, 1)),
     )
 
 
@@ -263,7 +267,8 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cac
     np.testing.assert_array_equal(draft.tokens, wanted)
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
-    assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
+    text = Text(slots.tokens, slots.length, slots.table)
+    assert cache is slots.cache and drafter.sync_cache(None, text, cache) is cache
 
 
 @pytest.mark.parametrize("has_logits", [True, False])
@@ -278,7 +283,7 @@ def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_lo
         slots,
         jnp.uint32(0),
         lambda slots, seed: (drafted, slots.cache),
-        lambda tokens, positions, cache: (jnp.zeros((B, k + 1, 3)), cache),
+        lambda tokens, paging, cache: (jnp.zeros((B, k + 1, 3)), cache),
         StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
     )
     expected = np.zeros(out.tokens.shape, np.int8)
@@ -356,7 +361,7 @@ def fixed_drafter(deterministic, logits=True):
         drafted = Draft(tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, deterministic), jnp.arange(7))
         return drafted, slots.cache + 1
 
-    return Drafter(3, draft, lambda params, tokens, length, cache: cache + length.sum())
+    return Drafter(3, draft, lambda params, text, cache: cache + text.length.sum())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -377,7 +382,8 @@ def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic
     np.testing.assert_array_equal(draft.logits, plain.logits)
     np.testing.assert_array_equal(draft.vocab_map, plain.vocab_map)
     assert cache == 6 and drafter.length == 3
-    assert drafter.sync_cache(None, slots.tokens, slots.length, jnp.int32(0)) == slots.length.sum()
+    text = Text(slots.tokens, slots.length, slots.table)
+    assert drafter.sync_cache(None, text, jnp.int32(0)) == slots.length.sum()
 
 
 # --- in the engine

@@ -1,0 +1,83 @@
+"""How many pages of keys and values a device keeps: what rollout.cache_gb allows, or a share of its memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from specrl_jax.config import RolloutConfig
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftModel
+from specrl_jax.errors import InputError
+from specrl_jax.models import cache as kv
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import Partitioner
+
+GB = 1e9
+# Of a host's memory; the rest is for the operating system, rewards, and the compiler.
+HOST_SHARE = 0.5
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Of a device's memory, where rollout.cache_gb does not say. An accelerator holds the learner's state too; a host's
+# memory is written when the pool is made, whether or not it is needed.
+ACCELERATOR_SHARE, CPU_SHARE = 1 / 3, 1 / 48
+
+
+def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner) -> int:
+    """Return the bytes of one page on one device: of the policy's cache and the draft's."""
+
+    def pools() -> object:
+        dtype = jnp.dtype(rollout.cache_dtype)
+        shape = kv.PageShape(1, rollout.page_tokens, dtype, partition.mesh.devices.flat[0].platform)
+        target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
+        return target, draft.init_cache(shape) if draft else None
+
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pools)))
+    # A head's hidden states are whole on every device; they are small beside the rest.
+    return -(-total // partition.num_shards("kv_heads"))
+
+
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device) -> int:
+    """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold."""
+    if rollout.cache_gb:
+        return int(rollout.cache_gb * GB) // page
+    if device not in jax.local_devices():
+        return 0  # a device to compile for, whose memory nobody can ask
+    share = CPU_SHARE if device.platform == "cpu" else ACCELERATOR_SHARE
+    return int(share * device_memory()) // page
+
+
+def with_pages(limits: EngineConfig, most: int, page: int) -> EngineConfig:
+    """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (0: no bound).
+
+    Raises InputError where the longest sequence would not fit.
+    """
+    whole = dataclasses.replace(limits, pages=0).shard_pages
+    pages = min(whole, most or whole)
+    if pages < limits.fewest_pages:
+        needed = limits.fewest_pages * page / GB
+        raise InputError(
+            f"rollout.cache_gb: {pages * page / GB:.3g} GB a device hold {pages * limits.page_tokens} tokens; a "
+            f"sequence may have {limits.cache_length}: rollout.cache_gb={needed + 0.0005:.3f} or more is needed, "
+            "or a lower max_response_tokens"
+        )
+    return dataclasses.replace(limits, pages=pages)
+
+
+def device_memory() -> int:
+    """Return the bytes that a device of this process may take: its own memory, or of a host's a share."""
+    device = jax.local_devices()[0]
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return int(limit)
+    return int(HOST_SHARE * min([psutil.virtual_memory().total, *_container_limits()]) / jax.local_device_count())
+
+
+def _container_limits() -> list[int]:
+    found = []
+    for path in LIMITS:
+        try:
+            with open(path) as file:
+                found.append(int(file.read()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return found
