@@ -1,6 +1,7 @@
 """How many pages of keys and values a device keeps: what rollout.cache_gb allows, or a share of its memory."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 # Of a host's memory; the rest is for the operating system, rewards, and the compiler.
 HOST_SHARE = 0.5
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -38,28 +39,37 @@ def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutCon
 
 
 def most_pages(rollout: RolloutConfig, page: int, device: jax.Device) -> int:
-    """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold."""
+    """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold.
+
+    Raises InputError where rollout.cache_gb is more than the device has.
+    """
+    here = device in jax.local_devices()  # else it is a device to compile for, whose memory nobody can ask
     if rollout.cache_gb:
-        return int(rollout.cache_gb * GB) // page
-    if device not in jax.local_devices():
-        return 0  # a device to compile for, whose memory nobody can ask
+        if here and rollout.cache_gb * GB > (there := device_memory()):
+            raise InputError(
+                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(there / GB * 100) / 100:g} GB that a "
+                "device may take for everything is possible, or 0 for a share of them"
+            )
+        return round(rollout.cache_gb * GB) // page
+    if not here:
+        return 0
     share = CPU_SHARE if device.platform == "cpu" else ACCELERATOR_SHARE
     return int(share * device_memory()) // page
 
 
-def with_pages(limits: EngineConfig, most: int, page: int) -> EngineConfig:
+def with_pages(limits: EngineConfig, most: int, page: int, section: str = "rollout") -> EngineConfig:
     """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (0: no bound).
 
-    Raises InputError where the longest sequence would not fit.
+    `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.
     """
     whole = dataclasses.replace(limits, pages=0).shard_pages
     pages = min(whole, most or whole)
     if pages < limits.fewest_pages:
-        needed = limits.fewest_pages * page / GB
+        needed = math.ceil(limits.fewest_pages * page / MB) * MB / GB
         raise InputError(
             f"rollout.cache_gb: {pages * page / GB:.3g} GB a device hold {pages * limits.page_tokens} tokens; a "
-            f"sequence may have {limits.cache_length}: rollout.cache_gb={needed + 0.0005:.3f} or more is needed, "
-            "or a lower max_response_tokens"
+            f"sequence may have {limits.cache_length}: rollout.cache_gb={needed:.3f} or more is needed, "
+            f"or a lower {section}.max_response_tokens"
         )
     return dataclasses.replace(limits, pages=pages)
 

@@ -78,8 +78,9 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     _check_shards(plan)
     check_cache_length(plan.limits, model)
     check_cache_length(_eval_lengths(config, limits), model, "eval")
-    with_pages(_eval_lengths(config, limits), most, page)
-    return dataclasses.replace(plan, limits=with_pages(limits, most, page))
+    limits = with_pages(limits, most, page)
+    with_pages(_eval_lengths(config, limits), most, page, "eval")
+    return dataclasses.replace(plan, limits=limits)
 
 
 def _eval_lengths(config: Config, limits: EngineConfig) -> EngineConfig:

@@ -213,11 +213,15 @@ def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: 
 
     `section` of the config says how long responses may be.
     """
-    if limits.cache_length > model.longest:
-        raise InputError(
-            f"rollout.max_prompt_tokens + {section}.max_response_tokens = {limits.cache_length} tokens, "
-            f"the policy was made for {model.longest}"
-        )
+    if limits.cache_length <= model.longest:
+        return
+    prompt, made_for = limits.max_prompt_tokens, f"the policy was made for {model.longest}"
+    if prompt >= model.longest:
+        raise InputError(f"rollout.max_prompt_tokens={prompt}: {made_for}; at most {model.longest - 1} leave an answer")
+    raise InputError(
+        f"{section}.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
+        f"makes {limits.cache_length} tokens, {made_for}; at most {model.longest - prompt} is possible"
+    )
 
 
 def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampling) -> Verified:

@@ -81,6 +81,9 @@ def test_a_value_of_another_type_is_refused(key, value, right):
         ("rollout.top_p", (0.0, 1.5, NAN)),
         ("rollout.seed", (-1, 2**32)),
         ("rollout.num_slots", (-1,)),
+        ("rollout.cache_gb", (-1.0, INFINITY)),
+        ("rollout.page_tokens", (0, 2048)),
+        ("rollout.prefill_tokens", (0,)),
         ("rollout.max_prompt_tokens", (-1,)),
         ("eval.temperature", (-1.0, NAN)),
         ("eval.top_p", (0.0,)),
@@ -128,6 +131,7 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
     ("values", "words"),
     [
         ({"policy.preset": ""}, ["policy.preset=''", "policy.path"]),
+        ({"rollout.page_tokens": 48}, ["rollout.page_tokens=48: ", "32 or 64"]),
         ({"policy.yarn_factor": 0.5}, ["policy.yarn_factor=0.5", "at least 1"]),
         ({"policy.lora_rank": 2, "policy.lora_targets": ()}, ["policy.lora_targets=()"]),
         ({"policy.lora_rank": 2, "task": "pretrain", "draft.kind": "none"}, ["policy.lora_rank=2", "task=train"]),
