@@ -129,8 +129,8 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     pages = C * (plan.limits.page_tokens * token + 4 + 4) + 4 + rows * (P * 4 + 4 + 4)
     assert memory.arguments["cache"] == pages + slots
     assert memory.padding == 0
-    # The slots are donated. New are the tally, a flag and a length a row, four numbers, the free pages, whether they were
-    # short, and a pointer for each of what comes back.
+    # The slots are donated. New are the tally, a flag and a length a row, four numbers, the free pages, whether they
+    # were short, and a pointer for each of what comes back.
     assert memory.results == rows * 5 + 4 * 4 + 4 + 1 + 8 * (13 + 6 + 2 * m.layers + 3 + 8)
 
 
