@@ -61,10 +61,11 @@ class EngineConfig:
 
     @property
     def shard_pages(self) -> int:
-        """C, pages of a shard: by default those of full slots, and what a refill holds beside them."""
-        rows, prompts = self.num_slots // self.shards, -(-self.prompts // self.shards)
+        """C, pages of a shard: by default those of full slots, one more each, and a prompt carried over."""
+        # A refill prefills no more prompts than it starts rows, which keep their pages; the one more is what a row
+        # may take next, for which a refill leaves room.
         prompt = -(-self.max_prompt_tokens // self.page_tokens)
-        return self.pages or rows * (self.columns + 1) + (prompts + 1) * prompt
+        return self.pages or self.num_slots // self.shards * (self.columns + 1) + prompt
 
     @property
     def refill_rows(self) -> int:
