@@ -16,6 +16,10 @@ from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
+UNROLLED = 2  # blocks of a table that are read without a loop, whatever the rows hold
+
+
+Rows = tuple[jax.Array, jax.Array, jax.Array]  # q [B, K, M, H], table [B, P], last position seen [B, 1, M, 1]
 
 
 class Sums(NamedTuple):
@@ -27,11 +31,7 @@ class Sums(NamedTuple):
 
 
 def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attend as `reference.attend`; softmax in float32 at least, matmuls in the dtype of the pages.
-
-    Rows are ordered by length, longest first: once the shorter half has no block left, the longer half goes on alone,
-    and so on. The work is at most about twice what the rows hold, not the number of rows times the longest.
-    """
+    """Attend as `reference.attend`; softmax in float32 at least, matmuls in the dtype of the pages."""
     B, Q, N, H = q.shape
     C, K, T = pages.keys.shape[:3]
     wide, M = jnp.promote_types(q.dtype, jnp.float32), Q * N // K
@@ -40,26 +40,34 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
     table = jnp.minimum(jnp.where(table < C, table, table[:, :1]), C - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), mode="edge")
     sums = Sums(jnp.full((B, K, M), -1e30, wide), jnp.zeros((B, K, M), wide), jnp.zeros((B, K, M, H), wide))
-    ordered = table.shape[1] * T > BLOCK  # else every row has its one block
-    order = jnp.argsort(-seen.max(axis=1)) if ordered else jnp.arange(B)
-    blocks = ((seen.max(axis=1) + BLOCK) // BLOCK)[order]  # descending; 0: nothing to read
     rows = grouped(q, K), table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
-    if ordered:
-        rows, start, count = jax.tree.map(lambda x: x[order], rows), jnp.int32(0), B
-        while count:
-            alone = count // 2 if count >= 2 * FEWEST_ROWS else 0
-            stop = jnp.maximum(start, blocks[alone])
-            part, rows = jax.tree.map(lambda x, n=count: x[:n], (sums, rows))
-            add = functools.partial(_add, pages, *rows)
-            part = jax.lax.fori_loop(start, stop, add, part)
-            sums = jax.tree.map(lambda new, old, n=count: jnp.concatenate([new, old[n:]]), part, sums)
-            start, count = stop, alone
-        sums = jax.tree.map(lambda x: x[jnp.argsort(order)], sums)
+    if table.shape[1] * T > UNROLLED * BLOCK:
+        sums = _add_live(pages, rows, (seen.max(axis=1) + BLOCK) // BLOCK, sums)
     else:
-        sums = _add(pages, *rows, jnp.int32(0), sums)
+        for j in range(-(-table.shape[1] * T // BLOCK)):
+            sums = _add(pages, *rows, jnp.int32(j), sums)
     total = sums.total[..., None]
     out = jnp.where(total > 0, sums.out / jnp.where(total > 0, total, 1), 0)
     return ungrouped(out, Q, N).astype(q.dtype)
+
+
+def _add_live(pages: Pages, rows: Rows, blocks: jax.Array, sums: Sums) -> Sums:
+    """Add the first `blocks` [B] blocks of each row.
+
+    Rows are ordered by length, longest first: once the shorter half has no block left, the longer half goes on alone,
+    and so on. The work is at most about twice what the rows hold, not the number of rows times the longest.
+    """
+    order = jnp.argsort(-blocks)
+    blocks, rows = jax.tree.map(lambda x: x[order], (blocks, rows))
+    start, count = jnp.int32(0), len(blocks)
+    while count:
+        alone = count // 2 if count >= 2 * FEWEST_ROWS else 0
+        stop = jnp.maximum(start, blocks[alone])
+        part, rows = jax.tree.map(lambda x, n=count: x[:n], (sums, rows))
+        part = jax.lax.fori_loop(start, stop, functools.partial(_add, pages, *rows), part)
+        sums = jax.tree.map(lambda new, old, n=count: jnp.concatenate([new, old[n:]]), part, sums)
+        start, count = stop, alone
+    return jax.tree.map(lambda x: x[jnp.argsort(order)], sums)
 
 
 def _add(pages: Pages, q: jax.Array, table: jax.Array, seen: jax.Array, j: jax.Array, sums: Sums) -> Sums:
