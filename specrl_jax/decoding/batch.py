@@ -49,6 +49,7 @@ class ActiveBatch(Generic[Params, Cache]):
         # Pages that an iteration of a row takes at most.
         self._ahead = -(-(max(engine.compiled.lengths) + 1) // engine.config.page_tokens)
         self._parked: list[Parked] = []  # the oldest first
+        self._times_parked = np.zeros(scheduler.total, np.int32)  # of each request
 
     @property
     def size(self) -> int:
@@ -95,6 +96,7 @@ class ActiveBatch(Generic[Params, Cache]):
         pages = [jax.device_get(call("read_pages", number, first)) for first in columns]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
+        self._times_parked[self._parked[-1].request] += 1
         self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
         self._free = self._count_free()
 
@@ -194,6 +196,7 @@ class ActiveBatch(Generic[Params, Cache]):
         return Rollouts(
             prompt_index=np.arange(total) // samples,
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
+            parked=self._times_parked,
             **{"mask_count": np.zeros((total, 0), np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
             **{name: np.full(total, value) for name, value in WeightsVersion()._asdict().items()},

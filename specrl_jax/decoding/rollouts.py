@@ -44,6 +44,7 @@ class Rollouts:
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
+    parked: np.ndarray  # [R] int32, times that it waited on the host for pages
     weights_version: np.ndarray  # [R] int64
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
