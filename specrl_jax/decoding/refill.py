@@ -197,9 +197,13 @@ def _start_rows(
     original = split(jnp.take_along_axis(tables, full[:, None], axis=1)[:, 0], D)
     copy = jnp.take_along_axis(held.table, full[:, None], axis=1)[:, 0]
     copy = split(jnp.where(fresh, copy, C), D)
-    # One array after the other: the copies of one are all that exist beside the cache.
-    cache = jax.tree.map(lambda x: scatter_pages(D, x, copy, gather_pages(D, x, original)), cache)
-    return pool, cache, held
+    # One array after the other: the copies of one are all that exist beside the cache. Behind a barrier: XLA would read
+    # and write in one fusion, and copy the whole array for it, twice.
+
+    def copied(x: jax.Array) -> jax.Array:
+        return scatter_pages(D, x, copy, jax.lax.optimization_barrier(gather_pages(D, x, original)))
+
+    return pool, jax.tree.map(copied, cache), held
 
 
 def _insert(cache: LookupCache | None, batch: PrefillBatch, tokens: jax.Array, length: jax.Array) -> LookupCache | None:
