@@ -21,6 +21,10 @@ __all__ = ["KVCache", "PageShape", "Pages", "Paging", "Table"]
 # Memory: L * 2 * pages * T * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
 KVCache = tuple[Pages, ...]
 
+GB = 1e9
+# Of an accelerator's memory, for the pages of all caches where rollout.cache_gb does not say. It holds the learner too.
+ACCELERATOR_SHARE = 1 / 3
+
 # Logical axes of a pool of keys or values, and of one of hidden states; "batch": a shard's rows have its pages.
 PAGE_AXES = ("batch", "kv_heads", None, "head_dim")
 TOKEN_AXES = ("batch", None, None)

@@ -1,6 +1,7 @@
 """Seconds of the learner's phases: prepare, logprob and train."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -21,7 +22,9 @@ class Workload:
     prompt: float  # tokens, mean
     longest_prompt: float  # tokens
     lengths: ResponseLengths
-    slots: int  # concurrent sequences on all devices; 0: as many as fit
+    slots: int  # most concurrent sequences on all devices; 0: as many as fit
+    cache_bytes: float = math.inf  # most of a device for pages of keys and values
+    page: int = 64  # tokens of a page
     scored: int = 1  # log-prob passes: 2 with a reference policy
     minibatches: int = 1  # optimizer updates
     microbatch_tokens: float = 0  # of one forward and backward pass over all devices; 0: a minibatch

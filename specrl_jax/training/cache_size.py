@@ -12,16 +12,16 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftModel
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
+from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
-GB, MB = 1e9, 1e6
+MB = 1e6
 # Of a host's memory; the rest is for the operating system, rewards, and the compiler.
 HOST_SHARE = 0.5
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# Of a device's memory, where rollout.cache_gb does not say. An accelerator holds the learner's state too; a host's
-# memory is written when the pool is made, whether or not it is needed.
-ACCELERATOR_SHARE, CPU_SHARE = 1 / 3, 1 / 48
+# Of a host's memory, where rollout.cache_gb does not say: the pages are written when they are made, needed or not.
+CPU_SHARE = 1 / 48
 
 
 def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner) -> int:

@@ -6,10 +6,13 @@ simulator (simulator/memory.py). A value that is set is never changed: only `fit
 config's file has for a policy of its own.
 """
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config
@@ -22,6 +25,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import recorded_config
+from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.simulator.communication import Parallelism
@@ -29,7 +33,7 @@ from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
 from specrl_jax.simulator.hardware import HARDWARE
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, max_slots
+from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, sequences_at_once
 from specrl_jax.training.plan import policy_sizes
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -260,13 +264,14 @@ def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measu
     slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
     if fitting >= rollouts:
         return slots, f"all {rollouts} rollouts of a step at once"
-    return slots, f"sequences of {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
+    return slots, f"sequences of up to {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
 
 
 def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
-    """Return how many sequences of all devices fit beside the rest."""
+    """Return how many sequences of all devices find pages for their live tokens beside the rest."""
     sizes, w, decoder = _estimate(config, model, machine)
-    each = max_slots(sizes, w, decoder, machine.memory, _apart(config))
+    w = dataclasses.replace(w, slots=0)
+    each = sequences_at_once(sizes, w, decoder, machine.memory, np.array(_apart(config)), np.array(1.0))
     return int(each) * max(1, _rollout_devices(config, machine) // decoder.split.devices)
 
 
@@ -306,6 +311,8 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         longest_prompt=r.max_prompt_tokens,
         lengths=LogNormalLengths(limit / 2, limit),
         slots=r.num_slots,
+        cache_bytes=r.cache_gb * kv.GB or math.inf,
+        page=r.page_tokens,
         minibatches=g.minibatches,
         packed=True,
         microbatch_tokens=g.microbatch_tokens,

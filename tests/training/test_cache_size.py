@@ -9,8 +9,9 @@ from specrl_jax.config import RolloutConfig
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import GB
 from specrl_jax.training import cache_size
-from specrl_jax.training.cache_size import GB, most_pages, with_pages
+from specrl_jax.training.cache_size import most_pages, with_pages
 from specrl_jax.training.rollouts import check_cache_length
 
 PAGE = 3_000_000  # bytes
