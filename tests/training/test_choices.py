@@ -69,7 +69,7 @@ def test_a_value_that_is_set_stays(capsys):
         (80 * GB, UNSOLVED, "eagle3", 1024),
         (24 * GB, UNSOLVED, "eagle3", 1024),
         # 0.6 B parameters of 16 + 2 bytes are 10.7 GB, and a head's 70 M more.
-        (12.5 * GB, UNSOLVED, "suffix", 64),
+        (12.5 * GB, UNSOLVED, "suffix", 128),
     ],
 )
 def test_memory_decides(memory, measured, kind, response):
