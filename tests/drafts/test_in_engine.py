@@ -38,6 +38,7 @@ from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rol
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import compiled, forward, random_params, row_positions
 from tests.helpers.rollouts import assert_positions_add_up
+from tests.helpers.toys import watched
 
 TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
@@ -118,11 +119,11 @@ def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
 
 
 @functools.cache
-def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
+def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0):
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
-    limits = dataclasses.replace(limits, most_kept=most_kept(sampling))
+    limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages)
     drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
@@ -433,12 +434,18 @@ def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollouts_do_not_depend_on_the_mesh(kind):
-    """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
+    """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too.
+
+    Each of the four has pages for two of its four rows at their longest.
+    """
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
     expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=1, seed=0)
     sharded = prepared(kind, params_of(kind), partition)
     assert int(sharded.checksum) == int(weights_of(kind).checksum)
-    out = engine_of(kind, WARM, partition=partition).generate(sharded, PROMPTS, samples=1, seed=0)
+    engine = engine_of(kind, WARM, partition=partition, pages=20)
+    parked = watched(engine)
+    out = engine.generate(sharded, PROMPTS, samples=1, seed=0)
+    assert "restore_row" in parked
     for name in ("tokens", "length", "ended", "verifications", "drafted", "accepted", "draft_positions"):
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
     np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
@@ -478,6 +485,20 @@ def test_behaviour_logprobs_are_the_learners(kind):
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
     assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_few_pages_rollouts_are_those_with_room(kind):
+    """Rows are parked on the host and come back, beside siblings that share their prompt; the learner agrees."""
+    expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
+    engine = engine_of(kind, WARM, pages=48)
+    parked = watched(engine)
+    out = engine.generate(weights_of(kind), PROMPTS, samples=2, seed=0)
+    assert "restore_row" in parked
+    for name in ("tokens", "logprobs", "length", "accepted", "draft_positions", "mask_ids"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+    assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
 
 
 @pytest.mark.slow

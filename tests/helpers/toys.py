@@ -87,6 +87,13 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
     return make_engine(model, limits, shardings, by_row, lengths)
 
 
+def watched(engine):
+    """Return a list that gets the name of each parking program as it runs."""
+    names, inner = [], engine.compiled.park
+    engine.compiled.park = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
+    return names
+
+
 class Choosing(FixedLength):
     """Choose draft lengths by a function of the number of running rows."""
 
