@@ -82,6 +82,9 @@ class Engine(Generic[Params, Cache]):
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
+        With config.greedy a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
+        the ids that they would have without it.
+
         Args:
           on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
             raises, such as Stopped, ends the call and drops its rollouts.
@@ -94,7 +97,7 @@ class Engine(Generic[Params, Cache]):
         check_prompts(prompts, self.config.max_prompt_tokens)
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        lengths = lengths or FixedLength(self.draft_length)
+        lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history, responses)
         on_progress(0, scheduler.total)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))

@@ -57,6 +57,7 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         pool=empty_pool(D, C),
         held=no_pages(B, config.columns, C),
         mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
+        greedy=jnp.zeros((B,), bool) if config.greedy else None,
     )
     return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
 
@@ -132,6 +133,7 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
         sequence=start(batch.sequence, slots.sequence),
         lookup_cache=lookup_cache,
         mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
+        greedy=None if slots.greedy is None or batch.greedy is None else start(batch.greedy, slots.greedy),
     )
 
 

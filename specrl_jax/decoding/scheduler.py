@@ -52,6 +52,7 @@ class Scheduler:
     ) -> None:
         """
         Args:
+          samples: with config.greedy the last of them is greedy.
           responses: most response tokens of each request; None: config.max_response_tokens of all.
         """
         self.total = len(prompts) * samples
@@ -167,12 +168,23 @@ class Scheduler:
             carry=stand_in(carry),
             fresh=of_rows(True, bool),
             source=of_rows(source, np.int32),
-            rollout_id=of_rows(self._first_id + requests, np.uint32),
+            rollout_id=of_rows(self._first_id + self._number(requests), np.uint32),
             response=of_rows(longest, np.int32),
             group=of_rows([self._group[int(p)] for p in requests // self._samples], np.int32),
             sequence=of_rows(requests % self._samples, np.int32),
+            greedy=of_rows(self._greedy(requests), bool) if config.greedy else None,
             **self._new_prompts(new),
         )
+
+    def _greedy(self, requests: np.ndarray) -> np.ndarray:
+        return requests % self._samples == self._samples - 1
+
+    def _number(self, requests: np.ndarray) -> np.ndarray:
+        """Return the requests' numbers among all; greedy ones, which need no noise, come after those sampled."""
+        if not self._config.greedy:
+            return requests
+        prompt, sampled = requests // self._samples, self._samples - 1
+        return np.where(self._greedy(requests), len(self._prompts) * sampled + prompt, requests - prompt)
 
     def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
         """Return the part of a prefill batch that describes prompts, those of each shard together."""

@@ -38,6 +38,7 @@ class EngineConfig:
     pages: int = 0  # pages of a shard; 0: as many as its slots can ever hold
     shards: int = 1  # D, data shards that split the slots
     prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
+    greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
 
     @property
     def cache_length(self) -> int:
@@ -109,6 +110,7 @@ class Slots(Generic[Cache]):
     pool: Pool  # who holds them
     held: Held  # those of each row
     mask: MaskBuffer | None = None  # None: not recorded
+    greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
 
     @property
     def table(self) -> Table:
@@ -156,6 +158,7 @@ class PrefillBatch(NamedTuple):
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
+    greedy: jax.Array | None = None  # [B] bool
 
 
 class ChunkStatistics(NamedTuple):

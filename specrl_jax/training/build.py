@@ -91,7 +91,7 @@ class Rollout:
     prepare_step: PrepareStep
     engine: Engine  # training rollouts
     eval_engine: Engine  # sampled as eval.* says; `engine` itself where that is the same
-    greedy_engine: Engine
+    greedy_engine: Engine  # as `eval_engine`, with a greedy rollout of each prompt besides
     plain_engine: Engine  # `engine` with draft.kind=none
 
 
@@ -171,11 +171,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     if sampling != inference.sampling:
         # Recorded only where the training engine itself evaluates.
         evaluation = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0))
-    greedy = dataclasses.replace(
-        evaluation,
-        sampling=Sampling(0.0, 0, 1.0, config.rollout.rule),
-        limits=dataclasses.replace(plan.eval_limits, most_kept=0),
-    )
+    greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, greedy=True))
     plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0))
     return Rollout(
         plan=plan,

@@ -193,6 +193,7 @@ class Target:
             pool=Pool(table, table, row),
             held=Held(table, row, row),
             mask=cast(MaskBuffer, row),
+            greedy=row,
         )
 
     def prompt_shardings(self) -> Prompts:

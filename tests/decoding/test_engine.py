@@ -581,6 +581,21 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     assert cut[~out.ended].any(), "no limit inside a block"
 
 
+@pytest.mark.parametrize("rule", slow_but(["rejection"], ["rejection", "block", "coupled"]))
+def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
+    """It is that of plain Python, whatever is drafted, and changes no sample."""
+    drafter, found = toys.stateful_drafter(NEARLY, 2, 0.8, rule=rule), []
+    for greedy in (False, True):
+        sizes = dataclasses.replace(limits(num_slots=7), greedy=greedy)
+        run = toys.stateful_engine(sizes, Sampling(0.8, 3, rule=rule), (EOS,), drafter, PAD, lengths=(2,))
+        found.append(run.generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70))
+    alone, both = found
+    greedily = np.arange(15) % 3 == 2
+    assert_same_rollouts(both.take(~greedily), alone)
+    by_hand = [greedy_by_hand(TABLE, prompt, longest=8)[0] for prompt in PROMPTS]
+    assert responses(both.take(greedily)) == dict(enumerate(by_hand, start=80))
+
+
 @pytest.mark.slow
 def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_anew():
     """Blocks longer than the next draft's window, tokens that k = 0 went past, waves that begin without drafting."""
