@@ -41,6 +41,9 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array, i
     run = min(T, BLOCK)  # positions of a page that a block holds
     n = BLOCK // run  # pages of a block
     table_, seen = jnp.minimum(table, C - 1), last_seen(table, positions, C, T)
+    if not interpret:
+        # Else XLA copies a pool that would fit into VMEM there and back, in every iteration.
+        pages = Pages(*(pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in pages))
     table_ = jnp.pad(table_, ((0, 0), (0, -table_.shape[1] % max(1, n))))
     blocks = jnp.maximum((seen.max(axis=1) + BLOCK) // BLOCK, 1)  # an empty row has one, to write its zeros
     steps = -(-table_.shape[1] * T // BLOCK) * B

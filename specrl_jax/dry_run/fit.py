@@ -1,6 +1,7 @@
 """Decide whether the phases fit into a device, and suggest what to change if not."""
 
 import dataclasses
+import math
 
 from specrl_jax.config import Config
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
@@ -54,7 +55,7 @@ def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_sha
     sizes = parts(memory)
     largest = max(sizes, key=lambda kind: sizes[kind])
     if largest == CACHE:
-        return _fewer_slots(memory, target, config, num_shards)
+        return _fewer_pages(memory, target, config)
     if largest in (PARAMETERS, OPTIMIZER):
         return "more devices for each weight: a larger mesh.fsdp or mesh.tensor (mesh.expert for experts)"
     if largest in (BATCH, "results"):
@@ -62,15 +63,14 @@ def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_sha
     return _fewer_temporaries(config, num_shards)
 
 
-def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, config: Config, num_shards: int) -> str:
-    """Suggest the most slots that fit beside everything else."""
-    slots, cache = config.rollout.num_slots, memory.by_kind()[CACHE]
+def _fewer_pages(memory: PhaseMemory, target: HardwareTarget, config: Config) -> str:
+    """Suggest the most pages that fit beside everything else."""
+    cache = memory.by_kind()[CACHE]
     free = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
-    most = max(0, slots * free // cache) // num_shards * num_shards
     narrower = ", or rollout.cache_dtype=bfloat16" if config.rollout.cache_dtype == "float32" else ""
-    if not most:
+    if free <= 0:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
-    return f"rollout.num_slots={most} instead of {slots}{narrower}"
+    return f"rollout.cache_gb={math.floor(free / 1e7) / 100:g} instead of {cache / 1e9:.2f} GB{narrower}"
 
 
 def _fewer_temporaries(config: Config, num_shards: int) -> str:

@@ -37,6 +37,7 @@ class Phase:
     arguments: tuple[str, ...]  # kind of each; a TrainState is divided into parameters and optimizer
     resident: tuple[object, ...] = ()  # TrainStates and weights on the devices that are not arguments
     unrolled: bool = False  # layers are unrolled, which takes long to compile; else they are scanned
+    pages: int = 0  # C, of a shard, where an iteration of the decode loop is counted
 
 
 def find_phases(plan: Plan) -> list[Phase]:
@@ -91,20 +92,31 @@ def abstract_state(learner: Learner) -> RunState:
 
 
 def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
-    """Return refill, a plain chunk and a chunk of the longest drafts, all at the full batch size."""
+    """Return refill, a plain chunk and a chunk of the longest drafts at the full batch size; what makes the batch
+    smaller, and what copies pages of a row to the host and back.
+    """
     programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
-    drafted = rollout.engine.draft_length
+    drafted, pages = rollout.engine.draft_length, rollout.config.limits.shard_pages
 
-    def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
-        return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident, unrolled=True)
+    def phase(name: str, program: Program, *arguments: str, pages: int = 0) -> Phase:
+        beside = resident if PARAMETERS in arguments else (*resident, weights)
+        lower = functools.partial(programs.lower, program, weights)
+        return Phase(f"generate: {name}", lower, arguments, beside, unrolled=True, pages=pages)
 
     chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
     phases = [
-        phase("generate: refill", Program("refill", size), (PARAMETERS, CACHE, CACHE, BATCH)),
-        phase("generate: plain chunk", Program("decode", size, 0), chunk),
-        phase(f"generate: speculative chunk, k={drafted}", Program("decode", size, drafted), chunk),
+        phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
+        phase("plain chunk", Program("decode", size, 0), *chunk, pages=pages),
     ]
-    return phases if drafted else phases[:-1]
+    if drafted:
+        name = f"speculative chunk, k={drafted}"
+        phases.append(phase(name, Program("decode", size, drafted), *chunk, pages=pages))
+    if len(programs.sizes) > 1:
+        smaller = programs.sizes[1]
+        phases.append(phase(f"compact to {smaller}", Program("compact", smaller), CACHE, CACHE, BATCH))
+    phases.append(phase("pages to the host", Program("read_pages", size), CACHE, BATCH, BATCH))
+    phases.append(phase("pages from the host", Program("write_pages", size), CACHE, BATCH, BATCH, BATCH))
+    return phases
 
 
 def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:

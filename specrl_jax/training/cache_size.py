@@ -38,23 +38,22 @@ def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutCon
     return -(-total // partition.num_shards("kv_heads"))
 
 
-def most_pages(rollout: RolloutConfig, page: int, device: jax.Device) -> int:
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int:
     """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold.
 
-    Raises InputError where rollout.cache_gb is more than the device has.
+    `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
+    rollout.cache_gb is more than the device has.
     """
-    here = device in jax.local_devices()  # else it is a device to compile for, whose memory nobody can ask
+    known = memory or (device_memory() if device in jax.local_devices() else 0)
     if rollout.cache_gb:
-        if here and rollout.cache_gb * GB > (there := device_memory()):
+        if known and rollout.cache_gb * GB > known:
             raise InputError(
-                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(there / GB * 100) / 100:g} GB that a "
+                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(known / GB * 100) / 100:g} GB that a "
                 "device may take for everything is possible, or 0 for a share of them"
             )
         return round(rollout.cache_gb * GB) // page
-    if not here:
-        return 0
-    share = CPU_SHARE if device.platform == "cpu" else ACCELERATOR_SHARE
-    return int(share * device_memory()) // page
+    share = CPU_SHARE if device.platform == "cpu" and not memory else ACCELERATOR_SHARE
+    return int(share * known) // page
 
 
 def with_pages(limits: EngineConfig, most: int, page: int, section: str = "rollout") -> EngineConfig:

@@ -56,12 +56,13 @@ class Plan:
         return with_pages(_eval_lengths(self.config, self.limits), self.most_pages, self.page_bytes)
 
 
-def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Plan:
+def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, memory: int = 0) -> Plan:
     """Find the sizes of a run and check them against each other.
 
     Args:
       mesh: of the learner.
       model: the policy's sizes; None: those that the config names.
+      memory: bytes of a device that is not here; 0: unknown.
     Raises:
       InputError: naming the key and what would be right.
     """
@@ -71,7 +72,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
     limits = find_limits(_process_share(config), rollout.num_shards("batch"), method.uses_lookup_cache)
     page = page_bytes(model, method.model, config.rollout, rollout)
-    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0])
+    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
     plan = Plan(config, model, method, learner, rollout, limits, most, page)
     _check_processes(config)
     _check_vocabulary(plan)

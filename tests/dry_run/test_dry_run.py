@@ -25,6 +25,9 @@ PHASES = [
     "generate: refill",
     "generate: plain chunk",
     "generate: speculative chunk, k=1",
+    "generate: compact to 8",
+    "generate: pages to the host",
+    "generate: pages from the host",
     "logprob",
     "train policy",
     "train draft",
@@ -168,7 +171,7 @@ def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeyp
     assert "fits as far as arguments and results go gb200" in out
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["dry_run.json"]
     found = json.loads((tmp_path / "run/dry_run.json").read_text())
-    assert [phase["name"] for phase in found["phases"]] == [PHASES[i] for i in (0, 1, 2, 4, 5)]
+    assert [phase["name"] for phase in found["phases"]] == [PHASES[i] for i in (0, 1, 2, 4, 5, 6, 7, 8)]
     assert found["target"] == "gb200" and found["compiled_for"] == "cpu" and not found["exact"]
     for phase in found["phases"]:
         assert phase["memory"]["temporaries"] is None and phase["memory"]["padding"] == 0

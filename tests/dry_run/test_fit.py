@@ -49,10 +49,10 @@ def test_above_what_jax_takes_it_says_so():
     assert found.fits and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in found.suggestion and "75%" in found.suggestion
 
 
-def test_too_many_slots():
-    """20 GB beside the cache leave 75 of 95 GB, for 75/90 of the 1,024 slots, in eights: 848."""
+def test_too_many_pages():
+    """20 GB beside the pages leave 75 of 95 GB."""
     found = fit(memory(20, cache=90))
-    assert not found.fits and found.suggestion == "rollout.num_slots=848 instead of 1024"
+    assert not found.fits and found.suggestion == "rollout.cache_gb=75 instead of 90.00 GB"
 
 
 @pytest.mark.parametrize(
