@@ -121,7 +121,7 @@ def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
 
 def brief(work: Work) -> Work:
     """Return a little of it that thins like it, for which both engines compile what they need for all of it."""
-    return work._replace(prompts=work.prompts[:3], responses=[2] * 20 + [30, 30, 30, 60])
+    return work._replace(prompts=work.prompts[:3], responses=[2] * 20 + [min(n, work.limit) for n in (30, 30, 30, 60)])
 
 
 def engine_config(work: Work, lookup: bool, page_tokens: int) -> EngineConfig:
@@ -354,7 +354,8 @@ def step(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
 def run_steps(config: str, most: int, steps: int = 4) -> tuple[float, float]:
     """Run some steps; return the median seconds of those after the first, and the most memory in MB."""
     with tempfile.TemporaryDirectory() as workdir:
-        changes = {"steps": steps, "rollout.max_response_tokens": most, "eval.every": 0, "draft.compare_rounds": 0}
+        changes = {"steps": steps, "rollout.max_response_tokens": most, "eval.every": 0, "eval.problems": 16}
+        changes["draft.compare_rounds"] = 0
         overrides = [f"--config.{name}={value}" for name, value in changes.items()]
         command = [sys.executable, "main.py", f"--config={config}", f"--workdir={workdir}", *overrides]
         with tempfile.TemporaryFile() as log:
