@@ -35,8 +35,8 @@ def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[s
     )
     count, iteration = _count(few.count, more.count, times), few.iteration
     if few.iteration and more.iteration:
-        both = few.iteration, more.iteration
-        fixed, most = (_number(*(getattr(x, name) for x in both), times) for name in ("fixed", "most"))
+        fixed = _number(few.iteration.fixed, more.iteration.fixed, times)
+        most = _number(few.iteration.most, more.iteration.most, times)
         iteration = dataclasses.replace(few.iteration, fixed=fixed, most=most)
     return dataclasses.replace(few, memory=memory, count=count, iteration=iteration, extended=True)
 
