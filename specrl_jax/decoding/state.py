@@ -64,9 +64,11 @@ class EngineConfig:
     def shard_pages(self) -> int:
         """C, pages of a shard: by default those of full slots, one more each, and a prompt carried over."""
         # A refill prefills no more prompts than it starts rows, which keep their pages; the one more is what a row
-        # may take next, for which a refill leaves room.
-        prompt = -(-self.max_prompt_tokens // self.page_tokens)
-        return self.pages or self.num_slots // self.shards * (self.columns + 1) + prompt
+        # may take next, for which a refill leaves room. Where a sequence is a page or two, a refill of all slots, with
+        # its prompts beside two pages a row, takes more.
+        rows, prompt = self.num_slots // self.shards, -(-self.max_prompt_tokens // self.page_tokens)
+        refilled = self.prompts // self.shards * prompt + 2 * rows
+        return self.pages or max(rows * (self.columns + 1) + prompt, refilled)
 
     @property
     def refill_rows(self) -> int:
