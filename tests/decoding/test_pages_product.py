@@ -64,7 +64,7 @@ def with_room(cell):
 def fields_of(cell, rollouts):
     if cell.rule == "coupled":
         return "rollout_id", "tokens", "logprobs", "length", "ended"
-    return [field.name for field in dataclasses.fields(rollouts) if field.name != "chunks"]
+    return [field.name for field in dataclasses.fields(rollouts) if field.name not in ("chunks", "parked")]
 
 
 @pytest.mark.slow
