@@ -32,7 +32,6 @@ def get_config(arg: str = ""):
     c.rollout.num_slots = 1
     c.grpo.prompts_per_step = 8
     c.grpo.group_size = 8
-    c.grpo.pack_tokens = 216
     c.grpo.old_logprobs = "rollout"
     c.optimizer.learning_rate = 1e-4
     c.optimizer.warmup = 3

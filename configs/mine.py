@@ -7,7 +7,7 @@ DIR is a local Hugging Face folder of a Qwen3 with its tokenizer, FILE a JSONL o
 or a folder of them. docs/own_model.md goes through it.
 
 What depends on the three is chosen at the start and printed: how the data is read, the longest prompt and response,
-the draft, the rows of a pass and the sequences decoded at once. A value that you set is taken as it is. The rest is
+the draft, the tokens of a pass and the sequences decoded at once. A value that you set is taken as it is. The rest is
 what GRPO usually has: 16 prompts of 8 responses a step, learning rate 1e-6, no KL term, temperature 1. Where the data
 has no validation split, a twentieth of its prompts, at most 128, is held out.
 
@@ -31,7 +31,7 @@ def get_config(arg: str = ""):
     c.rollout.max_prompt_tokens = 0  # of these six, as of the two above, the run chooses the value
     c.rollout.max_response_tokens = 0
     c.rollout.num_slots = 0
-    c.grpo.microbatch = -1
+    c.grpo.microbatch_tokens = -1
     c.draft.kind = "auto"
     c.draft.vocab_size = -1
     c.eval.holdout = 0.05

@@ -46,7 +46,6 @@ def get_config(arg: str = ""):
         c.data.task = "walk"
         c.rollout.max_prompt_tokens = 16
         c.rollout.max_response_tokens = 92
-        c.grpo.pack_tokens = 216
         c.steps = 420
         c.pretrain.batch_size = 48
         c.pretrain.error_rate = 0.8

@@ -79,10 +79,8 @@ def shrink(c: ConfigDict, preset: str) -> ConfigDict:
     c.grpo.prompts_per_step = 4
     c.grpo.group_size = 4
     c.grpo.minibatches = 2
-    c.grpo.microbatch = 0
     c.grpo.sampling_rounds = min(c.grpo.sampling_rounds, 2)
     c.grpo.overlong_buffer = min(c.grpo.overlong_buffer, 4)
-    c.grpo.pack_tokens = min(c.grpo.pack_tokens, 28)  # the longest prompt and response
     c.eval.problems = 4
     c.eval.samples = 2
     c.mesh.fsdp = -1

@@ -34,7 +34,7 @@ def get_config(arg: str = ""):
     c.grpo.prompts_per_step = 64
     c.grpo.group_size = 16
     c.grpo.minibatches = 4
-    c.grpo.microbatch = 8
+    c.grpo.microbatch_tokens = 147_456  # a row of the longest on each fsdp shard
     c.mesh.fsdp = 8
     c.mesh.tensor = 4
     return recipes.shrink(c, "nano_deep") if arg else c

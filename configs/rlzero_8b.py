@@ -33,7 +33,7 @@ The recipe is DAPO's (arXiv 2503.14476): asymmetric clipping, token-level loss, 
     of generation per step (the limit of verl's DAPO recipe);
   overlong shaping: over the last 2,048 of 8,192 tokens a response loses up to 1.0 of its reward. DAPO uses the last
     4,096 of 20,480: the same penalty; a quarter of the limit here, a fifth there.
-Rollouts are packed into learner rows of 10,240 tokens, the longest prompt and response together.
+Rollouts are packed into learner rows of at most 10,240 tokens, the longest prompt and response together.
 
 Expected, from the paper's Table 1: 151 s per step without speculation (generation 100, log-probs 18, training 31) and
 108 s with a head trained offline (generation 57), 400 steps in 12 hours; each extra round of dynamic sampling generates
@@ -61,10 +61,9 @@ def get_config(arg: str = ""):
     c.grpo.prompts_per_step = 64
     c.grpo.group_size = 16
     c.grpo.minibatches = 4
-    c.grpo.microbatch = 8  # rows: one per fsdp shard
+    c.grpo.microbatch_tokens = 81_920  # a row of the longest on each fsdp shard
     c.grpo.sampling_rounds = 10
     c.grpo.overlong_buffer = 2048
-    c.grpo.pack_tokens = 10_240
     c.mesh.fsdp = 8
     c.mesh.tensor = 4
     return recipes.shrink(c, "nano_deep") if arg else c

@@ -99,6 +99,7 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
     from specrl_jax.config.validate import validate
     from specrl_jax.distributed import initialize, is_joined, refused_together
     from specrl_jax.io.agreement import check_agreement
+    from specrl_jax.io.memory import within_memory
     from specrl_jax.training.choices import fit_policy
 
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
@@ -116,7 +117,8 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
             validate(config)
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
-    tasks()[config.task](config, workdir)
+    with within_memory(f"task={config.task}"):
+        tasks()[config.task](config, workdir)
 
 
 def tasks() -> dict[str, Callable[[Config, str], None]]:

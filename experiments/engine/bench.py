@@ -18,7 +18,7 @@ from specrl_jax.drafts.base import DraftModel
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner, make_mesh
 from specrl_jax.training.rollouts import InferenceConfig, Target, sharded_verify
-from specrl_jax.training.speedup import timed
+from specrl_jax.training.speedup import Workload, timed
 
 # A row of a CSV file
 Row = dict[str, Any]
@@ -123,7 +123,7 @@ def timed_rollouts(
     lengths: DraftLengthPolicy | None,
 ) -> Row:
     """Time one call of `generate`; return tokens, seconds, tokens_per_second and acceptance_length."""
-    rollouts, seconds = timed(engine, weights, prompts, samples, seed, lengths)
+    rollouts, seconds = timed(engine, weights, Workload(prompts, samples, seed), lengths)
     tokens = int(rollouts.response_length.sum())
     return {
         "tokens": tokens,

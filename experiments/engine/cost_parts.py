@@ -25,6 +25,7 @@ from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import Paging, Table
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, Target, make_prepare, make_rollout_engine
 
@@ -43,7 +44,14 @@ class Case(NamedTuple):
     partition: Partitioner
 
     def empty_cache(self) -> Caches:
-        return self.parts.init_cache(self.config.limits.num_slots, self.config.limits.cache_length)
+        limits = self.config.limits
+        return self.parts.init_cache(limits.num_slots * limits.columns, limits.page_tokens)
+
+    def place(self, positions: jax.Array) -> Paging:
+        """Return where tokens at `positions` [B, Q] stand; every row has the pages of the longest sequence."""
+        B, P = self.config.limits.num_slots, self.config.limits.columns
+        table = jnp.arange(B * P, dtype=jnp.int32).reshape(B, P)
+        return Paging(Table(table, table), positions)
 
 
 def build(
@@ -114,7 +122,7 @@ def forward(case: Case, k: int, count: int) -> Timed:
 
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         tokens, cache = state
-        logits, cache = case.target.decode(weights, tokens, positions(B, k + 1), cache)
+        logits, cache = case.target.decode(weights, tokens, case.place(positions(B, k + 1)), cache)
         return depend_on(tokens, logits, i), cache
 
     return loop(body, case.weights, (jnp.zeros((B, k + 1), jnp.int32), case.empty_cache().target), count)
@@ -127,7 +135,8 @@ def head(case: Case, k: int, count: int) -> Timed:
     def body(weights: Any, i: jax.Array, state: Any) -> Any:
         token, a, cache = state
         embedded = weights.policy["embed"][token].astype(dtype)
-        a, cache = case.draft.extend(weights.draft, a, embedded, positions(B, 1), cache)
+        place = case.place(positions(B, 1))
+        a, cache = case.draft.extend(weights.draft, a, embedded, place, cache, case.partition)
         return depend_on(token, case.draft.logits(weights, a), i), a, cache
 
     a = jnp.ones((B, 1, case.draft.config.embed), dtype)
@@ -142,7 +151,8 @@ def fc(case: Case, k: int, count: int) -> Timed:
         pairs, tokens, features, cache = state
         hidden = eagle3.first_hidden(weights.draft, case.draft.config, features)
         embedded = weights.policy["embed"][tokens].astype(case.config.dtype)
-        cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], cache)
+        place = case.place(pairs[:, :-1])
+        cache = case.draft.write_pairs(weights.draft, hidden[:, :-1], embedded[:, :-1], place, cache, case.partition)
         return depend_on(pairs, hidden, i), depend_on(tokens, hidden, i), depend_on(features, hidden, i), cache
 
     tokens = jnp.zeros((B, k + 1), jnp.int32)
@@ -166,7 +176,7 @@ def rest(case: Case, k: int, count: int) -> Timed:
             drafted = draft_tokens(lambda j, _: q[:, j], slots, seed, k, vocab_map, asked)
             return drafted, slots.cache
 
-        answers = (draft if k else no_draft, lambda tokens, positions, cache: (p, cache))
+        answers = (draft if k else no_draft, lambda tokens, paging, cache: (p, cache))
         options = StepOptions(case.parts.verify, sampling, case.parts.eos_ids)
         return speculative_step(slots, jnp.uint32(0), *answers, options)
 

@@ -50,27 +50,27 @@ def buffers(slots: Slots, carried: Prompts) -> dict[str, Any]:
     return {
         "target keys and values": slots.cache.target,
         "draft hidden states": draft.hidden,
-        "draft keys and values": (draft.keys, draft.values),
+        "draft keys and values": draft.pages,
         "corpus": slots.lookup_cache,
         "tokens and log-probs": (slots.tokens, slots.logprobs),
-        "carried prompt's caches": carried.cache,
+        "who holds the pages": (slots.pool, slots.held, carried.held),
     }
 
 
 def arithmetic(model: qwen3.Qwen3Config, limits: EngineConfig, dtype: jnp.dtype) -> dict[str, int]:
     """Return the bytes of the same buffers by the docstrings' formulas; cache and activations share one dtype."""
-    S, K, H = limits.cache_length, model.kv_heads, model.head_dim
+    S, K, H, C, P = limits.cache_length, model.kv_heads, model.head_dim, limits.shard_pages, limits.columns
     itemsize = jnp.dtype(dtype).itemsize
     target = 2 * model.layers * K * H * itemsize  # a token
     hidden, draft = model.embed * itemsize, 2 * K * H * itemsize
-    tokens = limits.num_slots * S
+    tokens = C * limits.page_tokens
     return {
         "target keys and values": tokens * target,
         "draft hidden states": tokens * hidden,
         "draft keys and values": tokens * draft,
         "corpus": limits.groups * limits.sequences * (S + 1) * 4,
-        "tokens and log-probs": tokens * 8,
-        "carried prompt's caches": limits.max_prompt_tokens * (target + hidden + draft),
+        "tokens and log-probs": limits.num_slots * S * 8,
+        "who holds the pages": 4 * (2 * C + 1 + (limits.num_slots + 1) * (P + 2)),
     }
 
 

@@ -2,9 +2,9 @@
 
 A command is one line of JSON on stdin, `{"batch": 8, "prompts": [[...], ...], "new_tokens": 128, "eos": null}`:
 `prompts` are token ids, decoded `batch` rows at a time; `eos` is the id that ends a row, null where every row gets
-exactly `new_tokens`. The answer is one line on stdout, `{"tokens": 1024, "seconds": 0.81}`. Between commands the
-process waits for the next line and does nothing. The first command of a shape may compile inside its seconds: send it
-twice.
+exactly `new_tokens`, or where that is a list, of one number for each prompt, exactly its own. The answer is one line on
+stdout, `{"tokens": 1024, "seconds": 0.81}`. Between commands the process waits for the next line and does nothing. The
+first command of a shape may compile inside its seconds: send it twice.
 """
 
 import json
@@ -15,12 +15,19 @@ from collections.abc import Callable
 Rows = list[list[int]]
 # (prompts, new_tokens, eos or None) -> the generated ids of each prompt; what follows a row's first eos is ignored
 Generate = Callable[[Rows, int, int | None], Rows]
+# (prompts, tokens of each, rows at once) -> the generated ids of each prompt
+GenerateAll = Callable[[Rows, list[int], int], Rows]
 
 
-def serve(generate: Generate) -> None:
-    """Answer commands until stdin closes."""
+def serve(generate: Generate, generate_all: GenerateAll | None = None) -> None:
+    """Answer commands until stdin closes; `generate_all`, where there is one, those with a list of `new_tokens`."""
     for line in sys.stdin:
-        print(json.dumps(run(generate, **json.loads(line))), flush=True)
+        command = json.loads(line)
+        if isinstance(command["new_tokens"], list):
+            answer = run_own_lengths(generate_all or in_batches(generate), command)
+        else:
+            answer = run(generate, **command)
+        print(json.dumps(answer), flush=True)
 
 
 def run(generate: Generate, prompts: Rows, batch: int, new_tokens: int, eos: int | None) -> dict:
@@ -33,6 +40,27 @@ def run(generate: Generate, prompts: Rows, batch: int, new_tokens: int, eos: int
         rows += generate(prompts[first : first + batch], new_tokens, eos)
     seconds = time.perf_counter() - start
     return {"tokens": count_tokens(rows, new_tokens, eos), "seconds": seconds}
+
+
+def run_own_lengths(generate_all: GenerateAll, command: dict) -> dict:
+    """Decode every prompt for a length of its own. Raises ValueError for a row that is too short."""
+    own = command["new_tokens"]
+    start = time.perf_counter()
+    rows = generate_all(command["prompts"], own, command["batch"])
+    seconds = time.perf_counter() - start
+    if any(len(row) < n for row, n in zip(rows, own)):
+        raise ValueError("a row is shorter than was asked for")
+    return {"tokens": sum(own), "seconds": seconds}
+
+
+def in_batches(generate: Generate) -> GenerateAll:
+    """Decode a batch at a time as long as its longest row; what the others have beyond their length does not count."""
+
+    def generate_all(prompts: Rows, own: list[int], batch: int) -> Rows:
+        parts = [slice(first, first + batch) for first in range(0, len(prompts), batch)]
+        return [row for part in parts for row in generate(prompts[part], max(own[part]), None)]
+
+    return generate_all
 
 
 def count_tokens(rows: Rows, new_tokens: int, eos: int | None) -> int:

@@ -7,7 +7,9 @@ Settings that matter:
 - the sampler's cache holds exactly a prompt and an answer: attention runs over all of it;
 - prompts are padded to the longest, not to a power of two;
 - the padding id is what tunix takes for padding, in prompts and answers alike: the end-of-sequence id, or one past the
-  vocabulary where rows have fixed lengths and nothing is padded.
+  vocabulary where rows have fixed lengths and nothing is padded. Prompts of several lengths that no id ends are padded
+  with 0, so tokens that are drawn as 0 are not attended to, which changes no count and no time;
+- a batch whose rows have lengths of their own runs to the longest of them.
 
 Install (Python 3.12): pip install google-tunix==0.1.7 jax==0.12.0.1 jaxlib==0.12.0.1 flax==0.12.12 optax==0.2.8
 """
@@ -72,15 +74,16 @@ def load(folder: str) -> qwen3.Qwen3:
 def make_generate(model: qwen3.Qwen3) -> peer_server.Generate:
     config, seeds = model.config, itertools.count()
 
-    # One sampler per eos: its compiled functions keep the eos of their first trace.
+    # One sampler per padding id: its compiled functions keep that of their first trace.
     @functools.cache
-    def make_sampler(cache_size: int, eos: int | None) -> vanilla.Sampler:
+    def make_sampler(cache_size: int, pad: int) -> vanilla.Sampler:
         sizes = vanilla.CacheConfig(cache_size, config.num_layers, config.num_kv_heads, config.head_dim)
-        return vanilla.Sampler(model, IdTokenizer(config.vocab_size if eos is None else eos), sizes)
+        return vanilla.Sampler(model, IdTokenizer(pad), sizes)
 
     def generate(prompts: peer_server.Rows, new_tokens: int, eos: int | None) -> peer_server.Rows:
-        longest = max(map(len, prompts))
-        output = make_sampler(longest + new_tokens, eos)(
+        longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+        padding = config.vocab_size if longest == shortest else 0
+        output = make_sampler(longest + new_tokens, padding if eos is None else eos)(
             [" ".join(map(str, prompt)) for prompt in prompts],
             max_generation_steps=new_tokens,
             max_prompt_length=longest,

@@ -29,10 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine.bench import Stops
+from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
 from specrl_jax.drafts.kinds import make_method
+from specrl_jax.drafts.weights import Weights
 from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models.qwen3 import Qwen3Config, param_specs
@@ -51,6 +53,7 @@ MODELS = {
 }
 FIELDS = ("model", "batch", "who", "round", "tokens", "seconds", "tokens_per_second")
 SPECULATIVE = "ours_speculative"
+NO_DRAFT, FREE_SAMPLING = DraftOptions("none"), Sampling()
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
 # One round of one side: () -> (generated tokens, seconds)
@@ -63,6 +66,34 @@ class Workload(NamedTuple):
     prompts: list[list[int]]  # token ids
     new_tokens: int  # per row; the maximum if there is an eos
     eos: int | None  # None: rows of exactly new_tokens
+
+
+def load_engine(
+    folder: str,
+    limits: EngineConfig,
+    draft: DraftOptions = NO_DRAFT,
+    length: int = 0,
+    eos: int | None = None,
+    sampling: Sampling = FREE_SAMPLING,
+) -> tuple[Engine, Weights]:
+    """Return this project's engine in float32 for the policy in `folder`, and its weights.
+
+    Args:
+      length: k, tokens of a draft.
+      eos: the id that ends a row; None: no id does.
+    """
+    mesh = make_mesh(MESH, jax.devices()[:1])
+    model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
+    config = InferenceConfig(sampling, limits, seed=0, dtype=jnp.dtype("float32"), cache_dtype=jnp.dtype("float32"))
+    method = make_method(draft, model)
+    head = method.model
+    drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))
+    params = hf.load_params(folder, model, learner, jnp.float32)
+    drafted = (head.load(draft.path, learner), head.load_vocab_map(draft.path, model)) if head else (None, None)
+    weights = jax.block_until_ready(make_prepare(model, head, config, partition, partition)(params, *drafted))
+    # An id outside the vocabulary, so that a row of fixed length does not end early.
+    stops = Stops((model.vocab if eos is None else eos,))
+    return make_rollout_engine(model, head, drafter, config, stops, partition), weights
 
 
 def ours(
@@ -79,25 +110,9 @@ def ours(
     Args: as in `Workload`; `num_slots` rows are decoded at once, with drafts of `length` tokens from the EAGLE-3 head
       in the folder `draft`, or draft.kind=none where it is ''.
     """
-    mesh = make_mesh(MESH, jax.devices()[:1])
-    model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
-    config = InferenceConfig(
-        sampling=Sampling(),
-        # A chunk as long as an answer: one host synchronisation, as in tunix.
-        limits=EngineConfig(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots),
-        seed=0,
-        dtype=jnp.float32,
-        cache_dtype=jnp.float32,
-    )
-    method = make_method(DraftOptions("eagle3" if draft else "none", draft), model)
-    head = method.model
-    drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))
-    params = hf.load_params(folder, model, learner, jnp.float32)
-    drafted = (head.load(draft, learner), head.load_vocab_map(draft, model)) if head else (None, None)
-    weights = jax.block_until_ready(make_prepare(model, head, config, partition, partition)(params, *drafted))
-    # An id outside the vocabulary, so that a row of fixed length does not end early.
-    stops = Stops((model.vocab if eos is None else eos,))
-    engine = make_rollout_engine(model, head, drafter, config, stops, partition)
+    # A chunk as long as an answer: one host synchronisation, as in tunix.
+    limits = EngineConfig(num_slots, max(map(len, prompts)), new_tokens, chunk=new_tokens, prefill_rows=num_slots)
+    engine, weights = load_engine(folder, limits, DraftOptions("eagle3" if draft else "none", draft), length, eos)
     seeds = itertools.count()
 
     def run() -> tuple[int, float]:
@@ -109,19 +124,24 @@ def ours(
 
 
 def peer(process: subprocess.Popen, work: Workload, batch: int) -> Run:
-    """Return a round of a peer that serves the protocol of peer_server.py; it raises RuntimeError if the peer ended."""
+    """Return a round of a peer that serves the protocol of peer_server.py."""
     command = {"batch": batch, "prompts": work.prompts, "new_tokens": work.new_tokens, "eos": work.eos}
 
     def run() -> tuple[int, float]:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(command), file=process.stdin, flush=True)
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
-        answer = json.loads(line)
+        answer = ask(process, command)
         return answer["tokens"], answer["seconds"]
 
     return run
+
+
+def ask(process: subprocess.Popen, command: dict) -> dict:
+    """Send a command of peer_server.py's protocol; return the answer. Raises RuntimeError if the process ended."""
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(command), file=process.stdin, flush=True)
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{' '.join(process.args)} ended; why is above")
+    return json.loads(line)
 
 
 def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
@@ -144,10 +164,10 @@ def rounds_of(runs: dict[str, Run], rounds: int) -> Iterator[dict]:
 
 
 @contextlib.contextmanager
-def start_peer(command: list[str], folder: str) -> Iterator[subprocess.Popen]:
-    """Start a peer and stop it at the end of the context."""
+def start_peer(command: list[str], folder: str, **variables: str) -> Iterator[subprocess.Popen]:
+    """Start a peer, with environment variables of its own, and stop it at the end of the context."""
     # Without it torch's two threads spin for each other: beside a busy process a small model took 100 times as long.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ | variables
     pipe = subprocess.PIPE
     process = subprocess.Popen([*command, "--model", folder], stdin=pipe, stdout=pipe, text=True, env=environment)
     try:

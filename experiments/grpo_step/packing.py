@@ -3,7 +3,7 @@
     python -m experiments.grpo_step.packing --rounds 9 --output experiments/grpo_step/packing.csv
 
 Policy, prompts and shapes are those of configs/rlzero_tiny.py: 128 rollouts of its base, one update, packed into rows
-of `--tokens`. Each round times the log-probs and the update of both layouts; the order alternates. The CSV has one row
+as in training. Each round times the log-probs and the update of both layouts; the order alternates. The CSV has one row
 per round.
 """
 
@@ -19,7 +19,7 @@ from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
-from specrl_jax.learner.batch import LearnerBatch, Packing, TrainingBatch, learner_batch
+from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import prepare
@@ -39,10 +39,10 @@ def make_training_batch(parts: Parts, weights: Any) -> TrainingBatch:
     return TrainingBatch(rollouts, advantages, np.ones(len(advantages), bool))
 
 
-def batches(parts: Parts, weights: Any, tokens: int) -> dict[str, LearnerBatch]:
+def batches(parts: Parts, weights: Any) -> dict[str, LearnerBatch]:
     """Return one step's rollouts in both layouts."""
     batch, pad_id = make_training_batch(parts, weights), parts.rollout.tokenizer.pad_id
-    return {"padded": learner_batch(batch, pad_id), "packed": learner_batch(batch, pad_id, Packing(tokens, 1, 1))}
+    return {"padded": learner_batch(batch, pad_id), "packed": learner_batch(batch, pad_id, parts.learner.packing)}
 
 
 def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, float]:
@@ -55,12 +55,12 @@ def timed(parts: Parts, state: Any, batch: LearnerBatch) -> tuple[Any, float, fl
     return state, middle - start, time.perf_counter() - middle
 
 
-def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
+def measure(rounds: int) -> list[dict[str, Any]]:
     config = rlzero_tiny.get_config()
     config.draft.kind, config.draft.path = "none", ""
     parts = make_parts(config, make_mesh(config.mesh.to_dict()))
     state = initial_state(parts.learner)
-    found = batches(parts, prepare(parts.learner, parts.rollout, state)[0], tokens)
+    found = batches(parts, prepare(parts.learner, parts.rollout, state)[0])
     policy, rows = state.policy, []
     for i in range(-1, rounds):  # the first compiles
         row = {"round": i} | {f"{name}_rows": len(batch.rows.tokens) for name, batch in found.items()}
@@ -73,10 +73,9 @@ def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tokens", type=int, default=112)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    rows = measure(arguments.rounds, arguments.tokens)
+    rows = measure(arguments.rounds)
     with bench.csv_writer(arguments.output, FIELDS) as write:
         for row in rows:
             write(row)

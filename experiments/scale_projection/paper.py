@@ -112,7 +112,7 @@ def learner_work(rollouts: int, lengths: LogNormalLengths, microbatch: int) -> W
         lengths,
         SLOTS,
         scored=SCORED,
-        microbatch=microbatch,
+        microbatch_tokens=microbatch * lengths.limit,
         remat=REMAT,
         gathered=False,
     )

@@ -40,9 +40,8 @@ def make_case(kind: str) -> Parts:
 def first_step(parts: Parts) -> tuple[Rows, LossInputs]:
     """Return the rows and loss inputs of one step, with the learner's old log-probs."""
     state = initial_state(parts.learner)
-    batch = learner_batch(
-        make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0]), parts.rollout.tokenizer.pad_id
-    )
+    rollouts = make_training_batch(parts, prepare(parts.learner, parts.rollout, state)[0])
+    batch = learner_batch(rollouts, parts.rollout.tokenizer.pad_id, parts.learner.packing)
     old_logprobs = jax.device_get(parts.learner.logprob_step(state.policy.params, batch.rows)[0])
     return batch.rows, LossInputs(old_logprobs, None, batch.advantages)
 

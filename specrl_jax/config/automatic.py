@@ -14,7 +14,7 @@ AUTOMATIC: dict[str, object] = {
     "rollout.max_prompt_tokens": 0,
     "rollout.max_response_tokens": 0,
     "rollout.num_slots": 0,
-    "grpo.microbatch": -1,
+    "grpo.microbatch_tokens": -1,
 }
 
 

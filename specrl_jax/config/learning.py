@@ -43,6 +43,22 @@ class RolloutConfig:
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
+    cache_gb: float = key(
+        0.0,
+        "keys and values on a device, in pages that sequences share out among them; 0 = as much as num_slots sequences "
+        "can need, at most a third of an accelerator's memory, a hundredth of a host's",
+        "GB",
+        low=0,
+        high=100_000,
+    )
+    page_tokens: int = key(64, "tokens of a page, a power of two", "tokens", low=1, high=1024)
+    prefill_tokens: int = key(
+        512,
+        "tokens of each prompt that one forward prefills; longer prompts take several",
+        "tokens",
+        low=1,
+        high=LONGEST,
+    )
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
     seed: int = key(0, "seed of all noise in decoding", low=0, high=UINT32)
@@ -95,15 +111,13 @@ class GRPOConfig:
     correction_cap: float = key(2.0, "cap of the importance weights", above=1, high=1e6)
     epochs: int = key(1, "passes over the rollouts of a step", low=1, high=1000)
     minibatches: int = key(1, "optimizer updates per pass", "updates", low=1, high=65_536)
-    microbatch: int = key(
-        0,
-        "rows per forward and backward pass; 0 = the whole minibatch, -1 = as many as the memory holds",
-        "rows",
+    microbatch_tokens: int = key(
+        32_768,
+        "tokens of all devices per forward and backward pass, at least a row on each; 0 = the whole minibatch, -1 = as "
+        "many as the memory holds",
+        "tokens",
         low=-1,
         high=INT32,
-    )
-    pack_tokens: int = key(
-        0, "length of packed learner rows; 0 = one rollout per row", "tokens", low=0, high=4 * LONGEST
     )
     sampling_rounds: int = key(
         1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1, high=1000

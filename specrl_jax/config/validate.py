@@ -33,7 +33,7 @@ def validate(config: Config) -> None:
         _draft(config)
     with mistakes.check():
         check_rewards(config.reward.names, config.reward.weights)
-    for check in (_policy, _temperatures, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
+    for check in (_policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
         with mistakes.check():
             check(config)
     if config.task in _TASKS:
@@ -86,27 +86,20 @@ def _temperatures(config: Config) -> None:
             raise InputError(f"{key}.temperature={value}: 0 (greedy), or {COLDEST} to 100 is needed")
 
 
+def _pages(config: Config) -> None:
+    tokens = config.rollout.page_tokens
+    if tokens & (tokens - 1):
+        nearest = 1 << (tokens.bit_length() - 1)
+        raise InputError(f"rollout.page_tokens={tokens}: a power of two is needed, such as {nearest} or {2 * nearest}")
+
+
 def _learner_rows(config: Config) -> None:
-    """Check how the rollouts of a step are cut into minibatches, microbatches and rows."""
+    """Check how the rollouts of a step are cut into minibatches; of rows there are as many as that takes."""
     g, draft = config.grpo, config.draft
-    rollouts = g.prompts_per_step * g.group_size
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    if rollouts % g.minibatches:
+    if (rollouts := g.prompts_per_step * g.group_size) % g.minibatches:
         raise InputError(f"grpo.minibatches={g.minibatches} must divide the {rollouts} rollouts of a step")
-    if g.pack_tokens:  # as many rows as needed, a multiple of every divisor below
-        if g.pack_tokens < longest:
-            raise InputError(f"grpo.pack_tokens={g.pack_tokens}: a prompt and its response may have {longest} tokens")
-        return
-    rows = rollouts // g.minibatches
-    if g.microbatch and rows % g.microbatch:
-        raise InputError(f"grpo.microbatch={g.microbatch} must divide the minibatch of {rows} rows")
-    if not has_weights(draft.kind):
-        return
-    if rows % draft.minibatches:
-        raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rows} rows")
-    rows //= draft.minibatches
-    if g.microbatch and rows % g.microbatch:
-        raise InputError(f"grpo.microbatch={g.microbatch} must divide the {rows} rows of an update of the draft")
+    if has_weights(draft.kind) and (rollouts := rollouts // g.minibatches) % draft.minibatches:
+        raise InputError(f"draft.minibatches={draft.minibatches} must divide the minibatch of {rollouts} rollouts")
 
 
 def _objective(config: Config) -> None:
@@ -219,9 +212,6 @@ def _pretrain(config: Config) -> None:
 
 
 def _draft_pretrain(config: Config) -> None:
-    rows, microbatch = config.pretrain.batch_size, config.grpo.microbatch
-    if microbatch and rows % microbatch:
-        raise InputError(f"grpo.microbatch={microbatch} must divide pretrain.batch_size={rows}")
     if not has_weights(config.draft.kind):
         kinds = " or ".join(name for name, kind in KINDS.items() if kind.has_weights)
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")

@@ -1,7 +1,7 @@
 """The sequences being decoded by one call of the engine: slots on the device, and the host's view of them."""
 
 import time
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import jax
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
+from specrl_jax.decoding.parking import Parked, first_columns
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
@@ -44,22 +45,78 @@ class ActiveBatch(Generic[Params, Cache]):
         self._collected: dict[str, np.ndarray] = {}
         # Per request, the ids of its sampling mask, chunk by chunk.
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
+        self._free = self._count_free()  # [D] pages
+        # Pages that an iteration of a row takes at most.
+        self._ahead = -(-(max(engine.compiled.lengths) + 1) // engine.config.page_tokens)
+        self._parked: list[Parked] = []  # the oldest first
+        self._times_parked = np.zeros(scheduler.total, np.int32)  # of each request
 
     @property
     def size(self) -> int:
         """B, rows of the batch."""
         return len(self.scheduler.owner)
 
+    @property
+    def live(self) -> float:
+        """Tokens that a running row holds, on average."""
+        return float(np.asarray(self.slots.length)[self.scheduler.owner != FREE].mean())
+
     def prepare(self) -> bool:
-        """Refill free slots, or compact the batch if nothing waits; return whether anything runs."""
+        """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
         scheduler, compiled = self.scheduler, self._engine.compiled
-        while scheduler.waiting and (scheduler.owner == FREE).any():
-            batch = scheduler.schedule()
+        while self._parked and self._bring_back():
+            pass
+        # A new request would take the pages that parked rows wait for.
+        while not self._parked and (batch := scheduler.schedule(self._free, self._ahead)) is not None:
             self.slots, self._carried = compiled.refill(self._params, self.slots, self._carried, batch)
+            self._free = self._count_free()
+        all_run = scheduler.running > 0 and not (scheduler.waiting or self._parked)
         for size in compiled.sizes:
-            if not scheduler.waiting and scheduler.running <= size < self.size and scheduler.running:
+            if all_run and scheduler.fits(size) and size < self.size:
                 self.compact_to(size)
         return scheduler.running > 0
+
+    def _count_free(self) -> np.ndarray:
+        return jax.device_get(self.slots.pool.count)
+
+    def _make_room(self) -> None:
+        """Park the youngest rows of shards whose next iteration might lack pages, until it has them."""
+        for shard in range(len(self._free)):
+            while self._free[shard] < self._ahead * (running := self.scheduler.running_by_shard[shard]) and running > 1:
+                self._park(self.scheduler.youngest(shard))
+
+    def _call(self, name: str, *rest: object) -> Any:
+        return self._engine.compiled.park(name, self._params, self.slots, *rest)
+
+    def _park(self, row: int) -> None:
+        """Copy a row to the host and free its pages."""
+        number, call = np.int32(row), self._call
+        values = jax.device_get(call("read_row", number))
+        columns = first_columns(int(values.held.count))
+        pages = [jax.device_get(call("read_pages", number, first)) for first in columns]
+        self.slots = call("drop_row", number)
+        self._parked.append(Parked(self.scheduler.park(row), values, pages))
+        self._times_parked[self._parked[-1].request] += 1
+        self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
+        self._free = self._count_free()
+
+    def _bring_back(self) -> bool:
+        """Put the oldest parked row into a free slot if there are pages for it; return whether."""
+        oldest = self._parked[0]
+        for shard, running in enumerate(self.scheduler.running_by_shard):
+            rows = self.scheduler.free_rows(shard)
+            if not len(rows) or (running and self._free[shard] < oldest.row.held.count + self._ahead * (running + 1)):
+                continue
+            number = np.int32(rows[0])
+            self.slots = self._call("restore_row", number, oldest.row)
+            for first, contents in zip(first_columns(int(oldest.row.held.count)), oldest.pages, strict=True):
+                self.slots = self._call("write_pages", number, first, contents)
+            self.scheduler.place(rows[:1], np.array([self._parked.pop(0).request]))
+            self._free = self._count_free()
+            # It may have been parked after a chunk without drafts.
+            self._behind = float("inf")
+            return True
+        return False
 
     def compact_to(self, size: int) -> None:
         """Compact the batch to `size` rows, through every compiled size on the way."""
@@ -71,6 +128,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
         k, config = choice.k, self._engine.config
+        running, length = self.scheduler.owner != FREE, np.asarray(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
         # A draft itself processes the last k + 1 committed tokens.
@@ -78,12 +136,16 @@ class ActiveBatch(Generic[Params, Cache]):
             switch_seconds = self._timed_decode(k, iterations=0, sync_cache=True)[1]
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
         self._behind = k + 1 if k else float("inf")
+        self._free = np.asarray(statistics.free)
         self._collect_mask()
-        self._collect(np.flatnonzero((self.scheduler.owner != FREE) & statistics.done))
-        chunk = DecodeChunk(
-            self.size, k, seconds, int(statistics.iterations), int(statistics.verifications), switch_seconds
-        )
-        self._chunks.append(chunk)
+        self._collect(np.flatnonzero(running & statistics.done))
+        if statistics.short:
+            self._make_room()
+        iterations, verifications = int(statistics.iterations), int(statistics.verifications)
+        live = float((length + statistics.length)[running].mean()) / 2
+        chunk = DecodeChunk(self.size, k, seconds, iterations, verifications, switch_seconds, live)
+        if iterations:
+            self._chunks.append(chunk)
         return chunk, statistics
 
     def _timed_decode(self, k: int, iterations: int, sync_cache: bool) -> tuple[ChunkStatistics, float]:
@@ -97,8 +159,10 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _stop_at_rows(self) -> int:
         """Return the running rows at which a chunk ends: enough slots are free to refill, or a smaller batch fits."""
-        if self.scheduler.waiting:
-            return self.size - self._engine.config.refill_rows
+        if self.scheduler.waiting or self._parked:
+            # Where pages, not slots, are what is short, fewer rows run than there are slots.
+            return min(self.size - self._engine.config.refill_rows, self.scheduler.running - 1)
+        # Rows are as good as evenly spread over the shards.
         return next((size for size in self._engine.compiled.sizes if size < self.scheduler.running), 0)
 
     def _collect_mask(self) -> None:
@@ -132,6 +196,7 @@ class ActiveBatch(Generic[Params, Cache]):
         return Rollouts(
             prompt_index=np.arange(total) // samples,
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
+            parked=self._times_parked,
             **{"mask_count": np.zeros((total, 0), np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
             **{name: np.full(total, value) for name, value in WeightsVersion()._asdict().items()},

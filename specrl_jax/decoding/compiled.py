@@ -4,6 +4,8 @@
     refill   prefills each new prompt once and starts rollouts in free slots
     decode   a `lax.while_loop` of fused iterations, one program per (batch size, draft length)
     compact  moves the running rows into the next smaller batch size
+    read_row, read_pages, drop_row, restore_row, write_pages
+             copy a row to the host and back (parking.py); compiled when pages first run out
 
 Each is compiled ahead of time for fixed shapes, so a call that does not fit raises instead of compiling another.
 """
@@ -11,7 +13,7 @@ Each is compiled ahead of time for fixed shapes, so a call that does not fit rai
 import functools
 import time
 from collections.abc import Callable
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,12 @@ import numpy as np
 
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.parking import drop_row, read_pages, read_row, restore_row, write_pages
 from specrl_jax.decoding.refill import compact, empty_slots, refill
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
+
+PARKING = {function.__name__: function for function in (read_row, read_pages, drop_row, restore_row, write_pages)}
 
 
 class Program(NamedTuple):
@@ -92,7 +97,11 @@ class CompiledFunctions(Generic[Params, Cache]):
 
     def compact(self, params: Params, slots: Slots[Cache], rows: np.ndarray) -> Slots[Cache]:
         """Call `compact`."""
-        return self.get(Program("compact", len(rows)), params)(slots, rows)
+        return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
+
+    def park(self, name: str, params: Params, slots: Slots[Cache], *rest: object) -> Any:
+        """Call one of PARKING; those that return slots are given them donated."""
+        return self.get(Program(name, slots.done.shape[0]), params)(slots, *rest)
 
     def lower(self, program: Program, params: Params) -> jax.stages.Lowered:
         """Lower one program; ShapeDtypeStructs with shardings are enough as `params`."""
@@ -102,7 +111,7 @@ class CompiledFunctions(Generic[Params, Cache]):
     def get(self, program: Program, params: Params) -> Callable:
         """Return the compiled function of a program."""
         if program not in self._compiled:
-            if program not in self.all():
+            if program not in self.all() and program.kind not in PARKING:
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
             start = time.perf_counter()
             jit = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
@@ -126,8 +135,12 @@ class CompiledFunctions(Generic[Params, Cache]):
             )
         if program.kind == "compact":
             larger = self.sizes[self.sizes.index(program.size) - 1]
-            rows = jax.ShapeDtypeStruct((program.size,), jnp.int32)
-            return jax.jit(compact, out_shardings=self._shardings), (self._abstract(larger)[0], rows)
+            rows = jax.ShapeDtypeStruct((config.shards, program.size // config.shards), jnp.int32)
+            slots = self._abstract(larger)[0]
+            jitted = jax.jit(compact, donate_argnums=1, out_shardings=self._shardings)
+            return jitted, (slots.by_row(), slots.not_by_row(), rows)
+        if program.kind in PARKING:
+            return self._describe_parking(program)
         decode = functools.partial(
             decode_chunk, k=program.k, functions=engine_functions, config=config, shardings=self._shardings
         )
@@ -135,10 +148,24 @@ class CompiledFunctions(Generic[Params, Cache]):
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), chunk_inputs(seed=0, max_iterations=0))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
+    def _describe_parking(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:
+        slots, number = self._abstract(program.size)[0], jax.ShapeDtypeStruct((), jnp.int32)
+        rest = {
+            "restore_row": lambda: (jax.eval_shape(read_row, slots, number),),
+            "read_pages": lambda: (number,),
+            "write_pages": lambda: (number, jax.eval_shape(read_pages, slots, number, number)),
+        }.get(program.kind, tuple)()
+        function = PARKING[program.kind]
+        if function in (read_row, read_pages):
+            return jax.jit(function), (slots, number, *rest)
+        return jax.jit(function, donate_argnums=0, out_shardings=self._shardings), (slots, number, *rest)
+
     def _abstract(self, size: int) -> tuple[Slots, Prompts]:
         """Return ShapeDtypeStructs of the slots of one batch size, and of the prompt carried over."""
         slots, prompts = jax.eval_shape(functools.partial(empty_slots, self._functions, self._config))
-        slots = jax.eval_shape(compact, slots, jax.ShapeDtypeStruct((size,), jnp.int32))
+        D = self._config.shards
+        kept = jax.ShapeDtypeStruct((D, size // D), jnp.int32)
+        slots = jax.eval_shape(compact, slots.by_row(), slots, kept)
 
         def place(sharding: jax.sharding.Sharding, tree: object) -> object:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -149,5 +176,6 @@ class CompiledFunctions(Generic[Params, Cache]):
 
 def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:
     """Return the ShapeDtypeStructs of a refill's input."""
-    batch = Scheduler(config, 0, prompts=[[0]], samples=1, first_id=0, history=None).schedule()
+    scheduler = Scheduler(config, 0, prompts=[[0]], samples=1, first_id=0, history=None)
+    batch = scheduler.schedule(np.full(config.shards, config.shard_pages))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -1,8 +1,10 @@
-"""Chooses the draft length of the next chunk: k* = argmax E[tokens](k) / c(size, k), k = 0 included.
+"""Chooses the draft length of the next chunk: k* = argmax E[tokens](k) / c(size, k, live), k = 0 included.
 
 E[tokens](k) = 1 + the sum of a_i over i <= k, where a_i is the share of verifications that accept draft i and all
 before it. Acceptance does not depend on the load, the cost c does: one estimate of a for all batch sizes, one table of
-c for each. All of it is host state between two chunks: no arrays, no randomness.
+c for each. An iteration also reads the keys and values of all running rows, once for all k + 1 tokens of a row: c grows
+with the live tokens, by about as many seconds for every k, and the best k grows with them. All of it is host state
+between two chunks: no arrays, no randomness.
 """
 
 import dataclasses
@@ -19,6 +21,8 @@ PROBE = 64  # verifications that a probe tries to observe
 PROBE_ITERATIONS = (4, 32)  # fewest, most
 SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to the others; for the common level
 PAIRED = 3  # chunks after a change of length that compare the two
+NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
+LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
 
@@ -43,17 +47,18 @@ class Choice(NamedTuple):
 class _SizeState:
     """Estimates for one compiled batch size; lists are indexed like `Controller.lengths`."""
 
-    samples: list[list[float]]  # log seconds per iteration, less the level at that time
+    samples: list[list[list[float]]]  # [live tokens, log seconds per iteration less the level at that time]
     backoff: list[int]  # doubles after each probe without news
     probe_budget: list[float]  # seconds that probes of this length may lose
     recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by recent chunks
     current: int | None = None  # index of the length in use
     last: int | None = None  # index of the last chunk's length, probes included
     streak: int = PAIRED  # consecutive chunks of that length; the first of all is compared with its calibration
+    trail: list[list[float]] = dataclasses.field(default_factory=list)  # [length, live tokens, seconds] of LAG chunks
 
     @property
     def level(self) -> float:
-        """Log of the factor common to all lengths: longer contexts or a busy machine slow them alike."""
+        """Log of the factor common to all lengths: a busy machine slows them alike."""
         return _typical(self.recent)
 
 
@@ -89,6 +94,9 @@ class Controller:
         self.hysteresis, self.probe_budget = hysteresis, probe_budget
         self.memory, self.initial_budget = memory, initial_budget
         self._estimate = AcceptanceEstimate(self.lengths[-1], memory)
+        # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
+        self._slopes: list[list[list[float]]] = [[] for _ in self.lengths]
+        self._slope = [0.0] * len(self.lengths)  # what a live token adds to an iteration, seconds
         self._prediction_at_reset: list[float] = []  # the prediction that last reset the probes' backoff
         n = len(self.lengths)
         self._sizes = {size: _SizeState([[] for _ in range(n)], [1] * n, [0.0] * n) for size in self.sizes}
@@ -103,21 +111,36 @@ class Controller:
         """Return E[tokens](k) by the running estimates."""
         return float(expected_tokens(self.acceptance(), k))
 
-    def cost(self, size: int, k: int) -> float:
-        """Return seconds per iteration: linear in k between measured lengths, nan if none of this size is measured."""
+    def cost(self, size: int, k: int, tokens: float) -> float:
+        """Return seconds per iteration: linear in k between measured lengths, nan if none of this size is measured.
+
+        Args:
+          tokens: live tokens of all running rows.
+        """
+        return self._costs(size, tokens)[self.lengths.index(k)]
+
+    def _costs(self, size: int, tokens: float) -> list[float]:
+        """Return the cost of every length."""
         state = self._sizes[size]
-        logs = {j: _typical(s) for j, s in zip(self.lengths, state.samples) if s}
-        if k in logs:
-            return math.exp(state.level + logs[k])
-        if not logs:
-            return math.nan
-        known = sorted(logs)
-        # The two measured lengths around k, or the last two below it. A single one costs the same at every k.
-        right = next((j for j in known if j > k), known[-1])
-        left = max((j for j in known if j < right), default=right)
-        c_left, c_right = (math.exp(state.level + logs[j]) for j in (left, right))
-        slope = max(0.0, c_right - c_left) / (right - left) if right > left else 0.0
-        return c_right + slope * (k - right)
+        measured = [i for i, samples in enumerate(state.samples) if samples]
+        known = {self.lengths[i]: math.exp(state.level + self._log_cost(state, i, tokens)) for i in measured}
+        return [known[k] if k in known else _between(known, k) for k in self.lengths]
+
+    def _log_cost(self, state: _SizeState, i: int, tokens: float) -> float:
+        """Return log seconds per iteration at level 0: from samples at about `tokens` live tokens, if there are enough.
+
+        Each is moved to `tokens` by the slope, which then changes little.
+        """
+        samples = state.samples[i]
+        near = [s for s in samples if s[0] <= NEAR * tokens and tokens <= NEAR * s[0]]
+        moved = []
+        for then, log_seconds in near if len(near) >= PAIRED else samples:
+            growth = self._slope[i] * (tokens - then)
+            # A slope that is too steep may not make an iteration free.
+            moved.append(
+                log_seconds + math.log(max(1 + growth * math.exp(-log_seconds), 0.1)) if growth else log_seconds
+            )
+        return _typical(moved)
 
     def unmeasured(self, size: int) -> list[int]:
         """Return the lengths to calibrate before real work."""
@@ -130,12 +153,17 @@ class Controller:
 
     # --- the choice
 
-    def choose(self, size: int, running: int, off: bool = False) -> Choice:
-        """Choose the next chunk of `running` rows; `off`: draft in probes only (the acceptance alarm has tripped)."""
+    def choose(self, size: int, running: int, live: float, off: bool = False) -> Choice:
+        """Choose the next chunk of `running` rows.
+
+        Args:
+          live: tokens that a running row holds, on average.
+          off: draft in probes only (the acceptance alarm has tripped).
+        """
         state = self._sizes[size]
         accepted = self.acceptance()
         tokens = [float(expected_tokens(accepted, k)) for k in self.lengths]
-        costs = [self.cost(size, k) for k in self.lengths]
+        costs = self._costs(size, running * live)
         if off or math.isnan(costs[0]):
             state.current = 0
         else:
@@ -170,10 +198,10 @@ class Controller:
 
     # --- observations
 
-    def calibrate(self, size: int, k: int, seconds: float) -> None:
-        """Set the `seconds` per iteration of one program on dummy rows; replaces earlier samples."""
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
+        """Set the `seconds` per iteration of a program on `size` dummy rows of `live` tokens; replaces its samples."""
         state, i = self._sizes[size], self.lengths.index(k)
-        state.samples[i] = [math.log(seconds) - state.level]
+        state.samples[i] = [[size * live, math.log(seconds) - state.level]]
         state.probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
 
     def predict(self, rates: Sequence[float]) -> None:
@@ -194,14 +222,15 @@ class Controller:
         state, i = self._sizes[size], self.lengths.index(k)
         current = i if state.current is None else state.current
         jumped = self._estimate.observe(k, chunk.verifications, accepted)
-        surprised = self._observe_cost(state, i, math.log(chunk.seconds / chunk.iterations))
+        tokens_read = chunk.live * chunk.verifications / chunk.iterations
+        surprised = self._observe_cost(state, i, tokens_read, chunk.seconds / chunk.iterations)
         if i == current:
             for j in range(len(self.lengths)):
                 state.probe_budget[j] += self.probe_budget * chunk.seconds / max(len(self.lengths) - 1, 1)
         else:
             tokens = 1.0 + sum(accepted[:k]) / chunk.verifications
             in_use = self.lengths[current]
-            costs = self.cost(size, k), self.cost(size, in_use)
+            costs = self.cost(size, k, tokens_read), self.cost(size, in_use, tokens_read)
             loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self.expected_tokens(in_use))
             state.probe_budget[i] = min(0.0, state.probe_budget[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
@@ -218,20 +247,34 @@ class Controller:
         if self._estimate.observe(len(accepted), verifications, accepted):
             self._reset_backoff()
 
-    def _observe_cost(self, state: _SizeState, i: int, log_seconds: float) -> bool:
-        """Update the level while one length runs, and the lengths' relative costs after a change of length.
+    def _observe_cost(self, state: _SizeState, i: int, tokens: float, seconds: float) -> bool:
+        """Update slope, level while one length runs, and the lengths' relative costs after a change of length.
 
         Returns whether the chunk's time was off by more than a tenth.
         """
-        samples = state.samples[i]
-        surprised = bool(samples) and abs(log_seconds - state.level - _typical(samples)) > 0.1
+        samples, log_seconds = state.samples[i], math.log(seconds)
+        off = log_seconds - self._log_cost(state, i, tokens) if samples else 0.0
+        surprised = bool(samples) and abs(off - state.level) > 0.1
         if state.last is not None:
             state.streak = state.streak + 1 if i == state.last else 1
         if not samples or state.streak <= PAIRED:
-            state.samples[i] = [*samples, log_seconds - state.level][-SAMPLES:]
+            state.samples[i] = [*samples, [tokens, log_seconds - state.level]][-SAMPLES:]
         else:
-            state.recent = [*state.recent[1:], log_seconds - _typical(samples)]
+            state.recent = [*state.recent[1:], off]
+        self._observe_slope(state, i, tokens, seconds)
         return surprised
+
+    def _observe_slope(self, state: _SizeState, i: int, tokens: float, seconds: float) -> None:
+        """Update the slopes: medians over pairs of chunks, weighted by the change of live tokens."""
+        earlier = next((chunk for chunk in state.trail if chunk[0] == i), None)
+        state.trail = [*state.trail, [i, tokens, seconds]][-LAG:]
+        if earlier is None or earlier[1] == tokens:
+            return
+        change = tokens - earlier[1]
+        self._slopes[i] = [*self._slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
+        # A prior of two pairs, as small changes measure noise: a length's slope is that of all, and that of all is 0.
+        of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self._slopes for pair in pairs)])
+        self._slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self._slopes]
 
     def _reset_backoff(self) -> None:
         for state in self._sizes.values():
@@ -258,16 +301,24 @@ class Controller:
                 "_heeded": list(self._prediction_at_reset),
             },
             "spread": estimate.spread,
+            "slopes": [list(pairs) for pairs in self._slopes],
+            "slope": list(self._slope),
             "per_size": [_renamed(dataclasses.asdict(self._sizes[size]), _SAVED) for size in self.sizes],
         }
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> Self:
-        """Rebuild the controller of `state`; it continues identically."""
+        """Rebuild the controller of `state`; it continues identically.
+
+        States of versions before `slopes` have costs without live tokens: those are measured anew.
+        """
         controller = cls(**_renamed(state["arguments"], {"endowment": "initial_budget"}))
         estimate, saved = controller._estimate, state["acceptance"]
         estimate.tries, estimate.hits, estimate.spread = list(saved["_tries"]), list(saved["_hits"]), state["spread"]
         estimate.predicted, controller._prediction_at_reset = list(saved["_predicted"]), list(saved["_heeded"])
+        if "slopes" not in state:
+            return controller
+        controller._slopes, controller._slope = list(state["slopes"]), list(state["slope"])
         names = {name: field for field, name in _SAVED.items()}
         for size, values in zip(controller.sizes, state["per_size"]):
             controller._sizes[size] = _SizeState(**_renamed(values, names))
@@ -297,3 +348,25 @@ def _typical(values: Sequence[float]) -> float:
     n = len(values)
     kept = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
     return sum(kept) / len(kept)
+
+
+def _between(known: Mapping[int, float], k: int) -> float:
+    """Return the cost of a length without samples, from the costs of others."""
+    if not known:
+        return math.nan
+    # The two measured lengths around k, or the last two below it. A single one costs the same at every k.
+    right = next((j for j in sorted(known) if j > k), max(known))
+    left = max((j for j in known if j < right), default=right)
+    slope = max(0.0, known[right] - known[left]) / (right - left) if right > left else 0.0
+    return known[right] + slope * (k - right)
+
+
+def _weighted_median(weighted: Sequence[Sequence[float]]) -> float:
+    """Return the median of the values of [weight, value] pairs."""
+    ordered = sorted((value, weight) for weight, value in weighted)
+    middle, total = sum(weight for _, weight in ordered) / 2, 0.0
+    for value, weight in ordered:
+        total += weight
+        if total >= middle:
+            return value
+    return ordered[-1][0]

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
+from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.pages import missing, release, take
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
@@ -44,33 +47,36 @@ def decode_chunk(
     drafter, seed = functions.drafter, inputs.seed
     options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
 
-    def target_fn(tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        return functions.decode(params, tokens, positions, cache)
+    def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
+        return functions.decode(params, tokens, paging, cache)
 
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
         return drafter.draft(params, slots, seed, k) if k else no_draft(slots, seed)
 
-    def body(carry: tuple[jax.Array, Slots[Cache]]) -> tuple[jax.Array, Slots[Cache]]:
-        i, slots = carry
+    # Carried: iterations, whether the pages of the next one are there, slots.
+    def body(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
+        i, _, slots = carry
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, speculative_step(slots, seed, draft_fn, target_fn, options)
+        return i + 1, *_reserve(speculative_step(slots, seed, draft_fn, target_fn, options), k, config)
 
-    def unfinished(carry: tuple[jax.Array, Slots[Cache]]) -> jax.Array:
-        i, slots = carry
-        goes_on = (i < inputs.max_iterations) & ((~slots.done).sum(dtype=jnp.int32) > inputs.stop_at_rows)
+    def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
+        i, enough, slots = carry
+        goes_on = (i < inputs.max_iterations) & ((~slots.done).sum(dtype=jnp.int32) > inputs.stop_at_rows) & enough
         if slots.mask is None:
             return goes_on
         return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
 
     if k:
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
-        length = jnp.where(inputs.sync_cache, slots.length, 0)
-        slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, slots.tokens, length, slots.cache))
+        text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
+        slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
     if slots.mask is not None:
         slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
     before = slots
-    count, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), slots))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserve(slots, k, config)))
+    pool, held = release(slots.pool, slots.held, slots.done)
+    slots = dataclasses.replace(slots, pool=pool, held=held)
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
     # At most half a chunk, so that the other half is left to be replayed.
@@ -79,7 +85,20 @@ def decode_chunk(
         replayed = replay(
             before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
         )
-    return slots, ChunkStatistics(slots.done, count, verifications, drafted, accepted, replayed)
+    return slots, ChunkStatistics(
+        slots.done, slots.length, count, verifications, drafted, accepted, pool.count, ~enough, replayed
+    )
+
+
+def _reserve(slots: Slots[Cache], k: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
+    """Take the pages that the next iteration of every running row writes, if all are there; return whether they are."""
+    tokens = jnp.where(slots.done, 0, jnp.minimum(slots.length + k, slots.limit))
+    need, enough = missing(slots.pool, slots.held, (tokens + config.page_tokens - 1) // config.page_tokens)
+    enough = enough.all()
+    # A row holds the pages of the last iteration, which committed at most a token beyond them.
+    most = -(-(k + 1) // config.page_tokens)
+    pool, held = take(slots.pool, slots.held, jnp.where(enough, need, 0), most)
+    return enough, dataclasses.replace(slots, pool=pool, held=held)
 
 
 def _counters(slots: Slots) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas import noise as counter
+from kernels_pallas.attention.types import Table
 from kernels_pallas.verify.op import Draft, Noise
 from kernels_pallas.verify.sampling import draw
 from specrl_jax.core import at_least_float32
@@ -17,8 +18,18 @@ from specrl_jax.decoding.step import no_draft
 
 # (params, slots, seed, k) -> (k drafted tokens per row, cache)
 DraftFn = Callable[[Params, Slots[Cache], jax.Array, int], tuple[Draft, Cache]]
-# (params, tokens [B, S], length [B], cache) -> cache
-SyncCacheFn = Callable[[Params, jax.Array, jax.Array, Cache], Cache]
+
+
+class Text(NamedTuple):
+    """Committed tokens of some sequences, and the pages in which they stand."""
+
+    tokens: jax.Array  # [B, S] int32
+    length: jax.Array  # [B] int32; 0: none
+    table: Table
+
+
+# (params, text, cache) -> cache
+SyncCacheFn = Callable[[Params, Text, Cache], Cache]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Drafter(Generic[Params, Cache]):
 NO_DRAFTER: Drafter = Drafter(
     length=0,
     draft=lambda params, slots, seed, k: no_draft(slots, seed),
-    sync_cache=lambda params, tokens, length, cache: cache,
+    sync_cache=lambda params, text, cache: cache,
 )
 
 

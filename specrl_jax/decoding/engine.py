@@ -21,18 +21,19 @@ from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
 from specrl_jax.errors import InputError
 
-# Calibration times this many iterations, this often. The minimum counts: disturbances only add time.
-CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS = 4, 5
+# Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
+# minimum counts: disturbances only add time, and matter where iterations are short.
+CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
 
 
 class DraftLengthPolicy(Protocol):
     """Chooses draft lengths; `controller.Controller` documents the methods."""
 
-    def choose(self, size: int, running: int) -> Choice: ...
+    def choose(self, size: int, running: int, live: float) -> Choice: ...
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None: ...
     def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
     def unmeasured(self, size: int) -> Sequence[int]: ...
-    def calibrate(self, size: int, k: int, seconds: float) -> None: ...
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class FixedLength:
 
     k: int
 
-    def choose(self, size: int, running: int) -> Choice:
+    def choose(self, size: int, running: int, live: float) -> Choice:
         return Choice(self.k, None)
 
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
@@ -53,7 +54,7 @@ class FixedLength:
     def unmeasured(self, size: int) -> Sequence[int]:
         return ()
 
-    def calibrate(self, size: int, k: int, seconds: float) -> None:
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         pass
 
 
@@ -77,29 +78,35 @@ class Engine(Generic[Params, Cache]):
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
+        responses: Sequence[int] | None = None,
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
+
+        With config.greedy a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
+        the ids that they would have without it.
 
         Args:
           on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
             raises, such as Stopped, ends the call and drops its rollouts.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
+          responses: most response tokens of each rollout; None: config.max_response_tokens.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens.
         """
         check_prompts(prompts, self.config.max_prompt_tokens)
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
-        lengths = lengths or FixedLength(self.draft_length)
-        scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history)
+        lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
+        scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history, responses)
         on_progress(0, scheduler.total)
-        self.calibrate(params, prompts, lengths, seed, lambda: on_progress(0, scheduler.total))
+        self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
-            chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running))
-            lengths.observe(chunk, np.asarray(statistics.accepted))
+            chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
+            if chunk.iterations:
+                lengths.observe(chunk, np.asarray(statistics.accepted))
             if statistics.replayed is not None:
                 lengths.replay(int(statistics.replayed[0]), np.asarray(statistics.replayed[1:]))
             on_progress(batch.finished, scheduler.total)
@@ -109,30 +116,40 @@ class Engine(Generic[Params, Cache]):
         self,
         params: Params,
         prompts: Sequence[Sequence[int]],
+        samples: int,
         lengths: DraftLengthPolicy,
         seed: int,
         after_chunk: Callable[[], None],
     ) -> None:
         """Time an iteration of every (batch size, draft length) that `lengths` has no cost for.
 
-        Decodes throwaway rollouts of these prompts in all slots, so the times are those of a full batch.
+        Decodes throwaway rollouts of these prompts in all slots, so the times are those of a full batch. One batch
+        serves for all, from the largest size down, until rows of it end; it is dropped before another one is made.
         """
-        cycled = [prompts[j % len(prompts)] for j in range(self.config.num_slots)]
+        cycled = [prompts[j % len(prompts)] for j in range(-(-self.config.num_slots // samples))]
+        batch: ActiveBatch | None = None
         for size in self.compiled.sizes:
             unmeasured = lengths.unmeasured(size)
-            timed: dict[int, list[float]] = {k: [] for k in unmeasured}
-            # All lengths in each round: other load on the machine then slows them alike.
-            for i in range(1 + CALIBRATED_ROUNDS):
+            timed: dict[int, list[tuple[float, float]]] = {k: [] for k in unmeasured}
+            spent = 0.0
+            for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
+                if i > 1 and spent > CALIBRATED_SECONDS:
+                    break
+                # All lengths in each round: other load on the machine then slows them alike.
                 for k in unmeasured:
-                    scheduler = Scheduler(self.config, self.pad_id, cycled, 1, 0, None)
-                    batch = ActiveBatch(self, params, scheduler, seed + i)
-                    batch.prepare()
+                    if batch is None or (batch.finished and batch.scheduler.running < size):
+                        batch = None  # with its cache
+                        scheduler = Scheduler(self.config, self.pad_id, cycled, samples, 0, None)
+                        batch = ActiveBatch(self, params, scheduler, seed + i)
+                        batch.prepare()
                     batch.compact_to(size)
-                    chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS))
-                    timed[k].append(chunk.seconds / chunk.iterations)
+                    chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS if i else 1))
+                    if i and chunk.iterations:
+                        spent += chunk.seconds
+                        timed[k].append((chunk.seconds / chunk.iterations, chunk.live))
                     after_chunk()
             for k in unmeasured:
-                lengths.calibrate(size, k, min(timed[k][1:]))
+                lengths.calibrate(size, k, *min(timed[k]))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

@@ -6,17 +6,18 @@ from typing import Generic
 
 import jax
 
+from kernels_pallas.attention.types import Paging
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, Params
 from specrl_jax.decoding.step import VerifyFn
 
-# (rows, length) -> an empty cache
+# (pages, tokens of a page) -> an empty cache, axis 0 of whose arrays is the page
 InitCacheFn = Callable[[int, int], Cache]
-# (params, tokens [P, T], positions [P, T], cache) -> cache with those positions filled
-PrefillFn = Callable[[Params, jax.Array, jax.Array, Cache], Cache]
-# (params, tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
-DecodeFn = Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+# (params, tokens [B, Q], where they stand, cache) -> cache with those tokens
+PrefillFn = Callable[[Params, jax.Array, Paging, Cache], Cache]
+# (params, tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
+DecodeFn = Callable[[Params, jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,25 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.attention.types import Paging, Table
+from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache, append, empty_lookup_cache, insert
+from specrl_jax.decoding.pages import (
+    Held,
+    Pool,
+    empty_pool,
+    gather_pages,
+    join,
+    missing,
+    no_pages,
+    pick,
+    release,
+    scatter_pages,
+    share,
+    split,
+    take,
+)
 from specrl_jax.decoding.state import Cache, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
 
 # Token ids of a sampling mask that a row can record in one chunk, 64 KiB: with top_p a token keeps a few, seldom 512.
@@ -14,8 +31,8 @@ LARGEST_MASK = 16384
 
 
 def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig) -> tuple[Slots[Cache], Prompts]:
-    """Return finished slots of the largest batch size, and an empty prompt as the one carried over."""
-    B, S, T = config.num_slots, config.cache_length, config.max_prompt_tokens
+    """Return finished slots of the largest batch size, and an empty prompt a shard as the one carried over."""
+    B, S, T, D, C = config.num_slots, config.cache_length, config.max_prompt_tokens, config.shards, config.shard_pages
     k = functions.drafter.length
 
     def zeros(*shape: int) -> jax.Array:
@@ -36,10 +53,13 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         group=zeros(B) + config.groups,
         sequence=zeros(B),
         lookup_cache=empty_lookup_cache(config.groups, config.sequences, S) if config.groups else None,
-        cache=functions.init_cache(B, S),
+        cache=functions.init_cache(D * C, config.page_tokens),
+        pool=empty_pool(D, C),
+        held=no_pages(B, config.columns, C),
         mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
+        greedy=jnp.zeros((B,), bool) if config.greedy else None,
     )
-    return slots, Prompts(zeros(1, T), zeros(1) + 1, functions.init_cache(1, T))
+    return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
 
 
 def _mask_capacity(config: EngineConfig, longest: int) -> int:
@@ -61,93 +81,150 @@ def refill(
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
 ) -> tuple[Slots[Cache], Prompts]:
-    """Prefill the new prompts and start a rollout in every fresh slot; return the slots and the prompt to carry over.
+    """Prefill the new prompts and start a rollout in every fresh slot; return the slots and the prompts to carry over.
 
-    Rollouts are scheduled prompt by prompt, so at most one group is started in part, and one prompt carried over.
+    Rollouts are scheduled prompt by prompt, so a shard starts at most one group in part, and carries one prompt over.
 
-    The first iteration writes the cache entry of the prompt's last token again, with equal values. Entries of padding,
-    and those of a slot's former rollout, lie at or beyond that position and are overwritten before anything reads them.
+    Siblings share the pages of their prompt that end before its last token. The page of the last token is copied for
+    each: the first iteration writes that token again, with equal values, and what follows. Entries of a page's former
+    holder are overwritten before anything reads them.
     """
-    pool = _prefill(params, carried, batch, functions, config)
-    prompts = jax.tree.map(lambda x: x[batch.source], pool)
-    fresh = batch.fresh
-    _B, S = slots.tokens.shape
-    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, S - prompts.tokens.shape[1])), constant_values=functions.pad_id)
+    D = config.shards
+    prompts, pool, cache = _prefill(params, slots, batch, functions, config)
+    prompts = jax.tree.map(lambda *both: join(jnp.concatenate([split(x, D) for x in both], axis=1)), carried, prompts)
+
+    tokens, length = (pick(x, split(batch.source, D)) for x in (prompts.tokens, prompts.length))
+    pool, cache, held = _start_rows(slots, pool, cache, prompts, batch, length, config)
+    slots = dataclasses.replace(slots, pool=pool, cache=cache, held=held)
+    slots = _start(slots, batch, tokens, length, functions.pad_id)
+
+    carry = batch.carry[:, None] == jnp.arange(len(prompts.length) // D)[None]
+    pool, kept = release(slots.pool, prompts.held, ~carry.reshape(-1))
+    carried = jax.tree.map(lambda x: pick(x, jnp.maximum(batch.carry, 0)[:, None]), prompts._replace(held=kept))
+    return dataclasses.replace(slots, pool=pool), carried
+
+
+def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: jax.Array, pad_id: int) -> Slots[Cache]:
+    """Set everything but the pages of the fresh slots, which answer prompts `tokens` [B, T] of `length` [B]."""
+    fresh, S = batch.fresh, slots.tokens.shape[1]
+    lookup_cache = _insert(slots.lookup_cache, batch, tokens, length)
+    tokens = jnp.pad(tokens, ((0, 0), (0, S - tokens.shape[1])), constant_values=pad_id)
 
     def start(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(fresh, range(1, old.ndim)), new, old)
 
-    slots = dataclasses.replace(
+    def clear(old: jax.Array) -> jax.Array:
+        return start(jnp.zeros_like(old), old)
+
+    return dataclasses.replace(
         slots,
         tokens=start(tokens, slots.tokens),
-        logprobs=start(jnp.zeros_like(slots.logprobs), slots.logprobs),
-        draft_positions=start(jnp.zeros_like(slots.draft_positions), slots.draft_positions),
-        prompt_length=start(prompts.length, slots.prompt_length),
-        length=start(prompts.length, slots.length),
-        limit=start(prompts.length + config.max_response_tokens, slots.limit),
+        logprobs=clear(slots.logprobs),
+        draft_positions=clear(slots.draft_positions),
+        prompt_length=start(length, slots.prompt_length),
+        length=start(length, slots.length),
+        limit=start(length + batch.response, slots.limit),
         done=slots.done & ~fresh,
         rollout_id=start(batch.rollout_id, slots.rollout_id),
-        verifications=start(jnp.zeros_like(slots.verifications), slots.verifications),
-        drafted=start(jnp.zeros_like(slots.drafted), slots.drafted),
-        accepted=start(jnp.zeros_like(slots.accepted), slots.accepted),
+        verifications=clear(slots.verifications),
+        drafted=clear(slots.drafted),
+        accepted=clear(slots.accepted),
         group=start(batch.group, slots.group),
         sequence=start(batch.sequence, slots.sequence),
-        lookup_cache=_insert(slots.lookup_cache, batch, prompts),
-        cache=jax.tree.map(lambda new, old: _overwrite(old, new, fresh), prompts.cache, slots.cache),
-        mask=slots.mask
-        and dataclasses.replace(slots.mask, count=start(jnp.zeros_like(slots.mask.count), slots.mask.count)),
+        lookup_cache=lookup_cache,
+        mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
+        greedy=None if slots.greedy is None or batch.greedy is None else start(batch.greedy, slots.greedy),
     )
-    return slots, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, batch.carry, 1), pool)
 
 
 def _prefill(
     params: Params,
-    carried: Prompts,
+    slots: Slots[Cache],
     batch: PrefillBatch,
     functions: EngineFunctions[Params, Cache],
     config: EngineConfig,
-) -> Prompts:
-    """Return the prompt carried over and the new ones, [1 + P]; prefills `prefill_rows` of the new ones at a time."""
-    r, T = config.prefill_rows, config.max_prompt_tokens
-    positions = jnp.broadcast_to(jnp.arange(T), (r, T))
+) -> tuple[Prompts, Pool, Cache]:
+    """Prefill the new prompts, `prefill_rows` at a time in pieces of `prefill_tokens`: a prompt costs what it holds."""
+    D, T = config.shards, config.page_tokens
+    size = min(config.prefill_tokens, config.max_prompt_tokens)
+    held = no_pages(len(batch.length), config.columns, config.shard_pages)
+    need, _ = missing(slots.pool, held, (batch.length + T - 1) // T)
+    pool, held = take(slots.pool, held, need, -(-config.max_prompt_tokens // T))
+    padded = jnp.pad(batch.tokens, ((0, 0), (0, -config.max_prompt_tokens % size)))
 
-    def prefill_some(i: jax.Array, pool: Cache) -> Cache:
-        tokens, length = (jax.lax.dynamic_slice_in_dim(x, i * r, r) for x in (batch.tokens, batch.length))
-        # Always true, but different in each turn: XLA would lift a prefill that is the same in all turns (r = P) out of
-        # the loop, where it would run at every refill, even of no prompt.
-        tokens = jnp.where(i * r < batch.num_prompts, tokens, 0)
-        cache = functions.prefill(params, tokens, positions, functions.init_cache(r, T))
-        if functions.drafter.length:
-            cache = functions.drafter.sync_cache(params, tokens, length, cache)
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, 1 + i * r, 0), pool, cache)
+    def prefill_some(i: jax.Array, cache: Cache) -> Cache:
+        def some(x: jax.Array) -> jax.Array:
+            n = config.prefill_rows // D
+            return join(jax.lax.dynamic_slice_in_dim(split(x, D), i * n, n, 1))
 
-    def join(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.concatenate([old, new])
+        tokens, length, pages = some(padded), some(batch.length), some(held.table)
+        table = Table(pages, pages)
 
-    pool = jax.tree.map(join, carried.cache, functions.init_cache(config.prompts, T))
-    pool = jax.lax.fori_loop(0, (batch.num_prompts + r - 1) // r, prefill_some, pool)
-    return Prompts(join(carried.tokens, batch.tokens), join(carried.length, batch.length), pool)
+        def piece(j: jax.Array, cache: Cache) -> Cache:
+            positions = j * size + jnp.arange(size)[None]
+            part = jax.lax.dynamic_slice_in_dim(tokens, j * size, size, 1)
+            paging = Paging(table, jnp.where(positions < length[:, None], positions, -1))
+            return functions.prefill(params, part, paging, cache)
+
+        cache = jax.lax.fori_loop(0, (length.max() + size - 1) // size, piece, cache)
+        if not functions.drafter.length:
+            return cache
+        return functions.drafter.sync_cache(params, Text(tokens, length, table), cache)
+
+    # Those of a shard stand first.
+    most = (batch.length.reshape(D, -1) > 0).sum(axis=1, dtype=jnp.int32).max()
+    blocks = (most * D + config.prefill_rows - 1) // config.prefill_rows
+    cache = jax.lax.fori_loop(0, blocks, prefill_some, slots.cache)
+    return Prompts(batch.tokens, batch.length, held), pool, cache
 
 
-def _insert(cache: LookupCache | None, batch: PrefillBatch, prompts: Prompts) -> LookupCache | None:
+def _start_rows(
+    slots: Slots[Cache],
+    pool: Pool,
+    cache: Cache,
+    prompts: Prompts,
+    batch: PrefillBatch,
+    length: jax.Array,
+    config: EngineConfig,
+) -> tuple[Pool, Cache, Held]:
+    """Give the fresh slots their pages: those of the prompt that end before its last token, and a copy of the next."""
+    D, C, fresh = config.shards, config.shard_pages, batch.fresh
+    full = jnp.where(fresh, (length - 1) // config.page_tokens, 0)
+    pool, shared = share(pool, prompts.held, batch.source, full)
+    held = jax.tree.map(
+        lambda new, old: jnp.where(jnp.expand_dims(fresh, range(1, old.ndim)), new, old), shared, slots.held
+    )
+    pool, held = take(pool, held, fresh.astype(jnp.int32), 1)
+    tables = pick(prompts.held.table, split(batch.source, D))
+    original = split(jnp.take_along_axis(tables, full[:, None], axis=1)[:, 0], D)
+    copy = jnp.take_along_axis(held.table, full[:, None], axis=1)[:, 0]
+    copy = split(jnp.where(fresh, copy, C), D)
+    # One array after the other: the copies of one are all that exist beside the cache. Behind a barrier: XLA would read
+    # and write in one fusion, and copy the whole array for it, twice.
+
+    def copied(x: jax.Array) -> jax.Array:
+        return scatter_pages(D, x, copy, jax.lax.optimization_barrier(gather_pages(D, x, original)))
+
+    return pool, jax.tree.map(copied, cache), held
+
+
+def _insert(cache: LookupCache | None, batch: PrefillBatch, tokens: jax.Array, length: jax.Array) -> LookupCache | None:
     """Return the lookup cache with the new groups' earlier rollouts and the fresh rows' prompts."""
     if cache is None:
         return None
     assert batch.texts is not None and batch.text_length is not None, "there are texts where there is a lookup cache"
     cache = insert(cache, batch.new_group, batch.texts, batch.text_length)
     group = jnp.where(batch.fresh, batch.group, cache.tokens.shape[0])
-    positions = jnp.broadcast_to(jnp.arange(prompts.tokens.shape[1]), prompts.tokens.shape)
-    return append(cache, group, batch.sequence, positions, prompts.tokens, prompts.length)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return append(cache, group, batch.sequence, positions, tokens, length)
 
 
-def _overwrite(buffer: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
-    """Replace, in `rows` [B] bool of buffer [B, ...], the leading part of each axis that `new` [B, ...] covers."""
-    covered = tuple(slice(0, n) for n in new.shape)
-    mask = jnp.expand_dims(rows, range(1, new.ndim))
-    return buffer.at[covered].set(jnp.where(mask, new, buffer[covered]))
+def compact(rows: Slots[Cache], rest: Slots[Cache], kept: jax.Array) -> Slots[Cache]:
+    """Return the slots of rows `kept` [D, B' / D] int32, numbers within each shard, in this order; no page is moved.
 
-
-def compact(slots: Slots[Cache], rows: jax.Array) -> Slots[Cache]:
-    """Return the slots of `rows` [B'] int32, in this order."""
-    taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(slots, lookup_cache=None))
-    return dataclasses.replace(taken, lookup_cache=slots.lookup_cache)
+    Args:
+      rows: `Slots.by_row`.
+      rest: the slots, of which only what is not by row is read.
+    """
+    taken = jax.tree.map(lambda x: pick(x, kept), rows)
+    return dataclasses.replace(taken, lookup_cache=rest.lookup_cache, cache=rest.cache, pool=rest.pool)

@@ -24,6 +24,7 @@ class DecodeChunk(NamedTuple):
     iterations: int
     verifications: int  # by running rows
     switch_seconds: float  # of updating the drafter's cache before them
+    live: float  # tokens that a running row held, on average over rows and over the chunk's start and end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Rollouts:
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
+    parked: np.ndarray  # [R] int32, times that it waited on the host for pages
     weights_version: np.ndarray  # [R] int64
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64

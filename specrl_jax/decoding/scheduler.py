@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,8 +14,27 @@ from specrl_jax.decoding.state import EngineConfig, PrefillBatch
 FREE = -1
 
 
+class _Group(NamedTuple):
+    """A prompt whose rollouts have started in part."""
+
+    prompt: int
+    sample: int  # the next one to start
+
+
+class _Start(NamedTuple):
+    """Rollouts of one prompt that a refill starts."""
+
+    rows: np.ndarray
+    requests: np.ndarray
+    source: int  # of the prompt, as in PrefillBatch
+
+
 class Scheduler:
     """Assigns `samples` rollouts of each prompt to slots as they come free; request r belongs to prompt r // samples.
+
+    A data shard finishes the rollouts of a prompt before it starts another, so that they share the prompt's pages; the
+    shard with most free slots starts next. A rollout starts where its shard has the pages of its prompt and those of
+    the next iteration of every running row.
 
     A prompt holds a group of the lookup cache from its first rollout's start to its last one's end. If all groups are
     taken it has none, and its rollouts copy from their own text only.
@@ -28,12 +48,22 @@ class Scheduler:
         samples: int,
         first_id: int,
         history: History | None,
+        responses: Sequence[int] | None = None,
     ) -> None:
+        """
+        Args:
+          samples: with config.greedy the last of them is greedy.
+          responses: most response tokens of each request; None: config.max_response_tokens of all.
+        """
         self.total = len(prompts) * samples
-        self.next = 0  # the first request that has not started
         self.owner = np.full(config.num_slots, FREE)  # request of each row
         self._config, self._pad_id, self._history = config, pad_id, history
         self._prompts, self._samples, self._first_id = prompts, samples, first_id
+        self._responses = responses
+        self._next_prompt = 0
+        self._current: list[_Group | None] = [None] * config.shards
+        self._started = 0
+        self._order = np.full(self.total, -1)  # of each request that has started: how many had before it
         self._free_groups = list(range(config.groups))
         self._group: dict[int, int] = {}  # of a prompt in flight
         self._unfinished = Counter(dict.fromkeys(range(len(prompts)), samples))
@@ -41,63 +71,144 @@ class Scheduler:
     @property
     def waiting(self) -> bool:
         """Whether some requests have not started yet."""
-        return self.next < self.total
+        return self._next_prompt < len(self._prompts) or any(self._current)
 
     @property
     def running(self) -> int:
         """Number of rows with a request."""
         return int((self.owner != FREE).sum())
 
-    def schedule(self) -> PrefillBatch:
-        """Assign the next requests to free slots, as many as one refill can prefill prompts for."""
-        config, samples = self._config, self._samples
-        carried = (self.next - 1) // samples  # the prompt of the last request started; -1 before the first
-        rows = np.flatnonzero(self.owner == FREE)[: self.total - self.next]
-        last = min((self.next + len(rows) - 1) // samples, carried + config.prompts)
-        rows = rows[: (last + 1) * samples - self.next]
-        requests = np.arange(self.next, self.next + len(rows))
-        prompt = requests // samples
-        new = self._new_prompts(range(carried + 1, last + 1))
+    @property
+    def running_by_shard(self) -> np.ndarray:
+        """[D] rows with a request."""
+        return (self._by_shard(self.owner) != FREE).sum(axis=1)
 
-        def of_rows(values: np.ndarray | list[int] | bool, dtype: type) -> jax.Array:
+    def free_rows(self, shard: int) -> np.ndarray:
+        """Return the free rows of a shard."""
+        return np.flatnonzero(self._by_shard(self.owner)[shard] == FREE) + shard * self._rows_per_shard
+
+    def schedule(self, free_pages: np.ndarray, ahead: int = 1) -> PrefillBatch | None:
+        """Assign the next requests to free slots, as many as one refill can prefill prompts and find pages for.
+
+        Args:
+          free_pages: [D] of each shard.
+          ahead: pages that an iteration of a row takes at most.
+        Returns:
+          None where nothing can start.
+        """
+        config, free_pages = self._config, free_pages.copy()
+        new: list[list[int]] = [[] for _ in range(config.shards)]  # prompts to prefill in each shard
+        carried = [group.prompt if group else None for group in self._current]
+        free_rows = [self.free_rows(shard) for shard in range(config.shards)]
+        starts: list[_Start] = []
+        open_shards = set(range(config.shards))
+        while open_shards:
+            shard = max(open_shards, key=lambda d: (len(free_rows[d]), -d))
+            group, prefill = self._current[shard], 0
+            if group is None:
+                group, prefill = self._next_group(len(new[shard])), 1
+            room = self._room(group, prefill, len(free_rows[shard]), int(free_pages[shard]), ahead)
+            if group is None or not room:
+                open_shards.remove(shard)
+                continue
+            if prefill:
+                self._open(group.prompt, new[shard])
+            rows, free_rows[shard] = free_rows[shard][:room], free_rows[shard][room:]
+            free_pages[shard] -= prefill * self._prompt_pages(group.prompt) + room
+            source = 0 if group.prompt == carried[shard] else len(new[shard])
+            starts.append(_Start(rows, group.prompt * self._samples + group.sample + np.arange(room), source))
+            self.place(rows, starts[-1].requests)
+            rest = _Group(group.prompt, group.sample + room)
+            self._current[shard] = rest if rest.sample < self._samples else None
+        return self._batch(starts, new, carried) if starts else None
+
+    def _next_group(self, taken: int) -> _Group | None:
+        """Return the next prompt's, if there is one and a refill that prefills `taken` of a shard has room for it."""
+        if self._next_prompt == len(self._prompts) or taken == self._config.prompts // self._config.shards:
+            return None
+        return _Group(self._next_prompt, 0)
+
+    def _open(self, prompt: int, new: list[int]) -> None:
+        """Let a refill prefill a prompt; it gets a group of the lookup cache if one is free."""
+        new.append(prompt)
+        self._next_prompt += 1
+        self._group[prompt] = self._free_groups.pop() if self._free_groups else self._config.groups
+
+    def _prompt_pages(self, prompt: int) -> int:
+        return -(-len(self._prompts[prompt]) // self._config.page_tokens)
+
+    def _room(self, group: _Group | None, prefill: int, rows: int, pages: int, ahead: int) -> int:
+        """Return how many rollouts of a group can start in a shard with free `rows` and `pages`."""
+        if group is None or not rows:
+            return 0
+        running = self._rows_per_shard - rows
+        # Each takes a page, and leaves every running row those of its next iteration.
+        fit = (pages - prefill * self._prompt_pages(group.prompt) - ahead * running) // (1 + ahead)
+        # A shard where nothing runs has room for any rollout (EngineConfig.fewest_pages).
+        return min(rows, self._samples - group.sample, max(fit, 0 if running else 1))
+
+    def _batch(self, starts: list[_Start], new: list[list[int]], carried: list[int | None]) -> PrefillBatch:
+        config = self._config
+        rows, requests = (np.concatenate(parts) for parts in list(zip(*starts))[:2])
+        source = np.concatenate([np.full(len(start.rows), start.source) for start in starts])
+
+        def of_rows(values: np.ndarray | list[int] | int, dtype: type) -> jax.Array:
             out: np.ndarray = np.zeros(config.num_slots, dtype)
             out[rows] = values
             return stand_in(out)
 
-        self.owner[rows] = requests
-        self.next += len(rows)
+        carry = np.full(config.shards, -1, np.int32)
+        for shard, group in enumerate(self._current):
+            if group:
+                carry[shard] = 0 if group.prompt == carried[shard] else len(new[shard])
+        longest: np.ndarray | int = config.max_response_tokens
+        if self._responses is not None:
+            longest = np.asarray(self._responses)[requests]
         return PrefillBatch(
-            num_prompts=stand_in(np.int32(last - carried)),
-            carry=stand_in(np.int32(last - carried)),
+            carry=stand_in(carry),
             fresh=of_rows(True, bool),
-            source=of_rows(prompt - carried, np.int32),
-            rollout_id=of_rows(self._first_id + requests, np.uint32),
-            group=of_rows([self._group[int(p)] for p in prompt], np.int32),
-            sequence=of_rows(requests % samples, np.int32),
-            **new,
+            source=of_rows(source, np.int32),
+            rollout_id=of_rows(self._first_id + self._number(requests), np.uint32),
+            response=of_rows(longest, np.int32),
+            group=of_rows([self._group[int(p)] for p in requests // self._samples], np.int32),
+            sequence=of_rows(requests % self._samples, np.int32),
+            greedy=of_rows(self._greedy(requests), bool) if config.greedy else None,
+            **self._new_prompts(new),
         )
 
-    def _new_prompts(self, prompts: range) -> dict[str, jax.Array]:
-        """Return the part of a prefill batch that describes prompts; assigns their groups."""
+    def _greedy(self, requests: np.ndarray) -> np.ndarray:
+        return requests % self._samples == self._samples - 1
+
+    def _number(self, requests: np.ndarray) -> np.ndarray:
+        """Return the requests' numbers among all; greedy ones, which need no noise, come after those sampled."""
+        if not self._config.greedy:
+            return requests
+        prompt, sampled = requests // self._samples, self._samples - 1
+        return np.where(self._greedy(requests), len(self._prompts) * sampled + prompt, requests - prompt)
+
+    def _new_prompts(self, new: list[list[int]]) -> dict[str, jax.Array]:
+        """Return the part of a prefill batch that describes prompts, those of each shard together."""
         config, P = self._config, self._config.prompts
         tokens = np.full((P, config.max_prompt_tokens), self._pad_id, np.int32)
-        length = np.ones(P, np.int32)
+        length = np.zeros(P, np.int32)
         group = np.full(P, config.groups, np.int32)
-        for i, prompt in enumerate(prompts):
+        places = {
+            shard * (P // config.shards) + i: p for shard, prompts in enumerate(new) for i, p in enumerate(prompts)
+        }
+        for i, prompt in places.items():
             own = self._prompts[prompt]
-            tokens[i, : len(own)], length[i] = own, len(own)
-            group[i] = self._group[prompt] = self._free_groups.pop() if self._free_groups else config.groups
-        found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(prompts)
+            tokens[i, : len(own)], length[i], group[i] = own, len(own), self._group[prompt]
+        found = {"tokens": tokens, "length": length, "new_group": group} | self._earlier_rollouts(places)
         return {name: stand_in(x) for name, x in found.items()}
 
-    def _earlier_rollouts(self, prompts: range) -> dict[str, np.ndarray]:
+    def _earlier_rollouts(self, places: dict[int, int]) -> dict[str, np.ndarray]:
         """Return the texts of new prompts for the sequences that this call leaves free; none without a lookup cache."""
         config, P = self._config, self._config.prompts
         if not config.groups:
             return {}
         texts = np.zeros((P, config.sequences, config.cache_length), np.int32)
         text_length = np.zeros((P, config.sequences), np.int32)
-        for i, prompt in enumerate(prompts):
+        for i, prompt in places.items():
             earlier = self._history.get(self._prompts[prompt]) if self._history is not None else ()
             for sequence, text in zip(range(self._samples, config.sequences), earlier):
                 # A text kept under another config may be longer.
@@ -115,8 +226,44 @@ class Scheduler:
                 self._free_groups.append(self._group[prompt])
         return requests
 
+    def order(self, request: int) -> int:
+        """Return how many requests had started before this one."""
+        return int(self._order[request])
+
+    def youngest(self, shard: int) -> int:
+        """Return the row of a shard whose request started last."""
+        order = np.where(self.owner == FREE, -1, self._order[self.owner])
+        return int(self._by_shard(order)[shard].argmax()) + shard * self._rows_per_shard
+
+    def park(self, row: int) -> int:
+        """Free a row whose request will be placed again; return the request."""
+        request, self.owner[row] = int(self.owner[row]), FREE
+        return request
+
+    def place(self, rows: np.ndarray, requests: np.ndarray) -> None:
+        """Give free rows to requests, new or parked."""
+        self.owner[rows] = requests
+        new = requests[self._order[requests] < 0]
+        self._order[new] = self._started + np.arange(len(new))
+        self._started += len(new)
+
+    def fits(self, size: int) -> bool:
+        """Return whether the running rows of every shard fit into a batch of `size`."""
+        return bool(self.running_by_shard.max() <= size // self._config.shards)
+
     def keep_rows(self, size: int) -> np.ndarray:
-        """Return [size] int32 rows of a smaller batch, the running ones first; the owners move with them."""
-        rows = np.argsort(self.owner == FREE, kind="stable")[:size]
-        self.owner = self.owner[rows]
+        """Return [D, size / D] int32 rows of a smaller batch, numbers within their shard, the running ones first.
+
+        The owners move with them.
+        """
+        D = self._config.shards
+        rows = np.argsort(self._by_shard(self.owner) == FREE, axis=1, kind="stable")[:, : size // D]
+        self.owner = np.take_along_axis(self._by_shard(self.owner), rows, axis=1).reshape(-1)
         return rows.astype(np.int32)
+
+    @property
+    def _rows_per_shard(self) -> int:
+        return len(self.owner) // self._config.shards
+
+    def _by_shard(self, values: np.ndarray) -> np.ndarray:
+        return values.reshape(self._config.shards, -1)

@@ -4,12 +4,15 @@ The engine is generic in `Params` (weights of target and drafter) and `Cache` (t
 """
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
+from kernels_pallas.attention.types import Paging, Table
 from specrl_jax.decoding.lookup_cache import LookupCache
+from specrl_jax.decoding.pages import Held, Pool, tables
 
 Params = TypeVar("Params")
 Cache = TypeVar("Cache")
@@ -24,13 +27,18 @@ class EngineConfig:
     max_response_tokens: int
     chunk: int  # most iterations per call of the decode loop
     sizes: tuple[int, ...] = ()  # smaller batch sizes to compact to, descending
-    prefill_rows: int = 1  # prompts per forward of a prefill
+    prefill_rows: int = 1  # prompts per forward of a prefill, a multiple of the shards
     new_prompts: int = 0  # most prompts that one refill can start; 0: num_slots
     free_slots: int = 0  # free slots that trigger a refill; 0: a quarter of num_slots
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
     most_kept: int = 0  # K, tokens that top-k and top-p keep at most, recorded of each response token; 0: not recorded
+    page_tokens: int = 16  # T, positions of a page, a power of two
+    pages: int = 0  # pages of a shard; 0: as many as its slots can ever hold
+    shards: int = 1  # D, data shards that split the slots
+    prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
+    greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
 
     @property
     def cache_length(self) -> int:
@@ -41,6 +49,26 @@ class EngineConfig:
     def prompts(self) -> int:
         """P, most prompts that one refill starts, a multiple of prefill_rows."""
         return -(-(self.new_prompts or self.num_slots) // self.prefill_rows) * self.prefill_rows
+
+    @property
+    def columns(self) -> int:
+        """P, most pages of a sequence."""
+        return -(-self.cache_length // self.page_tokens)
+
+    @property
+    def fewest_pages(self) -> int:
+        """Pages of a shard that always let one sequence go on: it, a prompt carried over, and a page copied."""
+        return self.columns + -(-self.max_prompt_tokens // self.page_tokens) + 1
+
+    @property
+    def shard_pages(self) -> int:
+        """C, pages of a shard: by default those of full slots, one more each, and a prompt carried over."""
+        # A refill prefills no more prompts than it starts rows, which keep their pages; the one more is what a row
+        # may take next, for which a refill leaves room. Where a sequence is a page or two, a refill of all slots, with
+        # its prompts beside two pages a row, takes more.
+        rows, prompt = self.num_slots // self.shards, -(-self.max_prompt_tokens // self.page_tokens)
+        refilled = self.prompts // self.shards * prompt + 2 * rows
+        return self.pages or max(rows * (self.columns + 1) + prompt, refilled)
 
     @property
     def refill_rows(self) -> int:
@@ -80,46 +108,72 @@ class Slots(Generic[Cache]):
     group: jax.Array  # [B] int32, the prompt's group in the lookup cache; the number of groups: none
     sequence: jax.Array  # [B] int32, index of the row among its group's sequences
     lookup_cache: LookupCache | None  # texts for lookup drafters
-    cache: Cache  # of the target and the drafter
+    cache: Cache  # pages of the target's and the drafter's caches; axis 0 of every array is the page
+    pool: Pool  # who holds them
+    held: Held  # those of each row
     mask: MaskBuffer | None = None  # None: not recorded
+    greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
+
+    @property
+    def table(self) -> Table:
+        """The pages that a forward of all rows reads and writes."""
+        return tables(self.held, self.pool.free.shape[1])
+
+    def by_row(self) -> "Slots[Cache]":
+        """Return what the slots have by row: axis 0 of every array is the row."""
+        return cast("Slots[Cache]", self.replace(lookup_cache=None, cache=None, pool=None))  # type: ignore[attr-defined]
+
+    def not_by_row(self) -> "Slots[Cache]":
+        """Return what `by_row` leaves out."""
+        none = {field.name: None for field in dataclasses.fields(self)}
+        kept = {"lookup_cache": self.lookup_cache, "cache": self.cache, "pool": self.pool}
+        return cast("Slots[Cache]", self.replace(**none | kept))  # type: ignore[attr-defined]
+
+    def place(self, positions: jax.Array) -> Paging:
+        """Return where tokens at `positions` [B, Q] of the running rows stand."""
+        return Paging(self.table, jnp.where(self.done[:, None], -1, positions))
 
 
 class Prompts(NamedTuple):
-    """Prefilled prompts, shared by the rollouts of a group. Their cache has length T, the longest prompt's."""
+    """Prefilled prompts, n of each shard, whose pages the rollouts of a group share."""
 
-    tokens: jax.Array  # [P, T] int32
-    length: jax.Array  # [P] int32
-    cache: object
+    tokens: jax.Array  # [D n, T] int32
+    length: jax.Array  # [D n] int32
+    held: Held
 
 
 class PrefillBatch(NamedTuple):
-    """Input of one refill: at most P prompts to prefill, and the slots that start a rollout.
+    """Input of one refill: n = P / D prompts of each shard to prefill, and the slots that start a rollout.
 
-    A slot's source is 0 for the prompt carried over from the last refill, 1 + i for the i-th new prompt.
+    A slot's source is 0 for the prompt carried over from its shard's last refill, 1 + i for the shard's i-th new one.
     """
 
-    num_prompts: jax.Array  # [] int32, prompts to prefill; the others are padding
     tokens: jax.Array  # [P, T] int32
-    length: jax.Array  # [P] int32, at least 1
-    carry: jax.Array  # [] int32, source to carry over to the next refill
+    length: jax.Array  # [P] int32; 0: no prompt
+    carry: jax.Array  # [D] int32, source to carry over to the next refill; -1: none
     fresh: jax.Array  # [B] bool, slots that start a rollout
     source: jax.Array  # [B] int32
     rollout_id: jax.Array  # [B] uint32
+    response: jax.Array  # [B] int32, most response tokens
     group: jax.Array  # [B] int32
     sequence: jax.Array  # [B] int32
     new_group: jax.Array  # [P] int32, group of each new prompt in the lookup cache; the number of groups: none
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
+    greedy: jax.Array | None = None  # [B] bool
 
 
 class ChunkStatistics(NamedTuple):
     """Counts of one decode chunk, small enough to fetch after every chunk."""
 
     done: jax.Array  # [B] bool
+    length: jax.Array  # [B] int32, committed tokens, prompt included
     iterations: jax.Array  # [] int32
     verifications: jax.Array  # [] int32, by running rows
     drafted: jax.Array  # [longest draft] int32
     accepted: jax.Array  # [longest draft] int32
+    free: jax.Array  # [D] int32, free pages
+    short: jax.Array  # [] bool, the next iteration would need more
     replayed: jax.Array | None = (
         None  # [1 + k] int32, result of `replay` after plain decoding with a replayable drafter
     )

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
 
-# (tokens [B, Q], positions [B, Q], cache) -> (logits [B, Q, V] float32, cache)
-TargetFn = Callable[[jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
+# (tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
+TargetFn = Callable[[jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
 # (slots, seed) -> (draft, cache)
 DraftFn = Callable[[Slots[Cache], jax.Array], tuple[Draft, Cache]]
 VerifyFn = Callable[[VerifyInputs, Sampling], Verified]
@@ -50,12 +51,20 @@ def speculative_step(
         inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
         inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
         positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-        logits, cache = target_fn(inputs, positions, cache)
+        logits, cache = target_fn(inputs, slots.place(positions), cache)
+        if slots.greedy is not None:
+            logits = _likeliest(logits, slots.greedy)
         noise = Noise(seed, slots.rollout_id, slots.length)
         verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
         return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified))
+
+
+def _likeliest(logits: jax.Array, rows: jax.Array) -> jax.Array:
+    """Leave in `rows` [B] bool of logits [B, Q, V] the largest only: what is drawn from them is that token."""
+    likeliest = jnp.arange(logits.shape[-1])[None, None] == jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(likeliest | ~rows[:, None, None], logits, -jnp.inf)
 
 
 def _draft_positions(draft: Draft, verified: Verified) -> jax.Array | None:

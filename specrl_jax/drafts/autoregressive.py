@@ -11,8 +11,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise
-from specrl_jax.decoding.drafters import sample_draft
+from specrl_jax.decoding.drafters import Text, sample_draft
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.base import DrafterConfig
 
@@ -40,11 +41,12 @@ def draft_tokens(
     return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map)
 
 
-def in_blocks(update: Callable[[jax.Array, Cache], Cache], tokens: jax.Array, count: jax.Array, cache: Cache) -> Cache:
-    """Apply update(positions [B, Q], cache) to positions [0, count) of every row of tokens [B, S], and some beyond."""
-    size = min(SYNC_BLOCK, tokens.shape[1])
+def in_blocks(update: Callable[[Paging, Cache], Cache], text: Text, cache: Cache) -> Cache:
+    """Apply update(places [B, Q], cache) to every token of a text, SYNC_BLOCK positions of all rows at a time."""
+    size = min(SYNC_BLOCK, text.tokens.shape[1])
 
     def body(i: jax.Array, cache: Cache) -> Cache:
-        return update(jnp.broadcast_to(i * size + jnp.arange(size)[None], (tokens.shape[0], size)), cache)
+        positions = i * size + jnp.arange(size)[None]
+        return update(Paging(text.table, jnp.where(positions < text.length[:, None], positions, -1)), cache)
 
-    return jax.lax.fori_loop(0, (count + size - 1) // size, body, cache)
+    return jax.lax.fori_loop(0, (jnp.max(text.length) + size - 1) // size, body, cache)

@@ -17,6 +17,7 @@ from specrl_jax.core import Params
 from specrl_jax.data.rows import Rows
 from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.models.cache import PageShape, Paging
 from specrl_jax.models.layers import Specs
 from specrl_jax.models.qwen3 import Output, Qwen3Config
 from specrl_jax.sharding import Partitioner
@@ -100,14 +101,14 @@ class DraftModel(Protocol[Cache]):
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         """Map parameters from the training to the inference layout."""
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return an empty cache of `rows` sequences of `length` positions; axis 0 of every array is the row."""
+    def init_cache(self, shape: PageShape) -> Cache:
+        """Return an empty cache; axis 0 of every array is the page."""
 
     def cache_axes(self) -> Cache:
         """Return the logical axes of `init_cache`'s arrays, as tuples in the same tree."""
 
-    def update_cache(self, params: Params, cache: Cache, positions: jax.Array, out: Output) -> Cache:
-        """Write to the cache what the draft reads of a forward of the target at positions [B, Q]."""
+    def update_cache(self, params: Params, cache: Cache, paging: Paging, out: Output, partition: Partitioner) -> Cache:
+        """Write to the cache what the draft reads of a forward of the target over tokens [B, Q]."""
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         """Return the engine's functions; their parameters are `Weights`, their cache `Caches`."""

@@ -33,7 +33,7 @@ MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
 # halves them.
 ATTENTION = re.compile(r"__cudnn\$fmha(?:ScaleBias)?Softmax(Backward)?")
 _HEADER = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r" +(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_INSTRUCTION = re.compile(r" +(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 # Attributes that name computations executed once per instruction. Reducers and comparators hold no matmul.
@@ -91,8 +91,9 @@ def _merge_loops(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
 class Instruction(NamedTuple):
     opcode: str
     type: str
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # names; of a parameter its number
     attributes: str
+    root: bool  # its value is the computation's
 
 
 def count(hlo: str) -> Count:
@@ -117,15 +118,16 @@ def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
             current = computations.setdefault(header[1], {}) if header else None
             entry = header[1] if header and line.startswith("ENTRY") else entry
         elif found := _INSTRUCTION.match(line):
-            current[found[1]] = _parse_instruction(found[2])
+            current[found[2]] = _parse_instruction(found[3], bool(found[1]))
     return computations, entry
 
 
-def _parse_instruction(text: str) -> Instruction:
+def _parse_instruction(text: str, root: bool) -> Instruction:
     opcode = _found(_OPCODE.search(text))
     end = _closing(text, opcode.end() - 1)
-    operands = re.findall(r"%([\w.\-]+)", text[opcode.end() : end])
-    return Instruction(opcode[1], text[: opcode.start()], tuple(operands), text[end + 1 :])
+    given = text[opcode.end() : end]
+    operands = [given] if opcode[1] == "parameter" else re.findall(r"%([\w.\-]+)", given)
+    return Instruction(opcode[1], text[: opcode.start()], tuple(operands), text[end + 1 :], root)
 
 
 def _closing(text: str, begin: int) -> int:

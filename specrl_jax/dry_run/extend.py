@@ -33,7 +33,12 @@ def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[s
         temporaries=None if a is None or b is None else _number(a, b, times),
         resident=resident,
     )
-    return dataclasses.replace(few, memory=memory, count=_count(few.count, more.count, times), extended=True)
+    count, iteration = _count(few.count, more.count, times), few.iteration
+    if few.iteration and more.iteration:
+        fixed = _number(few.iteration.fixed, more.iteration.fixed, times)
+        most = _number(few.iteration.most, more.iteration.most, times)
+        iteration = dataclasses.replace(few.iteration, fixed=fixed, most=most)
+    return dataclasses.replace(few, memory=memory, count=count, iteration=iteration, extended=True)
 
 
 def _count(few: Count, more: Count, times: int) -> Count:

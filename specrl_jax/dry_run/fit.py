@@ -1,6 +1,7 @@
 """Decide whether the phases fit into a device, and suggest what to change if not."""
 
 import dataclasses
+import math
 
 from specrl_jax.config import Config
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
@@ -54,7 +55,7 @@ def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_sha
     sizes = parts(memory)
     largest = max(sizes, key=lambda kind: sizes[kind])
     if largest == CACHE:
-        return _fewer_slots(memory, target, config, num_shards)
+        return _fewer_pages(memory, target, config)
     if largest in (PARAMETERS, OPTIMIZER):
         return "more devices for each weight: a larger mesh.fsdp or mesh.tensor (mesh.expert for experts)"
     if largest in (BATCH, "results"):
@@ -62,23 +63,23 @@ def suggest(memory: PhaseMemory, target: HardwareTarget, config: Config, num_sha
     return _fewer_temporaries(config, num_shards)
 
 
-def _fewer_slots(memory: PhaseMemory, target: HardwareTarget, config: Config, num_shards: int) -> str:
-    """Suggest the most slots that fit beside everything else."""
-    slots, cache = config.rollout.num_slots, memory.by_kind()[CACHE]
+def _fewer_pages(memory: PhaseMemory, target: HardwareTarget, config: Config) -> str:
+    """Suggest the most pages that fit beside everything else."""
+    cache = memory.by_kind()[CACHE]
     free = int(LARGEST_SHARE * target.memory) - (memory.total - cache)
-    most = max(0, slots * free // cache) // num_shards * num_shards
     narrower = ", or rollout.cache_dtype=bfloat16" if config.rollout.cache_dtype == "float32" else ""
-    if not most:
+    if free <= 0:
         return f"a larger mesh.tensor, which splits the cache by heads{narrower}"
-    return f"rollout.num_slots={most} instead of {slots}{narrower}"
+    return f"rollout.cache_gb={math.floor(free / 1e7) / 100:g} instead of {cache / 1e9:.2f} GB{narrower}"
 
 
 def _fewer_temporaries(config: Config, num_shards: int) -> str:
-    rows = config.grpo.microbatch
+    tokens = config.grpo.microbatch_tokens
+    least = num_shards * (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
     if not config.policy.remat:
         return "policy.remat=true"
-    if not rows or rows > num_shards:
-        return f"grpo.microbatch={num_shards}: one row for each of the {num_shards} parts of a batch"
+    if not tokens or tokens > least:
+        return f"grpo.microbatch_tokens={least}: one row for each of the {num_shards} parts of a batch"
     if not config.policy.vocab_tile:
         return "policy.vocab_tile, a 16th of the vocabulary, so that logits are never materialised"
     return f"shorter rows (rollout.max_response_tokens={config.rollout.max_response_tokens}) or a larger mesh.tensor"

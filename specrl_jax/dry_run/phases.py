@@ -8,6 +8,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from specrl_jax.core import Jitted, Params, stand_in
@@ -15,7 +16,7 @@ from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.batch import ids_per_row
+from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
@@ -36,6 +37,7 @@ class Phase:
     arguments: tuple[str, ...]  # kind of each; a TrainState is divided into parameters and optimizer
     resident: tuple[object, ...] = ()  # TrainStates and weights on the devices that are not arguments
     unrolled: bool = False  # layers are unrolled, which takes long to compile; else they are scanned
+    pages: int = 0  # C, of a shard, where an iteration of the decode loop is counted
 
 
 def find_phases(plan: Plan) -> list[Phase]:
@@ -65,7 +67,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "logprob",
-                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows)),
+                lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -90,20 +92,31 @@ def abstract_state(learner: Learner) -> RunState:
 
 
 def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
-    """Return refill, a plain chunk and a chunk of the longest drafts, all at the full batch size."""
+    """Return refill, a plain chunk and a chunk of the longest drafts at the full batch size; what makes the batch
+    smaller, and what copies pages of a row to the host and back.
+    """
     programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
-    drafted = rollout.engine.draft_length
+    drafted, pages = rollout.engine.draft_length, rollout.config.limits.shard_pages
 
-    def phase(name: str, program: Program, arguments: tuple[str, ...]) -> Phase:
-        return Phase(name, functools.partial(programs.lower, program, weights), arguments, resident, unrolled=True)
+    def phase(name: str, program: Program, *arguments: str, pages: int = 0) -> Phase:
+        beside = resident if PARAMETERS in arguments else (*resident, weights)
+        lower = functools.partial(programs.lower, program, weights)
+        return Phase(f"generate: {name}", lower, arguments, beside, unrolled=True, pages=pages)
 
     chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
     phases = [
-        phase("generate: refill", Program("refill", size), (PARAMETERS, CACHE, CACHE, BATCH)),
-        phase("generate: plain chunk", Program("decode", size, 0), chunk),
-        phase(f"generate: speculative chunk, k={drafted}", Program("decode", size, drafted), chunk),
+        phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
+        phase("plain chunk", Program("decode", size, 0), *chunk, pages=pages),
     ]
-    return phases if drafted else phases[:-1]
+    if drafted:
+        name = f"speculative chunk, k={drafted}"
+        phases.append(phase(name, Program("decode", size, drafted), *chunk, pages=pages))
+    if len(programs.sizes) > 1:
+        smaller = programs.sizes[1]
+        phases.append(phase(f"compact to {smaller}", Program("compact", smaller), CACHE, CACHE, BATCH))
+    phases.append(phase("pages to the host", Program("read_pages", size), CACHE, BATCH, BATCH))
+    phases.append(phase("pages from the host", Program("write_pages", size), CACHE, BATCH, BATCH, BATCH))
+    return phases
 
 
 def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:
@@ -125,7 +138,8 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
     """Return the shapes of the inputs of one policy update."""
     g, o = learner.plan.config.grpo, learner.objective
-    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // g.minibatches)
+    n = g.minibatches
+    rows = abstract_rows(learner, g.prompts_per_step * g.group_size // n, learner.packing.parts // n)
     floats = stand_in(jax.ShapeDtypeStruct(rows.mask.shape, jnp.float32, sharding=rows_sharding(learner)))
     inputs = LossInputs(
         old_logprobs=None if o.old_logprobs == "current" else floats,
@@ -141,16 +155,18 @@ def rows_sharding(learner: Learner) -> NamedSharding:
     return learner.plan.learner_partition.sharding(("batch", "sequence"))
 
 
-def abstract_rows(learner: Learner, B: int) -> Rows:
-    """Return the shapes of B learner rows."""
-    T, most_kept = learner.plan.limits.cache_length, learner.plan.limits.most_kept
+def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
+    """Return the shapes of the rows of so many rollouts, each as long as it may be."""
+    limits = learner.plan.limits
+    places = pack_parts(np.full(rollouts, limits.cache_length), learner.packing._replace(parts=parts))
+    (B, T), most_kept = (places.rows, places.tokens), limits.most_kept
     shape, sharding = (B, T), rows_sharding(learner)
     ints = stand_in(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding))
     # As many ids as top-k and top-p can keep; top-p usually keeps a few.
     ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     kept = KeptTokens(ids, ints) if most_kept else None
-    return Rows(ints, ints, ints, mask, ints if learner.packing else None, kept)
+    return Rows(ints, ints, ints, mask, ints, kept)
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

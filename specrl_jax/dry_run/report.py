@@ -10,6 +10,7 @@ from specrl_jax.core import atomic_write
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import LARGEST_SHARE, MemoryVerdict, shown
 from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory
+from specrl_jax.dry_run.pages import PageCounts
 from specrl_jax.dry_run.phases import KINDS
 from specrl_jax.dry_run.targets import HardwareTarget
 from specrl_jax.io.workdir import versions
@@ -24,6 +25,7 @@ class Report:
     mesh: dict[str, int]
     measured: list[CompiledPhase]
     fit: MemoryVerdict | None  # None: the target has no memory limit
+    pages: PageCounts
     exact: bool  # compiled by the target's own compiler
     seconds: float  # of everything
 
@@ -44,6 +46,7 @@ class Report:
         for m in self.measured:
             for line in count_rows(m.name, m.count):
                 print(line)
+        print("\n" + "\n".join(page_rows(self.pages)))
         for m in self.measured:
             for warning in m.warnings:
                 print(f"\nwarning, {m.name}: {warning}")
@@ -78,6 +81,7 @@ class Report:
             "mesh": self.mesh,
             "seconds": self.seconds,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
+            "pages": dataclasses.asdict(self.pages),
             "phases": [phase_json(m) for m in self.measured],
             "versions": versions(),
             "config": config,
@@ -101,6 +105,22 @@ def count_rows(name: str, count: Count, number: str = "") -> list[str]:
     for index, loop in enumerate(count.loops, 1):
         times = f", entered {loop.entered} times" if loop.entered > 1 else ""
         rows += count_rows(f"  a turn of loop {number}{index}{times}", loop.turn, f"{number}{index}.")
+    return rows
+
+
+def page_rows(pages: PageCounts) -> list[str]:
+    """Return how many sequences run at once, and what an iteration of them moves, by what each holds."""
+    size = shown(pages.count * pages.page_bytes)
+    rows = [f"pages of one device: {pages.count:,} of {pages.tokens} tokens, {size}"]
+
+    def row(name: str, cells: list[str]) -> str:
+        return f"{name:<36}" + "".join(f"{cell:>13}" for cell in cells)
+
+    rows.append(row("live tokens of a sequence", [f"{n:,}" for n in pages.live]))
+    rows.append(row("sequences at once, by pages and slots", [f"{n:,}" for n in pages.at_once]))
+    if pages.fitting is not None:
+        rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
+    rows += [row(f"an iteration moves: {name}", [shown(n) for n in moved]) for name, moved in pages.moved.items()]
     return rows
 
 

@@ -9,6 +9,7 @@ from specrl_jax.config import Config
 from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
+from specrl_jax.dry_run.pages import count_pages
 from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import TARGETS, compiler_of
@@ -31,7 +32,7 @@ def dry_run(config: Config, workdir: str) -> Report:
     target = TARGETS[config.dry_run.target]
     compiler = compiler_of(target)
     mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))
-    plan = make_plan(without_files(config), mesh)
+    plan = make_plan(without_files(config), mesh, memory=int(target.share * target.memory))
     try:
         os.makedirs(workdir, exist_ok=True)
     except OSError as error:
@@ -40,7 +41,8 @@ def dry_run(config: Config, workdir: str) -> Report:
     measured = measure_all(plan, exact)
     num_shards = plan.rollout_partition.num_shards("batch")
     fit = judge_memory(measured, target, config, num_shards) if target.memory else None
-    report = Report(target, compiler, dict(mesh.shape), measured, fit, exact, time.perf_counter() - start)
+    pages = count_pages(measured, target, plan)
+    report = Report(target, compiler, dict(mesh.shape), measured, fit, pages, exact, time.perf_counter() - start)
     report.print()
     say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
     return report
@@ -62,9 +64,10 @@ def measure_all(plan: Plan, exact: bool) -> list[CompiledPhase]:
 
 
 def with_layers(plan: Plan, layers: int) -> Plan:
-    """Return the same run with a policy of fewer layers."""
+    """Return the same run, with as many pages, and a policy of fewer layers."""
     model = dataclasses.replace(plan.model, layers=layers)
-    return make_plan(plan.config, plan.learner_partition.mesh, model)
+    shallow = make_plan(plan.config, plan.learner_partition.mesh, model)
+    return dataclasses.replace(shallow, limits=plan.limits, most_pages=plan.most_pages, page_bytes=plan.page_bytes)
 
 
 def count_devices(config: Config) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import rich.console
 import rich.progress
 
+from specrl_jax.io.memory import within_memory
 from specrl_jax.io.signals import raise_once_set
 
 RECENT = 20  # steps whose seconds say how long the others take
@@ -82,6 +83,9 @@ class Display:
         self.say(f"engine program {program}: {seconds:.1f} s")
         self._raise_once_set(0, 0)
 
+    def say_learner_program(self, program: str, seconds: float) -> None:
+        self.say(f"learner program {program}: {seconds:.1f} s")
+
     def update_phase(self, done: int, total: int) -> None:
         self._raise_once_set(done, total)
         self._bars.update(self._phase, completed=done, total=total, count=f"{done}/{total}")
@@ -113,10 +117,14 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase. The body must block until its results are ready."""
+        """Time a phase. The body must block until its results are ready.
+
+        Raises InputError where it needs more memory than there is.
+        """
         self._display.start_phase(name)
         start = time.perf_counter()
-        yield
+        with within_memory(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def total(self) -> float:

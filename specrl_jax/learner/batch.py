@@ -1,4 +1,8 @@
-"""The training batch: rollouts with advantages, laid out as fixed-shape rows for the learner's jitted steps."""
+"""The training batch: rollouts with advantages, packed into rows for the learner's jitted steps.
+
+Rows are as long as the step's longest rollout needs, and as many as hold the rollouts, both rounded up: the learner's
+programs are compiled anew for each shape.
+"""
 
 import dataclasses
 import math
@@ -9,9 +13,15 @@ import numpy as np
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import KeptTokens, Places, Rows, pack, packed, packed_rows, rows_of
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.learner.microbatches import fitting_rows
 
-# Number of sizes [packed rows] for which programs are compiled.
-ROW_BUCKETS = 8
+# Tokens of the shortest row: attention over fewer saves nothing that could be measured.
+SHORTEST = 128
+# A row has room for two of the longest rollouts up to so many tokens, so that it fills whatever they are; a longer one
+# only for one, since memory and attention grow with its length.
+ROOM_FOR_TWO = 1024
+# Numbers of rows between a power of two and the next: one in 16 rows is empty on average.
+SIZES = 8
 
 
 class TrainingBatch(NamedTuple):
@@ -32,19 +42,54 @@ class LearnerBatch(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How rollouts are packed."""
+    """How rollouts are packed into rows. The same rollouts get the same rows in every process."""
 
-    tokens: int  # of a row; at least those of the longest rollout
-    minibatches: int
-    unit: int  # the rows of a minibatch are a multiple of it
+    limit: int  # tokens of the longest rollout that there may be
+    parts: int = 1  # minibatches, each as many as the draft's updates from it
+    num_shards: int = 1  # the rows of a part are a multiple of it
+    sequence_shards: int = 1  # the tokens of a row are a multiple of it
+    microbatch_tokens: int = 0  # of all rows in one forward and backward pass; 0: of a minibatch
+    shortest: int = SHORTEST  # row, tokens
+
+    def row_tokens(self, longest: int) -> int:
+        """Return the tokens of a row whose longest rollout has `longest`: a power of two, or the limit rounded up."""
+        tokens = power_of_two(max(2 * longest, self.shortest))
+        if tokens > ROOM_FOR_TWO:
+            tokens = min(power_of_two(max(longest, ROOM_FOR_TWO)), max(self.limit, ROOM_FOR_TWO))
+        return self._divisible(tokens)
+
+    def lone_row_tokens(self, longest: int) -> int:
+        """Return the tokens of rows of one rollout each: a power of two, or the limit rounded up."""
+        return self._divisible(min(power_of_two(max(longest, self.shortest)), self.limit))
+
+    def _divisible(self, tokens: int) -> int:
+        return -(-tokens // self.sequence_shards) * self.sequence_shards
+
+    def rows(self, needed: int, tokens: int) -> int:
+        """Return the rows of a part that needs `needed` of `tokens`: one of few numbers, in equal microbatches."""
+        units = few_sizes(math.ceil(needed / self.num_shards))
+        most = fitting_rows(tokens, self.microbatch_tokens, self.num_shards) // self.num_shards
+        microbatches = math.ceil(units / most) if most else 1
+        return self.num_shards * microbatches * math.ceil(units / microbatches)
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def few_sizes(n: int) -> int:
+    """Return n rounded up to one of SIZES numbers between a power of two and the next: less than 1 / SIZES more."""
+    step = max(1, power_of_two(n + 1) // (2 * SIZES))
+    return -(-n // step) * step
 
 
 def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = None) -> LearnerBatch:
-    """Lay out rollouts one a row of rollout.max_prompt_tokens + max_response_tokens, or packed."""
+    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest."""
     r = batch.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in batch[1:])]
-    places = pack_minibatches(r.length, r.tokens.shape[1], packing) if packing else None
+    places = pack_parts(r.length, packing) if packing else None
     if places:
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
@@ -55,7 +100,7 @@ def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = N
 
 def _kept_tokens(rollouts: Rollouts, places: Places | None) -> KeptTokens:
     """Lay out the rollouts' sampling masks, aligned with the rows' targets."""
-    count = np.pad(rollouts.mask_count[:, 1:], ((0, 0), (0, 1)))
+    count = np.pad(rollouts.mask_count[:, 1 : rollouts.length.max()], ((0, 0), (0, 1)))
     row = order = np.arange(len(count))
     if places:
         count, row = packed(count, places, rollouts.length, 0), places.row
@@ -77,29 +122,22 @@ def ids_per_row(tokens: int, most: int) -> int:
 
 
 def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
-    """Return one row per rollout, and the behaviour log-probs [B, T] aligned with the rows' targets."""
-    rows = rows_of(rollouts.tokens, rollouts.prompt_length, rollouts.length, pad_id)
-    return rows, np.pad(rollouts.logprobs[:, 1:], ((0, 0), (0, 1)))
+    """Return a row per rollout, as long as the longest, and the behaviour log-probs [B, T] of the rows' targets."""
+    longest = rollouts.length.max()
+    rows = rows_of(rollouts.tokens[:, :longest], rollouts.prompt_length, rollouts.length, pad_id)
+    return rows, np.pad(rollouts.logprobs[:, 1:longest], ((0, 0), (0, 1)))
 
 
-def pack_minibatches(length: np.ndarray, longest: int, packing: Packing) -> Places:
-    """Pack each minibatch by itself, all into the same number of rows: one of at most ROW_BUCKETS sizes.
+def pack_parts(length: np.ndarray, packing: Packing) -> Places:
+    """Pack part i of n, rollouts i, i + n, ..., into rows i, i + n, ...; all parts get the same number of rows.
 
     Args:
-      length: [R] tokens of the rollouts, at most `longest`.
+      length: [R] tokens of the rollouts.
     """
-    n, unit = packing.minibatches, packing.unit
-    parts = [pack(length[i::n], packing.tokens) for i in range(n)]
-    # First fit leaves no row but the last with fewer rollouts than always fit.
-    most = math.ceil(len(length) // n / (packing.tokens // longest))
-    bucket = unit * math.ceil(most / (ROW_BUCKETS * unit))
-    rows = bucket * math.ceil(max(part.rows for part in parts) / bucket)
+    n, tokens = packing.parts, packing.row_tokens(int(length.max()))
+    parts = [pack(length[i::n], tokens) for i in range(n)]
+    rows = packing.rows(max(part.rows for part in parts), tokens)
     row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))
     for i, part in enumerate(parts):
         row[i::n], start[i::n], segment[i::n] = part.row * n + i, part.start, part.segment
-    return Places(row, start, segment, rows * n, packing.tokens)
-
-
-def packing_unit(num_shards: int, microbatch: int, draft_minibatches: int) -> int:
-    """Return what the rows of a minibatch divide by: shards, microbatches, and those of each draft update."""
-    return math.lcm(num_shards, microbatch or 1) * draft_minibatches
+    return Places(row, start, segment, rows * n, tokens)

@@ -16,7 +16,7 @@ import optax
 from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
-from specrl_jax.learner.microbatches import accumulate, split
+from specrl_jax.learner.microbatches import accumulate, microbatch_rows, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.learner.state import TrainState, state_shardings
@@ -42,7 +42,7 @@ class DraftForward:
     loss: str  # one of draft_losses.LOSSES
     ttt_steps: int  # draft steps unrolled
     vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
-    microbatch: int  # rows in one forward and backward pass; 0 = all
+    microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
 
 
@@ -121,7 +121,8 @@ def make_draft_step(
             return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None
 
         parts = (features, rows)
-        (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, forward.microbatch)
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
+        (gradient, (loss, diagnostics)), _ = accumulate(gradient_fn, state.params, parts, size)
         norm = optax.tree.norm(gradient)
         healthy = jnp.isfinite(norm)
         metrics = DraftMetrics(jnp.sum(weights * loss.value()), norm, ~healthy, _values(diagnostics))
@@ -140,7 +141,8 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
     """
 
     def predict(params: Params, tables: TargetTables, features: Features, rows: Rows) -> DraftDiagnostics:
-        size, num_shards = forward.microbatch or len(rows.tokens), partition.num_shards("batch")
+        num_shards = partition.num_shards("batch")
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, num_shards)
         parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
         terms = _terms(forward, partition, params, tables, features, rows)

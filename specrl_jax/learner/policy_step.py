@@ -10,7 +10,7 @@ import optax
 
 from specrl_jax.core import Jitted, Params
 from specrl_jax.data.rows import Rows
-from specrl_jax.learner.microbatches import accumulate, merge, split
+from specrl_jax.learner.microbatches import accumulate, merge, microbatch_rows, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
@@ -29,7 +29,7 @@ class PolicyForward:
     dtype: jnp.dtype  # of activations; parameters are float32
     remat: bool
     vocab_tile: int  # vocabulary entries unembedded at once; 0 = all
-    microbatch: int  # rows in one forward and backward pass; 0 = all
+    microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's; the rows say what top-k and top-p kept
     features: bool = False  # whether a draft learns from the forward pass
     aux_layers: tuple[int, ...] = ()  # layers whose inputs are returned as features
@@ -107,7 +107,8 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
             assert out.logprobs is not None and out.entropy is not None  # rows have targets
             return out.logprobs, out.entropy
 
-        return merge(jax.lax.map(score, split(rows, forward.microbatch)))
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
+        return merge(jax.lax.map(score, split(rows, size)))
 
     batch = partition.sharding(("batch", "sequence"))
     params = partition.shardings(forward.specs)
@@ -118,7 +119,8 @@ def make_feature_step(forward: PolicyForward, partition: Partitioner) -> Feature
     """Return the jitted features of recorded rows, for a policy that is not trained."""
 
     def features(params: Params, rows: Rows) -> Features:
-        microbatches = split(rows, forward.microbatch)
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
+        microbatches = split(rows, size)
         return merge(jax.lax.map(lambda rows: _features(forward.apply(params, rows, partition)), microbatches))
 
     return jax.jit(features, out_shardings=partition.sharding(("batch", "sequence")))
@@ -154,7 +156,8 @@ def make_policy_step(
             gradient, (sums, outputs) = jax.grad(loss_sum, has_aux=True)(trained, state.frozen, rows, inputs)
             return (gradient, sums), outputs
 
-        sums, outputs = accumulate(gradient_fn, state.params, (rows, inputs), forward.microbatch)
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
+        sums, outputs = accumulate(gradient_fn, state.params, (rows, inputs), size)
         gradient, (terms, routing) = sums
         gradient = jax.tree.map(lambda g: g / jnp.maximum(terms.loss.count, 1.0), gradient)
         norm = optax.tree.norm(gradient)

@@ -1,22 +1,25 @@
 """Causal attention of the learner over whole rows, by one of three kernels of other libraries.
 
     xla     `jax.nn.dot_product_attention` compiled by XLA: any device, any dtype, also rows split along their tokens.
-            Materialises the scores of every head: several times 4 B N T^2 bytes.
+            Materialises the scores of every head, of long rows those of some queries at a time: several times
+            4 B N SCORES bytes.
     cudnn   the same by cuDNN: NVIDIA GPUs from Ampere on, bfloat16. No scores; packed rows take a bias, 2 B T^2 bytes.
     splash  jax's Pallas kernel for TPUs (jax.experimental.pallas.ops.tpu.splash_attention), heads of 128. No scores.
 
-Forward and backward of two rows of 4,096 tokens with Qwen3-8B's heads take 10.7 GB beside their arguments with xla and
-0.27 GB with cudnn, by the memory analysis of the compiler for an H200 (jax 0.10.2).
+Forward and backward of two rows of 4,096 tokens with Qwen3-8B's heads take 0.27 GB beside their arguments with cudnn,
+by the memory analysis of the compiler for an H200 (jax 0.10.2).
 """
 
 import functools
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+from specrl_jax.core import Tree
 from specrl_jax.errors import InputError
 from specrl_jax.sharding import Partitioner
 
@@ -33,15 +36,65 @@ OLDEST_GPU = 8.0  # compute capability: Ampere, the first with cuDNN's fused att
 LARGEST_CUDNN_HEAD, LANES = 128, 128
 # Tokens of a tile of splash: enough to hide its overhead at eight heads, and fitting a v5p's VMEM in both directions.
 TILE = 512
+# Scores of a row and head that are held at a time: all of a row of 1,448 tokens, 455 queries of one of 4,608.
+SCORES = 2**21
+
+
+class Queries(NamedTuple):
+    """The places in their rows of some queries; their keys are those before them in the same sequence."""
+
+    place: jax.Array  # [B, Q] int32
+    segment_ids: jax.Array | None  # [B, Q] int32; None: one sequence a row
+
+    def readable(self, segment_ids: jax.Array | None, T: int) -> jax.Array:
+        """Return [B, 1, Q, T] bool: which of the row's tokens, of `segment_ids` [B, T], each query reads."""
+        causal = jnp.arange(T)[None, None] <= self.place[..., None]
+        if segment_ids is not None and self.segment_ids is not None:
+            causal &= self.segment_ids[..., None] == segment_ids[:, None, :]
+        return causal[:, None]
+
+
+def by_queries(
+    attend: Callable[[Queries, Tree], jax.Array], parts: int, segment_ids: jax.Array | None, arrays: Tree
+) -> jax.Array:
+    """Apply `attend` to every parts-th query at a time, and again in the backward pass, so that few scores are held.
+
+    Each part has tokens of every device where rows are split along their tokens.
+
+    Args:
+      attend: (queries, their `arrays`) -> [B, Q, ...].
+      arrays: leaves [B, T, ...], cut like the queries.
+    """
+    B, T = jax.tree.leaves(arrays)[0].shape[:2]
+    queries = Queries(jnp.broadcast_to(jnp.arange(T), (B, T)), segment_ids)
+    if parts == 1:
+        return attend(queries, arrays)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Split into [parts, B, T / parts, ...]; the last query is repeated, and cut off below."""
+        x = jnp.pad(x, [(0, 0), (0, -T % parts)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+        return jnp.moveaxis(x.reshape(B, -1, parts, *x.shape[2:]), 2, 0)
+
+    out = jax.lax.map(jax.checkpoint(lambda part: attend(*part)), jax.tree.map(split, (queries, arrays)))
+    return jnp.moveaxis(out, 0, 2).reshape(B, -1, *out.shape[3:])[:, :T]
+
+
+def query_parts(T: int) -> int:
+    """Return into how many parts the queries of a row go, for at most SCORES scores each."""
+    return -(-T // max(1, SCORES // T))
 
 
 def by_xla(segment_ids: jax.Array | None, partition: Partitioner) -> AttendRows:
-    mask = _same_segment(segment_ids)
-
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Where a row is split along its tokens, each part reads the keys and values of all.
         k, v = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        if (parts := query_parts(q.shape[1])) == 1:
+            return jax.nn.dot_product_attention(q, k, v, mask=_same_segment(segment_ids), is_causal=True)
+
+        def some(queries: Queries, q: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(q, k, v, mask=queries.readable(segment_ids, k.shape[1]))
+
+        return by_queries(some, parts, segment_ids, q)
 
     return attend
 

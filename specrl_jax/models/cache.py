@@ -1,86 +1,83 @@
-"""The contiguous key/value cache of decoding, indexed by absolute position, and attention over it.
+"""The paged key/value cache of decoding: what a network reads and writes of it, and by which tables.
 
-The value at position s of row b is at [b, :, s], the key at [b, :, :, s]: commit and rollback are index arithmetic.
-Entries at or beyond a row's length are never read (the mask is by position) and are overwritten when their position is
-next computed.
-
-In this layout both matmuls of attention read consecutive memory. With keys laid out like values, the first of them
-takes a CPU 2.5 times as long (8 rows, 160 positions, 2 heads of 64: 25 against 10 us); with positions before heads, XLA
-transposes a copy of the cache in every layer of every forward.
+Keys and values of every layer lie in pages (`kernels_pallas.attention`); one table of pages serves all layers and the
+draft's caches. Commit and rollback are index arithmetic: entries at or beyond a row's length are never read (the mask
+is by position) and are overwritten when their position is next computed.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kernels_pallas.attention import op
+from kernels_pallas.attention.op import Pages, Paging, Table
+from specrl_jax.sharding import Partitioner
+
+__all__ = ["KVCache", "PageShape", "Pages", "Paging", "Table"]
+
+# One pair of arrays per layer: inference layers are unrolled; separate buffers are donated and updated in place.
+# Memory: L * 2 * pages * T * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
+KVCache = tuple[Pages, ...]
+
+GB = 1e9
+# Of an accelerator's memory, for the pages of all caches where rollout.cache_gb does not say. It holds the learner too.
+ACCELERATOR_SHARE = 1 / 3
+
+# Logical axes of a pool of keys or values, and of one of hidden states; "batch": a shard's rows have its pages.
+PAGE_AXES = ("batch", "kv_heads", None, "head_dim")
+TOKEN_AXES = ("batch", None, None)
 
 
-class KVCache(NamedTuple):
-    """One pair of arrays per layer: inference layers are unrolled; separate buffers are donated and updated in place.
+class PageShape(NamedTuple):
+    """Sizes of the pools of every cache."""
 
-    Memory: L * 2 * B * S * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
+    pages: int  # C, of all shards together
+    tokens: int  # T, of a page
+    dtype: jnp.dtype
+    platform: str  # of the devices
+
+
+def init_cache(layers: int, kv_heads: int, head_dim: int, shape: PageShape) -> KVCache:
+    """Return empty pools of every layer."""
+
+    def pool() -> jax.Array:
+        return op.empty_pool((shape.pages, kv_heads, shape.tokens, head_dim), shape.dtype, shape.platform)
+
+    return tuple(Pages(pool(), pool()) for _ in range(layers))
+
+
+def init_tokens(width: int, shape: PageShape) -> jax.Array:
+    """Return an empty pool [C, T, width] of one vector a token."""
+    return op.empty_pool((shape.pages, shape.tokens, width), shape.dtype, shape.platform)
+
+
+def write(pages: Pages, k: jax.Array, v: jax.Array, paging: Paging, partition: Partitioner) -> Pages:
+    """Write k and v [B, Q, K, H]."""
+    return op.write(pages, paging.table.write, paging.positions, k, v, *_where(partition))
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: Pages, paging: Paging, partition: Partitioner
+) -> tuple[jax.Array, Pages]:
+    """Write k and v [B, Q, K, H], then attend from q [B, Q, N, H] up to each query's own position.
+
+    Returns [B, Q, N, H] in the dtype of q, and the pages.
     """
-
-    keys: tuple[jax.Array, ...]  # L x [B, K, H, S]
-    values: tuple[jax.Array, ...]  # L x [B, K, S, H]
-
-
-KEY_AXES = ("batch", "kv_heads", "head_dim", None)
-VALUE_AXES = ("batch", "kv_heads", None, "head_dim")
+    pages = write(pages, k, v, paging, partition)
+    return op.attend(q, pages, paging.table.read, paging.positions, *_where(partition)), pages
 
 
-def init_cache(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """Return a cache of zeros for `batch` rows of `length` positions."""
-    keys = tuple(jnp.zeros((batch, kv_heads, head_dim, length), dtype) for _ in range(layers))
-    return KVCache(keys, tuple(jnp.zeros((batch, kv_heads, length, head_dim), dtype) for _ in range(layers)))
+def _where(partition: Partitioner) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:
+    return partition.mesh, partition.axes("batch"), partition.axes("kv_heads")
 
 
-def write_keys(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """Write new [B, Q, K, H] at positions [B, Q] of buffer [B, K, H, S]; positions beyond S are dropped.
-
-    vmapped over rows and heads, so that the scatter has batch dimensions and stays local where those are sharded.
-    """
-    new = jnp.transpose(new, (0, 2, 3, 1)).astype(buffer.dtype)
-
-    def write(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-        return buffer.at[:, positions].set(new, mode="drop")
-
-    return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, positions, new)
+def write_tokens(pool: jax.Array, paging: Paging, new: jax.Array, partition: Partitioner) -> jax.Array:
+    """Write new [B, Q, D] to a pool [C, T, D]."""
+    return op.write_pool(pool, paging.table.write, paging.positions, new, partition.mesh, partition.axes("batch"))
 
 
-def write_values(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """Write new [B, Q, K, H] at positions [B, Q] of buffer [B, K, S, H]; positions beyond S are dropped."""
-    new = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
-    return jax.vmap(jax.vmap(_write_row, (0, None, 0)))(buffer, positions, new)
-
-
-def write_tokens(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """Write new [B, Q, ...] at positions [B, Q] of buffer [B, S, ...]; positions beyond S are dropped."""
-    return jax.vmap(_write_row)(buffer, positions, new.astype(buffer.dtype))
-
-
-def _write_row(buffer: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    return buffer.at[positions].set(new, mode="drop")
-
-
-def attend(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attend from queries at `positions` [B, Q] to keys and values of a cache up to each query's own position.
-
-    The queries that share a key/value head are the rows of one matmul. Softmax in float32; matmuls in the dtype of the
-    cache, which may be wider than the activations (float32 on a CPU).
-
-    Args:
-      keys: [B, K, H, S].
-      values: [B, K, S, H].
-      q: [B, Q, N, H]; consecutive query heads share one of the K.
-    Returns:
-      [B, Q, N, H] in the dtype of q.
-    """
-    B, Q, N, H = q.shape
-    K, S = values.shape[1:3]
-    grouped = jnp.swapaxes(q.reshape(B, Q, K, N // K, H), 1, 2).reshape(B, K, -1, H).astype(keys.dtype)
-    scores = jnp.einsum("BKMH,BKHS->BKMS", grouped, keys, preferred_element_type=jnp.float32)
-    visible = jnp.arange(S)[None, None] <= jnp.repeat(positions, N // K, axis=1)[:, :, None]  # [B, M, S]
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores * H**-0.5, -jnp.inf), axis=-1)
-    out = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values)
-    return jnp.swapaxes(out.reshape(B, K, Q, N // K, H), 1, 2).reshape(B, Q, N, H).astype(q.dtype)
+def read_tokens(pool: jax.Array, paging: Paging, partition: Partitioner) -> jax.Array:
+    """Read [B, Q, D] from a pool [C, T, D]."""
+    return op.read_pool(pool, paging.table.read, paging.positions, partition.mesh, partition.axes("batch"))

@@ -9,6 +9,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from specrl_jax.errors import InputError
+from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import BYTES, Precision, head_config, parameters
@@ -17,6 +18,7 @@ from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
+from specrl_jax.simulator.memory import USABLE
 from specrl_jax.simulator.report import report
 from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import Points, Scenario, points
@@ -61,9 +63,12 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             longest_prompt=c.rollout.max_prompt_tokens,
             lengths=LogNormalLengths(f.mean_tokens or MEAN_SHARE * limit, limit),
             slots=c.rollout.num_slots,
+            cache_bytes=c.rollout.cache_gb * GB or ACCELERATOR_SHARE * USABLE * machine.memory_bytes,
+            page=c.rollout.page_tokens,
             scored=2 if c.grpo.kl_coef else 1,
             minibatches=c.grpo.minibatches,
-            microbatch=max(0, c.grpo.microbatch),
+            packed=True,
+            microbatch_tokens=max(0, c.grpo.microbatch_tokens),
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
             tiled=c.policy.vocab_tile > 0,

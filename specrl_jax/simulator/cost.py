@@ -112,28 +112,60 @@ class DecoderCost:
 
     def forward(self, B: Array, Q: Array, context: Array) -> Array:
         """Device seconds of the policy over Q positions of B sequences with their caches."""
-        c, s = self.model, self.split
-        own = rank_rows(B, s)  # sequences of one device
-        rows = own * Q
-        layer = self._seconds(attention_projections(c, rows, s, self.precision), rows)
-        layer = layer + self._seconds(attention(c, own, Q, context, s, self.precision), rows, cached=False)
-        layer = layer + self._seconds(self._mlp(rows, B * Q), rows)
+        rows = rank_rows(B, self.split) * Q
+        projections, attended, mlp, last = self._forward_work(B, Q, context)
+        layer = self._seconds(projections, rows)
+        layer = layer + self._seconds(attended, rows, cached=False)
+        layer = layer + self._seconds(mlp, rows)
         layer = layer + self._exchange(rows)
-        last = self._seconds(lm_head(c.embed, c.vocab, rows, s, self.precision), rows)
-        return c.layers * layer + last
+        return self.model.layers * layer + self._seconds(last, rows)
+
+    def iteration_bytes(self, B: Array, k: Array, context: Array) -> Array:
+        """Bytes that one device reads and writes in an iteration of B sequences with `context` live tokens each."""
+        k = np.asarray(k)
+        *layer, last = self._forward_work(B, k + 1, context)
+        total = self.model.layers * sum(work.weights + work.data for work in layer) + last.weights + last.data
+        if self.head:
+            once, *applied = self._draft_work(rank_rows(B, self.split), k, context)
+            total = total + np.where(k > 0, once.weights + once.data, 0.0)
+            total = total + k * sum(work.weights + work.data for work in applied)
+        return np.asarray(total)
+
+    def _forward_work(self, B: Array, Q: Array, context: Array) -> tuple[Work, Work, Work, Work]:
+        """Return the work of a layer's projections, attention and MLP, and of the lm_head."""
+        c, s, p = self.model, self.split, self.precision
+        own = rank_rows(B, s)  # sequences of one device
+        return (
+            attention_projections(c, own * Q, s, p),
+            attention(c, own, Q, context, s, p),
+            self._mlp(own * Q, B * Q),
+            lm_head(c.embed, c.vocab, own * Q, s, p),
+        )
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
         """Seconds of an EAGLE-3 head: `fc` and the keys of k + 1 feature-token pairs, then k applications to B rows."""
         assert self.head, "lookup drafts cost nothing on the device"
         h, s, p = self.head, self.split, self.precision
         own = rank_rows(B, s)
-        once = self._seconds(feature_pairs(h, own * (k + 1), s, p), own * (k + 1), of=h)
-        each = self._seconds(head_projections(h, own, s, p), own, of=h)
-        each = each + self._seconds(attention(h, own, 1, context, s, p), own, cached=False)
-        each = each + self._seconds(lm_head(h.embed, h.draft_vocab, own, s, p), own, of=h)
+        pairs, projections, attended, last = self._draft_work(own, k, context)
+        once = self._seconds(pairs, own * (k + 1), of=h)
+        each = self._seconds(projections, own, of=h)
+        each = each + self._seconds(attended, own, cached=False)
+        each = each + self._seconds(last, own, of=h)
         each = each + 2 * all_reduce(own * h.embed * BYTES[p.activations], s.tensor, self.hardware)
         each = each + self.hardware.attained.draft_seconds
         return np.where(np.asarray(k) > 0, once, 0.0) + k * each
+
+    def _draft_work(self, own: Array, k: Array, context: Array) -> tuple[Work, Work, Work, Work]:
+        """Return the work of the k + 1 pairs, and of each application's projections, attention and lm_head."""
+        h, s, p = self.head, self.split, self.precision
+        assert h, "lookup drafts cost nothing on the device"
+        return (
+            feature_pairs(h, own * (k + 1), s, p),
+            head_projections(h, own, s, p),
+            attention(h, own, 1, context, s, p),
+            lm_head(h.embed, h.draft_vocab, own, s, p),
+        )
 
     def prefill(self, tokens: Array, length: Array) -> Array:
         """Seconds to prefill prompts of `length` tokens each, `tokens` in total, on one replica; no lm_head."""

@@ -1,6 +1,7 @@
 """Seconds of the learner's phases: prepare, logprob and train."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -21,10 +22,13 @@ class Workload:
     prompt: float  # tokens, mean
     longest_prompt: float  # tokens
     lengths: ResponseLengths
-    slots: int  # concurrent sequences on all devices; 0: as many as fit
+    slots: int  # most concurrent sequences on all devices; 0: as many as fit
+    cache_bytes: float = math.inf  # most of a device for pages of keys and values
+    page: int = 64  # tokens of a page
     scored: int = 1  # log-prob passes: 2 with a reference policy
     minibatches: int = 1  # optimizer updates
-    microbatch: int = 0  # rows of one forward and backward pass over all devices; 0: a minibatch
+    microbatch_tokens: float = 0  # of one forward and backward pass over all devices; 0: a minibatch
+    packed: bool = False  # rollouts share learner rows; False: each has one, padded to the longest sequence
     remat: bool = True  # the backward pass recomputes each layer's forward
     gathered: bool = True  # fsdp: every microbatch gathers its parameters; False: each device keeps its shard of a copy
     ttt_steps: int = 0  # unrolled steps of a draft trained in the train phase; 0: frozen or none
@@ -36,8 +40,9 @@ class Workload:
         return self.longest_prompt + self.lengths.limit
 
     def learner_tokens(self) -> tuple[float, float]:
-        """Return (tokens, keys read by them) of all learner rows, each padded to the longest sequence."""
-        return self.rollouts * self.longest, self.rollouts * self.longest**2 / 2
+        """Return (tokens, keys read by them) of all learner rows, each as long as the longest sequence."""
+        tokens = self.rollouts * (self.prompt + self.lengths.mean if self.packed else self.longest)
+        return tokens, tokens * self.longest / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,5 +115,6 @@ class LearnerCost:
 
     def _microbatches(self, w: Workload, devices: Array) -> Array:
         """Microbatches of a step; each has at least one row per device, tensor-parallel devices counting as one."""
-        rows = np.maximum(w.microbatch or w.rollouts / w.minibatches, np.asarray(devices) / self.split.tensor)
-        return np.maximum(w.rollouts / rows, w.minibatches)
+        tokens, _ = w.learner_tokens()
+        least = w.longest * np.asarray(devices) / self.split.tensor
+        return np.maximum(tokens / np.maximum(w.microbatch_tokens or tokens / w.minibatches, least), w.minibatches)

@@ -20,7 +20,7 @@ class DeviceBytes(NamedTuple):
     state: Array  # the learner's float32 parameters, gradient and two moments, and its unsharded copies
     activations: Array  # of one microbatch: the input of each layer, and float32 logits of one row
     weights: Array  # the rollout's, with the head's
-    cache: Array  # of all slots, each at the longest sequence
+    cache: Array  # the pages of keys and values
 
     def fits(self, memory_bytes: float, disaggregated: Array) -> np.ndarray:
         """Return whether it fits: on separate devices the larger of learner and rollout, else their sum."""
@@ -35,35 +35,57 @@ def estimate_bytes(
     """Estimate the memory of a learner that shards its state over all its devices and a rollout with one copy of the
     weights a replica.
 
-    With w.slots = 0 (as many as fit) the cache of a single sequence is counted.
+    Pages are as many as all slots can fill, at most w.cache_bytes, and enough for one longest sequence; with w.slots =
+    0 (as many as fit) those of a single sequence are counted.
     """
     c, p, split = decoder.model, decoder.precision, decoder.split
     total = parameters(c) + (head_parameters(decoder.head) if decoder.head else 0)
-    microbatch = w.microbatch or w.rollouts / w.minibatches
-    rows = np.maximum(microbatch * learner.split.tensor / learner_devices, 1)
+    microbatch = w.microbatch_tokens or w.learner_tokens()[0] / w.minibatches
+    tokens = np.maximum(microbatch * learner.split.tensor / learner_devices, w.longest)
     kept = c.layers * c.embed if w.remat else 12 * c.layers * c.embed  # without remat, the inputs of every matmul
-    activations = rows * w.longest * kept * BYTES[learner.dtype] / learner.split.tensor
+    activations = tokens * kept * BYTES[learner.dtype] / learner.split.tensor
     logits = w.longest * c.vocab * BYTES["float32"] / learner.split.tensor
     # Without fsdp a compute copy of the parameters and its gradient are resident all the time.
     copies = 0.0 if w.gathered else (BYTES[learner.dtype] + BYTES["float32"]) * total / learner.split.devices
     slots = np.maximum(np.minimum(w.slots, w.rollouts) / (rollout_devices / split.tensor), 1)
     weights = total * BYTES[p.weights] / split.devices
-    sizes = (16 * total / learner_devices + copies, activations + logits, weights, slots * sequence_bytes(w, decoder))
+    longest = w.longest * token_bytes(decoder)
+    cache = np.maximum(np.minimum(slots * longest, w.cache_bytes), longest)
+    sizes = (16 * total / learner_devices + copies, activations + logits, weights, cache)
     return DeviceBytes(*np.broadcast_arrays(*sizes))
 
 
-def max_slots(
-    sizes: DeviceBytes, w: Workload, decoder: DecoderCost, memory_bytes: float, disaggregated: Array
+def sequences_at_once(
+    sizes: DeviceBytes, w: Workload, decoder: DecoderCost, memory_bytes: float, disaggregated: Array, replicas: Array
 ) -> np.ndarray:
-    """Return how many sequences of one replica fit beside everything else; at least one."""
+    """Return how many sequences of one replica run at once: as many as its pages hold, at most its slots; at least one.
+
+    With w.slots = 0 the pages take all the memory that everything else leaves, at most w.cache_bytes.
+    """
     free = USABLE * memory_bytes - sizes.weights - np.where(disaggregated, 0.0, sizes.state + sizes.activations)
-    return np.maximum(np.floor(free / sequence_bytes(w, decoder)) * decoder.split.expert, 1)
+    pages = sizes.cache if w.slots else np.minimum(free, w.cache_bytes)
+    held = np.floor(pages / (live_tokens(w) * token_bytes(decoder))) * decoder.split.expert
+    return np.maximum(np.minimum(held, np.ceil(w.slots / replicas)) if w.slots else held, 1)
 
 
-def sequence_bytes(w: Workload, decoder: DecoderCost) -> float:
-    """Return the cache bytes of one sequence on one device: keys and values, and the head's hidden state and cache."""
+def live_tokens(w: Workload) -> float:
+    """Return the tokens that a running sequence takes pages for, on average while most are taken.
+
+    Siblings hold the pages of their prompt together; beyond them a sequence has a page in part at either end. With
+    lengths L, its response has E[L^2] / (2 E[L]) tokens where slots are refilled, and where all start together t P(L >
+    t) of every sequence that started: the larger of the two is taken. A sequence that finds no page waits on the host.
+    """
+    shares = (np.arange(512) + 0.5) / 512
+    drawn = w.lengths.quantile(shares)
+    refilled = (drawn**2).mean() / drawn.mean() / 2
+    together = (drawn * (1 - shares)).max()
+    return min(w.prompt / w.group + float(max(refilled, together)) + w.page, w.longest)
+
+
+def token_bytes(decoder: DecoderCost) -> float:
+    """Return the cache bytes of one token on one device: keys and values, and the head's hidden state and cache."""
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim
     if h is not None:
         numbers += h.embed + 2 * max(h.kv_heads / split.tensor, 1) * h.head_dim
-    return w.longest * numbers * BYTES[decoder.precision.cache]
+    return numbers * BYTES[decoder.precision.cache]

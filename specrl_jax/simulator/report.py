@@ -3,12 +3,14 @@
 import numpy as np
 
 from specrl_jax.core import PHASES
+from specrl_jax.simulator.memory import live_tokens
 from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import (
     ADAPTIVE,
     Comparison,
     Points,
     Scenario,
+    at_once,
     compare,
     device_bytes,
     points,
@@ -17,6 +19,7 @@ from specrl_jax.simulator.scenario import (
 )
 from specrl_jax.simulator.step import amdahl
 
+LIVE = (256, 1024, 4096)  # tokens of a sequence
 DRAWS = 200  # Monte Carlo samples of the assumptions for an interval
 # Each resource is doubled in turn to find the bottleneck of a step.
 RESOURCES: dict[str, dict[str, float]] = {
@@ -40,6 +43,7 @@ def report(s: Scenario, p: Points, optimize_split: bool) -> list[str]:
         _draft_lengths(s, p, optimize_split),
         _limits(s, found, fast),
         _memory(s, fast),
+        _iterations(s, fast),
     )
     return [line for block in blocks for line in (*block, "")][:-1]
 
@@ -117,4 +121,18 @@ def _memory(s: Scenario, fast: Points) -> list[str]:
     sizes = device_bytes(s, fast)
     verdict = "fits" if bool(sizes.fits(s.hardware.memory_bytes, fast.disaggregated)[0, 0]) else "does not fit"
     parts = ", ".join(f"{name} {float(np.ravel(x)[0]) / 1e9:.1f}" for name, x in zip(sizes._fields, sizes))
-    return [f"GB a device: {parts}; {verdict} in {s.hardware.memory_bytes / 1e9:.0f} GB"]
+    most, w = float(at_once(s, fast)[0, 0]), s.workload
+    held = f"sequences of a replica at once: {most:.0f}, with pages of {live_tokens(w):.0f} tokens each on average"
+    return [f"GB a device: {parts}; {verdict} in {s.hardware.memory_bytes / 1e9:.0f} GB", held]
+
+
+def _iterations(s: Scenario, fast: Points) -> list[str]:
+    """Return the bytes of an iteration of as many sequences as run at once, by what each holds."""
+    replicas = fast.rollout_devices[0] / s.rollout_split.devices
+    B = min(float(at_once(s, fast)[0, 0]), float(np.ceil(s.workload.rollouts / replicas)))
+    held = sorted({*(float(n) for n in LIVE if n < s.workload.longest), s.workload.longest})
+    lines = [f"{f'GB an iteration, {B:.0f} sequences of':<30}" + "".join(f"{n:>9,.0f}" for n in held) + " live tokens"]
+    for k in sorted({0, int(fast.k[0])}):
+        moved = (float(s.decoder.iteration_bytes(B, k, n)) / 1e9 for n in held)
+        lines.append(f"{f'  k = {k}':<30}" + "".join(f"{x:>9.1f}" for x in moved))
+    return lines

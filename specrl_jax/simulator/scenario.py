@@ -15,7 +15,7 @@ from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
 from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
-from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, max_slots
+from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, sequences_at_once
 from specrl_jax.simulator.rollout import (
     AT_ONCE,
     LENGTHS,
@@ -200,15 +200,21 @@ def device_bytes(s: Scenario, p: Points) -> DeviceBytes:
     return estimate_bytes(s.workload, s.decoder, s.learner, *column)
 
 
+def at_once(s: Scenario, p: Points) -> np.ndarray:
+    """Return how many sequences of a replica run at once, [N, 1]."""
+    memory = s.hardware.memory_bytes, p.disaggregated[:, None]
+    return sequences_at_once(device_bytes(s, p), s.workload, s.decoder, *memory, _replicas(s, p))
+
+
+def _replicas(s: Scenario, p: Points) -> np.ndarray:
+    return np.maximum(np.asarray(p.rollout_devices, float)[:, None] / s.rollout_split.devices, 1.0)
+
+
 def _predict(s: Scenario, p: Points) -> Prediction:
     column = Points(*(np.asarray(x, float)[:, None] for x in p))
     drafting = Drafting(column.k, cumulative_acceptance(column.acceptance, column.measured_at))
-    replicas = np.maximum(column.rollout_devices / s.rollout_split.devices, 1.0)
     sizes, memory = device_bytes(s, p), (s.hardware.memory_bytes, p.disaggregated[:, None])
-    slots = (
-        np.ceil(s.workload.slots / replicas) if s.workload.slots else max_slots(sizes, s.workload, s.decoder, *memory)
-    )
-    rollout, steady = generation(s, replicas, slots, column.lag, drafting)
+    rollout, steady = generation(s, _replicas(s, p), at_once(s, p), column.lag, drafting)
     a, learner, w, learners = s.hardware.attained, s.learner, s.workload, column.learner_devices
     prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
     values = (a.data_seconds, prepare, rollout.seconds, learner.logprob(w, learners), learner.train(w, learners))

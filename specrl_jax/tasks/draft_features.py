@@ -43,7 +43,7 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "dtype": config.policy.compute_dtype,
         "length": plan.limits.cache_length,
     }
-    return FeatureStore(folder, made_from, plan.limits.cache_length)
+    return FeatureStore(folder, made_from, learner.packing.lone_row_tokens(plan.limits.cache_length))
 
 
 def fill_store(
@@ -78,6 +78,8 @@ def fill_store(
                 continue
             start = time.perf_counter()
             tokens, prompt_length, length = texts()
+            T = learner.packing.lone_row_tokens(int(length.max()))
+            tokens = np.pad(tokens, ((0, 0), (0, T)), constant_values=pad_id)[:, :T]
             middle = time.perf_counter()
             features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
             aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
@@ -154,6 +156,8 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tupl
 
     def collate(rows: Sequence[FeatureRow]) -> tuple[Features, Rows]:
         row = FeatureRow(*map(np.stack, zip(*rows)))
+        T = learner.packing.lone_row_tokens(int(row.length.max()))
+        row = FeatureRow(*[x[:, :T] if x.ndim > 1 else x for x in row])
         aux = stand_in(row.aux) if row.aux.shape[2] else None
         features = Features(aux, stand_in(row.hidden), stand_in(row.normaliser))
         return features, rows_of(row.tokens, row.prompt_length, row.length, pad_id)

@@ -44,6 +44,12 @@ def run(config: Config, workdir: str) -> None:
         rows, num_shards = config.pretrain.batch_size, learner.plan.learner_partition.num_shards("batch")
         if rows % num_shards:
             raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
+        grpo = learner.plan.config.grpo
+        if (texts := grpo.prompts_per_step * grpo.group_size) % num_shards:
+            raise InputError(
+                f"grpo.prompts_per_step x grpo.group_size = {texts} texts at a time must divide by the {num_shards} "
+                "shards of rows"
+            )
         open_output("pretrain.output", config.pretrain.output)
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         draft_pretrain(learner, rollout, inputs.problems, initial_state(learner), workdir, stop_on_signal())
@@ -72,6 +78,7 @@ def draft_pretrain(
     kept = "the rollouts and their features are kept; the same command trains anew"
     with Display(config.steps, 0, stop) as display, contextlib.ExitStack() as says:
         says.enter_context(stopped_as(kept))
+        learner.programs.on_program = display.say_learner_program
         store = open_store(learner, config.pretrain.features or os.path.join(workdir, "features"), weights)
         seconds = fill_store(learner, rollout, problems, state.policy.params, weights, store, display)
         if not config.draft.path and plan.draft.vocab < plan.model.vocab:

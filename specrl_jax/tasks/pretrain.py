@@ -22,7 +22,7 @@ from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
-from specrl_jax.learner.batch import Packing, pack_minibatches
+from specrl_jax.learner.batch import Packing, pack_parts
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -34,7 +34,6 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
-PACKED_ROWS = 4  # packed rows are padded to a multiple of these
 
 
 def run(config: Config, workdir: str) -> None:
@@ -58,14 +57,14 @@ def pretrain(
     config, model = learner.plan.config, learner.plan.model
     source = TaskSource(config.data.task, "train", config.seed, config.pretrain.error_rate)
     stream = ProblemStream([source], config.pretrain.batch_size, config.seed)
-    state, length = initial_state(learner).policy, rollout.config.limits.cache_length
+    state = initial_state(learner).policy
     step_fn = make_pretrain_step(learner.forward, learner.optimizer, learner.plan.learner_partition)
     log: list[dict[str, float]] = []
     with Display(config.steps, 0, stop) as display:
         for step in range(1, config.steps + 1):
             with stopped_as(f"pretraining keeps no checkpoints; step {step} is lost"):
                 display.update_phase(step, config.steps)
-            rows = solution_rows(next(stream), rollout.tokenizer, length, config.grpo.pack_tokens)
+            rows = solution_rows(next(stream), rollout.tokenizer, learner.packing)
             state, loss = step_fn(state, rows)
             if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
@@ -107,23 +106,18 @@ def make_pretrain_step(
     return jax.jit(update, donate_argnums=0)
 
 
-def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, length: int, pack_tokens: int = 0) -> Rows:
-    """Return rows of prompt and worked solution with end-of-text; the loss is on the solution.
+def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Packing) -> Rows:
+    """Return packed rows of prompt and worked solution with end-of-text; the loss is on the solution.
 
-    Args:
-      length: tokens that prompt and solution may have, and of a row where `pack_tokens` is 0.
-      pack_tokens: length of packed rows.
     Raises InputError where a worked solution does not fit.
     """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     solutions = [[*tokenizer.encode(problem.solution), tokenizer.eos_ids[0]] for problem in problems]
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, solutions, strict=True)])
-    if (longest := lengths.max()) > length:
+    if (longest := lengths.max()) > packing.limit:
         raise InputError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {length}, a worked solution needs {longest}"
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {packing.limit}, a worked solution needs "
+            f"{longest}"
         )
-    rows = make_rows(prompts, solutions, length, tokenizer.pad_id)
-    if not pack_tokens:
-        return rows
-    places = pack_minibatches(lengths, length, Packing(pack_tokens, 1, PACKED_ROWS))
-    return packed_rows(rows, places, lengths, tokenizer.pad_id)
+    rows = make_rows(prompts, solutions, longest, tokenizer.pad_id)
+    return packed_rows(rows, pack_parts(lengths, packing), lengths, tokenizer.pad_id)

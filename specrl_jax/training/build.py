@@ -21,7 +21,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.distributed import global_arrays
 from specrl_jax.drafts.base import DrafterConfig
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.learner.batch import Packing, packing_unit
+from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.draft_step import (
     ROWS_PER_PREDICTED,
     DraftForward,
@@ -42,6 +42,7 @@ from specrl_jax.learner.policy_step import (
     make_logprob_step,
     make_policy_step,
 )
+from specrl_jax.learner.programs import Programs
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
@@ -62,7 +63,8 @@ class Learner:
     objective: Objective
     optimizer: optax.GradientTransformation
     draft_optimizer: optax.GradientTransformation
-    packing: Packing | None  # of rollouts into rows; None: one rollout a row
+    packing: Packing  # of rollouts into rows
+    programs: Programs  # announces what the steps compile
     logprob_step: LogprobStep
     policy_step: PolicyStep
     feature_step: FeatureStep
@@ -89,7 +91,7 @@ class Rollout:
     prepare_step: PrepareStep
     engine: Engine  # training rollouts
     eval_engine: Engine  # sampled as eval.* says; `engine` itself where that is the same
-    greedy_engine: Engine
+    greedy_engine: Engine  # as `eval_engine`, with a greedy rollout of each prompt besides
     plain_engine: Engine  # `engine` with draft.kind=none
 
 
@@ -114,6 +116,9 @@ def make_learner(plan: Plan) -> Learner:
     draft_forward = _draft_forward(plan, forward)
     # A draft that is trained in some steps is evaluated on all rows in the others.
     one_in = 1 if config.draft.online else ROWS_PER_PREDICTED
+    draft_step = make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None
+    predict_step = make_predict_step(draft_forward, partition, one_in) if draft_forward else None
+    announced = (programs := Programs()).announced
     return Learner(
         plan=plan,
         forward=forward,
@@ -121,13 +126,14 @@ def make_learner(plan: Plan) -> Learner:
         objective=objective,
         optimizer=optimizer,
         draft_optimizer=draft_optimizer,
-        packing=_packing(plan),
-        logprob_step=make_logprob_step(forward, partition),
-        policy_step=make_policy_step(forward, objective, optimizer, partition),
-        feature_step=make_feature_step(forward, partition),
+        packing=make_packing(plan),
+        programs=programs,
+        logprob_step=announced("logprob", "logprob", make_logprob_step(forward, partition)),
+        policy_step=announced("policy update", "train", make_policy_step(forward, objective, optimizer, partition)),
+        feature_step=announced("features", "features", make_feature_step(forward, partition)),
         read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
-        draft_step=make_draft_step(draft_forward, draft_optimizer, partition) if draft_forward else None,
-        predict_step=make_predict_step(draft_forward, partition, one_in) if draft_forward else None,
+        draft_step=draft_step and announced("draft update", "train", draft_step),
+        predict_step=predict_step and announced("draft prediction", "train", predict_step),
     )
 
 
@@ -165,11 +171,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     if sampling != inference.sampling:
         # Recorded only where the training engine itself evaluates.
         evaluation = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0))
-    greedy = dataclasses.replace(
-        evaluation,
-        sampling=Sampling(0.0, 0, 1.0, config.rollout.rule),
-        limits=dataclasses.replace(plan.eval_limits, most_kept=0),
-    )
+    greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, greedy=True))
     plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0))
     return Rollout(
         plan=plan,
@@ -224,7 +226,7 @@ def _policy_forward(plan: Plan) -> PolicyForward:
         dtype=dtype,
         remat=policy.remat,
         vocab_tile=policy.vocab_tile,
-        microbatch=grpo.microbatch,
+        microbatch_tokens=grpo.microbatch_tokens,
         temperature=plan.config.rollout.temperature,
         features=draft is not None,
         aux_layers=draft.aux_layers if draft else (),
@@ -243,7 +245,7 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
         vocab_tile=forward.vocab_tile,
-        microbatch=forward.microbatch,
+        microbatch_tokens=forward.microbatch_tokens,
         temperature=forward.temperature,
     )
 
@@ -260,10 +262,13 @@ def _draft_optimizer(draft: DraftConfig) -> OptimizerConfig:
     )
 
 
-def _packing(plan: Plan) -> Packing | None:
-    grpo, draft = plan.config.grpo, plan.config.draft
-    if not grpo.pack_tokens:
-        return None
-    num_shards = plan.learner_partition.num_shards("batch")
-    unit = packing_unit(num_shards, grpo.microbatch, draft.minibatches if plan.draft else 1)
-    return Packing(grpo.pack_tokens, grpo.minibatches, unit)
+def make_packing(plan: Plan) -> Packing:
+    """Return how the rollouts of a step are packed into rows."""
+    grpo, learner = plan.config.grpo, plan.learner_partition
+    return Packing(
+        limit=plan.limits.cache_length,
+        parts=grpo.minibatches * (plan.config.draft.minibatches if plan.draft else 1),
+        num_shards=learner.num_shards("batch"),
+        sequence_shards=learner.num_shards("sequence"),
+        microbatch_tokens=grpo.microbatch_tokens,
+    )

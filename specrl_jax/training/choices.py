@@ -1,16 +1,18 @@
 """Values that a config leaves open (config/automatic.py): chosen once, before anything is compiled, and printed.
 
 Order matters: the schema of the data before it is read; then the longest prompt, the draft, the longest response, the
-rows of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
+tokens of a pass, and the sequences decoded at once, which take the memory that is left. Memory is estimated by the
 simulator (simulator/memory.py). A value that is set is never changed: only `fit_policy` replaces values, those that a
 config's file has for a policy of its own.
 """
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import psutil
+import numpy as np
 from jax.sharding import Mesh
 
 from specrl_jax.config import Config
@@ -23,6 +25,7 @@ from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io.workdir import recorded_config
+from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.simulator.communication import Parallelism
@@ -30,7 +33,7 @@ from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
 from specrl_jax.simulator.hardware import HARDWARE
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, max_slots
+from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, sequences_at_once
 from specrl_jax.training.plan import policy_sizes
 
 # The longest response, where the data has solutions: what a policy writes is longer than what people do.
@@ -40,9 +43,6 @@ RESPONSE = 1024
 UNIT = 64  # tokens; longest responses are multiples of it
 # Entries of a new draft's vocabulary, as most published heads have; at least half of the policy's is not worth a map.
 DRAFT_VOCAB = 32_000
-# Of a host's memory; the rest is for the operating system, rewards, and the compiler.
-HOST_SHARE = 0.5
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Measured(NamedTuple):
@@ -166,13 +166,13 @@ def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer
 
 
 def choose_sizes(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Config:
-    """Choose lengths, draft, rows of a pass and sequences decoded at once. Raises InputError where no length fits."""
+    """Choose lengths, draft, tokens of a pass and sequences decoded at once. Raises InputError where no length fits."""
     steps = {
         "rollout.max_prompt_tokens": _prompt_length,
         "draft.kind": _draft_kind,
         "draft.vocab_size": _draft_vocabulary,
         "rollout.max_response_tokens": _response_length,
-        "grpo.microbatch": _microbatch,
+        "grpo.microbatch_tokens": _microbatch_tokens,
         "rollout.num_slots": _slots,
     }
     for key, step in steps.items():
@@ -192,7 +192,7 @@ def _draft_kind(config: Config, model: Qwen3Config, machine: Machine, measured: 
     if config.task not in ("train", "draft_pretrain"):
         return "suffix", f"a new head would have learned nothing when task={config.task} drafts with it"
     head: dict[str, object] = {"draft.kind": "eagle3", "draft.vocab_size": max(0, config.draft.vocab_size)}
-    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch": 1})
+    with_head = with_values(config, head | {"rollout.max_response_tokens": UNIT, "grpo.microbatch_tokens": 1})
     sizes, _, _ = _estimate(with_head, model, machine)
     needed = float(sizes.state + sizes.weights)
     if needed > USABLE * machine.memory:
@@ -231,27 +231,28 @@ def _response_length(config: Config, model: Qwen3Config, machine: Machine, measu
 
 def _fitting(config: Config, model: Qwen3Config, machine: Machine, length: int) -> int:
     """Return how many sequences of a response length fit."""
-    values = {"rollout.max_response_tokens": length, "grpo.microbatch": max(1, config.grpo.microbatch)}
+    values = {"rollout.max_response_tokens": length, "grpo.microbatch_tokens": max(1, config.grpo.microbatch_tokens)}
     return _free_slots(with_values(config, values), model, machine)
 
 
-def _microbatch(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
-    g, d = config.grpo, config.draft
-    rows = g.prompts_per_step * g.group_size // g.minibatches // (d.minibatches if KINDS[d.kind].has_weights else 1)
+def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
+    g, shards, longest = config.grpo, partitioner(machine.mesh, LEARNER).num_shards("batch"), _longest(config)
+    rows = g.prompts_per_step * g.group_size // g.minibatches
     if config.task == "draft_pretrain":
         rows = config.pretrain.batch_size
-    shards = partitioner(machine.mesh, LEARNER).num_shards("batch")
-    choices = [n for n in range(rows, 0, -1) if rows % n == 0 and n % shards == 0] or [rows]
 
     def taken(n: int) -> tuple[float, float]:
-        """Return (bytes of a pass, bytes that are free for it)."""
-        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch": n}), model, machine)
+        """Return (bytes of a pass over n tokens, bytes that are free for it)."""
+        sizes, _, _ = _estimate(with_values(config, {"grpo.microbatch_tokens": n}), model, machine)
         return float(sizes.activations), (USABLE * machine.memory - float(sizes.state + sizes.weights)) / 2
 
-    best = next((n for n in choices if taken(n)[0] <= taken(n)[1]), choices[-1])
+    # A row of the longest on each device, and as often twice that as the memory holds and a minibatch may need.
+    best = shards * longest
+    while best < rows * longest and taken(2 * best)[0] <= taken(2 * best)[1]:
+        best *= 2
     used, free = taken(best)
     warning = "" if used <= free else "; warning: by this estimate even that does not fit"
-    return best, f"rows of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
+    return best, f"tokens of a pass: about {_gb(used)} of {_gb(max(free, 0.0))}, half of what is free{warning}"
 
 
 def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
@@ -263,13 +264,14 @@ def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measu
     slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
     if fitting >= rollouts:
         return slots, f"all {rollouts} rollouts of a step at once"
-    return slots, f"sequences of {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
+    return slots, f"sequences of up to {_longest(config)} tokens in {_gb(machine.memory)}, beside the rest"
 
 
 def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
-    """Return how many sequences of all devices fit beside the rest."""
+    """Return how many sequences of all devices find pages for their live tokens beside the rest."""
     sizes, w, decoder = _estimate(config, model, machine)
-    each = max_slots(sizes, w, decoder, machine.memory, _apart(config))
+    w = dataclasses.replace(w, slots=0)
+    each = sequences_at_once(sizes, w, decoder, machine.memory, np.array(_apart(config)), np.array(1.0))
     return int(each) * max(1, _rollout_devices(config, machine) // decoder.split.devices)
 
 
@@ -309,33 +311,17 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         longest_prompt=r.max_prompt_tokens,
         lengths=LogNormalLengths(limit / 2, limit),
         slots=r.num_slots,
+        cache_bytes=r.cache_gb * kv.GB or math.inf,
+        page=r.page_tokens,
         minibatches=g.minibatches,
-        microbatch=g.microbatch,
+        packed=True,
+        microbatch_tokens=g.microbatch_tokens,
         remat=config.policy.remat,
     )
     decoder = DecoderCost(model, head, hardware, apart, Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype))
     learner = LearnerCost(model, head, hardware, split, config.policy.compute_dtype)
     sizes = estimate_bytes(w, decoder, learner, machine.mesh.size, _rollout_devices(config, machine))
     return sizes, w, decoder
-
-
-def device_memory() -> int:
-    """Return the bytes that a device of this process may take: its own memory, or of a host's a share."""
-    device = jax.local_devices()[0]
-    if limit := (device.memory_stats() or {}).get("bytes_limit"):
-        return int(limit)
-    return int(HOST_SHARE * min([psutil.virtual_memory().total, *_container_limits()]) / jax.local_device_count())
-
-
-def _container_limits() -> list[int]:
-    found = []
-    for path in LIMITS:
-        try:
-            with open(path) as file:
-                found.append(int(file.read()))
-        except (OSError, ValueError):  # none, or "max"
-            continue
-    return found
 
 
 def _gb(n: float) -> str:

@@ -32,6 +32,7 @@ class Evaluation(NamedTuple):
     samples: int  # n, responses to each
     scores: Scores  # of the P x n rollouts, problem by problem
     rollouts: Rollouts
+    greedy_accuracy: float | None = None  # of one more, greedy response to each, where the engine makes them
 
     @property
     def correct(self) -> np.ndarray:
@@ -92,7 +93,7 @@ def evaluate(
     """Generate and score `samples` responses per problem. Equal seeds give equal noise: two policies compare paired.
 
     Args:
-      engine: one of `rollout`.
+      engine: one of `rollout`; the greedy one shares each prompt's prefill between the samples and a greedy response.
       on_progress: of the engine; where it raises Stopped in one process, all raise it.
       lengths: chooses draft lengths; None: always the engine's own.
     Raises:
@@ -102,15 +103,19 @@ def evaluate(
     prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[own]]
     noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, own.start * samples
 
-    def generate() -> tuple[Rollouts, Scores]:
+    def generate() -> list[tuple[Rollouts, Scores]]:
         found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths)
-        count = len(found.length)
-        scores = score_rollouts(found, problems[own], rollout.tokenizer, scorer, lambda: on_progress(count, count))
-        return found, scores
+        count, place = len(found.length), np.arange(len(found.length)) % (samples + engine.config.greedy)
+        parts = [found.take(rows) for rows in (place < samples, place == samples) if rows.any()]
 
-    rollouts, scores = gather_scored(*distributed.together(generate))
+        def waiting() -> None:
+            on_progress(count, count)
+
+        return [(part, score_rollouts(part, problems[own], rollout.tokenizer, scorer, waiting)) for part in parts]
+
+    (rollouts, scores), *greedy = [gather_scored(*part) for part in distributed.together(generate)]
     scores.require_some("evaluation")
-    return Evaluation(problems, samples, scores, rollouts)
+    return Evaluation(problems, samples, scores, rollouts, float(greedy[0][1].correct.mean()) if greedy else None)
 
 
 def evaluation_metrics(
@@ -125,25 +130,26 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return eval/* of these weights, and write their responses to evaluations/step_N.jsonl.
 
-    Before the first and after the last step greedy accuracy is measured too.
+    Before the first and after the last step greedy accuracy is measured too, in the same call.
 
     Args:
       lengths_for: chooses the draft lengths of an engine.
     """
     config = rollout.plan.config
 
-    def run(engine: Engine, samples: int) -> Evaluation:
-        on_progress, lengths = display.update_phase, lengths_for(engine)
-        return evaluate(rollout, engine, weights, problems.evaluation, samples, scorer, on_progress, lengths)
-
-    clock = PhaseClock(display)
+    clock, both = PhaseClock(display), step in (0, config.steps)
+    engine = rollout.greedy_engine if both else rollout.eval_engine
     with clock("evaluate"):
-        sampled = run(rollout.eval_engine, config.eval.samples)
+        sampled = evaluate(
+            *(rollout, engine, weights, problems.evaluation, config.eval.samples, scorer),
+            on_progress=display.update_phase,
+            lengths=lengths_for(engine),
+        )
         row = sampled.metrics(problems.validation)
         if warning := sampled.scores.warning():
             display.say(f"evaluation at step {step}: {warning}")
-        if step in (0, config.steps):
-            row["eval/accuracy_greedy"] = run(rollout.greedy_engine, 1).accuracy
+        if sampled.greedy_accuracy is not None:
+            row["eval/accuracy_greedy"] = sampled.greedy_accuracy
     if not distributed.is_first_process():
         return row
     os.makedirs(os.path.join(workdir, "evaluations"), exist_ok=True)

@@ -19,12 +19,12 @@ from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training.build import Learner, Rollout, find_tokenizer, make_learner, make_rollout, make_scorer
+from specrl_jax.training.cache_size import device_memory
 from specrl_jax.training.choices import (
     Machine,
     check_draft,
     choose_formats,
     choose_sizes,
-    device_memory,
     measure,
     recorded_values,
     resumed,

@@ -66,6 +66,7 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
         "rollout/tokens_per_second": tokens / seconds,
         "rollout/response_length_mean": float(rollouts.response_length.mean()),
         "rollout/truncated": float(1 - rollouts.ended.mean()),
+        "rollout/parked": int(rollouts.parked.sum()),
     }
 
 

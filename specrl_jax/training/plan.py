@@ -19,6 +19,7 @@ from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
+from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
 from specrl_jax.training.rollouts import check_cache_length
 
 # Draft lengths that the controller chooses from.
@@ -41,6 +42,8 @@ class Plan:
     learner_partition: Partitioner
     rollout_partition: Partitioner  # the learner's devices, or this process's own rollout devices
     limits: EngineConfig  # of the training engine of this process
+    most_pages: int = 0  # of a shard; 0: no bound
+    page_bytes: int = 0  # of one page on one device
 
     @property
     def draft(self) -> DraftModel | None:
@@ -50,16 +53,16 @@ class Plan:
     @property
     def eval_limits(self) -> EngineConfig:
         """The same with the longest response of eval.max_response_tokens."""
-        longest = self.config.eval.max_response_tokens or self.limits.max_response_tokens
-        return dataclasses.replace(self.limits, max_response_tokens=longest)
+        return with_pages(_eval_lengths(self.config, self.limits), self.most_pages, self.page_bytes)
 
 
-def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None) -> Plan:
+def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None, memory: int = 0) -> Plan:
     """Find the sizes of a run and check them against each other.
 
     Args:
       mesh: of the learner.
       model: the policy's sizes; None: those that the config names.
+      memory: bytes of a device that is not here; 0: unknown.
     Raises:
       InputError: naming the key and what would be right.
     """
@@ -68,15 +71,23 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     method = make_method(draft_options(config.draft), model)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
     limits = find_limits(_process_share(config), rollout.num_shards("batch"), method.uses_lookup_cache)
-    plan = Plan(config, model, method, learner, rollout, limits)
+    page = page_bytes(model, method.model, config.rollout, rollout)
+    most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
+    plan = Plan(config, model, method, learner, rollout, limits, most, page)
     _check_processes(config)
     _check_vocabulary(plan)
     _check_shards(plan)
-    if config.task not in WITHOUT_LEARNER:
-        _check_rows(plan)
     check_cache_length(plan.limits, model)
-    check_cache_length(plan.eval_limits, model, "eval")
-    return plan
+    check_cache_length(_eval_lengths(config, limits), model, "eval")
+    limits = with_pages(limits, most, page)
+    with_pages(_eval_lengths(config, limits), most, page, "eval")
+    return dataclasses.replace(plan, limits=limits)
+
+
+def _eval_lengths(config: Config, limits: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(
+        limits, max_response_tokens=config.eval.max_response_tokens or limits.max_response_tokens
+    )
 
 
 def open_mesh(config: Config) -> Mesh:
@@ -139,6 +150,9 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         chunk=rollout.chunk,
         # Under parity one shape of a forward is one batch size.
         sizes=() if rollout.parity else tuple(sizes),
+        page_tokens=rollout.page_tokens,
+        shards=num_shards,
+        prefill_tokens=rollout.prefill_tokens,
         # A refill usually starts few prompts; of many, several in one forward keep a device busy.
         prefill_rows=num_shards * max(1, prompts // (4 * num_shards)),
         new_prompts=prompts,
@@ -204,24 +218,6 @@ def _check_shards(plan: Plan) -> None:
         rollout.shardings(plan.draft.inference_specs)
     if plan.limits.num_slots % rollout.num_shards("batch"):
         raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
-
-
-def _check_rows(plan: Plan) -> None:
-    """Raise InputError where the rows of a minibatch do not divide over the learner's mesh."""
-    grpo, d, learner, longest = plan.config.grpo, plan.config.draft, plan.learner_partition, plan.limits.cache_length
-    num_shards, rows = learner.num_shards("batch"), grpo.prompts_per_step * grpo.group_size // grpo.minibatches
-    tokens = grpo.pack_tokens or longest
-    if tokens % learner.num_shards("sequence"):
-        raise InputError(
-            f"mesh.sequence={learner.num_shards('sequence')} must divide the {tokens} tokens of a learner's row"
-        )
-    if rows % num_shards:
-        raise InputError(f"grpo: a minibatch of {rows} rows must divide by {_shown_shards(learner)}")
-    # Packed rows are as many as it takes.
-    if plan.draft and not grpo.pack_tokens and rows // d.minibatches % num_shards:
-        raise InputError(
-            f"draft.minibatches={d.minibatches} must divide the minibatch of {rows} rows, over {_shown_shards(learner)}"
-        )
 
 
 def _shown_shards(partition: Partitioner) -> str:

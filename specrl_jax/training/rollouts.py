@@ -7,7 +7,6 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verify
 from specrl_jax.core import Params, stand_in
@@ -16,6 +15,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
+from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
@@ -111,7 +111,9 @@ def make_rollout_engine(
     Raises:
       InputError: the model has too few positions, or num_slots does not divide over the mesh.
     """
+    shards = partition.num_shards("batch")
     limits = config.limits
+    limits = dataclasses.replace(limits, shards=shards, prefill_rows=-(-limits.prefill_rows // shards) * shards)
     check_cache_length(limits, model)
     target = Target(model, draft, config, partition)
     parts = EngineFunctions(
@@ -136,18 +138,20 @@ class Target:
     config: InferenceConfig
     partition: Partitioner
 
-    def init_cache(self, rows: int, length: int) -> Cache:
-        m, c = self.model, self.config
-        target = kv.init_cache(m.layers, rows, length, m.kv_heads, m.head_dim, c.cache_dtype)
-        if not self.draft:
-            return target
-        return Caches(target, self.draft.init_cache(rows, length, c.cache_dtype))
+    def init_cache(self, pages: int, tokens: int) -> Cache:
+        m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, self._platform)
+        target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape)
+        return Caches(target, self.draft.init_cache(shape)) if self.draft else target
 
-    def prefill(self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache) -> Cache:
-        return self.decode(params, tokens, positions, cache, return_logits=False)[1]
+    @property
+    def _platform(self) -> str:
+        return self.partition.mesh.devices.flat[0].platform
+
+    def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache) -> Cache:
+        return self.decode(params, tokens, paging, cache, return_logits=False)[1]
 
     def decode(
-        self, params: Weights, tokens: jax.Array, positions: jax.Array, cache: Cache, return_logits: bool = True
+        self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache, return_logits: bool = True
     ) -> tuple[jax.Array, Cache]:
         """Return (logits, None without `return_logits`; cache), the draft's own cache updated from this forward too."""
         options = qwen3.Options(
@@ -156,12 +160,14 @@ class Target:
             return_logits=return_logits,
         )
         own = cache.target if isinstance(cache, Caches) else cache
-        out = qwen3.forward(params.policy, self.model, qwen3.Inputs(tokens, positions), self.partition, options, own)
+        inputs = qwen3.Inputs(tokens, paging.positions)
+        out = qwen3.forward(params.policy, self.model, inputs, self.partition, options, own, paging.table)
         assert out.cache is not None  # one was given
         logits = cast(jax.Array, out.logits)
         if self.draft is None or not isinstance(cache, Caches):
             return logits, out.cache
-        return logits, Caches(out.cache, self.draft.update_cache(params.draft, cache.draft, positions, out))
+        draft = self.draft.update_cache(params.draft, cache.draft, paging, out, self.partition)
+        return logits, Caches(out.cache, draft)
 
     def slots_shardings(self) -> Slots:
         """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
@@ -183,24 +189,24 @@ class Target:
             group=row,
             sequence=row,
             lookup_cache=cast(LookupCache, self.partition.replicated),
-            cache=self._cache_shardings("batch"),
+            cache=self._cache_shardings(),
+            pool=Pool(table, table, row),
+            held=Held(table, row, row),
             mask=cast(MaskBuffer, row),
+            greedy=row,
         )
 
     def prompt_shardings(self) -> Prompts:
-        """Return shardings of one prefilled prompt: a single row is not split over rows."""
-        everywhere = stand_in(self.partition.replicated)
-        return Prompts(everywhere, everywhere, self._cache_shardings(None))
+        """Return shardings of the prompt that each shard carries over."""
+        table, row = (stand_in(self.partition.sharding(axes)) for axes in (("batch", None), ("batch",)))
+        return Prompts(table, row, Held(table, row, row))
 
-    def _cache_shardings(self, rows: str | None) -> Cache:
-        m = self.model
-        target = kv.KVCache((stand_in(kv.KEY_AXES),) * m.layers, (stand_in(kv.VALUE_AXES),) * m.layers)
-        cache = Caches(target, self.draft.cache_axes()) if self.draft else target
-
-        def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
-            return self.partition.sharding((rows, *axes[1:]))
-
-        return jax.tree.map(sharding, cache, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",))
+    def _cache_shardings(self) -> Cache:
+        axes = (kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)),) * self.model.layers
+        cache = Caches(axes, self.draft.cache_axes()) if self.draft else axes
+        return jax.tree.map(
+            self.partition.sharding, cache, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",)
+        )
 
 
 def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: str = "rollout") -> None:
@@ -208,11 +214,15 @@ def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: 
 
     `section` of the config says how long responses may be.
     """
-    if limits.cache_length > model.longest:
-        raise InputError(
-            f"rollout.max_prompt_tokens + {section}.max_response_tokens = {limits.cache_length} tokens, "
-            f"the policy was made for {model.longest}"
-        )
+    if limits.cache_length <= model.longest:
+        return
+    prompt, made_for = limits.max_prompt_tokens, f"the policy was made for {model.longest}"
+    if prompt >= model.longest:
+        raise InputError(f"rollout.max_prompt_tokens={prompt}: {made_for}; at most {model.longest - 1} leave an answer")
+    raise InputError(
+        f"{section}.max_response_tokens={limits.max_response_tokens}: with rollout.max_prompt_tokens={prompt} that "
+        f"makes {limits.cache_length} tokens, {made_for}; at most {model.longest - prompt} is possible"
+    )
 
 
 def sharded_verify(partition: Partitioner, inputs: VerifyInputs, sampling: Sampling) -> Verified:

@@ -208,9 +208,9 @@ class _Guarded:
     def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:
         self._controller, self._tripped, self._lock = controller, tripped, lock
 
-    def choose(self, size: int, running: int) -> Choice:
+    def choose(self, size: int, running: int, live: float) -> Choice:
         with self._lock:
-            return self._controller.choose(size, running, off=self._tripped)
+            return self._controller.choose(size, running, live, off=self._tripped)
 
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
         with self._lock:
@@ -224,6 +224,6 @@ class _Guarded:
         with self._lock:
             return self._controller.unmeasured(size)
 
-    def calibrate(self, size: int, k: int, seconds: float) -> None:
+    def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         with self._lock:
-            self._controller.calibrate(size, k, seconds)
+            self._controller.calibrate(size, k, seconds, live)

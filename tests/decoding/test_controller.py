@@ -18,6 +18,7 @@ from tests.helpers.slow import slow_but
 LENGTHS = (0, 1, 2, 3, 5, 7)
 SIZE = 32
 AR_SECONDS = 0.005
+LIVE = 100.0  # tokens a row, where costs do not depend on them
 
 # Seconds of one iteration over those of plain decoding. The paper's c at k = 3, 5, 7 (arXiv 2604.26779, Table 4:
 # acceptance length / speedup), straight below 3.
@@ -74,14 +75,14 @@ class Machine:
         return iterations * self.seconds(choice.k), iterations, iterations * self.rows, np.asarray(accepted, np.int32)
 
 
-def observe(controller, size, k, seconds, iterations, verifications, accepted, switch_seconds=0.0):
-    controller.observe(DecodeChunk(size, k, seconds, iterations, verifications, switch_seconds), accepted)
+def observe(controller, size, k, seconds, iterations, verifications, accepted, switch_seconds=0.0, live=LIVE):
+    controller.observe(DecodeChunk(size, k, seconds, iterations, verifications, switch_seconds, live), accepted)
 
 
 def calibrated(machine, lengths=LENGTHS, **options):
     controller = Controller(lengths, (SIZE,), **options)
     for k in controller.unmeasured(SIZE):
-        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)))
+        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), LIVE)
     return controller
 
 
@@ -91,7 +92,7 @@ def drive(controller, machine, chunks, before=lambda t: None, **options):
     choices = []
     for t in range(chunks):
         before(t)
-        choice = controller.choose(SIZE, machine.rows, **options)
+        choice = controller.choose(SIZE, machine.rows, LIVE, **options)
         measured, iterations, verifications, accepted = machine.run(choice)
         observe(controller, SIZE, choice.k, measured, iterations, verifications, accepted)
         tokens += iterations * machine.tokens(choice.k)
@@ -245,7 +246,7 @@ def test_recovers_from_a_calibration_that_was_wrong(wrong, factor):
     """Of any one length, by any factor: probes and use put it right."""
     machine = Machine(COSTS["paper, Think"], ACCEPTANCE["paper, Think"], seed=8)
     controller = calibrated(machine)
-    controller.calibrate(SIZE, wrong, factor * AR_SECONDS * machine.costs[wrong])
+    controller.calibrate(SIZE, wrong, factor * AR_SECONDS * machine.costs[wrong], LIVE)
     drive(controller, machine, chunks=2000)
     share, _ = drive(controller, machine, chunks=300)
     assert share >= 0.97
@@ -258,12 +259,98 @@ def test_lengths_near_the_best_are_tried_once_on_the_initial_budget(seed):
     def share(**options):
         machine = Machine(COSTS["paper, Think"], ACCEPTANCE["paper, Think"], seed=seed, rows=16, chunk=16)
         controller = calibrated(machine, **options)
-        controller.calibrate(SIZE, 7, 0.4 * AR_SECONDS * machine.costs[7])
+        controller.calibrate(SIZE, 7, 0.4 * AR_SECONDS * machine.costs[7], LIVE)
         drive(controller, machine, chunks=20)
         return drive(controller, machine, chunks=40)[0]
 
     assert share() >= 0.95
     assert share(initial_budget=0.0) < 0.8
+
+
+# --- live tokens
+
+# Seconds that a live token adds to an iteration, relative; at 1, 8,000 a row add three times what plain decoding takes
+# without them. Reading the cache is shared by all queries, computing attention is not.
+READS = {
+    "shared by the queries": lambda k: 1.0,
+    "a little by query": lambda k: 1 + 0.05 * k,
+    "by query": lambda k: (k + 1) / 2,
+}
+
+
+class LongMachine(Machine):
+    """Steps in which all rows grow from 50 tokens to 8,000."""
+
+    def __init__(self, reads, ratio, seed):
+        super().__init__([1 + 0.25 * k for k in LENGTHS], (ratio,) * LENGTHS[-1], seed)
+        self.plain, self.reads, self.live = dict(self.costs), READS[reads], 50.0
+        self.grow(0.0)
+
+    def grow(self, tokens):
+        """Add tokens to every row; costs are those at the new length."""
+        self.live += tokens
+        self.costs = {k: self.plain[k] + 3 * self.reads(k) * self.live / 8000 for k in LENGTHS}
+
+    def step(self, controller):
+        """(share of the tokens per second of the best length at every moment, lengths chosen)."""
+        self.grow(50 - self.live)
+        seconds = ideal = 0.0
+        chosen = []
+        while self.live < 8000:
+            choice = controller.choose(SIZE, self.rows, self.live)
+            grown = min(choice.iterations or self.chunk, self.chunk) * self.tokens(choice.k)
+            self.grow(grown / 2)
+            measured, iterations, verifications, accepted = self.run(choice)
+            observe(controller, SIZE, choice.k, measured, iterations, verifications, accepted, live=self.live)
+            seconds += iterations * self.costs[choice.k]
+            ideal += grown / self.rate(self.best())
+            chosen.append(choice.k)
+            self.grow(grown / 2)
+        return ideal / seconds, chosen
+
+
+def long_steps(reads, ratio, seed, steps):
+    machine = LongMachine(reads, ratio, seed)
+    controller = Controller(LENGTHS, (SIZE,))
+    for k in LENGTHS:
+        controller.calibrate(SIZE, k, min(machine.seconds(k) for _ in range(3)), 50.0)
+    return [machine.step(controller) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("reads", slow_but(["shared by the queries"], list(READS)))
+def test_as_fast_as_the_best_length_while_sequences_grow(reads):
+    """Mean share in the third to the sixth step, over three acceptances.
+
+    Of 30 other seeds each, none was below the bound. With `live` withheld the mean is 0.97, and none was above it where
+    reads are shared, two of 30 where they grow a little by query.
+    """
+    shares = [share for ratio in (0.4, 0.6, 0.8) for share, _ in long_steps(reads, ratio, seed=13, steps=6)[2:]]
+    assert np.mean(shares) >= 0.982
+
+
+def test_drafts_grow_with_the_live_tokens_in_every_step():
+    """Best are k = 3 at 50 tokens and 7 at 8,000: what was chosen at the end of a step is not used in the next."""
+    for _, chosen in long_steps("shared by the queries", 0.8, seed=14, steps=4)[1:]:
+        assert np.mean(chosen[:8]) < 4.5 < np.mean(chosen[-8:])
+
+
+def test_a_live_token_adds_the_same_to_lengths_that_did_not_run():
+    controller = Controller((0, 3), (SIZE,))
+    controller.calibrate(SIZE, 0, 0.010, 100.0)
+    controller.calibrate(SIZE, 3, 0.030, 100.0)
+    for live in range(100, 1700, 100):
+        seconds = 0.010 + 1e-6 * SIZE * (live - 100)
+        observe(controller, SIZE, 0, 32 * seconds, 32, 32 * SIZE, [0, 0, 0], live=live)
+    costs = [[controller.cost(SIZE, k, SIZE * live) for k in (0, 3)] for live in (100, 1600)]
+    np.testing.assert_allclose(costs, [[0.010, 0.030], [0.058, 0.078]], rtol=0.05)
+
+
+def test_a_pause_is_no_slope():
+    controller = Controller((0, 3), (SIZE,))
+    controller.calibrate(SIZE, 0, 0.010, 100.0)
+    for t, live in enumerate(range(100, 4000, 100)):
+        observe(controller, SIZE, 0, 0.32 * (3 if t % 7 == 6 else 1), 32, 32 * SIZE, [0, 0, 0], live=live)
+    assert controller.cost(SIZE, 0, SIZE * 4000) == pytest.approx(0.010)
 
 
 # --- probes
@@ -283,8 +370,8 @@ def test_probes_lose_no_more_than_their_budget(costs):
 def two_lengths():
     """Drafting one token takes half as long again; there is no initial probe budget."""
     controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
-    controller.calibrate(SIZE, 0, 0.010)
-    controller.calibrate(SIZE, 1, 0.015)
+    controller.calibrate(SIZE, 0, 0.010, LIVE)
+    controller.calibrate(SIZE, 1, 0.015, LIVE)
     return controller
 
 
@@ -293,7 +380,7 @@ def gaps(controller, accepted, probes):
     found = []
     while len(found) < probes:
         gap = 0
-        while controller.choose(SIZE, SIZE) == Choice(0, None):
+        while controller.choose(SIZE, SIZE, LIVE) == Choice(0, None):
             observe(controller, SIZE, 0, 0.32, 32, 1024, [0])
             gap += 1
         observe(controller, SIZE, 1, 0.06, 4, 128, [accepted])
@@ -331,8 +418,8 @@ def test_a_probe_is_short_and_longer_where_few_rows_run():
     """Enough iterations for 64 verifications, at least 4, at most 32."""
     controller = Controller(LENGTHS, (SIZE,))
     for k in LENGTHS:
-        controller.calibrate(SIZE, k, 0.005)
-    assert [controller.choose(SIZE, running).iterations for running in (128, 16, 8, 1)] == [4, 4, 8, 32]
+        controller.calibrate(SIZE, k, 0.005, LIVE)
+    assert [controller.choose(SIZE, running, LIVE).iterations for running in (128, 16, 8, 1)] == [4, 4, 8, 32]
 
 
 def test_the_switching_cost_is_charged_to_the_probes():
@@ -341,7 +428,7 @@ def test_the_switching_cost_is_charged_to_the_probes():
         controller = calibrated(machine)
         last = count = 0
         for _ in range(2000):
-            choice = controller.choose(SIZE, SIZE)
+            choice = controller.choose(SIZE, SIZE, LIVE)
             paid = switch_seconds if choice.k not in (0, last) else 0.0
             observe(controller, SIZE, choice.k, *machine.run(choice), switch_seconds=paid)
             count, last = count + bool(choice.iterations), choice.k
@@ -354,14 +441,14 @@ def test_the_length_in_use_is_not_charged_for_a_switch_between_batch_sizes():
     controller = Controller((0, 3), (128, 32))
     for size in (128, 32):
         for k, seconds in ((0, 0.010), (3, 0.012)):
-            controller.calibrate(size, k, seconds)
+            controller.calibrate(size, k, seconds, LIVE)
 
     def budget():
         return controller.state()["per_size"][1]["purse"][1]
 
     for _ in range(3):  # plain at 128, where nothing is gained; at 32 the drafter has to be brought level each time
         observe(controller, 128, 0, 0.32, 32, 128 * 32, [0])
-        assert controller.choose(32, 32).k == 3
+        assert controller.choose(32, 32, LIVE).k == 3
         before = budget()
         observe(controller, 32, 3, 0.384, 32, 32 * 32, [1000, 950, 900], switch_seconds=5.0)
         assert budget() >= before
@@ -424,25 +511,25 @@ def test_a_prediction_is_a_prior_that_observations_replace():
 
 def test_costs_not_measured_are_interpolated():
     controller = Controller(LENGTHS, (8, SIZE))
-    assert math.isnan(controller.cost(8, 3)) and controller.choose(8, 8) == Choice(0, None)
+    assert math.isnan(controller.cost(8, 3, LIVE)) and controller.choose(8, 8, LIVE) == Choice(0, None)
     assert controller.unmeasured(8) == list(LENGTHS)
-    controller.calibrate(8, 0, 0.010)
-    assert controller.cost(8, 7) == pytest.approx(0.010), "one alone: optimistic, so that it is tried"
-    controller.calibrate(8, 5, 0.020)
-    assert [controller.cost(8, k) for k in (0, 1, 5, 7)] == pytest.approx([0.010, 0.012, 0.020, 0.024])
+    controller.calibrate(8, 0, 0.010, LIVE)
+    assert controller.cost(8, 7, LIVE) == pytest.approx(0.010), "one alone: optimistic, so that it is tried"
+    controller.calibrate(8, 5, 0.020, LIVE)
+    assert [controller.cost(8, k, LIVE) for k in (0, 1, 5, 7)] == pytest.approx([0.010, 0.012, 0.020, 0.024])
     assert controller.unmeasured(8) == [1, 2, 3, 7] and controller.unmeasured(SIZE) == list(LENGTHS)
 
 
 def test_costs_follow_and_shrug_off_pauses():
     controller = Controller((0, 3), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010)
-    controller.calibrate(SIZE, 3, 0.030)
+    controller.calibrate(SIZE, 0, 0.010, LIVE)
+    controller.calibrate(SIZE, 3, 0.030, LIVE)
     for t in range(30):
         observe(controller, SIZE, 0, 0.32 * (3 if t % 5 == 0 else 1), 32, 1024, [0, 0, 0])
-    assert [controller.cost(SIZE, k) for k in (0, 3)] == pytest.approx([0.010, 0.030])
+    assert [controller.cost(SIZE, k, LIVE) for k in (0, 3)] == pytest.approx([0.010, 0.030])
     for _ in range(10):
         observe(controller, SIZE, 0, 0.64, 32, 1024, [0, 0, 0])
-    assert [controller.cost(SIZE, k) for k in (0, 3)] == pytest.approx([0.020, 0.060])
+    assert [controller.cost(SIZE, k, LIVE) for k in (0, 3)] == pytest.approx([0.020, 0.060])
 
 
 def test_the_length_in_use_is_left_only_for_a_better_one():
@@ -451,9 +538,9 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
         controller = Controller((0, 2), (SIZE,), hysteresis=0.03, initial_budget=0.0)
         for ratio in (0.5, 1.0) if current == 2 else (2.0, 1.0):
             c_2 = 0.030 * ratio * (gain if current == 2 else 1 / gain) ** (ratio == 1.0)
-            controller.calibrate(SIZE, 0, 0.010)
-            controller.calibrate(SIZE, 2, c_2)
-            k = controller.choose(SIZE, SIZE).k
+            controller.calibrate(SIZE, 0, 0.010, LIVE)
+            controller.calibrate(SIZE, 2, c_2, LIVE)
+            k = controller.choose(SIZE, SIZE, LIVE).k
         return k
 
     assert [choice(0, gain) for gain in (0.9, 1.02, 1.04)] == [0, 0, 2]
@@ -462,10 +549,10 @@ def test_the_length_in_use_is_left_only_for_a_better_one():
 
 def test_drafts_that_add_nothing_are_not_chosen_for_a_cost_that_looks_lower():
     controller = Controller((0, 1), (SIZE,), initial_budget=0.0)
-    controller.calibrate(SIZE, 0, 0.010)
-    controller.calibrate(SIZE, 1, 0.009)
+    controller.calibrate(SIZE, 0, 0.010, LIVE)
+    controller.calibrate(SIZE, 1, 0.009, LIVE)
     observe(controller, SIZE, 1, 0.009, 1, 10_000, [100])
-    assert controller.choose(SIZE, SIZE) == Choice(0, None)
+    assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None)
 
 
 # --- checkpoints
@@ -489,6 +576,27 @@ def test_restored_it_continues_identically():
     assert two.state() == one.state()
 
 
+def test_restored_while_sequences_grow():
+    machines = [LongMachine("a little by query", 0.6, seed=15) for _ in range(2)]
+    one, two = Controller(LENGTHS, (SIZE,)), Controller(LENGTHS, (SIZE,))
+    for _ in range(2):
+        assert machines[0].step(one) == machines[1].step(two)
+        two = Controller.restore(json.loads(json.dumps(two.state())))
+    assert two.state() == one.state()
+
+
+def test_a_state_without_live_tokens_keeps_its_acceptance_and_measures_costs_anew():
+    """As versions before live tokens saved it: costs as numbers."""
+    controller = calibrated(Machine(COSTS["paper, Zero"], ACCEPTANCE["weak"]))
+    observe(controller, SIZE, 3, 1.0, 100, 10_000, [6000, 3000, 1500, 0, 0, 0, 0])
+    state = {name: value for name, value in controller.state().items() if name not in ("slopes", "slope")}
+    for size in state["per_size"]:
+        del size["trail"]
+        size["samples"] = [[seconds for _, seconds in samples] for samples in size["samples"]]
+    restored = Controller.restore(json.loads(json.dumps(state)))
+    assert restored.acceptance() == controller.acceptance() and restored.unmeasured(SIZE) == list(LENGTHS)
+
+
 @pytest.mark.parametrize("lengths", [(1, 2), (0, 2, 1), (0, 1, 1)])
 def test_lengths_ascend_from_plain_decoding(lengths):
     with pytest.raises(ValueError, match="ascending from 0"):
@@ -497,6 +605,6 @@ def test_lengths_ascend_from_plain_decoding(lengths):
 
 def test_without_a_drafter_there_is_one_length():
     controller = Controller((0,), (SIZE,))
-    controller.calibrate(SIZE, 0, 0.010)
+    controller.calibrate(SIZE, 0, 0.010, LIVE)
     observe(controller, SIZE, 0, 0.32, 32, 1024, [])
-    assert controller.choose(SIZE, SIZE) == Choice(0, None) and controller.expected_tokens(0) == 1
+    assert controller.choose(SIZE, SIZE, LIVE) == Choice(0, None) and controller.expected_tokens(0) == 1

@@ -73,10 +73,10 @@ def test_a_lookup_drafter_without_tokens_to_replay_ends(longest, chunk):
 def test_the_cost_of_an_iteration_excludes_refills():
     """The clock of a chunk starts after its refill has finished, in calibration too."""
 
-    def slow(table, tokens, positions, cache):
+    def slow(table, tokens, paging, cache):
         x = jnp.full((300, 300), 1e-3) * (1 + 0 * tokens[0, 0])
         x = jax.lax.fori_loop(0, 100, lambda i, x: jnp.tanh(x @ x), x)
-        return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), positions, cache)
+        return toys.prefill(table, tokens + (x[0, 0] > 1e9).astype(jnp.int32), paging, cache)
 
     run = toys.toy_engine(limits(chunk=16), Sampling(), (), PAD, toys.NO_DRAFTER, prefill=slow)
     run.compiled.compile_all(TABLE)
@@ -89,6 +89,20 @@ def test_the_cost_of_an_iteration_excludes_refills():
     run.compiled.decode = watched
     run.generate(TABLE, PROMPTS, samples=2, seed=0, lengths=Controller((0,), (10,)))
     assert len(ready) > 1 + CALIBRATED_ROUNDS and all(ready)
+
+
+def test_chunks_say_how_many_tokens_a_row_held():
+    """Before a chunk to `choose`, and halfway through it to `observe`; an empty row does not count."""
+
+    class Asked(FixedLength):
+        def choose(self, size, running, live):
+            asked.append(live)
+            return super().choose(size, running, live)
+
+    asked: list[float] = []
+    never = TABLE - 50 * np.eye(V, dtype=np.float32)[EOS]
+    out = engine(num_slots=5).generate(never, [[1, 2], [1, 1, 2, 0]], samples=2, seed=0, lengths=Asked(0))
+    assert asked == [3, 6, 9] and [chunk.live for chunk in out.chunks] == [4.5, 7.5, 10]
 
 
 # --- plain decoding
@@ -350,13 +364,38 @@ def test_a_stop_ends_the_calibration():
     assert calls == [0, 0, 0] and list(lengths.unmeasured(10)) == [0]
 
 
+@pytest.mark.parametrize("longest", slow_but([8], [8, 300]))  # rows end; no row ends
+def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
+    sizes = EngineConfig(4, 4, longest, chunk=16, sizes=(2,))
+    run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
+    make, refill, held, prefilled = run.compiled.empty, run.compiled.refill, [], []
+
+    def buffers():
+        return sum(x.shape == (4, sizes.cache_length) for x in jax.live_arrays())
+
+    def empty(params):
+        held.append(buffers())
+        return make(params)
+
+    def refilled(params, slots, carried, batch):
+        prefilled.append(int((batch.length > 0).sum()))
+        return refill(params, slots, carried, batch)
+
+    run.compiled.empty, run.compiled.refill = empty, refilled
+    before, lengths = buffers(), Controller((0, 1), (4, 2))
+    run.calibrate(TABLE, PROMPTS, 2, lengths, 0, lambda: None)
+    assert not lengths.unmeasured(4) and not lengths.unmeasured(2)
+    assert set(held) == {before} and set(prefilled) == {2}, "one batch at a time, of two groups of two"
+    assert len(held) == len(prefilled) and (len(held) == 1) == (longest == 300)
+
+
 def test_a_group_shares_one_prefill_of_its_prompt():
     """Rows through the model in prefill: each prompt once, however its group is scheduled, and rows of padding."""
     rows = []
 
-    def counting(table, tokens, positions, cache):
+    def counting(table, tokens, paging, cache):
         jax.debug.callback(lambda tokens: rows.extend(tokens.tolist()), tokens)
-        return toys.prefill(table, tokens, positions, cache)
+        return toys.prefill(table, tokens, paging, cache)
 
     run = toys.toy_engine(limits(num_slots=8), Sampling(), (EOS,), PAD, prefill=counting)
     prompts = [[1, 2], [2], [0, 1, 1], [2, 2, 2, 2]]
@@ -417,6 +456,8 @@ def test_commit_equals_a_plain_loop(data, Q, eos_ids):
         sequence=jnp.zeros(B, jnp.int32),
         lookup_cache=None,
         cache=(),
+        pool=None,
+        held=None,
     )
     verified = Verified(jnp.array(new, jnp.int32), jnp.array(count, jnp.int32) - 1, jnp.array(new_logprobs))
     place = np.arange(1, Q + 1)
@@ -540,6 +581,21 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     assert cut[~out.ended].any(), "no limit inside a block"
 
 
+@pytest.mark.parametrize("rule", slow_but(["rejection"], ["rejection", "block", "coupled"]))
+def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
+    """It is that of plain Python, whatever is drafted, and changes no sample."""
+    drafter, found = toys.stateful_drafter(NEARLY, 2, 0.8, rule=rule), []
+    for greedy in (False, True):
+        sizes = dataclasses.replace(limits(num_slots=7), greedy=greedy)
+        run = toys.stateful_engine(sizes, Sampling(0.8, 3, rule=rule), (EOS,), drafter, PAD, lengths=(2,))
+        found.append(run.generate(TABLE, PROMPTS, samples=2, seed=3, first_id=70))
+    alone, both = found
+    greedily = np.arange(15) % 3 == 2
+    assert_same_rollouts(both.take(~greedily), alone)
+    by_hand = [greedy_by_hand(TABLE, prompt, longest=8)[0] for prompt in PROMPTS]
+    assert responses(both.take(greedily)) == dict(enumerate(by_hand, start=80))
+
+
 @pytest.mark.slow
 def test_drafts_after_any_pause_or_change_of_length_are_those_of_a_state_made_anew():
     """Blocks longer than the next draft's window, tokens that k = 0 went past, waves that begin without drafting."""
@@ -602,7 +658,7 @@ def test_where_nothing_is_drafted_no_drafter_is_called(greedy):
     prompts, _, plain = greedy
     for drafter, choose in (
         (toys.Drafter(0, called, called), None),
-        (toys.Drafter(3, called, lambda params, tokens, length, cache: cache), toys.Choosing(lambda running: 0)),
+        (toys.Drafter(3, called, lambda params, text, cache: cache), toys.Choosing(lambda running: 0)),
     ):
         run = stateful(drafter, num_slots=32)
         out = run.generate(TABLE, prompts, samples=1, seed=0, lengths=choose)

@@ -112,7 +112,7 @@ class Recorder:
     def __init__(self, k):
         self.k, self.real, self.replayed = k, np.zeros(1 + K), np.zeros(1 + K)
 
-    def choose(self, size, running):
+    def choose(self, size, running, live):
         return Choice(self.k, None)
 
     def observe(self, chunk, accepted):
@@ -149,10 +149,10 @@ def test_a_controller_that_drafts_nothing_acts_on_replays():
     """Without a probe: copies that were never right begin to be."""
     controller = Controller((0, 1, 3), (8,), probe_budget=0.0, initial_budget=0.0)
     for k, seconds in ((0, 1.0), (1, 1.1), (3, 1.3)):
-        controller.calibrate(8, k, seconds)
-    controller.observe(DecodeChunk(8, 3, 1.3, 1, 2000, 0.0), [0, 0, 0])
-    assert controller.choose(8, 8) == Choice(0, None)
+        controller.calibrate(8, k, seconds, 10.0)
+    controller.observe(DecodeChunk(8, 3, 1.3, 1, 2000, 0.0, 10.0), [0, 0, 0])
+    assert controller.choose(8, 8, 10.0) == Choice(0, None)
     for _ in range(100):
-        controller.observe(DecodeChunk(8, 0, 16.0, 16, 128, 0.0), [0, 0, 0])
+        controller.observe(DecodeChunk(8, 0, 16.0, 16, 128, 0.0, 10.0), [0, 0, 0])
         controller.replay(6.0, [4.0, 3.5, 3.0])
-    assert controller.choose(8, 8) == Choice(3, None)
+    assert controller.choose(8, 8, 10.0) == Choice(3, None)

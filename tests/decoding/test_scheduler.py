@@ -11,6 +11,7 @@ from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import EngineConfig
 
 PAD = 9
+PLENTY = np.array([10_000])  # free pages
 
 
 def make(num_slots=4, prompts=5, samples=2, new_prompts=2, groups=3, sequences=3, history=None, first_id=70):
@@ -38,7 +39,7 @@ class Book:
 
     def schedule(self):
         before = self.scheduler.owner.copy()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(PLENTY)
         for found, wanted in zip(batch, abstract_prefill_batch(self.limits), strict=True):
             if wanted is not None:
                 assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
@@ -55,7 +56,8 @@ class Book:
             assert batch.sequence[row] == request % self.samples
         unchanged = np.setdiff1d(np.arange(len(before)), rows)
         np.testing.assert_array_equal(self.scheduler.owner[unchanged], before[unchanged])
-        self.carried = pool[batch.carry]
+        [carry] = batch.carry
+        self.carried = None if carry < 0 else pool[carry]
         return batch
 
     def _pool(self, batch):
@@ -63,8 +65,8 @@ class Book:
         pool = [self.carried]
         for i in range(self.limits.prompts):
             tokens, length = batch.tokens[i], batch.length[i]
-            assert length >= 1 and (tokens[length:] == PAD).all()
-            prompt = self.prompts.index(tokens[:length].tolist()) if tokens[0] != PAD else None
+            assert (tokens[length:] == PAD).all()
+            prompt = self.prompts.index(tokens[:length].tolist()) if length else None
             pool.append(prompt)
             group = batch.new_group[i]
             if prompt is None:
@@ -77,7 +79,6 @@ class Book:
                 self.groups[group] = prompt
             else:
                 assert len(self.groups) == self.limits.groups, "a prompt went without, though a group was free"
-        assert batch.num_prompts == sum(prompt is not None for prompt in pool[1:])
         return pool
 
     def finish(self, rows):
@@ -131,11 +132,11 @@ def test_the_rest_of_a_group_comes_from_the_prompt_carried_over():
     scheduler, limits, texts = make(num_slots=4, prompts=1, samples=6)
     book = Book(scheduler, limits, texts, 6)
     first = book.schedule()
-    assert first.num_prompts == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.carry == 1
+    assert (first.length > 0).sum() == 1 and first.source[first.fresh].tolist() == [1] * 4 and first.carry == [1]
     book.finish([1, 3])
     second = book.schedule()
-    assert second.num_prompts == 0 and second.fresh.tolist() == [False, True, False, True]
-    assert second.source[second.fresh].tolist() == [0, 0] and second.carry == 0
+    assert not second.length.any() and second.fresh.tolist() == [False, True, False, True]
+    assert second.source[second.fresh].tolist() == [0, 0] and second.carry == [-1]
     assert second.sequence[second.fresh].tolist() == [4, 5]
 
 
@@ -159,7 +160,7 @@ def test_a_prompts_earlier_rollouts_come_after_this_calls_members_newest_first()
     rollouts = [np.full(length, 50 + length, np.int32) for length in (3, 5, 99)]
     history.add([1, 1], rollouts)
     scheduler, limits, _ = make(num_slots=4, prompts=2, samples=2, sequences=4, history=history)
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(PLENTY)
     S = limits.cache_length
     # Two of four sequences are this call's; the newest was kept under longer limits, and the oldest has no place.
     assert batch.text_length.tolist() == [[0, 0, 0, 0], [0, 0, S, 5]]
@@ -172,12 +173,12 @@ def test_more_samples_than_members_leave_history_no_place():
     history = History(per_prompt=4, max_prompts=9)
     history.add([0], [np.ones(3, np.int32)])
     scheduler, *_ = make(num_slots=4, prompts=1, samples=5, sequences=4, history=history)
-    assert not scheduler.schedule().text_length.any()
+    assert not scheduler.schedule(PLENTY).text_length.any()
 
 
 def test_without_a_corpus_there_are_no_texts():
     scheduler, limits, _ = make(groups=0, sequences=0, history=History(2, 2))
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(PLENTY)
     assert batch.texts is None and batch.text_length is None
     assert (batch.new_group == 0).all() and (batch.group == 0).all() and limits.groups == 0
 
@@ -185,9 +186,48 @@ def test_without_a_corpus_there_are_no_texts():
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_smaller_batch_keeps_the_running_rows_and_their_owners(size):
     scheduler, *_ = make(num_slots=5, prompts=5, samples=1, new_prompts=5)
-    scheduler.schedule()
+    scheduler.schedule(PLENTY)
     scheduler.finish(np.array([0, 1, 3]))
-    rows = scheduler.keep_rows(size)
+    [rows] = scheduler.keep_rows(size)
     assert rows.dtype == np.int32 and rows[:2].tolist() == [2, 4]
     assert scheduler.owner.tolist() == [2, 4, FREE][:size]
     assert scheduler.finish(np.array([1])).tolist() == [4]
+
+
+# --- pages
+
+
+def test_rollouts_start_only_where_there_are_pages():
+    """A prompt of 40 tokens has 3 pages, each rollout one of its own, and a running row may take one an iteration."""
+    limits = EngineConfig(8, 48, 4, chunk=1, page_tokens=16)
+    prompts = [[1] * 40, [2] * 40]
+    scheduler = Scheduler(limits, PAD, prompts, 4, 0, None)
+    batch = scheduler.schedule(np.array([3 + 2 * 2 + 1]))
+    assert batch.fresh.sum() == 2 and batch.carry == [1], "3 + 2 pages, and 2 for the next iteration"
+    assert scheduler.schedule(np.array([3])) is None
+    # The rest of the group needs no prompt; the other prompt would need 3 + 1 and an iteration of five rows.
+    batch = scheduler.schedule(np.array([10]))
+    assert batch.fresh.sum() == 2 and batch.source[batch.fresh].tolist() == [0, 0] and batch.carry == [-1]
+    assert scheduler.schedule(np.array([3 + 1 + 4])) is None
+    assert scheduler.schedule(np.array([3 + 1 + 5])).fresh.sum() == 1
+
+
+def test_a_shard_where_nothing_runs_starts_one_whatever_the_pages():
+    scheduler = Scheduler(EngineConfig(8, 48, 4, chunk=1), PAD, [[1] * 40], 4, 0, None)
+    assert scheduler.schedule(np.array([4])).fresh.sum() == 1
+
+
+def test_siblings_stay_on_one_shard_and_shards_fill_alike():
+    limits = EngineConfig(8, 6, 4, chunk=1, shards=2, prefill_rows=2)
+    scheduler = Scheduler(limits, PAD, [[p] for p in range(4)], 3, 0, None)
+    batch = scheduler.schedule(np.array([100, 100]))
+    assert scheduler.owner.tolist() == [0, 1, 2, 6, 3, 4, 5, 9]
+    assert batch.carry.tolist() == [2, 2] and batch.source.tolist() == [1, 1, 1, 2] * 2
+    assert batch.tokens[:, 0].tolist() == [0, 2, PAD, PAD, 1, 3, PAD, PAD]
+    scheduler.finish(np.array([1, 2, 4]))
+    batch = scheduler.schedule(np.array([100, 100]))
+    assert scheduler.owner.tolist() == [0, 7, 8, 6, 10, 3 + 1, 5, 9] and batch.carry.tolist() == [-1, 0]
+    assert not scheduler.fits(4) and scheduler.youngest(0) == 2
+    scheduler.finish(np.array([0, 1, 3, 4, 5]))
+    assert scheduler.fits(4) and scheduler.keep_rows(4).tolist() == [[2, 0], [2, 3]]
+    assert scheduler.owner.tolist() == [8, FREE, 5, 9]

@@ -79,9 +79,9 @@ def test_siblings_that_share_all_noise_are_detected(monkeypatch):
     """Each has the right distribution by itself."""
     deal = Scheduler.schedule
 
-    def shared(self):
-        batch = deal(self)
-        return batch._replace(rollout_id=batch.rollout_id // np.uint32(2))
+    def shared(self, *pages):
+        batch = deal(self, *pages)
+        return batch and batch._replace(rollout_id=batch.rollout_id // np.uint32(2))
 
     monkeypatch.setattr(Scheduler, "schedule", shared)
     with pytest.raises(AssertionError, match="total variation"):

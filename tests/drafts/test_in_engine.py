@@ -31,11 +31,14 @@ from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
+from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import compiled, forward, random_params, row_positions
 from tests.helpers.rollouts import assert_positions_add_up
+from tests.helpers.toys import watched
 
 TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
@@ -53,8 +56,10 @@ KINDS = list(DRAFTS)
 kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), "model"])
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
-# Fewer prompts a refill than slots, four in a forward.
-LIMITS = EngineConfig(B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5)
+# Fewer prompts a refill than slots, four in a forward; a text ends in the middle of a page, or goes over several.
+LIMITS = EngineConfig(
+    B, max_prompt_tokens=10, max_response_tokens=LONGEST, chunk=4, prefill_rows=4, new_prompts=5, page_tokens=4
+)
 SHRINKING = dataclasses.replace(LIMITS, sizes=(10,))
 GREEDY = Sampling(0.0)
 WARM = Sampling(4.0, top_k=60, top_p=0.95)  # at 1 the policy is nearly greedy, and hardly a draft is kept
@@ -114,11 +119,11 @@ def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
 
 
 @functools.cache
-def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32):
+def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0):
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
-    limits = dataclasses.replace(limits, most_kept=most_kept(sampling))
+    limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages)
     drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
@@ -154,14 +159,21 @@ def started(kind, prompts=PROMPTS):
     scheduler = Scheduler(LIMITS, TOKENIZER.pad_id, prompts, 1, 0, None)
     slots, carried = programs.empty(weights)
     while scheduler.waiting:
-        slots, carried = programs.refill(weights, slots, carried, scheduler.schedule())
-    return slots
+        batch = scheduler.schedule(np.array(slots.pool.count))
+        slots, carried = programs.refill(weights, slots, carried, batch)
+    return with_pages(kind, slots)
 
 
 def step(kind, slots, k=K, sync_cache=False):
     """One iteration."""
     inputs = chunk_inputs(seed=0, max_iterations=1, sync_cache=sync_cache)
     return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, k, inputs)[0]
+
+
+def with_pages(kind, slots):
+    """The slots with the pages that the next draft writes: a chunk without iterations takes them."""
+    inputs = chunk_inputs(seed=0, max_iterations=0, sync_cache=False)
+    return engine_of(kind, GREEDY).compiled.decode(weights_of(kind), slots, K, inputs)[0]
 
 
 def level(kind, slots):
@@ -239,10 +251,10 @@ def test_drafts_after_speculative_iterations_are_the_learners(kind):
     assert_the_learners_drafts(kind, slots)
 
 
-def entries(kind, cache):
-    """Keys and values of every layer of the draft, each [B, S, K, H]."""
-    pairs = [(cache.keys, cache.values)] if kind != "model" else zip(cache.keys, cache.values, strict=True)
-    return [x for k, v in pairs for x in (np.moveaxis(k, 3, 1), np.swapaxes(v, 1, 2))]
+def entries(kind, cache, table, length):
+    """Keys and values of every layer of the draft, each [B, length, K, H], by a table [B, P]."""
+    layers = cache if kind == "model" else [cache.pages]
+    return [by_position(pool, table, length) for pages in layers for pool in pages]
 
 
 @kinds
@@ -251,14 +263,17 @@ def test_every_committed_token_has_its_true_entries(kind):
     slots = started(kind)
     for _ in range(6):
         slots = step(kind, slots)
-    found = entries(kind, draft_of(kind, slots)[1].draft)
-    length = np.asarray(slots.length)[:, None]
+    S = slots.tokens.shape[1]
+    found = entries(kind, draft_of(kind, slots)[1].draft, slots.table.read, S)
+    # A row that has ended has given its pages back.
+    running, length = ~np.asarray(slots.done)[:, None], np.asarray(slots.length)[:, None]
+    assert running.sum() > B // 2
     # A head's last pair, and a policy's last token, belong to the draft that is under way.
-    true = np.arange(slots.tokens.shape[1])[None] < length - (0 if kind == "model" else 1)
+    true = running & (np.arange(S)[None] < length - (0 if kind == "model" else 1))
     for got, wanted in zip(found, entries_from_scratch(kind, np.asarray(slots.tokens)), strict=True):
         np.testing.assert_allclose(got[true], wanted[true], rtol=0, atol=ATOL)
     # A provisional entry would have shown: before this draft there were some among the newly committed ones.
-    before = entries(kind, slots.cache.draft)[0]
+    before = entries(kind, slots.cache.draft, slots.table.read, S)[0]
     moved = np.abs(before - found[0]).max(axis=(2, 3)) > 100 * ATOL
     assert (true & moved & before.any(axis=(2, 3))).any()
 
@@ -267,11 +282,14 @@ def entries_from_scratch(kind, tokens):
     """Keys and values [B, T, K, H] of whole rows: of an EAGLE-3 head from the learner's own layer, which keeps none;
     of the others over an empty cache, all at once."""
     policy, draft = params_of(kind)
+    at, (shape, table) = row_positions(tokens), own_pages(*tokens.shape)
     if kind == "model":
-        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
-        forward = compiled(DRAFTS[kind].config, ONE, return_logits=False)
-        return entries(kind, forward(weights_of(kind).draft, tokens, row_positions(tokens), cache=empty).cache)
-    at = row_positions(tokens)
+        text, options = qwen3.Inputs(jnp.asarray(tokens), at), qwen3.Options(return_logits=False)
+        run = jax.jit(
+            lambda params, cache: qwen3.forward(params, DRAFTS[kind].config, text, ONE, options, cache, table)
+        )
+        cache = run(weights_of(kind).draft, DRAFTS[kind].init_cache(shape)).cache
+        return entries(kind, cache, table.read, tokens.shape[1])
     following = jnp.pad(jnp.asarray(tokens)[:, 1:], ((0, 0), (0, 1)))
     out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, return_logits=False)(
         policy, jnp.asarray(tokens), at
@@ -279,8 +297,9 @@ def entries_from_scratch(kind, tokens):
     hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
     embedded = policy["embed"][following]
     if kind == "mtp":
-        empty = DRAFTS[kind].init_cache(*tokens.shape, jnp.float32)
-        return entries(kind, DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, at, empty)[1])
+        pairs, empty = Paging(table, at), DRAFTS[kind].init_cache(shape)
+        cache = DRAFTS[kind].extend(weights_of(kind).draft, hidden, embedded, pairs, empty, ONE)[1]
+        return entries(kind, cache, table.read, tokens.shape[1])
     kept = []
 
     def attend(q, k, v):
@@ -324,6 +343,7 @@ def test_a_pause_longer_than_a_draft_has_to_be_made_up_for(kind):
     slots = started(kind)
     for _ in range(K + 3):
         slots = step(kind, slots, k=0)
+    slots = with_pages(kind, slots)
     draft, _ = draft_of(kind, slots)
     running = ~np.asarray(slots.done)
     assert np.abs(np.asarray(draft.logits) - trained_logits(kind, slots, draft))[running].max() > 100 * ATOL
@@ -339,7 +359,7 @@ class InTurn(FixedLength):
     def __init__(self, *lengths):
         super().__init__(iter(lengths * 1000))
 
-    def choose(self, size, running):
+    def choose(self, size, running, live):
         return Choice(next(self.k), 2)
 
 
@@ -383,10 +403,15 @@ def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():
     # The last committed token is pending: the target has not been there.
     tokens = np.asarray(slots.tokens)
     been = np.arange(tokens.shape[1])[None] < np.asarray(slots.length)[:, None] - 1
+    # A row that has ended has given its pages back.
+    running = ~np.asarray(slots.done)
+    assert running.sum() > B // 2
+    been &= running[:, None]
+    kept = by_position(slots.cache.draft.hidden, slots.table.read, tokens.shape[1])
     run = compiled(MODELS["eagle3"], LEARNS, aux_layers=HEAD.aux_layers, return_logits=False)
     true = run(params_of("eagle3")[0], jnp.asarray(tokens), row_positions(tokens)).aux
     true = np.asarray(eagle3.first_hidden(weights_of("eagle3").draft, HEAD, true))
-    np.testing.assert_allclose(np.asarray(slots.cache.draft.hidden)[been], true[been], rtol=1e-4, atol=ATOL)
+    np.testing.assert_allclose(kept[been], true[been], rtol=1e-4, atol=ATOL)
 
 
 SHORT = [[20], [31, 32], [22, 21, 23], [36]]
@@ -409,12 +434,18 @@ def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rollouts_do_not_depend_on_the_mesh(kind):
-    """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too."""
+    """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too.
+
+    Each of the four has pages for two of its four rows at their longest.
+    """
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
     expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=1, seed=0)
     sharded = prepared(kind, params_of(kind), partition)
     assert int(sharded.checksum) == int(weights_of(kind).checksum)
-    out = engine_of(kind, WARM, partition=partition).generate(sharded, PROMPTS, samples=1, seed=0)
+    engine = engine_of(kind, WARM, partition=partition, pages=20)
+    parked = watched(engine)
+    out = engine.generate(sharded, PROMPTS, samples=1, seed=0)
+    assert "restore_row" in parked
     for name in ("tokens", "length", "ended", "verifications", "drafted", "accepted", "draft_positions"):
         np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
     np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
@@ -454,6 +485,20 @@ def test_behaviour_logprobs_are_the_learners(kind):
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
     assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
     assert (out.accepted.sum(axis=0) > 0).all() and (out.accepted < out.drafted).any(axis=0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_few_pages_rollouts_are_those_with_room(kind):
+    """Rows are parked on the host and come back, beside siblings that share their prompt; the learner agrees."""
+    expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)
+    engine = engine_of(kind, WARM, pages=48)
+    parked = watched(engine)
+    out = engine.generate(weights_of(kind), PROMPTS, samples=2, seed=0)
+    assert "restore_row" in parked
+    for name in ("tokens", "logprobs", "length", "accepted", "draft_positions", "mask_ids"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
+    assert np.abs(mismatch(kind, WARM, out)).max() < 1e-4
 
 
 @pytest.mark.slow

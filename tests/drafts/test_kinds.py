@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.drafts import kinds
 from specrl_jax.drafts.base import DrafterConfig, DraftOptions
@@ -23,7 +24,9 @@ from specrl_jax.drafts.mtp import checkpoint as mtp_formats
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import Paging, write_tokens
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.runs import ROOT
 
@@ -71,13 +74,20 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), None)
     drafter = draft.drafter(DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), one_device()))
     hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
-    cache = draft.init_cache(2, S, jnp.float32)._replace(hidden=hidden)
+    shape, pages = own_pages(2, S)
+    cache, everywhere = draft.init_cache(shape), Paging(pages, jnp.broadcast_to(jnp.arange(S), (2, S)))
+    cache = cache._replace(hidden=write_tokens(cache.hidden, everywhere, hidden, one_device()))
 
     @jax.jit
     def run(weights, tokens, length, cache):
-        caches = drafter.sync_cache(weights, tokens, length, Caches(None, cache))
+        caches = drafter.sync_cache(weights, Text(tokens, length, pages), Caches(None, cache))
         slots = types.SimpleNamespace(
-            tokens=tokens, length=length, cache=caches, rollout_id=jnp.arange(2, dtype=jnp.uint32), done=length < 0
+            tokens=tokens,
+            length=length,
+            cache=caches,
+            rollout_id=jnp.arange(2, dtype=jnp.uint32),
+            done=length < 0,
+            place=functools.partial(Paging, pages),
         )
         return drafter.draft(weights, slots, jnp.uint32(0), K)[0]
 

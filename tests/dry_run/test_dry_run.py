@@ -25,10 +25,14 @@ PHASES = [
     "generate: refill",
     "generate: plain chunk",
     "generate: speculative chunk, k=1",
+    "generate: compact to 4",
+    "generate: pages to the host",
+    "generate: pages from the host",
     "logprob",
     "train policy",
     "train draft",
 ]
+COPIES = ("prepare", "generate: pages to the host", "generate: pages from the host")  # no products
 MESH = {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2}
 # By hand, beside specrl_jax/sharding.py: into how many parts each logical axis is split there.
 LEARNER = {"embed": 4, "heads": 2, "kv_heads": 2, "head_dim": 1, "mlp": 2, "vocab": 2, "layers": 1, None: 1}
@@ -66,9 +70,9 @@ def split_bytes(specs, ways, itemsize):
 def by_hand(plan):
     """Bytes of one device on fsdp 4 x tensor 2: (learner parameters, minibatch of rows, loss inputs)."""
     params = split_bytes(qwen3.param_specs(plan.model), LEARNER, 4)
-    B, T = 8, 16 + 12  # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens
-    rows = B // 4 * T * (4 + 4 + 4 + 1 + 4)  # with the segments of packed rows
-    return params, rows, B // 4 * (4 * T + 4 * T + T)  # old log-probs, advantages, loss mask
+    # smoke: 4 prompts x 4 answers in two minibatches, 16 + 12 tokens: two rows of 128 hold them, every shard has one.
+    T = 128
+    return params, T * (4 + 4 + 4 + 1 + 4), 4 * T + 4 * T + T  # old log-probs, advantages, loss mask
 
 
 def resident_by_hand(plan):
@@ -92,9 +96,9 @@ def test_the_policys_update_by_hand(plan, phases):
         "batch": rows + inputs,
     }
     assert memory.padding == 0 and memory.temporaries is None
-    # The state is donated. New are the features of 2 rows of 28 tokens: three aux layers and the hidden state in
+    # The state is donated. New are the features of a row of 128 tokens: three aux layers and the hidden state in
     # bfloat16, and the normaliser; and its log-probs.
-    D, tokens = plan.model.embed, 2 * 28
+    D, tokens = plan.model.embed, 128
     features = tokens * ((3 + 1) * D * 2 + 4 + 4)
     # Sums and counts of five terms, the norms of gradient and weights, whether it was skipped; a pointer for each of 13
     # weights with two moments, three counters, thirteen metrics, three features and the log-probs.
@@ -105,9 +109,14 @@ def test_the_policys_update_by_hand(plan, phases):
 def test_the_logprobs_by_hand(plan, phases):
     memory = measure(phases["logprob"], exact=False).memory
     params, _, _ = by_hand(plan)
-    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": 4 * 28 * (4 + 4 + 4 + 4)}
-    # A dense policy does not read the mask. Log-probs and entropies of 4 rows, and the tuple's two pointers.
-    assert memory.results == 2 * 4 * 28 * 4 + 2 * 8
+    assert memory.arguments == {
+        "parameters": params,
+        "optimizer": 0,
+        "cache": 0,
+        "batch": 2 * 128 * (4 + 4 + 4 + 4),
+    }
+    # A dense policy does not read the mask. Log-probs and entropies of 2 rows, and the tuple's two pointers.
+    assert memory.results == 2 * 2 * 128 * 4 + 2 * 8
     assert memory.padding == 0
 
 
@@ -119,11 +128,14 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     # Of a token its id, log-prob and draft position; of a row seven numbers and a flag, and two counts for each of
     # k = 1 drafts.
     slots = rows * (S * (4 + 4 + 1) + 7 * 4 + 1 + 2 * 4)
-    assert memory.arguments["cache"] == rows * S * token + slots
+    # The pages of one shard, who holds each and which are free; of a row its pages, and how many it holds and shares.
+    C, P = plan.limits.shard_pages, plan.limits.columns
+    pages = C * (plan.limits.page_tokens * token + 4 + 4) + 4 + rows * (P * 4 + 4 + 4)
+    assert memory.arguments["cache"] == pages + slots
     assert memory.padding == 0
-    # The slots are donated. New are the tally, a flag a row and four numbers, and a pointer for each of what comes
-    # back.
-    assert memory.results == rows + 4 * 4 + 8 * (13 + 2 * m.layers + 3 + 5)
+    # The slots are donated. New are the tally, a flag and a length a row, four numbers, the free pages, whether they
+    # were short, and a pointer for each of what comes back.
+    assert memory.results == rows * 5 + 4 * 4 + 4 + 1 + 8 * (13 + 6 + 2 * m.layers + 3 + 8)
 
 
 @pytest.mark.slow
@@ -160,12 +172,12 @@ def test_the_command_reports_and_leaves_the_workdir_free(call, tmp_path, monkeyp
     assert "fits as far as arguments and results go gb200" in out
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["dry_run.json"]
     found = json.loads((tmp_path / "run/dry_run.json").read_text())
-    assert [phase["name"] for phase in found["phases"]] == [PHASES[i] for i in (0, 1, 2, 4, 5)]
+    assert [phase["name"] for phase in found["phases"]] == [PHASES[i] for i in (0, 1, 2, 5, 6, 7, 8)]
     assert found["target"] == "gb200" and found["compiled_for"] == "cpu" and not found["exact"]
     for phase in found["phases"]:
         assert phase["memory"]["temporaries"] is None and phase["memory"]["padding"] == 0
         flops = phase["count"]["flops"] + sum(loop["turn"]["flops"] for loop in phase["count"]["open_loops"])
-        assert (flops > 0) == (phase["name"] != "prepare")
+        assert (flops > 0) == (phase["name"] not in COPIES)
 
 
 @pytest.mark.parametrize(

@@ -49,10 +49,10 @@ def test_above_what_jax_takes_it_says_so():
     assert found.fits and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in found.suggestion and "75%" in found.suggestion
 
 
-def test_too_many_slots():
-    """20 GB beside the cache leave 75 of 95 GB, for 75/90 of the 1,024 slots, in eights: 848."""
+def test_too_many_pages():
+    """20 GB beside the pages leave 75 of 95 GB."""
     found = fit(memory(20, cache=90))
-    assert not found.fits and found.suggestion == "rollout.num_slots=848 instead of 1024"
+    assert not found.fits and found.suggestion == "rollout.cache_gb=75 instead of 90.00 GB"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
     policy, grpo = CONFIG.policy, CONFIG.grpo
     steps = [
         ({"policy": dataclasses.replace(policy, remat=False)}, "policy.remat=true"),
-        ({"grpo": dataclasses.replace(grpo, microbatch=0)}, "grpo.microbatch=8"),
-        ({"grpo": dataclasses.replace(grpo, microbatch=16)}, "grpo.microbatch=8"),
+        ({"grpo": dataclasses.replace(grpo, microbatch_tokens=0)}, "grpo.microbatch_tokens=81920"),
+        ({"grpo": dataclasses.replace(grpo, microbatch_tokens=163_840)}, "grpo.microbatch_tokens=81920"),
         ({"policy": dataclasses.replace(policy, vocab_tile=0)}, "policy.vocab_tile"),
     ]
     for changes, words in steps:

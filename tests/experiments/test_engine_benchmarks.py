@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from experiments.engine import bench, block_gain, controller, cost_parts, costs, memory, peers, speedup
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
@@ -17,6 +19,7 @@ from specrl_jax.io import hf
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, partitioner
+from tests.helpers import toys
 from tests.helpers.policies import random_params
 
 DEEP = qwen3.PRESETS["nano_deep"]
@@ -34,6 +37,13 @@ def rows_of(column, values, **others):
 def test_quartiles_of_five():
     assert bench.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (2.0, 3.0, 4.0)
     assert str(bench.quartiles([1.0, 2.0])) == "1.500 (1.250 to 1.750)"
+
+
+def test_timed_rollouts_count_tokens_and_acceptance():
+    run = toys.toy_engine(EngineConfig(4, 4, 6, chunk=4), Sampling(), (), 0)
+    row = bench.timed_rollouts(run, toys.make_table(seed=0, V=4), [[1, 2], [2]], 2, 0, FixedLength(0))
+    assert row["tokens"] == 2 * 2 * 6 and row["acceptance_length"] == 1
+    assert row["tokens_per_second"] == pytest.approx(24 / row["seconds"], rel=0.01)
 
 
 def test_every_name_has_one_turn_per_round_in_random_order():

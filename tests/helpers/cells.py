@@ -52,7 +52,7 @@ COPIES_OTHERS = ("suffix", "cascade")
 
 def pairs(cell):
     """Return the pairs of (factor, value) of two different factors in a cell."""
-    return set(itertools.combinations(zip(FACTORS, cell), 2))
+    return set(itertools.combinations(zip(cell._fields, cell), 2))
 
 
 def covering(cells, wanted):
@@ -66,10 +66,10 @@ def covering(cells, wanted):
     return chosen
 
 
-def pairwise():
+def pairwise(product=PRODUCT):
     """Return a few cells with every pair of values; two sampling settings meet in a cell that samples."""
-    sampled = [cell for cell in PRODUCT if cell.temperature]
-    greedy = [cell for cell in PRODUCT if not cell.temperature]
+    sampled = [cell for cell in product if cell.temperature]
+    greedy = [cell for cell in product if not cell.temperature]
     chosen = covering(sampled, set().union(*map(pairs, sampled)))
     wanted = set().union(*map(pairs, greedy)) - set().union(*map(pairs, sampled))
     return chosen + covering(greedy, wanted)

@@ -10,6 +10,7 @@ from kernels_pallas.verify.op import Kernels
 
 # Reads beyond a buffer give zeros on the device and NaN here: kernels have to mask them.
 GPU = InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized", uninitialized_memory="nan")
+TPU = pltpu.InterpretParams(out_of_bounds_reads="uninitialized")
 
 
 def interpreted(module, interpret):
@@ -21,5 +22,5 @@ def interpreted(module, interpret):
 KERNELS = {
     "gpu": interpreted(gpu, GPU),
     "tpu": interpreted(tpu, True),
-    "tpu, simulated": interpreted(tpu, pltpu.InterpretParams(out_of_bounds_reads="uninitialized")),
+    "tpu, simulated": interpreted(tpu, TPU),
 }

@@ -40,11 +40,11 @@ def random_params(config, seed=0, dtype=np.float32):
     return params | {"embed": params["embed"] * np.array(2, dtype)}
 
 
-def forward(params, config, tokens, positions, partition, cache=None, **named):
+def forward(params, config, tokens, positions, partition, cache=None, table=None, **named):
     """`qwen3.forward`, its further inputs and options by name."""
     arrays = {name: named.pop(name) for name in qwen3.Inputs._fields if name in named}
     inputs = qwen3.Inputs(tokens, positions, **arrays)
-    return qwen3.forward(params, config, inputs, partition, qwen3.Options(**named), cache)
+    return qwen3.forward(params, config, inputs, partition, qwen3.Options(**named), cache, table)
 
 
 @functools.cache

@@ -23,8 +23,8 @@ def devices(platform):
     return target.devices(count)
 
 
-def compiled(platform, fn, *shapes):
-    """Compile `fn` of ShapeDtypeStructs for one device of the platform."""
+def compiled(platform, fn, *shapes, donate=()):
+    """Compile `fn` of ShapeDtypeStructs for one device of the platform; `donate`: arguments that it may overwrite."""
     place = jax.sharding.SingleDeviceSharding(devices(platform)[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
-    return jax.jit(fn).trace(*shapes).lower(lowering_platforms=(platform,)).compile()
+    return jax.jit(fn, donate_argnums=donate).trace(*shapes).lower(lowering_platforms=(platform,)).compile()

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from kernels_pallas.attention.op import Paging, Table, write_pool
 from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
-from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, sample_draft
+from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, Text, sample_draft
 from specrl_jax.decoding.engine import FixedLength, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.sampling import Sampling
@@ -34,44 +36,62 @@ def logits_after(table, prefix):
     return table[sum((j + 1) * (token + 1) for j, token in enumerate(prefix)) % HASHES, prefix[-1]]
 
 
-def write(buffer, positions, tokens):
-    """Return buffer [B, S] with tokens [B, Q] written at positions [B, Q]; those beyond its end are dropped."""
-    return buffer.at[jnp.arange(len(buffer))[:, None], positions].set(tokens, mode="drop")
+def write(buffer, paging, tokens):
+    """Return buffer [C, T] with tokens [B, Q] written where they stand."""
+    return write_pool(buffer, paging.table.write, paging.positions, tokens)
 
 
-def look_up(table, tokens, positions, buffer):
-    """Return the table's rows [B, Q, out] for tokens [B, Q] and what the buffer [B, S] holds up to their positions."""
-    column = jnp.arange(buffer.shape[1])
-    terms = (buffer + 1) * (column + 1)[None]
+def look_up(table, tokens, paging, buffer):
+    """Return the table's rows [B, Q, out] for tokens [B, Q] and what the buffer [C, T] holds up to their positions."""
+    pages = buffer.at[paging.table.read].get(mode="fill", fill_value=UNWRITTEN)
+    return _hashed(table, tokens, paging.positions, pages.reshape(len(tokens), -1))
+
+
+def _hashed(table, tokens, positions, text):
+    column = jnp.arange(text.shape[1])
+    terms = (text + 1) * (column + 1)[None]
     seen = column[None, None] <= positions[:, :, None]
     return table[jnp.where(seen, terms[:, None], 0).sum(axis=-1) % HASHES, tokens]
 
 
-def decode(table, tokens, positions, cache):
-    """Run the toy as the engine does: cache [B, S] holds the token of each position."""
-    cache = write(cache, positions, tokens)
-    return look_up(table, tokens, positions, cache), cache
+def decode(table, tokens, paging, cache):
+    """Run the toy as the engine does: the cache holds the token of each position."""
+    cache = write(cache, paging, tokens)
+    return look_up(table, tokens, paging, cache), cache
 
 
-def init_cache(rows, length):
-    return jnp.full((rows, length), UNWRITTEN, jnp.int32)
+def init_cache(pages, tokens):
+    return jnp.full((pages, tokens), UNWRITTEN, jnp.int32)
 
 
-def prefill(table, tokens, positions, cache):
-    return write(cache, positions, tokens)
+def prefill(table, tokens, paging, cache):
+    return write(cache, paging, tokens)
 
 
 def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions):
     """Return an engine of the toy, its rows split over `devices`; `functions` replace some of the toy's."""
+    limits = dataclasses.replace(limits, shards=devices, prefill_rows=devices * limits.prefill_rows)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
-    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
+    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
     rows = {field.name: by_row for field in dataclasses.fields(Slots)}
     toy = {"init_cache": init_cache, "prefill": prefill, "decode": decode, "verify": verify} | functions
+    if devices > 1:
+        # Each device has its own pages, numbered from 0.
+        inputs, rows_spec = (PartitionSpec(), *[PartitionSpec("rows")] * 3), PartitionSpec("rows")
+        for name in ("prefill", "decode"):
+            toy[name] = jax.shard_map(toy[name], mesh=mesh, in_specs=inputs, out_specs=rows_spec, check_vma=False)
     model = EngineFunctions(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
     shardings = Slots(**rows | {"lookup_cache": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))
-    return make_engine(model, limits, shardings, everywhere, lengths)
+    return make_engine(model, limits, shardings, by_row, lengths)
+
+
+def watched(engine):
+    """Return a list that gets the name of each parking program as it runs."""
+    names, inner = [], engine.compiled.park
+    engine.compiled.park = lambda name, *rest: (names.append(name), inner(name, *rest))[1]
+    return names
 
 
 class Choosing(FixedLength):
@@ -80,7 +100,7 @@ class Choosing(FixedLength):
     def __init__(self, choose):
         super().__init__(choose)
 
-    def choose(self, size, running):
+    def choose(self, size, running, live):
         return Choice(self.k(running), None)
 
 
@@ -98,27 +118,27 @@ def toy_drafter(table, k, temperature, rule="rejection"):
             tokens.append(token)
         return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool)), slots.cache
 
-    return Drafter(k, draft, lambda params, tokens, length, cache: cache)
+    return Drafter(k, draft, lambda params, text, cache: cache)
 
 
 class Caches(NamedTuple):
     """The target's cache and the stateful drafter's buffer."""
 
-    target: jax.Array  # [B, S]
-    draft: jax.Array  # [B, S]
+    target: jax.Array  # [C, T]
+    draft: jax.Array  # [C, T]
 
 
 def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
     """Return an engine of the toy with `stateful_drafter` or `rebuilding_drafter`."""
 
-    def init_both(rows, length):
-        return Caches(init_cache(rows, length), init_cache(rows, length))
+    def init_both(pages, tokens):
+        return Caches(init_cache(pages, tokens), init_cache(pages, tokens))
 
-    def prefill_both(table, tokens, positions, cache):
-        return cache._replace(target=prefill(table, tokens, positions, cache.target))
+    def prefill_both(table, tokens, paging, cache):
+        return cache._replace(target=prefill(table, tokens, paging, cache.target))
 
-    def decode_target(table, tokens, positions, cache):
-        logits, target = decode(table, tokens, positions, cache.target)
+    def decode_target(table, tokens, paging, cache):
+        logits, target = decode(table, tokens, paging, cache.target)
         return logits, cache._replace(target=target)
 
     functions = {"init_cache": init_both, "prefill": prefill_both, "decode": decode_target}
@@ -135,9 +155,10 @@ def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):
 
     def draft(params, slots, seed, k):
         window = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
-        buffer = write(slots.cache.draft, window, jnp.take_along_axis(slots.tokens, window, axis=1))
+        buffer = write(slots.cache.draft, slots.place(window), jnp.take_along_axis(slots.tokens, window, axis=1))
         drafted = _draft_on(jnp.array(table), buffer, slots, seed, k, sampling, vocab_map)
-        buffer = write(buffer, slots.length[:, None] + jnp.arange(k)[None], jnp.full_like(drafted.tokens, UNWRITTEN))
+        ahead = slots.place(slots.length[:, None] + jnp.arange(k)[None])
+        buffer = write(buffer, ahead, jnp.full_like(drafted.tokens, UNWRITTEN))
         return drafted, slots.cache._replace(draft=buffer)
 
     return Drafter(k, draft, sync_all)
@@ -147,18 +168,18 @@ def rebuilding_drafter(table, k, temperature, vocab_map=None):
     """Return a drafter that rebuilds its state each time: `stateful_drafter` must equal it."""
 
     def draft(params, slots, seed, k):
-        buffer = jnp.full_like(slots.tokens, UNWRITTEN)
-        buffer = sync_all(None, slots.tokens, slots.length, slots.cache._replace(draft=buffer)).draft
+        text = Text(slots.tokens, slots.length, Table(slots.held.table, slots.held.table))
+        buffer = sync_all(None, text, Caches(None, jnp.full_like(slots.cache.draft, UNWRITTEN))).draft
         return _draft_on(jnp.array(table), buffer, slots, seed, k, Sampling(temperature), vocab_map), slots.cache
 
-    return Drafter(k, draft, lambda params, tokens, length, cache: cache)
+    return Drafter(k, draft, lambda params, text, cache: cache)
 
 
-def sync_all(params, tokens, length, cache):
-    """Write every committed token of [B, T] into the drafter's buffer [B, S]."""
-    columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    where = jnp.where(columns < length[:, None], columns, cache.draft.shape[1])
-    return cache._replace(draft=write(cache.draft, where, tokens))
+def sync_all(params, text, cache):
+    """Write every committed token into the drafter's buffer."""
+    columns = jnp.broadcast_to(jnp.arange(text.tokens.shape[1]), text.tokens.shape)
+    paging = Paging(text.table, jnp.where(columns < text.length[:, None], columns, -1))
+    return cache._replace(draft=write(cache.draft, paging, text.tokens))
 
 
 def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
@@ -167,9 +188,9 @@ def _draft_on(table, buffer, slots, seed, k, sampling, vocab_map):
     token = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
     tokens, rows = [], []
     for i in range(k):
-        positions = slots.length[:, None] - 1 + i
-        buffer = write(buffer, positions, token)
-        rows.append(look_up(table, token, positions, buffer)[:, 0])
+        paging = slots.place(slots.length[:, None] - 1 + i)
+        buffer = write(buffer, paging, token)
+        rows.append(look_up(table, token, paging, buffer)[:, 0])
         token = sample_draft(noise, rows[-1], i, vocab_map, sampling)[:, None]
         tokens.append(token[:, 0])
     return Draft(jnp.stack(tokens, 1), jnp.stack(rows, 1), jnp.zeros(len(token), bool), vocab_map)

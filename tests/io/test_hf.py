@@ -23,6 +23,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.drafts.paged import own_pages
 from tests.helpers.folders import assert_same_trees, edit_config, edit_tensors
 from tests.helpers.policies import MOE, SMALL, compiled, random_params, row_positions
 
@@ -614,10 +615,11 @@ def our_logits(params, config, partition):
     tokens = jnp.asarray(TOKENS, jnp.int32)
     learner = compiled(config, partition)(params, tokens, row_positions(tokens)).logits
     rollout = qwen3.inference_params(params, config, jnp.float32)
-    cache = kv.init_cache(config.layers, 2, 20, config.kv_heads, config.head_dim, jnp.float32)
-    blocks = []
+    shape, table = own_pages(*tokens.shape)
+    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape)
+    blocks, run = [], compiled(config, partition)
     for part in (slice(0, 8), slice(8, 16), slice(16, 17)):
-        out = compiled(config, partition)(rollout, tokens[:, part], row_positions(tokens)[:, part], cache=cache)
+        out = run(rollout, tokens[:, part], row_positions(tokens)[:, part], cache=cache, table=table)
         cache = out.cache
         blocks.append(out.logits)
     return learner, jnp.concatenate(blocks, axis=1)

@@ -11,20 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
-from specrl_jax.learner.batch import (
-    ROW_BUCKETS,
-    Packing,
-    TrainingBatch,
-    ids_per_row,
-    learner_batch,
-    pack_minibatches,
-    packing_unit,
-)
+from specrl_jax.learner.batch import SIZES, Packing, TrainingBatch, few_sizes, ids_per_row, learner_batch, pack_parts
+from specrl_jax.learner.microbatches import microbatch_rows
 from specrl_jax.rl.objectives import LossInputs, Objective
 from tests.helpers.slow import slow_but
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
 
 T = 16
+PACKING = Packing(T, shortest=T)
 
 
 @given(st.lists(st.integers(1, T), min_size=1, max_size=40))
@@ -43,22 +37,56 @@ def test_packing_overlaps_nothing_and_wastes_little(length):
         assert places.segment[places.row == row][order].tolist() == list(range(1, len(order) + 1))
 
 
-@given(st.integers(1, 3), st.sampled_from([1, 2, 4, 6]), st.sampled_from([T, 3 * T - 1, 5 * T]), st.integers(0, 2**16))
-def test_minibatches_keep_their_rollouts_and_their_number_of_rows(minibatches, unit, tokens, seed):
-    """Also where every rollout is as long as it may be."""
+@given(st.integers(1, 3), st.sampled_from([1, 2, 4, 6]), st.sampled_from([0, 1, 300, 5000]), st.integers(0, 2**16))
+def test_parts_keep_their_rollouts_and_their_number_of_rows(parts, shards, microbatch_tokens, seed):
+    """Also where every rollout is as long as it may be, and where one is a hundred times as long as the others."""
     rng = np.random.default_rng(seed)
-    length = np.full(20 * minibatches, T) if seed % 5 == 0 else rng.integers(1, T + 1, 20 * minibatches)
-    places = pack_minibatches(length, T, Packing(tokens, minibatches, unit))
-    # Minibatch i is rows i, i + n, ... and rollouts i, i + n, ...
-    assert (places.row % minibatches == np.arange(len(length)) % minibatches).all()
-    rows = places.rows // minibatches
-    assert places.rows % minibatches == 0 and rows % unit == 0 and places.row.max() < places.rows
-    most = -(-20 // (tokens // T))
-    assert rows in {unit * -(-most // (ROW_BUCKETS * unit)) * i for i in range(1, ROW_BUCKETS + 1)}
+    length = np.full(20 * parts, T) if seed % 5 == 0 else rng.integers(1, T + 1, 20 * parts)
+    length[0] *= 1 + 99 * (seed % 2)
+    packing = Packing(4000, parts, shards, microbatch_tokens=microbatch_tokens)
+    places = pack_parts(length, packing)
+    # Part i is rows i, i + n, ... and rollouts i, i + n, ...
+    assert (places.row % parts == np.arange(len(length)) % parts).all() and (length <= places.tokens).all()
+    assert places.tokens == packing.row_tokens(int(length.max())) < packing.limit
+    rows = places.rows // parts
+    assert places.rows % parts == 0 and rows % shards == 0 and places.row.max() < places.rows
+    needed = max(len(set(places.row[i::parts])) for i in range(parts))
+    assert needed <= rows <= shards * (needed / shards + 1) * (1 + 1 / SIZES) ** 2
+    # The rows of a part and of all parts go in equal microbatches.
+    for count in (rows, places.rows):
+        size = microbatch_rows((count, places.tokens), microbatch_tokens, shards)
+        assert count % size == 0 and size % shards == 0
+        assert size * places.tokens <= microbatch_tokens or size == shards or not microbatch_tokens
+        assert size >= shards * (microbatch_tokens // places.tokens // shards) / 2 or size == count
 
 
-def test_the_unit_divides_for_devices_microbatches_and_the_draft():
-    assert packing_unit(4, 6, 2) == 24 and packing_unit(4, 0, 1) == 4
+def test_rows_are_as_long_as_the_longest_rollout_needs():
+    """A limit of 4,000 tokens costs nothing where no rollout is long; long rows have room for one rollout of the
+    longest, shorter ones for two. Rows split along their tokens divide.
+    """
+    packing = Packing(4608)
+    assert [packing.row_tokens(n) for n in (1, 41, 64, 65, 300, 512)] == [128, 128, 128, 256, 1024, 1024]
+    assert [packing.row_tokens(n) for n in (513, 1024, 1025, 3000, 4097, 4608)] == [1024, 1024, 2048, 4096, 4608, 4608]
+    assert Packing(70).row_tokens(70) == 256 and Packing(600).row_tokens(600) == 1024
+    assert {packing._replace(sequence_shards=3).row_tokens(n) % 3 for n in range(1, 4609, 100)} == {0}
+    assert len({packing.row_tokens(n) for n in range(1, 4609)}) == 7
+    # One rollout a row, as where a draft is trained on stored features.
+    assert [packing.lone_row_tokens(n) for n in (1, 128, 129, 2048, 2049, 4608)] == [128, 128, 256, 2048, 4096, 4608]
+    assert Packing(70, sequence_shards=4).lone_row_tokens(41) == 72
+
+
+def test_of_long_tailed_rollouts_few_tokens_are_padding():
+    """Issue 29's: log-normal with a median of 256 and sigma 1, cut at 4,096, and prompts of 64 to 512 tokens."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        prompt = np.repeat(rng.integers(64, 513, 16), 8)
+        length = prompt + np.minimum(np.exp(rng.normal(np.log(256), 1, 128)), 4096).astype(int)
+        places = pack_parts(length, Packing(4608, microbatch_tokens=32_768))
+        assert places.rows * places.tokens <= 1.2 * length.sum()
+
+
+def test_few_numbers_of_rows():
+    assert [few_sizes(n) for n in (1, 8, 15, 16, 17, 31, 33)] == [1, 8, 15, 16, 18, 32, 36]
 
 
 def training_batch(seed=0, rollouts=8, masks=False):
@@ -87,7 +115,7 @@ def training_batch(seed=0, rollouts=8, masks=False):
 
 def test_every_token_is_there_once_with_what_belongs_to_it():
     drawn = training_batch()
-    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, Packing(2 * T, 2, 1))
+    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, PACKING._replace(parts=2))
     assert len(packed.rows.tokens) < len(padded.rows.tokens)
 
     def found(batch):
@@ -107,7 +135,7 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
 
 def test_every_target_has_the_ids_that_sampling_kept():
     drawn = training_batch(masks=True)
-    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, Packing(2 * T, 2, 1))
+    padded, packed = learner_batch(drawn, 0), learner_batch(drawn, 0, PACKING._replace(parts=2))
 
     def found(rows):
         assert rows.kept.ids.shape[1] % rows.tokens.shape[1] == 0 and ((rows.kept.count > 0) == rows.mask).all()
@@ -139,13 +167,13 @@ OBJECTIVES = {
 
 
 @functools.cache
-def gradient_of(name, packing=None, microbatch=0):
+def gradient_of(name, packing=None, microbatch_tokens=0):
     batch = learner_batch(training_batch(), 0, packing)
     rng = np.random.default_rng(7)
     # By token, so that both layouts have the same: a function of the target.
     ref = (-4.85 + rng.normal(0, 0.3, 128)).astype(np.float32)[batch.rows.targets]
     inputs = LossInputs(batch.behaviour, ref, batch.advantages, ref - 0.2, batch.loss_mask)
-    learner = dataclasses.replace(PLAIN, microbatch=microbatch)
+    learner = dataclasses.replace(PLAIN, microbatch_tokens=microbatch_tokens)
     _, step = step_functions("one", learner, OBJECTIVES[name])
     state, metrics, learnt = step(recording_state("one"), batch.rows, inputs)
     return jax.device_get((state.opt_state, metrics.terms)), np.sort(np.asarray(learnt.logprobs)[batch.rows.mask])
@@ -154,7 +182,7 @@ def gradient_of(name, packing=None, microbatch=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
 def test_packed_rows_give_the_gradient_of_padded_ones(name):
-    (plain, logprobs), (packed, again) = gradient_of(name), gradient_of(name, Packing(2 * T, 1, 1))
+    (plain, logprobs), (packed, again) = gradient_of(name), gradient_of(name, PACKING)
     # Float32 sums in another order, as between microbatches.
     assert_trees_close(packed, plain, rtol=1e-5)
     np.testing.assert_allclose(again, logprobs, atol=1e-5)
@@ -162,5 +190,5 @@ def test_packed_rows_give_the_gradient_of_padded_ones(name):
 
 @pytest.mark.slow
 def test_microbatches_of_packed_rows_give_it_too():
-    packed = gradient_of("sequence", Packing(2 * T, 1, 2), 2)[0]
+    packed = gradient_of("sequence", PACKING, 2 * T)[0]
     assert_trees_close(packed, gradient_of("sequence")[0], rtol=1e-5)

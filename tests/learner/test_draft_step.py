@@ -46,8 +46,12 @@ HEAD = Eagle3Draft(eagle3.eagle3_config(POLICY, VD))
 IDS = np.arange(1, 2 * VD, 2, dtype=np.int32)
 F32 = jnp.dtype("float32")
 B, T = 8, 14
-LEARN = PolicyForward(POLICY, F32, False, 0, microbatch=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers)
-DRAFT_LEARN = DraftForward(HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch=0, temperature=0.8)
+LEARN = PolicyForward(
+    POLICY, F32, False, 0, microbatch_tokens=0, temperature=1.0, features=True, aux_layers=HEAD.aux_layers
+)
+DRAFT_LEARN = DraftForward(
+    HEAD, POLICY, F32, loss="ce", ttt_steps=3, vocab_tile=0, microbatch_tokens=0, temperature=0.8
+)
 OBJECTIVE = Objective(0.2, 0.28, 0.0)
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 EIGHT = {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
@@ -339,7 +343,7 @@ MOVES = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1.0, 0.0, 0.999, 0))
 
 @functools.cache
 def policy_step(partition):
-    return make_policy_step(dataclasses.replace(LEARN, microbatch=2), OBJECTIVE, MOVES, partition)
+    return make_policy_step(dataclasses.replace(LEARN, microbatch_tokens=2 * T), OBJECTIVE, MOVES, partition)
 
 
 def policy_state(params, partition):
@@ -354,7 +358,7 @@ def test_features_come_in_the_order_of_the_rows(policy_params, partition):
     rows, inputs = make_batch(POLICY.vocab, B, T)
     _, _, learnt = policy_step(partition)(policy_state(policy_params, partition), rows, inputs)
     updated = learnt.features
-    passed = make_feature_step(dataclasses.replace(LEARN, microbatch=2), partition)(policy_params, rows)
+    passed = make_feature_step(dataclasses.replace(LEARN, microbatch_tokens=2 * T), partition)(policy_params, rows)
     assert updated.aux.shape == (B, T, 3, POLICY.embed) and updated.hidden.shape == (B, T, POLICY.embed)
     score = jax.jit(lambda params, row: LEARN.apply(params, row, partition))
     for b in range(B):
@@ -427,7 +431,7 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
         jax.device_put(policy, partition.shardings(qwen3.param_specs(POLICY))), jnp.asarray(IDS)
     )
     state = init_state(jax.device_put(draw(specs, 4), partition.shardings(specs)), specs, recorder(), partition)
-    learner = dataclasses.replace(DRAFT_LEARN, microbatch=microbatch, loss=loss, vocab_tile=vocab_tile)
+    learner = dataclasses.replace(DRAFT_LEARN, microbatch_tokens=microbatch * T, loss=loss, vocab_tile=vocab_tile)
     state, metrics = make_draft_step(learner, recorder(), partition)(state, tables, features, rows)
     assert int(state.step) == 1
     for leaf, sharding in zip(jax.tree.leaves(state.params), jax.tree.leaves(partition.shardings(specs)), strict=True):

@@ -54,6 +54,39 @@ def test_each_token_reads_its_own_sequence_up_to_itself(name, packed, partition)
     np.testing.assert_allclose(found, by_definition(*qkv, segments), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_queries_of_a_long_row_go_in_parts(packed, sequence, monkeypatch):
+    """Seven queries at a time of a row of 41, whose last part is not full; also where two devices share each row."""
+    qkv, weight, segments = draw(2, 41 if sequence == 1 else 40, packed)
+    shared = partitioner(make_mesh({"sequence": sequence}, jax.devices()[:sequence]), LEARNER)
+
+    def values():
+        def loss(qkv):
+            out = attention.by_xla(segments, shared)(*qkv)
+            return (out * weight).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv)
+
+    (_, whole), gradient = values()
+    monkeypatch.setattr(attention, "SCORES", 7 * 41)
+    (_, parts), found = values()
+    np.testing.assert_allclose(parts, whole, atol=1e-5, rtol=0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=0), found, gradient)
+
+
+def test_memory_does_not_grow_with_the_square_of_a_row(partition, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", 2**14)
+
+    def temporaries(T):
+        rows = [jax.ShapeDtypeStruct((1, T, n, 16), F32) for n in (4, 2, 2)]
+        ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        run = jax.jit(loss_gradient(attention.by_xla, partition, True)).lower(*rows, ids)
+        return run.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) < 2.2 * temporaries(1024)
+
+
 # One tile that is not full, one that is, two with a remainder; rows that do not divide over their devices.
 @pytest.mark.parametrize(
     "B, T", [(3, 40), pytest.param(2, 128, marks=pytest.mark.slow), pytest.param(2, 700, marks=pytest.mark.slow)]

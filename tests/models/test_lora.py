@@ -15,7 +15,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, Adapted, LoRA, adapter_specs, attach, init_adapters, merged
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.helpers.policies import MOE, SMALL, random_params
-from tests.learner.test_policy_step import PLAIN, WITH_KL, batch, initial_params, recorder
+from tests.learner.test_policy_step import PLAIN, WITH_KL, T, batch, initial_params, recorder
 
 ALL = LoRA(3, 6.0, tuple(EQUATIONS))
 
@@ -61,7 +61,7 @@ def test_rollouts_run_on_the_sum():
 def update(mesh, microbatch=0):
     """(gradient of the adapters, frozen weights afterwards) of one step on the host."""
     partition = partitioner(make_mesh(mesh_sizes(mesh), jax.devices()[: 8 if mesh else 1]), LEARNER)
-    learner = dataclasses.replace(PLAIN, lora=ALL, remat=True, microbatch=microbatch)
+    learner = dataclasses.replace(PLAIN, lora=ALL, remat=True, microbatch_tokens=microbatch * T)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     adapters = jax.device_put(random_adapters(PLAIN.model), partition.shardings(learner.trained_specs))
     frozen = jax.device_put(initial_params(), partition.shardings(qwen3.param_specs(PLAIN.model)))

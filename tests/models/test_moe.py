@@ -38,14 +38,33 @@ def run(params, config, tokens, partition, **arguments):
     return compiled(config, partition, **static)(params, tokens, row_positions(tokens), **arguments)
 
 
-def decode(rollout, config, tokens, blocks, partition, dtype=jnp.float32):
+def empty_pages(config, rows, partition, columns=5):
+    """An empty cache in pages of 4 tokens, and the table of its rows, in a random order among each shard's pages."""
+    shards = partition.num_shards("batch")
+    shape = kv.PageShape(rows * columns, 4, jnp.dtype(jnp.float32), jax.default_backend())
+    rng = np.random.default_rng(0)
+    order = np.concatenate([rng.permutation(shape.pages // shards) for _ in range(shards)])
+    table = jnp.asarray(order.reshape(rows, columns), jnp.int32)
+    return kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape), kv.Table(table, table)
+
+
+@functools.cache
+def cached(config, partition):
+    """`qwen3.forward` over pages, jitted."""
+
+    def run(params, tokens, positions, cache, table):
+        return qwen3.forward(params, config, qwen3.Inputs(tokens, positions), partition, cache=cache, table=table)
+
+    return jax.jit(run)
+
+
+def decode(rollout, config, tokens, blocks, partition):
     """Logits [B, sum(blocks), V] and routing [L, E], from feeding `tokens` in blocks of these lengths."""
-    cache = kv.init_cache(config.layers, len(tokens), 20, config.kv_heads, config.head_dim, dtype)
+    cache, table = empty_pages(config, len(tokens), partition)
     logits, routing, start = [], 0, 0
     for size in blocks:
         part = slice(start, start + size)
-        positions = row_positions(tokens)[:, part]
-        out = compiled(config, partition)(rollout, tokens[:, part], positions, cache=cache)
+        out = cached(config, partition)(rollout, tokens[:, part], row_positions(tokens)[:, part], cache, table)
         logits.append(out.logits)
         cache, routing, start = out.cache, routing + out.routing, start + size
     return jnp.concatenate(logits, axis=1), routing
@@ -111,12 +130,17 @@ def test_one_expert_is_the_dense_mlp(partition):
     router = {"router": jnp.asarray(np.random.default_rng(3).normal(size=(3, 24, 1)), jnp.float32)}
     experts = {name: dense["layers"][name][:, None] for name in ("gate", "up", "down")}
     params = dense | {"layers": dense["layers"] | experts | router}
-    for ours, theirs in (
-        (params, dense),
-        [qwen3.inference_params(p, c, jnp.float32) for p, c in ((params, config), (dense, SMALL))],
-    ):
-        cache = None if ours is params else kv.init_cache(3, B, T, 2, 10, jnp.float32)
-        mixture, plain = (run(p, c, tokens, partition, cache=cache) for p, c in ((ours, config), (theirs, SMALL)))
+    at = row_positions(tokens)
+
+    def decoded(params, config):
+        rollout = qwen3.inference_params(params, config, jnp.float32)
+        return cached(config, partition)(rollout, tokens, at, *empty_pages(config, B, partition))
+
+    def learned(params, config):
+        return run(params, config, tokens, partition)
+
+    for form in (learned, decoded):
+        mixture, plain = form(params, config), form(dense, SMALL)
         np.testing.assert_allclose(mixture.logits, plain.logits, **ROUNDING)
         np.testing.assert_array_equal(mixture.routing, np.full((3, 1), B * T))
         assert plain.routing is None

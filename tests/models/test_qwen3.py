@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.attention.op import loaded
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
@@ -19,7 +21,7 @@ TIED = dataclasses.replace(SMALL, tied=True)
 # Twelve tokens, and the last four are beyond what it was pretrained on.
 STRETCHED = dataclasses.replace(SMALL, yarn=Yarn(4.0, 8, beta_fast=2.0, beta_slow=0.1))
 B, T = 5, 12  # rows and tokens of most tests
-LOW_CACHE = 20  # entries, more than T
+ROOM = 20  # positions that a row has pages for, more than T
 
 # float32 against float64, or two orders of summation in float32: three layers of sums over at most 80 products, on
 # logits that reach 7. A sum errs by up to sqrt(80) * 2^-24 = 5e-7 of its size; errors of some twenty of them add up.
@@ -71,22 +73,56 @@ def learner_logits(params, config, tokens, partition, **arrays):
     return compiled(config, partition)(params, tokens, positions, **arrays).logits
 
 
-def empty_cache(config, rows=B, length=LOW_CACHE, dtype=jnp.float32):
-    return kv.init_cache(config.layers, rows, length, config.kv_heads, config.head_dim, dtype)
+class Paged(NamedTuple):
+    """A cache and the pages of each row."""
+
+    cache: kv.KVCache
+    table: kv.Table
 
 
-def decode(rollout, config, tokens, blocks, partition, cache=None, **static):
-    """Logits [B, sum(blocks), V] and the cache, from feeding `tokens` in blocks of these lengths."""
-    cache = empty_cache(config, tokens.shape[0]) if cache is None else cache
+def empty_pages(config, room=ROOM, page=4, dtype=jnp.float32, seed=0):
+    """Pools in which B rows have pages for `room` positions, in a random order between three pages of no row."""
+    columns = -(-room // page)
+    shape = kv.PageShape(B * columns + 3, page, jnp.dtype(dtype), jax.default_backend())
+    order = np.random.default_rng(seed).permutation(shape.pages)[: B * columns]
+    table = jnp.asarray(order.reshape(B, columns), jnp.int32)
+    return Paged(kv.init_cache(config.layers, config.kv_heads, config.head_dim, shape), kv.Table(table, table))
+
+
+def entries(paged):
+    """Keys and values of each layer by row and position: arrays [B, S, K, H]."""
+
+    def by_position(pool):
+        found = jnp.swapaxes(loaded(pool)[paged.table.read], 2, 3)
+        return found.reshape(len(found), -1, *found.shape[3:])
+
+    return [by_position(pool) for pool in jax.tree.leaves(paged.cache)]
+
+
+@functools.cache
+def cached(config, partition, **static):
+    """`qwen3.forward` over pages, jitted once for each set of static arguments: its output, and the pages after it."""
+
+    def run(params, tokens, positions, paged):
+        inputs, options = qwen3.Inputs(tokens, positions), qwen3.Options(**static)
+        out = qwen3.forward(params, config, inputs, partition, options, paged.cache, paged.table)
+        return out, paged._replace(cache=out.cache)
+
+    return jax.jit(run)
+
+
+def decode(rollout, config, tokens, blocks, partition, paged=None, **static):
+    """Logits [B, sum(blocks), V] and the pages, from feeding `tokens` in blocks of these lengths."""
+    paged = empty_pages(config) if paged is None else paged
     logits, start = [], 0
     for size in blocks:
         part = slice(start, start + size)
-        out = compiled(config, partition, **static)(
-            rollout, tokens[:, part], row_positions(tokens)[:, part], cache=cache
+        out, paged = cached(config, partition, **static)(
+            rollout, tokens[:, part], row_positions(tokens)[:, part], paged
         )
         logits.append(out.logits)
-        cache, start = out.cache, start + size
-    return jnp.concatenate(logits, axis=1), cache
+        start += size
+    return jnp.concatenate(logits, axis=1), paged
 
 
 # Sizes
@@ -239,10 +275,10 @@ def test_features_are_the_residual_stream_entering_the_named_layers(layers, para
 
 
 def test_both_layouts_give_the_same_features(params, rollout, config, tokens, partition):
-    run = compiled(config, partition, aux_layers=(2, 0))
-    learner = run(params, tokens, row_positions(tokens))
-    cached = run(rollout, tokens, row_positions(tokens), cache=empty_cache(config))
-    np.testing.assert_allclose(cached.aux, learner.aux, **ROUNDING)
+    at = row_positions(tokens)
+    learner = compiled(config, partition, aux_layers=(2, 0))(params, tokens, at)
+    decoded, _ = cached(config, partition, aux_layers=(2, 0))(rollout, tokens, at, empty_pages(config))
+    np.testing.assert_allclose(decoded.aux, learner.aux, **ROUNDING)
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -302,33 +338,35 @@ def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, conf
 
 
 @pytest.mark.parametrize(
-    ("config", "blocks"),
+    ("config", "blocks", "page"),
     [
-        (SMALL, (5, 1, 4, 1, 1)),
-        pytest.param(SMALL, (1,) * 12, marks=pytest.mark.slow),
-        (TIED, (12,)),
-        pytest.param(STRETCHED, (5, 1, 4, 1, 1), marks=pytest.mark.slow),
+        (SMALL, (5, 1, 4, 1, 1), 4),
+        pytest.param(SMALL, (1,) * 12, 8, marks=pytest.mark.slow),
+        (TIED, (12,), 8),
+        pytest.param(STRETCHED, (5, 1, 4, 1, 1), 4, marks=pytest.mark.slow),
     ],
     ids=["untied", "one by one", "tied", "stretched positions"],
     indirect=["config"],
 )
-def test_cached_decode_is_the_full_forward(blocks, params, rollout, config, tokens, partition):
-    logits, _ = decode(rollout, config, tokens, blocks, partition)
+def test_cached_decode_is_the_full_forward(blocks, page, params, rollout, config, tokens, partition):
+    logits, _ = decode(rollout, config, tokens, blocks, partition, empty_pages(config, page=page))
     np.testing.assert_allclose(logits, learner_logits(params, config, tokens, partition), **ROUNDING)
 
 
 def test_chunked_prefill_leaves_the_cache_of_one_prefill(rollout, config, tokens, partition):
-    _, whole = decode(rollout, config, tokens, (12,), partition)
+    """By position, whatever the pages: positions beyond the text, too, are left as they were."""
+    _, whole = decode(rollout, config, tokens, (12,), partition, empty_pages(config, seed=1))
     _, parts = decode(rollout, config, tokens, (4, 4, 4), partition)
-    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+    for a, b in zip(entries(parts), entries(whole), strict=True):
+        assert a.shape == (B, ROOM, config.kv_heads, config.head_dim) and jnp.abs(a[:, :T]).max(axis=(2, 3)).all()
         np.testing.assert_allclose(a, b, **ROUNDING)
 
 
 def test_prefill_without_lm_head_fills_the_same_cache(rollout, config, tokens, partition):
     at = row_positions(tokens)
-    plain = compiled(config, partition)(rollout, tokens, at, cache=empty_cache(config))
-    bare = compiled(config, partition, return_logits=False)(rollout, tokens, at, cache=empty_cache(config))
-    assert bare.logits is None
+    _, plain = cached(config, partition)(rollout, tokens, at, empty_pages(config))
+    out, bare = cached(config, partition, return_logits=False)(rollout, tokens, at, empty_pages(config))
+    assert out.logits is None
     for a, b in zip(jax.tree.leaves(bare.cache), jax.tree.leaves(plain.cache), strict=True):
         np.testing.assert_allclose(a, b, **ROUNDING)
 
@@ -336,47 +374,52 @@ def test_prefill_without_lm_head_fills_the_same_cache(rollout, config, tokens, p
 def test_rows_decode_at_their_own_positions(params, rollout, config, tokens, partition):
     """Right-padded prompts of different lengths, prefilled together, continue each from its own end."""
     lengths = np.array([1, 5, 2, 4, 3])
-    run = compiled(config, partition)
+    run = cached(config, partition)
     full = learner_logits(params, config, tokens, partition)
     garbage = jnp.where(jnp.arange(5)[None] < lengths[:, None], tokens[:, :5], 7)
-    cache = run(rollout, garbage, row_positions(garbage), cache=empty_cache(config)).cache
+    _, paged = run(rollout, garbage, row_positions(garbage), empty_pages(config))
     for step in range(T - 5):
         at = jnp.asarray(lengths + step)[:, None]
-        out = run(rollout, jnp.take_along_axis(tokens, at, axis=1), at, cache=cache)
-        cache = out.cache
+        out, paged = run(rollout, jnp.take_along_axis(tokens, at, axis=1), at, paged)
         for row in range(B):
             np.testing.assert_allclose(out.logits[row, 0], full[row, lengths[row] + step], **ROUNDING)
 
 
 def test_rejected_block_leaves_no_trace(rollout, config, tokens, partition):
     """Rollback is index arithmetic: the same positions computed again with other tokens, bit for bit."""
-    run, at = compiled(config, partition), row_positions(tokens)
-    _, cache = decode(rollout, config, tokens, (4,), partition)
-    wrong = run(rollout, draw_tokens(3, (B, 4)), at[:, 4:8], cache=cache).cache
-    direct, again = (run(rollout, tokens[:, 4:8], at[:, 4:8], cache=c) for c in (cache, wrong))
+    run, at = cached(config, partition), row_positions(tokens)
+    _, paged = decode(rollout, config, tokens, (4,), partition)
+    _, wrong = run(rollout, draw_tokens(3, (B, 4)), at[:, 4:8], paged)
+    (direct, _), (again, _) = (run(rollout, tokens[:, 4:8], at[:, 4:8], p) for p in (paged, wrong))
     np.testing.assert_array_equal(again.logits, direct.logits)
     for a, b in zip(jax.tree.leaves(again.cache), jax.tree.leaves(direct.cache), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_entries_beyond_a_row_are_never_read(rollout, config, tokens, partition):
-    clean = empty_cache(config)
-    stale = jax.tree.map(lambda buffer: buffer + 100.0, clean)
+    """Nor are pages of no row."""
+    clean = empty_pages(config)
+    stale = clean._replace(cache=jax.tree.map(lambda pool: pool + 100.0, clean.cache))
     expected, _ = decode(rollout, config, tokens, (4, 4, 4), partition, clean)
     logits, _ = decode(rollout, config, tokens, (4, 4, 4), partition, stale)
     np.testing.assert_array_equal(logits, expected)
 
 
-def test_writes_beyond_the_cache_are_dropped(rollout, config, tokens, partition):
-    """A block that sticks out at the end of the cache must not wrap around or pile up on the last entry."""
-    _, cache = decode(rollout, config, tokens, (4, 4), partition, empty_cache(config, length=10))
-    out = compiled(config, partition)(rollout, tokens[:, 8:], row_positions(tokens)[:, 8:], cache=cache)
+@pytest.mark.parametrize("unnamed", [0, 3], ids=["the table ends", "the table names no page"])
+def test_writes_beyond_the_pages_of_a_row_are_dropped(unnamed, rollout, config, tokens, partition):
+    """A block that sticks out of them must not wrap around, pile up on the last entry or reach another page."""
+    few = empty_pages(config, room=8)
+    pages = len(few.cache[0].keys)
+    table = jnp.pad(few.table.read, ((0, 0), (0, unnamed)), constant_values=pages)
+    _, filled = decode(rollout, config, tokens, (3, 3), partition, few._replace(table=kv.Table(table, table)))
+    _, filled = cached(config, partition)(rollout, tokens[:, 6:], row_positions(tokens)[:, 6:], filled)
     _, longer = decode(rollout, config, tokens, (4, 4, 4), partition)
-    longer = longer._replace(
-        keys=[keys[..., :10] for keys in longer.keys], values=[values[:, :, :10] for values in longer.values]
-    )
-    for a, b in zip(jax.tree.leaves(out.cache), jax.tree.leaves(longer), strict=True):
-        np.testing.assert_allclose(a, b, **ROUNDING)
+    for a, b in zip(entries(filled._replace(table=few.table)), entries(longer), strict=True):
+        np.testing.assert_allclose(a, b[:, :8], **ROUNDING)
+    nobodys = np.setdiff1d(np.arange(pages), few.table.read)
+    assert len(nobodys) == 3
+    for pool in jax.tree.leaves(filled.cache):
+        np.testing.assert_array_equal(pool[nobodys], np.zeros_like(pool[nobodys]))
 
 
 # One row never affects another; padding changes nothing; packing changes nothing
@@ -390,17 +433,18 @@ def test_rows_of_the_learner_are_independent(params, config, tokens, partition):
 
 def test_rows_of_the_cache_are_independent(rollout, config, tokens, partition):
     """Neighbours with other tokens at other positions, over a cache with other content: row 2 keeps its bits."""
-    run = compiled(config, partition)
-    _, cache = decode(rollout, config, tokens, (4,), partition)
+    run = cached(config, partition)
+    _, paged = decode(rollout, config, tokens, (4,), partition)
     at = row_positions(tokens)[:, 4:8]
-    before = run(rollout, tokens[:, 4:8], at, cache=cache)
+    before, left = run(rollout, tokens[:, 4:8], at, paged)
     row = jnp.arange(B)[:, None] == 2
     moved = jnp.where(row, at, at + 5)
     others = jnp.where(row, tokens[:, 4:8], draw_tokens(4, (B, 4)))
-    stirred = jax.tree.map(lambda b: jnp.where(row[:, :, None, None], b, b + 1.0), cache)
-    after = run(rollout, others, moved, cache=stirred)
+    own = paged.table.read[2]
+    stirred = jax.tree.map(lambda pool: (pool + 1.0).at[own].set(pool[own]), paged.cache)
+    after, beside = run(rollout, others, moved, paged._replace(cache=stirred))
     np.testing.assert_array_equal(after.logits[2], before.logits[2])
-    for a, b in zip(jax.tree.leaves(after.cache), jax.tree.leaves(before.cache), strict=True):
+    for a, b in zip(entries(beside), entries(left), strict=True):
         np.testing.assert_array_equal(a[2], b[2])
 
 
@@ -474,11 +518,11 @@ def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
 @pytest.mark.parametrize("cache_dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
     rollout = qwen3.inference_params(params, config, jnp.bfloat16)
-    cache = empty_cache(config, dtype=cache_dtype)
-    logits, cache = decode(rollout, config, tokens, (4, 4, 4), partition, cache, dtype=jnp.bfloat16)
+    paged = empty_pages(config, dtype=cache_dtype)
+    logits, paged = decode(rollout, config, tokens, (4, 4, 4), partition, paged, dtype=jnp.bfloat16)
     exact = learner_logits(params, config, tokens, partition)
     assert logits.dtype == jnp.float32
-    assert {buffer.dtype for buffer in jax.tree.leaves(cache)} == {jnp.dtype(cache_dtype)}
+    assert {kept.dtype for kept in entries(paged)} == {jnp.dtype(cache_dtype)}
     # Weights and some eight activations a layer are rounded to 2^-9 of their size, 30 independent roundings in three
     # layers: sqrt(30) * 2^-9 = 1.1 % of the logits' spread; three times that on average, as attention amplifies.
     error = np.asarray(logits - exact)

@@ -31,6 +31,20 @@ FLOAT32 = Precision("float32", "float32", "float32")
 # ---- counts
 
 
+def test_bytes_of_an_iteration_by_hand():
+    """Qwen3-8B: every weight once but the embedding, and the live tokens of every sequence; the head once a draft."""
+    policy = qwen3.preset("qwen3_8b")
+    head = head_config(policy, 32_000)
+    decoder = DecoderCost(policy, head, HARDWARE["h200"])
+    found = decoder.iteration_bytes(8, 0, 2500.0)
+    assert found == pytest.approx(2 * matmul_weights(policy) + 8 * 2500 * 147_456, rel=0.01)
+    assert decoder.iteration_bytes(8, 0, 3500.0) - found == pytest.approx(8 * 1000 * 147_456)
+    own = 2 * (head.kv_heads * head.head_dim) * 2  # bytes of a token in the head's cache
+    more = decoder.iteration_bytes(8, 3, 3500.0) - decoder.iteration_bytes(8, 3, 2500.0)
+    assert more == pytest.approx(8 * 1000 * (147_456 + 3 * own))
+    assert decoder.iteration_bytes(8, 3, 0.0) > 2 * matmul_weights(policy) + 3 * 2 * 32_000 * head.embed
+
+
 @pytest.mark.parametrize("model", [NANO, qwen3.preset("qwen3_8b"), qwen3.preset("qwen3_235b_a22b"), MIXTURE])
 def test_parameters_equal_the_models_specs(model):
     norms = model.layers * (2 * model.embed + 2 * model.head_dim) + model.embed

@@ -12,8 +12,8 @@ from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import DecoderCost, head_config, head_parameters, parameters
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, Link
 from specrl_jax.simulator.learner import LearnerCost, Workload
-from specrl_jax.simulator.lengths import LogNormalLengths
-from specrl_jax.simulator.memory import estimate_bytes, max_slots, sequence_bytes
+from specrl_jax.simulator.lengths import LogNormalLengths, sample
+from specrl_jax.simulator.memory import estimate_bytes, live_tokens, sequences_at_once, token_bytes
 from tests.simulator.cases import ideal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_rows_are_as_long_as_the_longest_sequence():
 def test_gathering_parameters_for_every_microbatch_by_hand():
     """Two devices, fsdp over both, four microbatches: each receives half of all parameters twelve times."""
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch=2, remat=False)
+    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch_tokens=40, remat=False)
     half = parameters(policy) / 2
     learner = LearnerCost(policy, None, machine, dtype="float32")
     assert learner.logprob(w, 2.0) == pytest.approx(half * 4 * 4 / 1e6)
@@ -71,7 +71,7 @@ def test_gathering_parameters_for_every_microbatch_by_hand():
 
 def test_a_microbatch_has_a_row_for_every_device():
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch=1, remat=False)
+    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch_tokens=1, remat=False)
     few, many = (float(LearnerCost(policy, None, machine).logprob(w, n)) for n in (2, 16))
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 
@@ -79,7 +79,7 @@ def test_a_microbatch_has_a_row_for_every_device():
 def estimated(slots, head=None):
     """(workload, decoder, bytes) of Qwen3-8B on 8 devices, widths in 2: four replicas."""
     policy, split = preset("qwen3_8b"), Parallelism(2)
-    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch=4)
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0), slots, microbatch_tokens=16_000)
     decoder = DecoderCost(policy, head, HARDWARE["h100"], split)
     learner = LearnerCost(policy, head, HARDWARE["h100"], split)
     return w, decoder, estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
@@ -96,15 +96,40 @@ def test_memory_by_hand():
     assert not m.fits(20e9, np.array(False)) and m.fits(28e9, np.array(True))
 
 
-def test_zero_slots_means_as_many_as_fit():
-    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights over 295 MB a sequence; less 16.4 of state shared."""
+def test_sequences_run_at_once_as_pages_hold_them():
+    """Qwen3-8B, two widths, 80 GB: 72 usable less 8.2 of weights; less 16.4 of state and more of activations shared."""
     w, decoder, m = estimated(0)
-    text = 4000 * 147_456 / 2
-    assert sequence_bytes(w, decoder) == text
-    separate, shared = (max_slots(m, w, decoder, 80e9, np.array(x)) for x in (True, False))
+    assert token_bytes(decoder) == 147_456 / 2
+    text = live_tokens(w) * 147_456 / 2
+    separate, shared = (sequences_at_once(m, w, decoder, 80e9, np.array(x), 4.0) for x in (True, False))
     assert separate == (0.9 * 80e9 - m.weights) // text
     assert shared == (0.9 * 80e9 - m.weights - m.state - m.activations) // text < separate
-    assert max_slots(m, w, decoder, 1e9, np.array(True)) == 1
+    assert sequences_at_once(m, w, decoder, 1e9, np.array(True), 4.0) == 1
+
+
+def test_slots_and_the_cache_bound_what_runs_at_once():
+    w, decoder, _ = estimated(32)
+    learner = LearnerCost(decoder.model, None, HARDWARE["h100"], decoder.split)
+
+    def found(**changes):
+        changed = dataclasses.replace(w, **changes)
+        m = estimate_bytes(changed, decoder, learner, np.array(8.0), np.array(8.0))
+        return float(m.cache), float(sequences_at_once(m, changed, decoder, 80e9, np.array(False), 4.0))
+
+    text = 147_456 / 2
+    assert found() == (8 * 4000 * text, 8)  # 32 slots on four replicas
+    assert found(cache_bytes=3.5 * live_tokens(w) * text) == (3.5 * live_tokens(w) * text, 3)
+    # The longest sequence has pages, whatever the cache is told.
+    assert found(cache_bytes=1.0) == (4000 * text, 4000 // live_tokens(w))
+
+
+def test_live_tokens_by_hand():
+    """A prompt of 100 for eight, a page of 64; all of 2,000 tokens are the most together, a half each on average."""
+    w = Workload(64, 8, 100.0, 500.0, LogNormalLengths(2000.0, 3500.0, spread=0), 32)
+    assert live_tokens(w) == pytest.approx(100 / 8 + 2000 * (1 - 0.5 / 512) + 64)
+    long_tailed = dataclasses.replace(w, lengths=LogNormalLengths(500.0, 3500.0))
+    drawn = sample(long_tailed.lengths, 4096, 4096)
+    assert live_tokens(long_tailed) == pytest.approx(100 / 8 + (drawn**2).mean() / drawn.mean() / 2 + 64, rel=0.02)
 
 
 def test_a_head_adds_its_weights_and_cache():

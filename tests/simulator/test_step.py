@@ -132,7 +132,7 @@ def every_split(s, devices, lag):
 def test_without_tail_and_scaling_loss_separate_devices_gain_nothing():
     """Bound by arithmetic alone, equal lengths, as many responses as any number of replicas divides: linear scaling."""
     s = scenario(ideal(flops=1e15), spread=0.0, rollout_split=Parallelism(), learner_split=Parallelism())
-    w = dataclasses.replace(s.workload, rollouts=1680, lengths=LogNormalLengths(500.0, 500.0, 0.0), microbatch=1)
+    w = dataclasses.replace(s.workload, rollouts=1680, lengths=LogNormalLengths(500.0, 500.0, 0.0), microbatch_tokens=1)
     s = dataclasses.replace(s, workload=w)
     together = predict(s, points(8)).step.total[0]
     assert predict(s, points(16)).step.total[0] == pytest.approx(together / 2)

@@ -7,6 +7,7 @@ from configs import pretrain_tiny, rlzero_tiny
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
+from specrl_jax.learner.batch import Packing
 from specrl_jax.tasks import pretrain
 from specrl_jax.training.initial import initial_params
 from tests.helpers.training import NEVER, make_run
@@ -38,10 +39,9 @@ def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
     """Order aside: what each solution's tokens are predicted from is its own sequence, by segment."""
     problems = [TaskSource("walk", "train", 0, 0.8)[i] for i in range(30)]
     tokenizer = CharTokenizer()
-    plain = pretrain.solution_rows(problems, tokenizer, 108)
-    packed = pretrain.solution_rows(problems, tokenizer, 108, pack_tokens=216)
-    assert packed.tokens.shape[1] == 216 and packed.tokens.shape[0] % pretrain.PACKED_ROWS == 0
-    assert packed.tokens.size < plain.tokens.size
+    packed = pretrain.solution_rows(problems, tokenizer, Packing(108))
+    plain = pretrain.solution_rows(problems, tokenizer, Packing(108, parts=30))
+    assert packed.tokens.shape[1] == 256 and len(packed.tokens) < len(plain.tokens) == 30
 
     def sequences(rows):
         segments = np.ones_like(rows.tokens) if rows.segments is None else rows.segments
@@ -58,4 +58,4 @@ def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
 
 def test_a_solution_that_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"max_response_tokens = 40, a worked solution needs \d+"):
-        pretrain.solution_rows([TaskSource("walk", "train", 0)[0]], CharTokenizer(), 40)
+        pretrain.solution_rows([TaskSource("walk", "train", 0)[0]], CharTokenizer(), Packing(40))

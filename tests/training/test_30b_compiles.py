@@ -51,7 +51,7 @@ def collectives(compiled, kind):
 
 def test_policy_step_compiles_sharded():
     partition = partitioner(mesh(), LEARNER)
-    learner = PolicyForward(MODEL, BF16, True, CONFIG.policy.vocab_tile, 8, 1.0)
+    learner = PolicyForward(MODEL, BF16, True, CONFIG.policy.vocab_tile, 8 * 4096, 1.0)
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(0.2, 0.28, 0.0), optimizer, partition)
     B, T = 16, 4096

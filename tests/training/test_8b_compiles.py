@@ -45,7 +45,7 @@ def test_policy_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     grpo, policy = CONFIG.grpo, CONFIG.policy
     learner = PolicyForward(
-        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch, 1.0
+        MODEL, jnp.dtype(policy.compute_dtype), policy.remat, policy.vocab_tile, grpo.microbatch_tokens, 1.0
     )
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_policy_step(learner, Objective(grpo.clip_low, grpo.clip_high, grpo.kl_coef), optimizer, partition)
@@ -89,11 +89,13 @@ def test_generation_loop_compiles_sharded_and_gathers_nothing_large(mesh, k):
 def test_draft_step_compiles_sharded(mesh):
     partition = partitioner(mesh, LEARNER)
     dtype, grpo = jnp.dtype(CONFIG.policy.compute_dtype), CONFIG.grpo
-    learner = DraftForward(DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch, 1.0)
+    learner = DraftForward(
+        DRAFT, MODEL, dtype, CONFIG.draft.loss, 3, CONFIG.policy.vocab_tile, grpo.microbatch_tokens, 1.0
+    )
     optimizer = make_optimizer(OptimizerConfig(**CONFIG.optimizer))
     step = make_draft_step(learner, optimizer, partition)
     state = abstract_state(DRAFT.specs, optimizer, partition)
-    B, T, D = CONFIG.grpo.microbatch, 2048, MODEL.embed
+    B, T, D = 8, 2048, MODEL.embed
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=partition.sharding(("batch",)))

@@ -48,7 +48,7 @@ def test_what_fits_is_taken_whole(capsys):
         "rollout.max_prompt_tokens": 312,
         "rollout.max_response_tokens": 896,  # 2 x 419, in units of 64
         "rollout.num_slots": 128,
-        "grpo.microbatch": 128,
+        "grpo.microbatch_tokens": 128 * 1208,  # every row of a minibatch
     }
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rollout.max_prompt_tokens = 312: tokens of the longest of 7,473 prompts"
@@ -57,7 +57,7 @@ def test_what_fits_is_taken_whole(capsys):
 
 def test_a_value_that_is_set_stays(capsys):
     values = {"draft.kind": "none", "draft.vocab_size": 0, "rollout.max_prompt_tokens": 500}
-    values |= {"rollout.max_response_tokens": 77, "rollout.num_slots": 3, "grpo.microbatch": 2}
+    values |= {"rollout.max_response_tokens": 77, "rollout.num_slots": 3, "grpo.microbatch_tokens": 2}
     assert chosen(**{key.replace(".", "__"): value for key, value in values.items()}) == values
     assert capsys.readouterr().out == ""
 
@@ -69,27 +69,28 @@ def test_a_value_that_is_set_stays(capsys):
         (80 * GB, UNSOLVED, "eagle3", 1024),
         (24 * GB, UNSOLVED, "eagle3", 1024),
         # 0.6 B parameters of 16 + 2 bytes are 10.7 GB, and a head's 70 M more.
-        (12.5 * GB, UNSOLVED, "suffix", 64),
+        (12.5 * GB, UNSOLVED, "suffix", 128),
     ],
 )
 def test_memory_decides(memory, measured, kind, response):
     found = chosen(LARGE, memory, measured)
     assert (found["draft.kind"], found["rollout.max_response_tokens"]) == (kind, response)
     assert found["draft.vocab_size"] == (32_000 if kind == "eagle3" else 0)
-    assert 128 % found["grpo.microbatch"] == 0
+    longest = 312 + response
+    assert found["grpo.microbatch_tokens"] in [longest * 2**i for i in range(8)]
     assert 1 <= found["rollout.num_slots"] <= 128
 
 
 def test_less_memory_means_fewer_slots_and_rows():
     found = [chosen(LARGE, memory * GB) for memory in (14, 16, 24, 80)]
-    for key in ("rollout.num_slots", "grpo.microbatch"):
+    for key in ("rollout.num_slots", "grpo.microbatch_tokens"):
         values = [one[key] for one in found]
         assert values == sorted(values) and values[0] < values[-1], values
 
 
 def test_slots_and_rows_divide_over_the_devices():
     found = chosen(LARGE, 8 * GB, devices=8)
-    assert found["rollout.num_slots"] % 8 == 0 and found["grpo.microbatch"] % 8 == 0
+    assert found["rollout.num_slots"] % 8 == 0 and found["grpo.microbatch_tokens"] % (8 * 1208) == 0
 
 
 def test_the_length_that_the_policy_was_made_for_is_not_exceeded():

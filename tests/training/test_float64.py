@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from specrl_jax.core import at_least_float32
-from specrl_jax.learner.batch import Packing, learner_batch
+from specrl_jax.learner.batch import learner_batch
 from specrl_jax.learner.policy_step import make_policy_step
 from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
 from tests.helpers.slow import slow_but
-from tests.learner.test_batch import OBJECTIVES, T, training_batch
+from tests.learner.test_batch import OBJECTIVES, PACKING, T, training_batch
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
 WIDE = dataclasses.replace(PLAIN, dtype=jnp.dtype("float64"))
@@ -71,16 +71,16 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
 def test_packed_rows(name):
-    packed = batch_of(Packing(2 * T, 1, 2))
+    packed = batch_of(PACKING)
     assert len(packed[0].tokens) < len(batch_of()[0].tokens)
     assert_same(gradient(name, WIDE, packed)[0], gradient(name, WIDE, batch_of())[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [None, Packing(2 * T, 1, 2)])
+@pytest.mark.parametrize("packing", [None, PACKING])
 def test_microbatches_with_recomputed_layers(packing):
     batch = batch_of(packing)
-    parts = dataclasses.replace(WIDE, microbatch=2, remat=True, vocab_tile=48)
+    parts = dataclasses.replace(WIDE, microbatch_tokens=2 * T, remat=True, vocab_tile=48)
     assert_same(gradient("token", parts, batch)[0], gradient("token", WIDE, batch)[0])
 
 
@@ -99,7 +99,7 @@ def test_minibatches():
 @pytest.mark.slow
 def test_adapters():
     """dA = scale dW B^T and dB = scale A^T dW, with dW the gradient of weights that are the sum."""
-    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch=2, remat=True)
+    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch_tokens=2 * T, remat=True)
     frozen, rng = wide(initial_params()), np.random.default_rng(3)
     adapters = jax.tree.map(
         lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape)), init_adapters(jax.random.key(0), learner.trained_specs)

@@ -22,9 +22,9 @@ def test_acceptance_counts_what_was_committed():
         response_length=np.array([8, 5], np.int32),
         # Two programs of one length count together.
         chunks=[
-            DecodeChunk(2, 3, 1.0, 2, 4, 0.0),
-            DecodeChunk(2, 0, 1.0, 1, 2, 0.0),
-            DecodeChunk(1, 3, 1.0, 1, 1, 0.0),
+            DecodeChunk(2, 3, 1.0, 2, 4, 0.0, 5.0),
+            DecodeChunk(2, 0, 1.0, 1, 2, 0.0, 5.0),
+            DecodeChunk(1, 3, 1.0, 1, 1, 0.0, 5.0),
         ],
     )
     assert speculation_metrics(rollouts) == pytest.approx(

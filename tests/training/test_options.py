@@ -23,7 +23,6 @@ from tests.helpers.training import StopAfter, lower_case, make_run, saved, train
 STEPS = 4
 EVERYTHING = {
     "policy__lora_rank": 3,
-    "grpo__pack_tokens": 64,
     "grpo__kl_coef": 0.01,
     "grpo__kl": "k2",
     "grpo__reference_every": 2,
@@ -33,7 +32,7 @@ EVERYTHING = {
     "grpo__aggregation": "sequence",
     "grpo__correction": "sequence_mask",
     "grpo__minibatches": 2,
-    "grpo__microbatch": 1,
+    "grpo__microbatch_tokens": 1,
     "rollout__temperature": 0.7,
     "rollout__top_k": 40,
     "rollout__top_p": 0.9,

@@ -37,14 +37,15 @@ def test_operations_are_those_that_the_compiler_counts():
     specs = qwen3.param_specs(c)
     # Layers one by one: the compiler counts the body of a scan once.
     params = abstract_params(qwen3.inference_specs(c), jnp.float32, partition.shardings(qwen3.inference_specs(c)))
-    cache = jax.eval_shape(lambda: kv.init_cache(c.layers, B, T, c.kv_heads, c.head_dim, jnp.float32))
-    tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    compiled = (
-        jax.jit(lambda *x: qwen3.forward(x[0], c, qwen3.Inputs(x[1], x[2]), partition, cache=x[3]).logits)
-        .lower(params, tokens, tokens, cache)
-        .compile()
-    )
-    # Every query reads all T keys of the cache there, masked or not; the rest is element by element.
+    shape = kv.PageShape(B * T // 8, 8, jnp.dtype(jnp.float32), jax.default_backend())
+    cache = jax.eval_shape(lambda: kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape))
+    tokens, rows = (jax.ShapeDtypeStruct((B, width), jnp.int32) for width in (T, T // 8))
+
+    def decode(params, tokens, positions, cache, table):
+        return qwen3.forward(params, c, qwen3.Inputs(tokens, positions), partition, cache=cache, table=table).logits
+
+    compiled = jax.jit(decode).lower(params, tokens, tokens, cache, kv.Table(rows, rows)).compile()
+    # Every query reads all T keys of its row's pages there, masked or not; the rest is element by element.
     expected = forward_flops(c, B * T, B * T * T)
     assert compiled.cost_analysis()["flops"] == pytest.approx(expected, rel=0.1)
     assert count_params(specs) > 0

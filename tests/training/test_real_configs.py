@@ -23,6 +23,8 @@ MESHES = {
 }
 
 
+MEMORY = 141_000_000_000  # bytes of a device, as an H200 has
+
 # Devices of one process on the nodes that the configs name; rollouts reach no further.
 NODE = 4
 
@@ -38,7 +40,8 @@ def test_a_copy_of_the_policy_that_generates_fits_into_a_node(name):
 def test_its_steps_are_built(name):
     config = without_files(from_config_dict(importlib.import_module(f"configs.{name}").get_config()))
     fsdp, expert, tensor = MESHES[name]
-    plan = make_plan(config, make_mesh({"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor}))
+    mesh = make_mesh({"data": 1, "fsdp": fsdp, "expert": expert, "tensor": tensor})
+    plan = make_plan(config, mesh, memory=MEMORY)
     phases = [phase for phase in find_phases(plan) if phase.name.startswith(("logprob", "train", "generate: spec"))]
     assert len(phases) == 4
     for phase in phases:

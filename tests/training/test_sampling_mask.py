@@ -22,7 +22,7 @@ from tests.learner.test_draft_step import DRAFT_LEARN, HEAD, IDS, LEARN, ONE, PO
 
 CUTS = {"top_k": (5, 1.0), "top_p": (0, 0.6), "both": (20, 0.8)}
 RULES = ("rejection", "block", "coupled")
-FORWARD = PolicyForward(real.MODEL, jnp.dtype("float32"), False, vocab_tile=40, microbatch=0, temperature=0.7)
+FORWARD = PolicyForward(real.MODEL, jnp.dtype("float32"), False, vocab_tile=40, microbatch_tokens=0, temperature=0.7)
 
 
 def learner_partition():
@@ -36,7 +36,7 @@ def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
     engine, weights = real.engine_and_weights("eagle3", 2, limits, Sampling(0.7, *CUTS[cut], rule))
     rollouts = engine.generate(weights, real.prompts(4), 3, seed=0)
     drawn = TrainingBatch(rollouts, np.zeros(12, np.float32), np.ones(12, bool))
-    batch = learner_batch(drawn, real.TOKENIZER.pad_id, Packing(48, 1, 1) if packed else None)
+    batch = learner_batch(drawn, real.TOKENIZER.pad_id, Packing(20) if packed else None)
     step = make_logprob_step(FORWARD, learner_partition())
     replayed, ignored = (
         step(real.policy(), dataclasses.replace(batch.rows, kept=kept))[0] for kept in (batch.rows.kept, None)

@@ -68,7 +68,7 @@ def reloaded(setup, speculation):
 
 
 def k_of(speculation):
-    return speculation.lengths.choose(16, 16).k
+    return speculation.lengths.choose(16, 16, 50.0).k
 
 
 def tripped(speculation):
@@ -159,9 +159,9 @@ def test_a_tripped_alarm_holds_the_controller_back():
     speculation.controller.initial_budget = 0.0
     for size in SIZES:
         for k in LENGTHS:
-            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, 50.0)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
-    speculation.lengths.observe(DecodeChunk(16, 3, 10.0, 10, 160, 0.0), np.array([128, 80, 40]))
+    speculation.lengths.observe(DecodeChunk(16, 3, 10.0, 10, 160, 0.0, 50.0), np.array([128, 80, 40]))
     assert k_of(speculation) == 3
     tripped(speculation)
     assert k_of(speculation) == 0
@@ -174,18 +174,18 @@ def test_other_engines_draft_while_the_run_does(path):
     """A head from a folder from the beginning, a random one once the run has seen that it pays; none under an alarm."""
     speculation = Speculation(*setup_of(adaptive=True, path=path))
     speculation.controller.initial_budget = 0.0
-    assert speculation.lengths_for(None).choose(4, 4).k == (3 if path else 0)
+    assert speculation.lengths_for(None).choose(4, 4, 50.0).k == (3 if path else 0)
     for size in SIZES:
         for k in LENGTHS:
-            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k)
-    assert k_of(speculation) == 3 and speculation.lengths_for(None).choose(4, 4).k == 3
+            speculation.lengths.calibrate(size, k, 1.0 + 0.01 * k, 50.0)
+    assert k_of(speculation) == 3 and speculation.lengths_for(None).choose(4, 4, 50.0).k == 3
     speculation.controller.predict([0.01, 0.0, 0.0])
-    assert k_of(speculation) == 0 and speculation.lengths_for(None).choose(4, 4).k == 0
+    assert k_of(speculation) == 0 and speculation.lengths_for(None).choose(4, 4, 50.0).k == 0
     fixed = Speculation(*setup_of(path=path))
-    assert fixed.lengths_for(None).choose(4, 4).k == 3
+    assert fixed.lengths_for(None).choose(4, 4, 50.0).k == 3
     tripped(fixed)
-    assert fixed.lengths_for(None).choose(4, 4).k == 0
-    assert Speculation(*setup_of(adaptive=True, weights=False)).lengths_for(None).choose(4, 4).k == 3
+    assert fixed.lengths_for(None).choose(4, 4, 50.0).k == 0
+    assert Speculation(*setup_of(adaptive=True, weights=False)).lengths_for(None).choose(4, 4, 50.0).k == 3
 
 
 def test_the_controller_gets_the_prediction_of_every_sampled_step():
@@ -222,7 +222,7 @@ def test_a_draft_learns_every_update_every_steps_where_the_run_lets_it():
 def test_everything_saved_comes_back():
     setup = setup_of(adaptive=True, groups=2)
     speculation = Speculation(*setup)
-    speculation.lengths.calibrate(16, 3, 0.5)
+    speculation.lengths.calibrate(16, 3, 0.5, 50.0)
     speculation.observe(rollouts_of(), DIAGNOSTICS)
     speculation.observe(rollouts_of((100, 0, 0), (150, 150, 150)), DIAGNOSTICS)
     loaded = reloaded(setup, speculation)
@@ -252,7 +252,7 @@ def test_under_an_alarm_it_answers_all_that_an_engine_asks():
 def test_costs_of_other_shapes_are_not_taken_over():
     """Another num_slots: the alarm is still right, the table of seconds is not."""
     speculation = Speculation(*setup_of(adaptive=True))
-    speculation.lengths.calibrate(16, 3, 0.5)
+    speculation.lengths.calibrate(16, 3, 0.5, 50.0)
     tripped(speculation)
     other = reloaded(setup_of(adaptive=True, sizes=(32, 8)), speculation)
     assert other.controller.sizes == (32, 8) and other.controller.unmeasured(32) == list(LENGTHS)
@@ -275,9 +275,9 @@ def test_rollouts_know_what_was_observed_before_their_policy_and_nothing_later()
     speculation.observe(rollouts_of(texts=[([1, 2], [3])]), DIAGNOSTICS)
     tripped(speculation)
     lengths, history = speculation.as_of(1)
-    assert lengths.choose(16, 16).k == 3 and [text.tolist() for text in history.get([1, 2])] == [[1, 2, 3]]
+    assert lengths.choose(16, 16, 50.0).k == 3 and [text.tolist() for text in history.get([1, 2])] == [[1, 2, 3]]
     lengths, history = speculation.as_of(2)
-    assert lengths.choose(16, 16).k == 0 and len(history.get([1, 2])) == 2
+    assert lengths.choose(16, 16, 50.0).k == 0 and len(history.get([1, 2])) == 2
 
 
 TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))

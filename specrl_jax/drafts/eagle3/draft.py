@@ -10,7 +10,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.base import DraftInputs, DraftMethod, DraftOptions, VocabMap
 from specrl_jax.drafts.eagle3 import checkpoint, network
 from specrl_jax.drafts.recurrent.draft import RecurrentDraft
-from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, store
+from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
@@ -62,11 +62,13 @@ class Eagle3Draft(RecurrentDraft):
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return network.inference_params(params, dtype)
 
-    def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: Output) -> DraftCache:
+    def update_cache(
+        self, params: Params, cache: DraftCache, paging: kv.Paging, out: Output, partition: Partitioner
+    ) -> DraftCache:
         # After `fc`: a third of the three features' size, and drafting needs it anyway.
         assert out.aux is not None, "the forward was asked for aux_layers"
         hidden = network.first_hidden(params, self.config, out.aux)
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, hidden))
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition))
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend
@@ -74,11 +76,17 @@ class Eagle3Draft(RecurrentDraft):
         return network.layer(params, self.config, hidden, embedded, angles, attend)
 
     def write_pairs(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self,
+        params: Params,
+        hidden: jax.Array,
+        embedded: jax.Array,
+        pairs: kv.Paging,
+        cache: DraftCache,
+        partition: Partitioner,
     ) -> DraftCache:
         """Compute neither attention nor mlp."""
-        k, v = network.keys_values(params, self.config, hidden, embedded, self.config.angles(pairs))
-        return store(cache, pairs, k, v)
+        k, v = network.keys_values(params, self.config, hidden, embedded, self.config.angles(pairs.positions))
+        return cache._replace(pages=kv.write(cache.pages, k, v, pairs, partition))
 
     def logits(self, weights: Weights, a: jax.Array) -> jax.Array:
         return network.draft_logits(weights.draft, self.config, a)

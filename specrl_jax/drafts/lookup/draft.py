@@ -54,7 +54,7 @@ def lookup_drafter(length: int, min_match: int, max_match: int = 8) -> Drafter:
         deterministic, num_drafted = jnp.ones(slots.length.shape, bool), (tokens >= 0).sum(axis=1, dtype=jnp.int32)
         return Draft(tokens, None, deterministic, num_drafted=num_drafted), slots.cache
 
-    return Drafter(length, draft, lambda params, tokens, length, cache: cache, replayable=True)
+    return Drafter(length, draft, lambda params, text, cache: cache, replayable=True)
 
 
 def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Drafter:

@@ -51,8 +51,10 @@ class MTPDraft(RecurrentDraft):
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return network.inference_params(params, dtype)
 
-    def update_cache(self, params: Params, cache: DraftCache, positions: jax.Array, out: Output) -> DraftCache:
-        return cache._replace(hidden=kv.write_tokens(cache.hidden, positions, out.hidden))
+    def update_cache(
+        self, params: Params, cache: DraftCache, paging: kv.Paging, out: Output, partition: Partitioner
+    ) -> DraftCache:
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, out.hidden, partition))
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, stand_in
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import Drafter, Text
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig
@@ -13,6 +13,7 @@ from specrl_jax.drafts.recurrent import network
 from specrl_jax.drafts.recurrent.network import Angles, Attend, DraftCache, HeadConfig
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
+from specrl_jax.sharding import Partitioner
 
 
 class RecurrentDraft:
@@ -34,29 +35,42 @@ class RecurrentDraft:
         raise NotImplementedError
 
     def extend(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self,
+        params: Params,
+        hidden: jax.Array,
+        embedded: jax.Array,
+        pairs: kv.Paging,
+        cache: DraftCache,
+        partition: Partitioner,
     ) -> tuple[jax.Array, DraftCache]:
         """Apply the head to pairs [B, Q], each attending to pairs up to its own; return the output and the cache."""
         written = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            written.append(network.store(cache, pairs, k, v))
-            return kv.attend(q, written[0].keys, written[0].values, pairs)
+            out, pages = kv.attend(q, k, v, cache.pages, pairs, partition)
+            written.append(pages)
+            return out
 
-        a = self.layer(params, hidden, embedded, self.config.angles(pairs), attend)
-        return a, written[0]
+        a = self.layer(params, hidden, embedded, self.config.angles(pairs.positions), attend)
+        return a, cache._replace(pages=written[0])
 
     def write_pairs(
-        self, params: Params, hidden: jax.Array, embedded: jax.Array, pairs: jax.Array, cache: DraftCache
+        self,
+        params: Params,
+        hidden: jax.Array,
+        embedded: jax.Array,
+        pairs: kv.Paging,
+        cache: DraftCache,
+        partition: Partitioner,
     ) -> DraftCache:
         """Write keys and values of pairs [B, Q]. Under jit nothing after them is computed."""
-        return self.extend(params, hidden, embedded, pairs, cache)[1]
+        return self.extend(params, hidden, embedded, pairs, cache, partition)[1]
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> DraftCache:
-        return network.init_cache(self.config, rows, length, dtype)
+    def init_cache(self, shape: kv.PageShape) -> DraftCache:
+        return network.init_cache(self.config, shape)
 
     def cache_axes(self) -> DraftCache:
-        return DraftCache(*map(stand_in, (("batch", None, None), kv.KEY_AXES, kv.VALUE_AXES)))
+        return DraftCache(stand_in(kv.TOKEN_AXES), kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)))
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         return recurrent_drafter(self, config)
@@ -69,39 +83,40 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
         return config.partition.constrain(params.policy["embed"][tokens].astype(config.dtype), "batch", None, None)
 
     def committed(
-        params: Weights, tokens: jax.Array, pairs: jax.Array, cache: DraftCache
+        params: Weights, tokens: jax.Array, pairs: kv.Paging, cache: DraftCache
     ) -> tuple[jax.Array, jax.Array]:
         """Return (hidden, embedded) of pairs [B, Q] whose hidden states and tokens are both known."""
-        hidden = jnp.take_along_axis(cache.hidden, pairs[:, :, None], axis=1, mode="clip")
-        following = jnp.take_along_axis(tokens, pairs + 1, axis=1, mode="clip")
+        hidden = kv.read_tokens(cache.hidden, pairs, config.partition)
+        following = jnp.take_along_axis(tokens, pairs.positions + 1, axis=1, mode="clip")
         return hidden.astype(config.dtype), embed(params, following)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[DraftCache]]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
-        pairs = jnp.maximum(slots.length[:, None] - 2 - jnp.arange(k, -1, -1)[None], 0)
+        pairs = slots.place(jnp.maximum(slots.length[:, None] - 2 - jnp.arange(k, -1, -1)[None], 0))
         hidden, embedded = committed(params, slots.tokens, pairs, slots.cache.draft)
-        cache = head.write_pairs(params.draft, hidden[:, :-1], embedded[:, :-1], pairs[:, :-1], slots.cache.draft)
-        a, last, pair = hidden[:, -1:], embedded[:, -1:], pairs[:, -1:]
+        earlier, own = (pairs._replace(positions=x) for x in (pairs.positions[:, :-1], pairs.positions[:, -1:]))
+        cache = head.write_pairs(
+            params.draft, hidden[:, :-1], embedded[:, :-1], earlier, slots.cache.draft, config.partition
+        )
+        a, last = hidden[:, -1:], embedded[:, -1:]
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
-            nonlocal a, cache, last, pair
+            nonlocal a, cache, last, own
             if token is not None:
-                last, pair = embed(params, token[:, None]), slots.length[:, None] - 2 + i
-            a, cache = head.extend(params.draft, a, last, pair, cache)
+                last, own = embed(params, token[:, None]), slots.place(slots.length[:, None] - 2 + i)
+            a, cache = head.extend(params.draft, a, last, own, cache, config.partition)
             a = config.partition.constrain(a, "batch", None, None)
             return head.logits(params, a)[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k, params.vocab_map, config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(
-        params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches[DraftCache]
-    ) -> Caches[DraftCache]:
-        def update(positions: jax.Array, cache: DraftCache) -> DraftCache:
-            hidden, embedded = committed(params, tokens, positions, cache)
-            return head.write_pairs(params.draft, hidden, embedded, positions, cache)
+    def sync_cache(params: Weights, text: Text, cache: Caches[DraftCache]) -> Caches[DraftCache]:
+        def update(pairs: kv.Paging, cache: DraftCache) -> DraftCache:
+            hidden, embedded = committed(params, text.tokens, pairs, cache)
+            return head.write_pairs(params.draft, hidden, embedded, pairs, cache, config.partition)
 
         # The last committed token has no pair yet.
-        return cache._replace(draft=in_blocks(update, tokens, jnp.max(length) - 1, cache.draft))
+        return cache._replace(draft=in_blocks(update, text._replace(length=text.length - 1), cache.draft))
 
     return Drafter(config.length, draft, sync_cache)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import shift_left
 from specrl_jax.models import cache as kv
+from specrl_jax.models.attention import Queries, by_queries, query_parts
 from specrl_jax.models.layers import Yarn, rotary_angles
 
 
@@ -35,9 +36,6 @@ class HeadConfig:
         return rotary_angles(positions, self.head_dim, self.rope_theta, self.yarn)
 
 
-# Queries of a row whose attention scores training holds at a time.
-QUERIES = 1024
-
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Angles = tuple[jax.Array, jax.Array]
@@ -46,26 +44,18 @@ Layer = Callable[[jax.Array, jax.Array, Angles, Attend], jax.Array]
 
 
 class DraftCache(NamedTuple):
-    """State of a sequence in the engine, by absolute position; entry t belongs to pair t.
+    """State of the sequences in the engine, in the pages that the target's cache has; entry t belongs to pair t.
 
     Memory per token: 2 K H + D numbers, against 2 L K H of the target (Qwen3-8B: 6,144 against 73,728).
     """
 
-    hidden: jax.Array  # [B, S, D], the head's input from the target at each processed position
-    keys: jax.Array  # [B, K, H, S]
-    values: jax.Array  # [B, K, S, H]
+    hidden: jax.Array  # [C, T, D], the head's input from the target at each processed position
+    pages: kv.Pages  # keys and values [C, K, T, H]
 
 
-def init_cache(config: HeadConfig, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-    """Return an empty cache of `batch` sequences of `length` positions."""
-    own = kv.init_cache(1, batch, length, config.kv_heads, config.head_dim, dtype)
-    return DraftCache(jnp.zeros((batch, length, config.embed), dtype), own.keys[0], own.values[0])
-
-
-def store(cache: DraftCache, positions: jax.Array, k: jax.Array, v: jax.Array) -> DraftCache:
-    """Write k and v [B, Q, K, H] of pairs `positions` [B, Q]; drop those beyond the cache's length."""
-    keys, values = kv.write_keys(cache.keys, positions, k), kv.write_values(cache.values, positions, v)
-    return cache._replace(keys=keys, values=values)
+def init_cache(config: HeadConfig, shape: kv.PageShape) -> DraftCache:
+    """Return empty pools."""
+    return DraftCache(kv.init_tokens(config.embed, shape), kv.init_cache(1, config.kv_heads, config.head_dim, shape)[0])
 
 
 def unroll(
@@ -96,16 +86,13 @@ def unroll(
       `steps` outputs [B, T, D]; row t of output i predicts token t + 2 + i. Rows within 1 + i of the end are
       meaningless.
     """
-    readable = jnp.tril(jnp.ones((hidden.shape[1],) * 2, bool))[None, None, None]
-    if segments is not None:
-        readable &= (segments[:, :, None] == segments[:, None, :])[:, None, None]
     keys: list[jax.Array] = []
     values: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys.append(k)
         values.append(v)
-        return _ttt_attention(q, keys, values, readable)
+        return _ttt_attention(q, keys, values, segments)
 
     outputs = []
     for i in range(steps):
@@ -114,33 +101,21 @@ def unroll(
     return outputs
 
 
-def _ttt_attention(q: jax.Array, keys: list[jax.Array], values: list[jax.Array], readable: jax.Array) -> jax.Array:
-    """Attend with q [B, T, N, H] to keys[0] where `readable` [B, 1, 1, T, T], and to every later step's own row.
+def _ttt_attention(
+    q: jax.Array, keys: list[jax.Array], values: list[jax.Array], segments: jax.Array | None
+) -> jax.Array:
+    """Attend with q [B, T, N, H] to keys[0] up to its own place and in its segment, and to every later step's own row.
 
-    No maintained attention kernel has this mask. Long rows are computed QUERIES at a time and their scores recomputed
-    in the backward pass: 4 N T QUERIES bytes of scores per row instead of 4 N T^2 for every step.
+    No maintained attention kernel has this mask. Of long rows some queries at a time: see models/attention.py.
     """
     T = q.shape[1]
-    parts = -(-T // QUERIES)
-    if parts == 1:
-        return _attend(q, readable, keys[1:], values[1:], keys[0], values[0])
 
-    def split(x: jax.Array, axis: int = 1) -> jax.Array:
-        """Split into [parts, ..., T / parts, ...] by every parts-th query: each part has tokens of every device."""
-        more = [(0, -T % parts if i == axis else 0) for i in range(x.ndim)]
-        # Padding attends to the first key only and is cut off below.
-        x = jnp.pad(x, more, constant_values=x.dtype == bool)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, parts, *x.shape[axis + 1 :]), axis + 1, 0)
-
-    own = jax.tree.map(split, (keys[1:], values[1:]))
-
-    @jax.checkpoint
-    def attend(part: tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]) -> jax.Array:
-        q, readable, own_keys, own_values = part
+    def attend(queries: Queries, part: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> jax.Array:
+        q, own_keys, own_values = part
+        readable = queries.readable(segments, T)[:, :, None]
         return _attend(q, readable, own_keys, own_values, keys[0], values[0])
 
-    out = jax.lax.map(attend, (split(q), split(readable, 3), *own))
-    return jnp.moveaxis(out, 0, 2).reshape(len(q), -1, *q.shape[2:])[:, :T]
+    return by_queries(attend, query_parts(T), segments, (q, keys[1:], values[1:]))
 
 
 def _attend(

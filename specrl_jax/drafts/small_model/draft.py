@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.verify.op import Draft
 from specrl_jax.core import Params, shift_left, stand_in
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import Drafter, Text
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
@@ -58,15 +58,15 @@ class SmallModelDraft:
     def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
         return qwen3.inference_params(params, self.config, dtype)
 
-    def init_cache(self, rows: int, length: int, dtype: jnp.dtype) -> kv.KVCache:
-        c = self.config
-        return kv.init_cache(c.layers, rows, length, c.kv_heads, c.head_dim, dtype)
+    def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
+        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
 
     def cache_axes(self) -> kv.KVCache:
-        layers = self.config.layers
-        return kv.KVCache((stand_in(kv.KEY_AXES),) * layers, (stand_in(kv.VALUE_AXES),) * layers)
+        return (kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)),) * self.config.layers
 
-    def update_cache(self, params: Params, cache: kv.KVCache, positions: jax.Array, out: Output) -> kv.KVCache:
+    def update_cache(
+        self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner
+    ) -> kv.KVCache:
         return cache
 
     def drafter(self, config: DrafterConfig) -> Drafter:
@@ -100,34 +100,32 @@ def small_model_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens, each by one forward of the small model over its cache."""
 
     def forward(
-        params: Weights, tokens: jax.Array, positions: jax.Array, cache: kv.KVCache
+        params: Weights, tokens: jax.Array, paging: kv.Paging, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        options = qwen3.Options(dtype=config.dtype, return_logits=False)
-        out = qwen3.forward(params.draft, model, qwen3.Inputs(tokens, positions), config.partition, options, cache)
+        options, inputs = qwen3.Options(dtype=config.dtype, return_logits=False), qwen3.Inputs(tokens, paging.positions)
+        out = qwen3.forward(params.draft, model, inputs, config.partition, options, cache, paging.table)
         assert out.cache is not None, "a forward over a cache returns it"
         return out.hidden, out.cache
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
         positions = jnp.maximum(slots.length[:, None] - 1 - jnp.arange(k, -1, -1)[None], 0)
-        hidden, cache = forward(
-            params, jnp.take_along_axis(slots.tokens, positions, axis=1), positions, slots.cache.draft
-        )
+        tokens = jnp.take_along_axis(slots.tokens, positions, axis=1)
+        hidden, cache = forward(params, tokens, slots.place(positions), slots.cache.draft)
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
             nonlocal hidden, cache
             if token is not None:
-                hidden, cache = forward(params, token[:, None], slots.length[:, None] - 1 + i, cache)
+                hidden, cache = forward(params, token[:, None], slots.place(slots.length[:, None] - 1 + i), cache)
             return qwen3.lm_head_logits(params.draft, model, hidden[:, -1:], config.partition)[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k, None, config)
         return drafted, slots.cache._replace(draft=cache)
 
-    def sync_cache(
-        params: Weights, tokens: jax.Array, length: jax.Array, cache: Caches[kv.KVCache]
-    ) -> Caches[kv.KVCache]:
-        def update(positions: jax.Array, cache: kv.KVCache) -> kv.KVCache:
-            return forward(params, jnp.take_along_axis(tokens, positions, axis=1, mode="clip"), positions, cache)[1]
+    def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
+        def update(paging: kv.Paging, cache: kv.KVCache) -> kv.KVCache:
+            tokens = jnp.take_along_axis(text.tokens, paging.positions, axis=1, mode="clip")
+            return forward(params, tokens, paging, cache)[1]
 
-        return cache._replace(draft=in_blocks(update, tokens, jnp.max(length), cache.draft))
+        return cache._replace(draft=in_blocks(update, text, cache.draft))
 
     return Drafter(config.length, draft, sync_cache)

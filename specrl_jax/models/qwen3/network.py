@@ -69,13 +69,15 @@ def forward(
     partition: Partitioner,
     options: Options = DEFAULT,
     cache: kv.KVCache | None = None,
+    table: kv.Table | None = None,
 ) -> Output:
     """Run the policy over tokens [B, T].
 
     Args:
       params: the training layout without a cache, the inference layout with one.
       cache: each query reads it up to its own position; keys and values are written at `positions`, and the updated
-        cache is returned.
+        cache is returned. A negative position is no token.
+      table: the rows' pages of the cache.
     """
     angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
     mlp = feed_forward(config, partition, inputs.counted)
@@ -89,14 +91,15 @@ def forward(
         attend = options.attention(inputs.segment_ids, partition)
         x, aux, routing = _scanned(branch(params, "layers"), x, block, attend, options, partition)
     else:
-        layers = branches(params, "layers")
-        x, aux, routing, cache = _unrolled(layers, x, block, inputs.positions, cache, options.aux_layers)
+        assert table is not None, "a cache is read by a table"
+        layers, paging = branches(params, "layers"), kv.Paging(table, inputs.positions)
+        x, aux, routing, cache = _unrolled(layers, x, block, paging, cache, options.aux_layers, partition)
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     logits = logprobs = entropy = normaliser = None
     if inputs.targets is not None:
         tiling = Tiling(options.vocab_tile, options.temperature, partition)
-        table = lm_head_weight(params, config)
-        logprobs, entropy, normaliser = token_scores(x, table, inputs.targets, tiling, inputs.kept)
+        lm_head = lm_head_weight(params, config)
+        logprobs, entropy, normaliser = token_scores(x, lm_head, inputs.targets, tiling, inputs.kept)
     elif options.return_logits:
         logits = lm_head_logits(params, config, x, partition)
     return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)
@@ -169,27 +172,27 @@ def _unrolled(
     layers: Sequence[Params],
     x: jax.Array,
     block: Block,
-    positions: jax.Array,
+    paging: kv.Paging,
     cache: kv.KVCache,
     aux_layers: tuple[int, ...],
+    partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
-    keys: list[jax.Array] = []
-    values: list[jax.Array] = []
+    written: list[kv.Pages] = []
     entering, copies = [], []
     for index, w in enumerate(layers):
         entering.append(x)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
-            keys.append(kv.write_keys(cache.keys[index], positions, k))
-            values.append(kv.write_values(cache.values[index], positions, v))
-            return kv.attend(q, keys[-1], values[-1], positions)
+            out, pages = kv.attend(q, k, v, cache[index], paging, partition)
+            written.append(pages)
+            return out
 
         x, got = block(x, w, attend)
         if got is not None:
             copies.append(got)
     aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
-    return x, aux, jnp.stack(copies) if copies else None, kv.KVCache(tuple(keys), tuple(values))
+    return x, aux, jnp.stack(copies) if copies else None, tuple(written)
 
 
 def layer(

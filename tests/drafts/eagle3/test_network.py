@@ -12,7 +12,10 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import Yarn, count_params
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from tests.drafts.paged import own_pages
 from tests.helpers.heads import VARIANTS, numpy_draft, random_params, torch_layout
 from tests.helpers.policies import row_positions
 
@@ -20,6 +23,7 @@ from tests.helpers.policies import row_positions
 TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e4)
 HEAD = eagle3.eagle3_config(TARGET, 16)
 B, T, STEPS = 2, 8, 3
+ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 # float32 against float64 through one layer a step: sums of at most 100 terms of order one.
 ATOL = 2e-5
 
@@ -110,16 +114,18 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
     """Over a cache: pairs before the last one are written; the last one and the drafts are extended."""
     head, start = Eagle3Draft(head_of(name)), 4
     params = eagle3.inference_params(random_params(head.config), jnp.float32)
+    shape, table = own_pages(B, T)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
 
     @jax.jit
     def serve(params, features, embedded):
         hidden = eagle3.first_hidden(params, head.config, features)
-        cache = head.init_cache(B, T, jnp.float32)
-        given = hidden[:, :start], embedded[:, 1 : start + 1], pairs[:, :start]
-        cache, fed, logits = head.write_pairs(params, *given, cache), hidden[:, start : start + 1], []
+        cache = head.init_cache(shape)
+        given = hidden[:, :start], embedded[:, 1 : start + 1], Paging(table, pairs[:, :start])
+        cache, fed, logits = head.write_pairs(params, *given, cache, ONE), hidden[:, start : start + 1], []
         for pair in range(start, start + STEPS):
-            fed, cache = head.extend(params, fed, embedded[:, pair + 1][:, None], pairs[:, pair][:, None], cache)
+            at = Paging(table, pairs[:, pair][:, None])
+            fed, cache = head.extend(params, fed, embedded[:, pair + 1][:, None], at, cache, ONE)
             logits.append(eagle3.draft_logits(params, head.config, fed)[:, 0])
         return jnp.stack(logits, axis=1)
 

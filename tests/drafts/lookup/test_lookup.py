@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Draft, Verified
-from specrl_jax.decoding.drafters import Drafter
+from specrl_jax.decoding.drafters import Drafter, Text
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookup_cache import LookupCache, append
+from specrl_jax.decoding.pages import empty_pool, no_pages
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, commit, speculative_step
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
-from specrl_jax.drafts.lookup.search import look_up
+from specrl_jax.drafts.lookup.search import BLOCK, Match, longest_match, look_up
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, flat_index, joint, sequences
 from tests.helpers.statistics import assert_drawn_from
@@ -112,6 +113,70 @@ def test_tokens_beyond_a_length_are_never_read(case, seed):
         np.testing.assert_array_equal(a, b)
 
 
+# Blocks of a longer text: whole ones, and a last one that overlaps the one before.
+LONG = 2 * BLOCK + 88
+ENDS = [0, 1, 7, 8, 40, BLOCK - 1, BLOCK, BLOCK + 1, LONG - BLOCK, 2 * BLOCK, LONG - 1, LONG]
+
+
+@jax.jit
+def match_of_all_positions(recent, texts, length):
+    """In one pass over all of [B, M, S], whatever the texts hold."""
+    S, n = texts.shape[-1], recent.shape[1]
+    position = jnp.arange(S)[None, None]
+    texts = jnp.pad(texts, ((0, 0), (0, 0), (n, 0)), constant_values=-1)
+    matching = position < length[:, :, None]
+    matched = jnp.zeros(matching.shape, jnp.int32)
+    for i in range(n):
+        matching &= texts[:, :, n - 1 - i : n - 1 - i + S] == recent[:, i, None, None]
+        matched += matching
+    best = jnp.max(matched * S + position, axis=-1)
+    text = jnp.argmax(best // S, axis=1).astype(jnp.int32)
+    best = jnp.take_along_axis(best, text[:, None], axis=1)[:, 0]
+    return Match(text, best % S, best // S)
+
+
+@given(
+    seed=st.integers(0, 2**31), V=st.sampled_from([2, 5, 40]), most=st.sampled_from(ENDS[1:]), n=st.sampled_from([1, 8])
+)
+@settings(max_examples=60)
+def test_blocks_find_what_a_pass_over_all_positions_finds(seed, V, most, n):
+    """Bit for bit, of texts that end anywhere in a block, with ties in every text and block."""
+    rng = np.random.default_rng(seed)
+    texts, recent = rng.integers(0, V, (C, M, LONG)).astype(np.int32), rng.integers(0, V, (B, n)).astype(np.int32)
+    length = rng.choice([end for end in ENDS if end <= most], (B, M)).astype(np.int32)
+    group = rng.integers(0, C + 1, B).astype(np.int32)
+    wanted = match_of_all_positions(recent, texts[np.minimum(group, C - 1)], length)
+    of_groups, of_rows = in_blocks(recent, texts, length, group), in_blocks(recent, texts[group % C], length, None)
+    rows = match_of_all_positions(recent, texts[group % C], length)
+    for found, expected in zip((*of_groups, *of_rows), (*wanted, *rows), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)
+
+
+in_blocks = jax.jit(longest_match)
+
+
+def test_blocks_beyond_the_longest_text_are_not_read(monkeypatch):
+    turns, loop = [], jax.lax.fori_loop
+
+    def counted(first, last, turn, start):
+        turns.append(int(last) - int(first))
+        return loop(first, last, turn, start)
+
+    monkeypatch.setattr(jax.lax, "fori_loop", counted)
+    for longest in (0, 40, BLOCK, BLOCK + 1, LONG):
+        longest_match(jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 2, LONG), jnp.int32), jnp.array([[0, longest]]))
+    assert turns == [0, 1, 1, 2, 3]
+
+
+def test_the_search_holds_one_block_whatever_the_longest_text():
+    def temporary(S):
+        shapes = [(64, 8), (4, 24, S), (64, 24), (64,)]
+        compiled = in_blocks.lower(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16 * BLOCK) == temporary(4 * BLOCK) < 20 * 64 * 24 * BLOCK
+
+
 # Texts by digit, "." where there is none: own, the group's other texts, k, min_match, max_match -> draft, match length.
 EXAMPLES = {
     "a single token matches nothing of its own": ("1", [], 2, 1, 8, "", 0),
@@ -168,6 +233,9 @@ def make_slots(tokens, length, group, sequence, lookup_cache, cache=None):
         sequence=jnp.array(sequence),
         lookup_cache=jax.tree.map(jnp.array, lookup_cache),
         cache=cache,
+        # One buffer a leaf, so that a loop can be given them donated.
+        pool=jax.tree.map(jnp.copy, empty_pool(1, 1)),
+        held=jax.tree.map(jnp.copy, no_pages(len(tokens), 1, 1)),
     )
 
 
@@ -199,7 +267,8 @@ def test_a_lookup_drafter_copies_in_every_row_and_keeps_no_state(with_lookup_cac
     np.testing.assert_array_equal(draft.tokens, wanted)
     assert draft.logits is None and draft.vocab_map is None and np.asarray(draft.deterministic).all()
     assert drafter.length == 3
-    assert cache is slots.cache and drafter.sync_cache(None, slots.tokens, slots.length, cache) is cache
+    text = Text(slots.tokens, slots.length, slots.table)
+    assert cache is slots.cache and drafter.sync_cache(None, text, cache) is cache
 
 
 @pytest.mark.parametrize("has_logits", [True, False])
@@ -214,7 +283,7 @@ def test_copies_in_the_place_of_a_heads_draft_have_positions_of_their_own(has_lo
         slots,
         jnp.uint32(0),
         lambda slots, seed: (drafted, slots.cache),
-        lambda tokens, positions, cache: (jnp.zeros((B, k + 1, 3)), cache),
+        lambda tokens, paging, cache: (jnp.zeros((B, k + 1, 3)), cache),
         StepOptions(lambda inputs, sampling: verified, Sampling(), eos_ids=()),
     )
     expected = np.zeros(out.tokens.shape, np.int8)
@@ -292,7 +361,7 @@ def fixed_drafter(deterministic, logits=True):
         drafted = Draft(tokens, jnp.ones((B, k, 7)) if logits else None, jnp.full(B, deterministic), jnp.arange(7))
         return drafted, slots.cache + 1
 
-    return Drafter(3, draft, lambda params, tokens, length, cache: cache + length.sum())
+    return Drafter(3, draft, lambda params, text, cache: cache + text.length.sum())
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -313,7 +382,8 @@ def test_an_override_copies_where_the_match_is_long_and_only_there(deterministic
     np.testing.assert_array_equal(draft.logits, plain.logits)
     np.testing.assert_array_equal(draft.vocab_map, plain.vocab_map)
     assert cache == 6 and drafter.length == 3
-    assert drafter.sync_cache(None, slots.tokens, slots.length, jnp.int32(0)) == slots.length.sum()
+    text = Text(slots.tokens, slots.length, slots.table)
+    assert drafter.sync_cache(None, text, jnp.int32(0)) == slots.length.sum()
 
 
 # --- in the engine

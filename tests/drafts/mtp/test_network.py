@@ -11,12 +11,16 @@ from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
+from specrl_jax.models.cache import Paging
 from specrl_jax.models.layers import count_params, matmul
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from tests.drafts.paged import own_pages
 from tests.helpers.policies import SMALL, numpy_forward, row_positions
 
 DRAFT = MTPDraft(mtp.mtp_config(SMALL))
 CONFIG = DRAFT.config
 B, T, STEPS = 2, 9, 4
+ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 # float32 through one layer a step: sums of at most 100 terms of order one, and a norm after each step.
 ATOL = 3e-5
 
@@ -105,16 +109,18 @@ def test_training_drafts_what_the_formula_says(params, inputs, start):
 def test_serving_drafts_what_training_does(params, inputs, start):
     """Over a cache: pairs before the last one are written; the last one and the drafts are extended."""
     fused = mtp.inference_params(params, jnp.float32)
+    shape, table = own_pages(B, T)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
 
     @jax.jit
     def serve(fused, inputs):
         hidden, embedded, lm_head = inputs
-        cache = DRAFT.init_cache(B, T, jnp.float32)
-        given = hidden[:, :start], embedded[:, 1 : start + 1], pairs[:, :start]
-        cache, fed, logits = DRAFT.write_pairs(fused, *given, cache), hidden[:, start : start + 1], []
+        cache = DRAFT.init_cache(shape)
+        given = hidden[:, :start], embedded[:, 1 : start + 1], Paging(table, pairs[:, :start])
+        cache, fed, logits = DRAFT.write_pairs(fused, *given, cache, ONE), hidden[:, start : start + 1], []
         for pair in range(start, start + STEPS):
-            fed, cache = DRAFT.extend(fused, fed, embedded[:, pair + 1][:, None], pairs[:, pair][:, None], cache)
+            at = Paging(table, pairs[:, pair][:, None])
+            fed, cache = DRAFT.extend(fused, fed, embedded[:, pair + 1][:, None], at, cache, ONE)
             logits.append(matmul("BD,VD->BV", fed[:, 0], lm_head))
         return jnp.stack(logits)
 

@@ -11,16 +11,18 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
-from specrl_jax.drafts.recurrent import network as recurrent
-from specrl_jax.models import qwen3
+from specrl_jax.models import attention, qwen3
+from specrl_jax.models.cache import Pages, Paging, Table
 from specrl_jax.models.layers import init_params
-from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from tests.drafts.paged import by_position, own_pages
 from tests.helpers.policies import row_positions
 
 TARGET = qwen3.Qwen3Config(40, 24, 7, 4, 2, 8, 32, tied=True, max_positions=64)
 DRAFTS = {"eagle3": Eagle3Draft(eagle3.eagle3_config(TARGET, 16)), "mtp": MTPDraft(mtp.mtp_config(TARGET))}
 NETWORKS, FEATURES = {"eagle3": eagle3, "mtp": mtp}, {"eagle3": (3, 24), "mtp": (24,)}
 CONFIG = DRAFTS["eagle3"].config
+ONE = partitioner(make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]), ROLLOUT)
 B, T = 2, 9
 kinds = pytest.mark.parametrize("kind", DRAFTS)
 
@@ -74,7 +76,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, features)
 
     (_, expected), whole = values()
-    monkeypatch.setattr(recurrent, "QUERIES", 3)
+    monkeypatch.setattr(attention, "SCORES", 3 * T)
     (_, found), parts = values()
     np.testing.assert_allclose(found, expected, atol=1e-5)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
@@ -83,7 +85,7 @@ def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monke
 
 @pytest.mark.slow
 def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
-    T, steps = 4 * recurrent.QUERIES, 3
+    T, steps = 4096, 3
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), eagle3.param_specs(CONFIG))
     rows = [jax.ShapeDtypeStruct((1, T, *width, CONFIG.embed), jnp.float32) for width in ((3,), ())]
     positions = jax.ShapeDtypeStruct((1, T), jnp.int32)
@@ -95,28 +97,42 @@ def test_the_scores_of_a_long_row_are_never_all_in_memory(monkeypatch):
         return jax.jit(jax.grad(loss)).lower(shapes, *rows, positions).compile().memory_analysis().temp_size_in_bytes
 
     parts = temporaries()
-    monkeypatch.setattr(recurrent, "QUERIES", T)
-    # A fourth of the scores of one step, instead of those of three.
+    monkeypatch.setattr(attention, "SCORES", T * T)
+    # An eighth of the scores of one step, instead of those of three.
     assert parts < temporaries() / 4
 
 
 @kinds
-def test_pairs_beyond_the_cache_are_dropped_and_true_pairs_replace_provisional_ones(kind):
+@pytest.mark.parametrize("columns", ["none", "no page"])
+def test_pairs_beyond_the_pages_are_dropped_and_true_pairs_replace_provisional_ones(kind, columns):
+    """Four positions a row in two pages; the table ends there, or goes on without a page."""
     draft = DRAFTS[kind]
     params = draft.inference_params(params_of(kind), jnp.float32)
     _, embedded = inputs_of(kind)
     pairs = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    shape, table = own_pages(B, 4, page_tokens=2)
+    if columns == "no page":
+        table = Table(*(jnp.pad(x, ((0, 0), (0, 1)), constant_values=shape.pages) for x in table))
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def write(first, last, cache):
-        given = embedded[:, first:last], embedded[:, first + 1 : last + 1], pairs[:, first:last]
-        return draft.write_pairs(params, *given, cache)
+        given = embedded[:, first:last], embedded[:, first + 1 : last + 1], Paging(table, pairs[:, first:last])
+        return draft.write_pairs(params, *given, cache, ONE)
 
-    empty = draft.init_cache(B, 4, jnp.float32)
+    def entries(cache):
+        return [by_position(pool, table.read, 4) for pool in cache.pages]
+
+    empty = draft.init_cache(shape)
     whole = write(0, 4, empty)
+    assert all(x.any(axis=(2, 3)).all() for x in entries(whole))
     jax.tree.map(np.testing.assert_array_equal, write(4, 6, whole), whole)
-    dirty = empty._replace(keys=empty.keys + 3.0, values=empty.values - 3.0)
+    dirty = empty._replace(pages=Pages(empty.pages.keys + 3.0, empty.pages.values - 3.0))
     over = write(0, 4, dirty)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), over, whole)
+    for a, b in zip(entries(over), entries(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    # The last page is no row's.
+    for a, b in zip(over.pages, dirty.pages, strict=True):
+        np.testing.assert_array_equal(a[-1], b[-1])
     kept = write(0, 2, dirty)
-    np.testing.assert_array_equal(kept.keys[..., 2:], dirty.keys[..., 2:])
+    for a, b in zip(entries(kept), entries(dirty), strict=True):
+        np.testing.assert_array_equal(a[:, 2:], b[:, 2:])

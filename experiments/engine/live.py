@@ -1,0 +1,460 @@
+"""Measure whether decoding and a step cost what they hold: by limit, by live tokens, with long tails of lengths.
+
+    python -m experiments.engine.live limit contiguous short tail drafts pages step
+
+Each name is one measurement; README.md says what it measures and how long it takes. Policies have random weights given
+by a seed, and every rollout has a length given beforehand. What is compared takes turns in rounds, in a random order:
+engines of this tree in this process, commit 411c9fb (peer_earlier.py) and other libraries in processes of their own.
+A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement.
+`--small` does the same with little work, for tests; its figures mean nothing.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.engine import bench
+from experiments.engine.peers import HERE, MODELS, ask, load_engine, save_random, start_peer
+from experiments.grpo_step.rows import tails
+from specrl_jax.config import base, from_config_dict
+from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.engine import Engine
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.learner.state import init_random_params
+from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.sharding import LEARNER, partitioner
+from specrl_jax.training.plan import find_limits
+
+ROOT = pathlib.Path(__file__).parents[2]
+EARLIER = "411c9fb"
+FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
+GROUP = 8  # rollouts of a prompt
+AGAINST = (EARLIER, "transformers", "continuous", "tunix")
+KINDS = {"suffix": DraftOptions("suffix"), "eagle3": DraftOptions("eagle3")}
+
+
+class Sizes(NamedTuple):
+    """How much work the measurements do."""
+
+    models: dict[str, Qwen3Config]
+    limits: tuple[int, ...]  # tokens of the longest sequence
+    full: int  # tokens of the rows of `contiguous`
+    policy: Qwen3Config  # of long tails
+    longest: int  # tokens of a prompt there
+    cut: int  # most response tokens there
+    config: str  # of whole steps
+    step_limits: tuple[int, int]
+
+
+FULL = Sizes(MODELS, (128, 512, 2048, 8192), 2000, PRESETS["small"], 512, 4096, "configs/rlzero_tiny.py", (64, 4000))
+NANO = {"nano": PRESETS["nano"]}
+SMALL = Sizes(NANO, (64, 128), 64, PRESETS["nano_deep"], 16, 24, "configs/rlzero_tiny.py:smoke", (12, 40))
+
+
+class Work(NamedTuple):
+    """Rollouts of given lengths."""
+
+    prompts: list[list[int]]
+    samples: int  # rollouts of each prompt
+    responses: list[int]  # tokens of each rollout, prompt by prompt
+    slots: int  # rollouts at once
+    prompt: int  # tokens, the longest prompt that the engine has room for
+    limit: int  # tokens, its longest response
+
+    @property
+    def repeated(self) -> list[list[int]]:
+        """Return the prompt of each rollout."""
+        return [prompt for prompt in self.prompts for _ in range(self.samples)]
+
+
+class Measured(NamedTuple):
+    """What one side of a round took."""
+
+    tokens: int
+    seconds: float
+    iteration: float = 0.0  # seconds
+    acceptance: float = 1.0  # tokens per verification
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+# (work, seed) -> what it took
+Side = Callable[[Work, int], Measured]
+
+
+def equal(rows: int, prompt: int, response: int, limit: int, vocab: int) -> Work:
+    """Return a rollout of each of `rows` prompts, all at once, for sequences of up to `limit` tokens."""
+    prompts = np.random.default_rng(rows).integers(1, vocab, (rows, prompt)).tolist()
+    return Work(prompts, 1, [response] * rows, rows, prompt, limit - prompt)
+
+
+def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
+    """Return GROUP rollouts of each prompt with lengths of a long tail, 16 at once."""
+    length, prompt = tails(seed, prompts)
+    responses = np.clip(length - prompt, 1, sizes.cut).tolist()
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(1, sizes.policy.vocab, min(n, sizes.longest)).tolist() for n in prompt[::GROUP]]
+    return Work(ids, GROUP, responses, 16, sizes.longest, sizes.cut)
+
+
+def brief(work: Work) -> Work:
+    """Return a little of it that thins like it, for which both engines compile what they need for all of it."""
+    return work._replace(prompts=work.prompts[:3], responses=[2] * 20 + [min(n, work.limit) for n in (30, 30, 30, 60)])
+
+
+def engine_config(work: Work, lookup: bool, page_tokens: int) -> EngineConfig:
+    """Return the sizes that a training run with these lengths has, and pages for all of its slots."""
+    c = base()
+    c.rollout.num_slots, c.grpo.group_size = work.slots, work.samples
+    c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = work.prompt, work.limit
+    c.grpo.prompts_per_step = len(work.prompts)
+    if page_tokens:
+        c.rollout.page_tokens = page_tokens
+    return find_limits(from_config_dict(c), 1, lookup)
+
+
+class Ours:
+    """This tree's engine for a policy, with programs compiled when a shape is first asked for."""
+
+    def __init__(
+        self,
+        folder: str,
+        draft: DraftOptions = DraftOptions("none"),  # noqa: B008 (frozen)
+        k: int = 0,
+        temperature: float = 1.0,
+        page_tokens: int = 0,
+    ) -> None:
+        """`page_tokens`: 0: the configuration's."""
+        self._folder, self._draft, self._k, self._page_tokens = folder, draft, k, page_tokens
+        self._sampling = Sampling(temperature)
+        self._made: dict[EngineConfig, tuple[Engine, Weights]] = {}
+
+    def engine(self, work: Work) -> tuple[Engine, Weights]:
+        config = engine_config(work, self._draft.kind == "suffix", self._page_tokens)
+        if config not in self._made:
+            self._made[config] = load_engine(self._folder, config, self._draft, self._k, sampling=self._sampling)
+        return self._made[config]
+
+    def __call__(self, work: Work, seed: int) -> Measured:
+        engine, weights = self.engine(work)
+        start = time.perf_counter()
+        rollouts = engine.generate(weights, work.prompts, work.samples, seed, responses=work.responses)
+        seconds = time.perf_counter() - start
+        if rollouts.response_length.tolist() != work.responses:
+            raise ValueError("rollouts do not have the lengths that were asked for")
+        tokens, chunks = int(rollouts.response_length.sum()), rollouts.chunks
+        iterating = sum(chunk.seconds for chunk in chunks) / sum(chunk.iterations for chunk in chunks)
+        return Measured(tokens, seconds, iterating, tokens / int(rollouts.verifications.sum()))
+
+
+@contextlib.contextmanager
+def earlier_engine(folder: str) -> Iterator[Side]:
+    """Start a process with the engine of commit 411c9fb; its sides round like this tree's."""
+    with tempfile.TemporaryDirectory() as tree:
+        packages = ["git", "archive", EARLIER, "specrl_jax", "kernels_pallas"]
+        archive = subprocess.run(packages, cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
+        command = [sys.executable, str(HERE / "peer_earlier.py")]
+        with start_peer(command, folder, PYTHONPATH=tree) as process:
+            yield lambda work, seed: Measured(**ask(process, work._asdict() | {"seed": seed}))
+
+
+@contextlib.contextmanager
+def other_library(command: list[str], folder: str) -> Iterator[Side]:
+    """Start a process of another library, which decodes every rollout on its own (peer_server.py)."""
+    with start_peer(command, folder) as process:
+
+        def run(work: Work, seed: int) -> Measured:
+            asked = {"batch": work.slots, "prompts": work.repeated, "new_tokens": work.responses, "eos": None}
+            return Measured(**ask(process, asked))
+
+        yield run
+
+
+def rounds_of(
+    sides: dict[str, Side], works: dict[str, Work], rounds: int, first: dict[str, Work] | None = None
+) -> dict[str, list[Measured]]:
+    """Return what each side took in each round, after each has done its work, or what `first` has for it, uncounted."""
+    found: dict[str, list[Measured]] = {who: [] for who in sides}
+    for who, side in sides.items():
+        side((first or works)[who], 0)
+    for i, who in bench.in_turn(list(sides), rounds):
+        found[who].append(sides[who](works[who], i + 1))
+        print(f"round {i}, {who}: {found[who][-1].seconds:.2f} s", flush=True)
+    return found
+
+
+class Figures:
+    """Collects the rows of one measurement."""
+
+    def __init__(self, figure: str, versions: str) -> None:
+        self._common = {
+            "figure": figure,
+            "processor": processor(),
+            "versions": versions,
+            "date": str(datetime.date.today()),
+        }
+        self.rows: list[bench.Row] = []
+
+    def add(self, case: str, unit: str, values: Sequence[float]) -> None:
+        quartiles = bench.quartiles(values)
+        row = {name: f"{x:.5g}" for name, x in quartiles._asdict().items()}
+        self.rows.append({"case": case, "unit": unit, "rounds": len(values)} | row | self._common)
+        print(f"{self._common['figure']} {case}: {quartiles} {unit}", flush=True)
+
+    def compare(self, case: str, found: dict[str, list[Measured]], value: str, unit: str, scale: float = 1.0) -> None:
+        """Add `value` of every side, and the ratios of the first side to the others."""
+        values = {who: np.array([getattr(x, value) for x in measured]) for who, measured in found.items()}
+        for who, x in values.items():
+            self.add(f"{case} {who}", unit, scale * x)
+        first, *others = values
+        for who in others:
+            self.add(f"{case} {first} / {who}", "ratio", values[first] / values[who])
+
+
+def processor() -> str:
+    names = [
+        line.split(": ", 1)[1]
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    return f"{os.cpu_count()} x {names[0] if names else 'unknown'}"
+
+
+def limit(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time an iteration of 8 sequences of 24 to 56 live tokens, 40 on average, by the longest sequence."""
+    for name, folder, model in policies(a, sizes):
+        works = {str(n): equal(8, 24, 32, n, model.vocab) for n in sorted(sizes.limits, reverse=True)}
+        ours = Ours(folder)
+        figures.compare(name, rounds_of(dict.fromkeys(works, ours), works, a.rounds), "iteration", "ms", 1e3)
+
+
+def contiguous(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time an iteration of 8 sequences that are as long as the commit's cache, but for the last 32 tokens."""
+    for name, folder, model in policies(a, sizes):
+        work = equal(8, sizes.full - 32, 32, sizes.full, model.vocab)
+        with earlier_engine(folder) as earlier:
+            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
+            figures.compare(name, rounds_of(sides, dict.fromkeys(sides, work), a.rounds), "iteration", "ms", 1e3)
+
+
+def short(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time rollouts of 128 tokens by the number of sequences, as in peers.csv."""
+    for name, folder, model in policies(a, sizes):
+        with earlier_engine(folder) as earlier:
+            sides: dict[str, Side] = {"ours": Ours(folder), EARLIER: earlier}
+            for batch in a.batches:
+                work = equal(batch, 32, 128, 160, model.vocab) if not a.small else equal(2, 8, 8, 16, model.vocab)
+                found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds)
+                figures.compare(f"{name} {batch}", found, "speed", "tokens/s")
+
+
+def tail(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time rollouts with a long tail of lengths against the sides of --against."""
+    work = long_tail(a.prompts, sizes)
+    with policy(sizes) as folder, contextlib.ExitStack() as stack:
+        sides: dict[str, Side] = {"ours": Ours(folder)}
+        for who in a.against:
+            started = earlier_engine(folder) if who == EARLIER else other_library(command_of(who, a), folder)
+            sides[who] = stack.enter_context(started)
+        # google-tunix compiles for each shape.
+        first = {who: work if who == "tunix" else brief(work) for who in sides}
+        found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, first)
+        figures.compare(f"{a.prompts} prompts", found, "speed", "tokens/s")
+
+
+def drafts(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time the same rollouts with drafts of three tokens over none, at --temperature."""
+    work = long_tail(a.prompts, sizes)
+    with policy(sizes) as folder:
+        sides: dict[str, Side] = {"plain": Ours(folder, temperature=a.temperature)}
+        for kind in a.drafts:
+            draft = dataclasses.replace(KINDS[kind], path=random_head(folder, sizes) if kind == "eagle3" else "")
+            sides[kind] = Ours(folder, draft, 3, a.temperature)
+        found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, dict.fromkeys(sides, brief(work)))
+        case = f"{a.prompts} prompts temperature {a.temperature}"
+        for kind in a.drafts:
+            figures.add(f"{case} {kind}", "tokens/verification", [x.acceptance for x in found[kind]])
+            both = {kind: found[kind], "plain": found["plain"]}
+            figures.compare(case, both, "speed", "tokens/s")
+
+
+def pages(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Compare the most pages in use with the tokens that live then, with drafts of a head. Nothing is timed."""
+    work = long_tail(a.prompts, sizes)
+    with policy(sizes) as folder:
+        head = DraftOptions("eagle3", random_head(folder, sizes))
+        for page_tokens in (16, 64):
+            engine, weights = Ours(folder, head, 3, page_tokens=page_tokens).engine(work)
+            scheduler = Scheduler(engine.config, engine.pad_id, work.prompts, GROUP, 0, None, work.responses)
+            batch = ActiveBatch(engine, weights, scheduler, 0)
+            pool = sum(x.nbytes for x in jax.tree.leaves(batch.slots.cache))
+            held, live = max(page_use(batch, engine, work))
+            case = f"{a.prompts} prompts, pages of {page_tokens} tokens"
+            figures.add(case, "ratio", [held / live])
+            figures.add(f"{case}, peak", "MB", [held * pool / engine.config.shard_pages / page_tokens / 1e6])
+
+
+def page_use(batch: ActiveBatch, engine: Engine, work: Work) -> Iterator[tuple[int, int]]:
+    """Decode, and yield (tokens that the pages in use have room for, live tokens) before the end of each chunk.
+
+    A row that ended in a chunk holds its pages until the chunk ends; its tokens do not live. A prompt's tokens count
+    once, however many of its rollouts run.
+    """
+    T, k = engine.config.page_tokens, engine.draft_length
+    lengths = np.array([len(prompt) for prompt in work.prompts])
+    while batch.prepare():
+        requests = batch.scheduler.owner.copy()
+        free, held, limit = jax.device_get((batch.slots.pool.count, batch.slots.held.count, batch.slots.limit))
+        _, statistics = batch.decode(Choice(k, None))
+        needed = -(-np.minimum(statistics.length + k, limit) // T)
+        taken = np.maximum(needed - held, 0)[requests != FREE].sum()
+        alive = (requests != FREE) & ~statistics.done
+        prompts = requests[alive] // GROUP
+        live = (statistics.length[alive] - lengths[prompts]).sum() + lengths[np.unique(prompts)].sum()
+        yield (engine.config.shard_pages - int(free.sum()) + int(taken)) * T, int(live)
+
+
+def step(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
+    """Time whole steps at two limits in processes of their own, and measure the most memory of each process."""
+    found: dict[int, list[tuple[float, float]]] = {n: [] for n in sizes.step_limits}
+    for _, n in bench.in_turn(list(found), a.rounds):
+        found[n].append(run_steps(sizes.config, n))
+    low, high = (np.array(found[n]) for n in sizes.step_limits)
+    for column, (unit, name) in enumerate((("s", "seconds"), ("MB", "peak memory"))):
+        for n in sizes.step_limits:
+            figures.add(f"limit {n}, {name}", unit, [row[column] for row in found[n]])
+        figures.add(
+            f"{sizes.step_limits[1]} / {sizes.step_limits[0]}, {name}", "ratio", high[:, column] / low[:, column]
+        )
+
+
+def run_steps(config: str, most: int, steps: int = 4) -> tuple[float, float]:
+    """Run some steps; return the median seconds of those after the first, and the most memory in MB."""
+    with tempfile.TemporaryDirectory() as workdir:
+        changes = {"steps": steps, "rollout.max_response_tokens": most, "eval.every": 0, "eval.problems": 16}
+        changes["draft.compare_rounds"] = 0
+        overrides = [f"--config.{name}={value}" for name, value in changes.items()]
+        command = [sys.executable, "main.py", f"--config={config}", f"--workdir={workdir}", *overrides]
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)
+            log.seek(0)
+            if status:
+                raise RuntimeError(f"{' '.join(command)} failed: {log.read().decode()[-2000:]}")
+        seconds = [row["time/total"] for row in read_metrics(workdir) if "time/total" in row]
+    return float(np.median(seconds[1:])), usage.ru_maxrss / 1e3  # KiB on Linux
+
+
+@contextlib.contextmanager
+def policy(sizes: Sizes) -> Iterator[str]:
+    """Write the policy of long tails, with positions for its longest sequence."""
+    with tempfile.TemporaryDirectory() as folder:
+        longest = sizes.longest + sizes.cut
+        save_random(folder, dataclasses.replace(sizes.policy, max_positions=longest))
+        yield folder
+
+
+def policies(a: argparse.Namespace, sizes: Sizes) -> Iterator[tuple[str, str, Qwen3Config]]:
+    """Write a policy of each size, and yield its name, folder and sizes."""
+    for name in sizes.models if a.small else a.models or sizes.models:
+        model = dataclasses.replace(sizes.models[name], max_positions=max(*sizes.limits, sizes.full))
+        with tempfile.TemporaryDirectory() as folder:
+            save_random(folder, model)
+            yield name, folder, model
+
+
+def random_head(folder: str, sizes: Sizes) -> str:
+    """Write an EAGLE-3 head with random weights beside the policy in `folder`; return its folder."""
+    draft = Eagle3Draft(eagle3.eagle3_config(sizes.policy, sizes.policy.vocab))
+    params = init_random_params(jax.random.key(1), draft.specs, partitioner(bench.one_device(), LEARNER))
+    path = str(pathlib.Path(folder) / "head")
+    draft.save(path, params, np.arange(sizes.policy.vocab), sizes.policy, "float32")
+    return path
+
+
+def command_of(who: str, a: argparse.Namespace) -> list[str]:
+    if who == "tunix":
+        return [a.tunix, str(HERE / "peer_tunix.py")]
+    command = [a.transformers, str(HERE / "peer_transformers.py")]
+    return [*command, "--continuous"] if who == "continuous" else command
+
+
+def versions(a: argparse.Namespace) -> str:
+    """Return the versions of jax and of the libraries that this measurement starts."""
+    found = [f"jax {jax.__version__}"]
+    for python, package in ((a.transformers, "transformers"), (a.transformers, "torch"), (a.tunix, "google-tunix")):
+        if python:
+            code = f"import importlib.metadata as m; print(m.version('{package}'))"
+            found.append(f"{package} {subprocess.check_output([python, '-c', code], text=True).strip()}")
+    return ", ".join(found)
+
+
+def keep(path: str, rows: list[bench.Row]) -> None:
+    """Write rows to the CSV file in place of those with the same figure and case."""
+    new = {(row["figure"], row["case"]) for row in rows}
+    old = bench.read_rows(path) if os.path.exists(path) else []
+    with bench.csv_writer(path, FIELDS) as write:
+        for row in [*(row for row in old if (row["figure"], row["case"]) not in new), *rows]:
+            write(row)
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Sizes, Figures], None]] = {
+    measurement.__name__: measurement for measurement in (limit, contiguous, short, tail, drafts, pages, step)
+}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figures", nargs="+", choices=MEASUREMENTS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="of limit, contiguous and short; all")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences of short")
+    parser.add_argument("--prompts", type=int, default=16, help=f"of tail, drafts and pages; {GROUP} rollouts of each")
+    parser.add_argument("--against", nargs="+", default=[EARLIER], choices=AGAINST, help="sides of tail")
+    parser.add_argument("--transformers", default="", help="Python of its environment, for tail")
+    parser.add_argument("--tunix", default="", help="Python of its environment, for tail")
+    parser.add_argument("--drafts", nargs="+", default=["suffix"], choices=KINDS, help="sides of drafts")
+    parser.add_argument("--temperature", type=float, default=0.3, help="of drafts; random weights need a low one")
+    parser.add_argument("--small", action="store_true", help="little work, for tests")
+    parser.add_argument("--output", default="experiments/engine/live.csv")
+    a = parser.parse_args(arguments)
+    for who in a.against:
+        needed = {"transformers": a.transformers, "continuous": a.transformers, "tunix": a.tunix}.get(who, who)
+        if not needed:
+            parser.error(f"--against {who}: the Python of its environment is needed")
+    return a
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    a = parse(arguments)
+    for name in a.figures:
+        figures = Figures(name, versions(a))
+        MEASUREMENTS[name](a, SMALL if a.small else FULL, figures)
+        keep(a.output, figures.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Attention over pages in blocks of positions, compiled by XLA: any platform and dtype.
+
+A block is BLOCK positions of every row, gathered from its pages; softmax is accumulated from block to block. Blocks
+stand at fixed positions whatever the page, and one beyond a row's length changes none of its bits, so a row's result
+depends neither on the other rows nor on the pages.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
+
+BLOCK = 64  # positions
+FEWEST_ROWS = 4  # of a group of rows that goes on by itself
+UNROLLED = 2  # blocks of a table that are read without a loop, whatever the rows hold
+
+
+Rows = tuple[jax.Array, jax.Array, jax.Array]  # q [B, K, M, H], table [B, P], last position seen [B, 1, M, 1]
+
+
+class Sums(NamedTuple):
+    """What softmax has accumulated for M queries of each key/value head; float32 at least."""
+
+    largest: jax.Array  # [B, K, M] score
+    total: jax.Array  # [B, K, M] of the exponentials
+    out: jax.Array  # [B, K, M, H] weighted values
+
+
+def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attend as `reference.attend`; softmax in float32 at least, matmuls in the dtype of the pages."""
+    B, Q, N, H = q.shape
+    C, K, T = pages.keys.shape[:3]
+    wide, M = jnp.promote_types(q.dtype, jnp.float32), Q * N // K
+    seen = last_seen(table, positions, C, T)
+    # A row's own page in place of one that it has not: its weights are 0, but 0 * NaN is NaN.
+    table = jnp.minimum(jnp.where(table < C, table, table[:, :1]), C - 1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), mode="edge")
+    sums = Sums(jnp.full((B, K, M), -1e30, wide), jnp.zeros((B, K, M), wide), jnp.zeros((B, K, M, H), wide))
+    rows = grouped(q, K), table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
+    if table.shape[1] * T > UNROLLED * BLOCK:
+        sums = _add_live(pages, rows, (seen.max(axis=1) + BLOCK) // BLOCK, sums)
+    else:
+        for j in range(-(-table.shape[1] * T // BLOCK)):
+            sums = _add(pages, *rows, jnp.int32(j), sums)
+    total = sums.total[..., None]
+    out = jnp.where(total > 0, sums.out / jnp.where(total > 0, total, 1), 0)
+    return ungrouped(out, Q, N).astype(q.dtype)
+
+
+def _add_live(pages: Pages, rows: Rows, blocks: jax.Array, sums: Sums) -> Sums:
+    """Add the first `blocks` [B] blocks of each row.
+
+    Rows are ordered by length, longest first: once the shorter half has no block left, the longer half goes on alone,
+    and so on. The work is at most about twice what the rows hold, not the number of rows times the longest.
+    """
+    order = jnp.argsort(-blocks)
+    blocks, rows = jax.tree.map(lambda x: x[order], (blocks, rows))
+    start, count = jnp.int32(0), len(blocks)
+    while count:
+        alone = count // 2 if count >= 2 * FEWEST_ROWS else 0
+        stop = jnp.maximum(start, blocks[alone])
+        part, rows = jax.tree.map(lambda x, n=count: x[:n], (sums, rows))
+        part = jax.lax.fori_loop(start, stop, functools.partial(_add, pages, *rows), part)
+        sums = jax.tree.map(lambda new, old, n=count: jnp.concatenate([new, old[n:]]), part, sums)
+        start, count = stop, alone
+    return jax.tree.map(lambda x: x[jnp.argsort(order)], sums)
+
+
+def _add(pages: Pages, q: jax.Array, table: jax.Array, seen: jax.Array, j: jax.Array, sums: Sums) -> Sums:
+    """Add block j to the sums of q [B, K, M, H], which see positions up to `seen` [B, 1, M, 1]."""
+    keys, values = (_block(pool, table, j) for pool in pages)
+    scores = jnp.einsum("BKMH,BKSH->BKMS", q.astype(keys.dtype), keys, preferred_element_type=sums.total.dtype)
+    there = j * BLOCK + jnp.arange(BLOCK)[None, None, None] <= seen
+    scores = jnp.where(there, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    largest = jnp.maximum(sums.largest, _halved(scores, jnp.maximum))
+    weights, shrink = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
+    added = jnp.einsum("BKMS,BKSH->BKMH", weights.astype(values.dtype), values, preferred_element_type=shrink.dtype)
+    return Sums(largest, sums.total * shrink + _halved(weights, jnp.add), sums.out * shrink[..., None] + added)
+
+
+def _halved(x: jax.Array, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Reduce the last axis, a power of two, in one fixed order.
+
+    XLA on a CPU sums in an order that depends on how many rows there are, and then makes another exp, too.
+    """
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = join(x[..., :half], x[..., half:])
+    return x[..., 0]
+
+
+def _block(pool: jax.Array, table: jax.Array, j: jax.Array) -> jax.Array:
+    """Return block j [B, K, BLOCK, H] of every row, from a pool [C, K, T, H] and a table of existing pages."""
+    C, K, T, H = pool.shape
+    run = min(T, BLOCK)  # positions of a page that a block holds: one run in memory for each head
+    page = jax.lax.dynamic_slice_in_dim(table, j * BLOCK // T, BLOCK // run, axis=1)[:, None]  # [B, 1, BLOCK / run]
+    index = (page * K + jnp.arange(K)[None, :, None]) * (T // run) + j * BLOCK % T // run
+    # In bounds by construction: XLA need not clamp every element. Whole runs are gathered faster than parts of pages.
+    block = pool.reshape(C * K * T // run, run, H).at[index].get(mode="promise_in_bounds")
+    return loaded(block.reshape(len(table), K, BLOCK, H))
+
+
+def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
+    """Write new [B, Q, ...] at `positions` [B, Q] of the rows' pages; where a row has no page it goes nowhere.
+
+    Args:
+      pool: [C, T, ...], or [C, K, T, H] for new [B, Q, K, H].
+    """
+    axis = 2 if new.ndim == 4 else 1
+    page, offset = _find(table, positions, len(pool), pool.shape[axis])
+    index: tuple[jax.Array, ...] = page, offset
+    if axis == 2:
+        # Heads are indices too: of a slice, XLA on a TPU would keep the pool in another layout, and copy it to read it.
+        index = page[..., None], jnp.arange(pool.shape[1])[None, None], offset[..., None]
+    return pool.at[index].set(stored(new, pool.dtype), mode="drop")
+
+
+def read(pool: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Read `positions` [B, Q] of the rows' pages in a pool [C, T, ...]; zeros where a row has no page."""
+    return loaded(pool.at[_find(table, positions, *pool.shape[:2])].get(mode="fill", fill_value=0))
+
+
+def _find(table: jax.Array, positions: jax.Array, C: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """Return page and offset [B, Q] of each position; page C: none."""
+    column = jnp.where(positions < 0, table.shape[1], positions // T)
+    return jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C), positions % T
+
+
+def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return x as a pool of `dtype` holds it."""
+    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), dtype) if dtype == jnp.uint16 else x.astype(dtype)
+
+
+def loaded(x: jax.Array) -> jax.Array:
+    """Return what a pool holds as numbers."""
+    return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

@@ -1,0 +1,175 @@
+"""Attention over pages for NVIDIA GPUs, Hopper and newer: Pallas Mosaic GPU.
+
+One warpgroup adds up every SPLITS-th block of one key/value head of one row, BLOCK positions each, and copies a block
+while it computes another (TMA). The parts of a row are joined by their largest scores. Which positions a part holds
+depends on nothing but the positions, so a row's bits do not depend on the other rows.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
+
+BLOCK = 64  # positions
+TILE = 64  # queries: rows of one warpgroup's matmul
+SPLITS = 4  # of a row, so that few rows fill a GPU too
+SLOTS = 2  # blocks copied at once: 64 KiB at H = 128, so that two warpgroups' buffers fit a multiprocessor
+RUN = 16  # positions of the smallest page
+
+
+def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
+    """Return whether `attend` takes these arrays: bfloat16, pages of 16 positions or more, heads of 64 or 128.
+
+    The tensor cores round float32 to 10 bits, so float32 is not taken. T divides BLOCK or is divided by it; the queries
+    of one key/value head are at most 128.
+    """
+    T, H = pages.keys.shape[2:]
+    whole = T >= RUN and (BLOCK % T == 0 or T % BLOCK == 0)
+    queries = q.shape[1] * q.shape[2] // pages.keys.shape[1]
+    return pages.keys.dtype == jnp.bfloat16 and whole and H in (64, 128) and queries <= 128 and q.dtype != jnp.float64
+
+
+def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array, interpret: object = None) -> jax.Array:
+    """Compute as `reference.attend`; softmax and sums in float32, matmuls of bfloat16.
+
+    Reads 4 K H bytes a position that a row sees, once for each 64 queries of a key/value head.
+    """
+    B, Q, N, H = q.shape
+    C, K, T = pages.keys.shape[:3]
+    seen = last_seen(table, positions, C, T)
+    queries = grouped(q, K, TILE).astype(pages.keys.dtype)
+    M, tiles = Q * N // K, queries.shape[2] // TILE
+    stored = TILE if tiles > 1 else M + -M % 8  # rows of a tile that hold queries
+    per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)
+    found = plgpu.kernel(
+        functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
+        out_type=(
+            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
+        ),
+        scratch_types=[
+            _tiled((TILE, H), jnp.bfloat16),
+            plgpu.SMEM((TILE,), jnp.int32),
+            _tiled((SLOTS, BLOCK, H), jnp.bfloat16),
+            _tiled((SLOTS, BLOCK, H), jnp.bfloat16),
+            _tiled((TILE, H), jnp.float32),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * BLOCK // min(T, BLOCK), num_barriers=SLOTS),
+        ],
+        grid=(B, K, tiles, SPLITS),
+        grid_names=("row", "head", "tile", "split"),
+        interpret=interpret,
+    )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), *pages)
+    out, largest, total = found[0], found[1][..., :stored], found[2][..., :stored]
+    shrink = jnp.exp(largest - largest.max(axis=3, keepdims=True))
+    total = (total * shrink).sum(axis=3)[..., None]
+    out = (out * shrink[..., None]).sum(axis=3) / jnp.where(total > 0, total, 1)
+    return ungrouped(out.reshape(B, K, tiles * stored, H), Q, N).astype(q.dtype)
+
+
+def _tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def _part(
+    run: int,
+    T: int,
+    scale: float,
+    stored: int,
+    interpreted: bool,
+    q_ref: Any,
+    seen_ref: Any,
+    held_ref: Any,
+    table_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    out_ref: Any,
+    largest_ref: Any,
+    total_ref: Any,
+    q: Any,
+    seen_part: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    largest_part: Any,
+    total_part: Any,
+    q_barrier: Any,
+    barriers: Any,
+) -> None:
+    """Write a part's weighted values, largest scores and totals."""
+    # The interpreter knows neither where values lie in registers nor a transposed operand of the tensor cores.
+    cast: Callable[[jax.Array, Any], jax.Array] = (lambda x, layout: x) if interpreted else plgpu.layout_cast
+    row, head, tile, split = (jax.lax.axis_index(name) for name in ("row", "head", "tile", "split"))
+    held, H, place = held_ref[row], q.shape[1], (row, head, tile, split)
+    # Block i of this part is block split + i SPLITS of the row.
+    count = jax.lax.div(jax.lax.div(held + (BLOCK - 1), BLOCK) - split + (SPLITS - 1), SPLITS)
+    plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * TILE, TILE)], q, q_barrier)
+    plgpu.copy_gmem_to_smem(seen_ref.at[row, pl.ds(tile * TILE, TILE)], seen_part, q_barrier)
+
+    def copy(i: jax.Array, slot: jax.Array) -> None:
+        first = (split + i * SPLITS) * BLOCK
+        for part in range(BLOCK // run):
+            # A page that the row does not have: one that it has, whose weights are 0.
+            start = jnp.minimum(first + part * run, held - 1)
+            page, offset = table_ref[row, jax.lax.div(start, T)], jax.lax.rem(first, T) if run < T else 0
+            for pool, buffer in ((keys_ref, keys), (values_ref, values)):
+                source = pool.at[page, head, pl.ds(offset, run)]
+                plgpu.copy_gmem_to_smem(source, buffer.at[slot, pl.ds(part * run, run)], barriers.at[slot])
+
+    for slot in range(SLOTS):
+        pl.when(slot < count)(functools.partial(copy, jnp.int32(slot), jnp.int32(slot)))
+    plgpu.barrier_wait(q_barrier)
+    per_row = plgpu.Layout.WGMMA.reduce(1)
+    seen = cast(seen_part[...], per_row)
+
+    def matmul(a: jax.Array | jax.Ref, b: Any, transposed: bool = False) -> jax.Array:
+        if interpreted:
+            return jnp.dot(a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32)
+        b = plgpu.transpose_ref(b, (1, 0)) if transposed else b
+
+        def multiply(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((TILE, b.shape[1]), jnp.float32))
+
+    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        largest, total, out = sums
+        slot = jax.lax.rem(i, SLOTS)
+        plgpu.barrier_wait(barriers.at[slot])
+        scores = matmul(q, keys.at[slot], transposed=True) * scale
+        columns = cast(jax.lax.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1), plgpu.Layout.WGMMA)
+        there = columns + (split + i * SPLITS) * BLOCK <= _across(seen, BLOCK)
+        scores = jnp.where(there, scores, -jnp.inf)
+        new = jnp.maximum(largest, scores.max(axis=1))
+        weights, shrink = jnp.exp(scores - _across(new, BLOCK)), jnp.exp(largest - new)
+        total = total * shrink + weights.sum(axis=1)
+        added = matmul(weights.astype(values.dtype), values.at[slot])
+        pl.when(i + SLOTS < count)(functools.partial(copy, i + SLOTS, slot))
+        return new, total, out * _across(shrink, H) + added
+
+    def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+        return cast(jnp.full(shape, value, jnp.float32), layout)
+
+    sums = filled((TILE,), -1e30, per_row), filled((TILE,), 0, per_row), filled((TILE, H), 0, plgpu.Layout.WGMMA)
+    largest_part[...], total_part[...], out[...] = jax.lax.fori_loop(0, count, add, sums)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[place])
+    plgpu.copy_smem_to_gmem(largest_part, largest_ref.at[place])
+    plgpu.copy_smem_to_gmem(total_part, total_ref.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _across(x: jax.Array, columns: int) -> jax.Array:
+    """Return x [TILE] in every column."""
+    return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))

@@ -1,0 +1,138 @@
+"""Attention over key/value pages on every platform: `attend` and `write` are the public functions of this folder."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from kernels_pallas.attention import blocks, gpu, tpu
+from kernels_pallas.attention.types import Pages, Paging, Table
+
+__all__ = ["KERNELS", "Kernel", "Pages", "Paging", "Table", "attend", "empty_pool"]
+__all__ += ["kernel_of", "loaded", "read_pool", "write", "write_pool"]
+
+# (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
+Attend = Callable[[jax.Array, Pages, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A platform's attention, and which of one device's arrays (q, pages, table) it takes."""
+
+    attend: Attend
+    fits: Callable[[jax.Array, Pages, jax.Array], bool]
+
+
+# By `jax.Device.platform`; other platforms compile `blocks`.
+KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
+OLDEST_GPU = 9.0  # compute capability: Mosaic GPU needs the instructions of Hopper
+MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
+Axes = str | tuple[str, ...] | None
+
+loaded = blocks.loaded
+
+
+def empty_pool(shape: tuple[int, ...], dtype: jnp.dtype, platform: str) -> jax.Array:
+    """Return a pool of zeros, as the platform keeps values of `dtype`."""
+    return jnp.zeros(shape, jnp.uint16 if platform == "cpu" and dtype == jnp.bfloat16 else dtype)
+
+
+def attend(
+    q: jax.Array,
+    pages: Pages,
+    table: jax.Array,
+    positions: jax.Array,
+    mesh: Mesh | None = None,
+    rows: Axes = None,
+    heads: Axes = None,
+    kernel: Kernel | None = None,
+) -> jax.Array:
+    """Attend from each query to the keys and values of its row up to its own position.
+
+    A kernel runs on TPUs and on GPUs from Hopper on, where a row has at most MOST_QUERIES queries and `fits` of
+    `gpu.py` or `tpu.py` says yes: not for float64, nor for float32 on a GPU. `blocks` computes everything else.
+
+    Args:
+      q: [B, Q, N, H]; consecutive query heads share one of the K key/value heads.
+      table: [B, P] int32, pages of each row.
+      positions: [B, Q] int32, ascending; negative: no query, its result is 0.
+      mesh: devices that hold the arrays; None: one.
+      rows: mesh axes that split the rows and, with them, the pages: the table has numbers of the row's own part.
+      heads: mesh axes that split the heads.
+      kernel: replace that of the platform; tests pass interpreted ones.
+    Returns:
+      [B, Q, N, H] in the dtype of q.
+    """
+    kernel = kernel or kernel_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
+    fn = functools.partial(_attend, kernel)
+    if mesh is None or mesh.size == 1:
+        return fn(q, pages, table, positions)
+    by_head, pool = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    specs = (by_head, Pages(pool, pool), PartitionSpec(rows), PartitionSpec(rows))  # type: ignore[arg-type]
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False)(q, pages, table, positions)
+
+
+def _attend(kernel: Kernel | None, q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attend on one device, by the kernel if it takes these arrays."""
+    decode = q.shape[1] <= MOST_QUERIES
+    fn = kernel.attend if kernel and decode and kernel.fits(q, pages, table) else blocks.attend
+    return fn(q, pages, table, positions)
+
+
+def kernel_of(device: jax.Device) -> Kernel | None:
+    """Return a device's kernel; None where `blocks` runs: on CPUs and on GPUs older than Hopper."""
+    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) < OLDEST_GPU:
+        return None
+    return KERNELS.get(device.platform)
+
+
+def write(
+    pages: Pages,
+    table: jax.Array,
+    positions: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mesh: Mesh | None = None,
+    rows: Axes = None,
+    heads: Axes = None,
+) -> Pages:
+    """Write keys and values [B, Q, K, H] at `positions` [B, Q] of the rows' pages.
+
+    Where the table names no page, and at a negative position, nothing is written. The other arguments are those of
+    `attend`.
+    """
+    return Pages(*(write_pool(pool, table, positions, x, mesh, rows, heads) for pool, x in zip(pages, (keys, values))))
+
+
+def write_pool(
+    pool: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    new: jax.Array,
+    mesh: Mesh | None = None,
+    rows: Axes = None,
+    heads: Axes = None,
+) -> jax.Array:
+    """Write new [B, Q, ...] to one pool: [C, K, T, H] for new [B, Q, K, H], [C, T, ...] otherwise."""
+    if mesh is None or mesh.size == 1:
+        return blocks.write(pool, table, positions, new)
+    by_head = new.ndim == 4
+    pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
+    new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
+    specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
+    fn = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=pool_spec, check_vma=False)
+    return fn(blocks.write)(pool, table, positions, new)
+
+
+def read_pool(
+    pool: jax.Array, table: jax.Array, positions: jax.Array, mesh: Mesh | None = None, rows: Axes = None
+) -> jax.Array:
+    """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
+    if mesh is None or mesh.size == 1:
+        return blocks.read(pool, table, positions)
+    spec = PartitionSpec(rows)
+    fn = jax.shard_map(blocks.read, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+    return fn(pool, table, positions)

@@ -1,0 +1,92 @@
+"""How many pages of keys and values a device keeps: what rollout.cache_gb allows, or a share of its memory."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from specrl_jax.config import RolloutConfig
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftModel
+from specrl_jax.errors import InputError
+from specrl_jax.models import cache as kv
+from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
+from specrl_jax.models.qwen3 import Qwen3Config
+from specrl_jax.sharding import Partitioner
+
+MB = 1e6
+# Of a host's memory; the rest is for the operating system, rewards, and the compiler.
+HOST_SHARE = 0.5
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Of a host's memory, where rollout.cache_gb does not say: the pages are written when they are made, needed or not.
+CPU_SHARE = 1 / 48
+
+
+def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner) -> int:
+    """Return the bytes of one page on one device: of the policy's cache and the draft's."""
+
+    def pools() -> object:
+        dtype = jnp.dtype(rollout.cache_dtype)
+        shape = kv.PageShape(1, rollout.page_tokens, dtype, partition.mesh.devices.flat[0].platform)
+        target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
+        return target, draft.init_cache(shape) if draft else None
+
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pools)))
+    # A head's hidden states are whole on every device; they are small beside the rest.
+    return -(-total // partition.num_shards("kv_heads"))
+
+
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int:
+    """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold.
+
+    `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
+    rollout.cache_gb is more than the device has.
+    """
+    known = memory or (device_memory() if device in jax.local_devices() else 0)
+    if rollout.cache_gb:
+        if known and rollout.cache_gb * GB > known:
+            raise InputError(
+                f"rollout.cache_gb={rollout.cache_gb:g}: at most the {math.floor(known / GB * 100) / 100:g} GB that a "
+                "device may take for everything is possible, or 0 for a share of them"
+            )
+        return round(rollout.cache_gb * GB) // page
+    share = CPU_SHARE if device.platform == "cpu" and not memory else ACCELERATOR_SHARE
+    return int(share * known) // page
+
+
+def with_pages(limits: EngineConfig, most: int, page: int, section: str = "rollout") -> EngineConfig:
+    """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (0: no bound).
+
+    `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.
+    """
+    whole = dataclasses.replace(limits, pages=0).shard_pages
+    pages = min(whole, most or whole)
+    if pages < limits.fewest_pages:
+        needed = math.ceil(limits.fewest_pages * page / MB) * MB / GB
+        raise InputError(
+            f"rollout.cache_gb: {pages * page / GB:.3g} GB a device hold {pages * limits.page_tokens} tokens; a "
+            f"sequence may have {limits.cache_length}: rollout.cache_gb={needed:.3f} or more is needed, "
+            f"or a lower {section}.max_response_tokens"
+        )
+    return dataclasses.replace(limits, pages=pages)
+
+
+def device_memory() -> int:
+    """Return the bytes that a device of this process may take: its own memory, or of a host's a share."""
+    device = jax.local_devices()[0]
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return int(limit)
+    return int(HOST_SHARE * min([psutil.virtual_memory().total, *_container_limits()]) / jax.local_device_count())
+
+
+def _container_limits() -> list[int]:
+    found = []
+    for path in LIMITS:
+        try:
+            with open(path) as file:
+                found.append(int(file.read()))
+        except (OSError, ValueError):  # none, or "max"
+            continue
+    return found

@@ -1,0 +1,92 @@
+"""What the engine's programs move and hold on an accelerator: four layers of Qwen3-8B, compiled without a device."""
+
+import dataclasses
+import functools
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.drafters import NO_DRAFTER
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.dry_run.iteration import iteration_bytes
+from specrl_jax.dry_run.phases import device_bytes
+from specrl_jax.models import qwen3
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
+from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from tests.helpers import targets
+from tests.helpers.abstract import inference_weights
+
+pytestmark = pytest.mark.slow
+
+MODEL = dataclasses.replace(qwen3.preset("qwen3_8b"), layers=4)
+DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000))
+BF16 = jnp.dtype("bfloat16")
+B, PAGE, LIVE, LIMIT = 32, 64, 2_560, 10_240  # LIVE: tokens of each row
+TOKEN = 2 * 2 * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in one layer
+
+
+@functools.cache
+def engine(platform, k):
+    """Return (engine, weights) for one device, whose pool has the live pages and those that it must have."""
+    if not targets.installed(platform):
+        pytest.skip("requirements-aot.txt is not installed")
+    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, targets.devices(platform)[:1])
+    partition = partitioner(mesh, ROLLOUT)
+    limits = EngineConfig(B, 2048, LIMIT - 2048, 64, sizes=(8,), prefill_rows=8, page_tokens=PAGE, prefill_tokens=512)
+    limits = dataclasses.replace(limits, pages=B * LIVE // PAGE + limits.fewest_pages)
+    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
+    drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, BF16, partition)) if k else NO_DRAFTER
+    draft = DRAFT if k else None
+    made = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
+    return made, inference_weights(MODEL, draft, BF16, partition)
+
+
+@functools.cache
+def compiled(platform, kind, k=0):
+    made, weights = engine(platform, k)
+    return made.compiled.lower(Program(kind, B if kind != "compact" else 8, k), weights).compile()
+
+
+def pool_bytes(k):
+    """Return the bytes of as many pages of all layers of the model: what is not a copy does not grow with depth."""
+    made, _ = engine("cuda", k)
+    layers = qwen3.preset("qwen3_8b").layers + (1 if k else 0)
+    return made.config.shard_pages * PAGE * (layers * TOKEN + (2 * MODEL.embed if k else 0))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_iteration_moves_little_more_than_weights_and_live_keys(k):
+    """Of k drafts each reads the head, which weighs more beside four layers than beside 36."""
+    made, weights = engine("cuda", k)
+    found = iteration_bytes(compiled("cuda", "decode", k).as_text(), made.config.shard_pages)
+    assert not found.blocks
+    target, head = device_bytes(weights.policy), device_bytes(weights.draft) if k else 0
+    # One row of the embedding is read for each token.
+    target -= 2 * MODEL.vocab * MODEL.embed
+    live = B * LIVE * TOKEN * (MODEL.layers + k)
+    needed = target + k * head + live
+    moved = found.of(B * LIVE // PAGE)
+    assert moved < 1.25 * needed
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_no_scores_of_a_whole_row(k):
+    """The only float32 arrays as long as a sequence are the slots' log-probs [B, S], which are written in place."""
+    text = compiled("cuda", "decode", k).as_text()
+    found = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", text)}
+    assert {shape for shape in found if LIMIT in shape} <= {(B, LIMIT)}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind, k", [("refill", 0), ("compact", 0), ("decode", 0), ("decode", 3)])
+def test_temporaries_are_small_beside_the_pool(platform, kind, k):
+    memory = compiled(platform, kind, k).memory_analysis()
+    # Copies of the pools of four layers would be 4 / 36 of it.
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes(k)

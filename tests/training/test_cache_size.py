@@ -1,0 +1,62 @@
+"""The size of the page pool: what it allows, and what is refused with the number that would do."""
+
+import re
+
+import jax
+import pytest
+
+from specrl_jax.config import RolloutConfig
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.errors import InputError
+from specrl_jax.models import qwen3
+from specrl_jax.models.cache import GB
+from specrl_jax.training import cache_size
+from specrl_jax.training.cache_size import most_pages, with_pages
+from specrl_jax.training.rollouts import check_cache_length
+
+PAGE = 3_000_000  # bytes
+LIMITS = EngineConfig(8, 100, 900, chunk=4, page_tokens=64)
+
+
+def with_cache(gb):
+    return most_pages(RolloutConfig(cache_gb=gb), PAGE, jax.devices()[0])
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    monkeypatch.setattr(cache_size, "device_memory", lambda: int(4.567 * GB))
+
+
+def test_the_pool_is_what_the_slots_can_need_and_at_most_what_is_allowed():
+    whole = with_pages(LIMITS, 0, PAGE).pages
+    assert whole == LIMITS.shard_pages and with_pages(LIMITS, whole + 1, PAGE).pages == whole
+    assert with_pages(LIMITS, with_cache(0.1), PAGE).pages == 33
+    assert 0 < with_cache(0.0) < 4.567 * GB / PAGE
+
+
+@pytest.mark.parametrize("section", ["rollout", "eval"])
+def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that_would_do(section):
+    with pytest.raises(InputError) as error:
+        with_pages(LIMITS, with_cache(0.05), PAGE, section)
+    message = str(error.value)
+    assert message.startswith("rollout.cache_gb: 0.048 GB") and f"a lower {section}.max_response_tokens" in message
+    enough = float(re.search(r"rollout\.cache_gb=([\d.]+) or more", message)[1])
+    assert with_pages(LIMITS, with_cache(enough), PAGE).pages == LIMITS.fewest_pages
+    with pytest.raises(InputError):
+        with_pages(LIMITS, with_cache(enough - 0.001), PAGE)
+
+
+def test_a_pool_beyond_the_device_is_refused_with_what_it_has():
+    with pytest.raises(InputError, match=r"^rollout\.cache_gb=5: at most the 4\.56 GB that a device may take"):
+        with_cache(5.0)
+    with_cache(4.56)
+
+
+def test_a_limit_beyond_the_positions_is_refused_with_the_longest_that_fits():
+    nano = qwen3.preset("nano")  # 4,096 positions
+    check_cache_length(EngineConfig(8, 96, 4000, 4), nano)
+    words = r"^eval\.max_response_tokens=4001: with rollout\.max_prompt_tokens=96 .* at most 4000 is possible$"
+    with pytest.raises(InputError, match=words):
+        check_cache_length(EngineConfig(8, 96, 4001, 4), nano, "eval")
+    with pytest.raises(InputError, match=r"^rollout\.max_prompt_tokens=4096: .* at most 4095 leave an answer$"):
+        check_cache_length(EngineConfig(8, 4096, 1, 4), nano)
