@@ -16,7 +16,6 @@ from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
-UNROLLED = 2  # blocks of a table that are read without a loop, whatever the rows hold
 
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # q [B, K, M, H], table [B, P], last position seen [B, 1, M, 1]
@@ -41,11 +40,7 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % max(1, BLOCK // T))), mode="edge")
     sums = Sums(jnp.full((B, K, M), -1e30, wide), jnp.zeros((B, K, M), wide), jnp.zeros((B, K, M, H), wide))
     rows = grouped(q, K), table, jnp.repeat(seen, N // K, axis=1)[:, None, :, None]
-    if table.shape[1] * T > UNROLLED * BLOCK:
-        sums = _add_live(pages, rows, (seen.max(axis=1) + BLOCK) // BLOCK, sums)
-    else:
-        for j in range(-(-table.shape[1] * T // BLOCK)):
-            sums = _add(pages, *rows, jnp.int32(j), sums)
+    sums = _add_live(pages, rows, (seen.max(axis=1) + BLOCK) // BLOCK, sums)
     total = sums.total[..., None]
     out = jnp.where(total > 0, sums.out / jnp.where(total > 0, total, 1), 0)
     return ungrouped(out, Q, N).astype(q.dtype)
