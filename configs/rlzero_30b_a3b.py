@@ -4,7 +4,7 @@
 
 It needs 8 nodes x 4 GPUs of 141 GB or more (H200, GB200), with one process per node. On each GPU parameters, gradient
 and moments in float32 take 15 GB, rollout weights in bfloat16 18 GB (a rollout stays within a node, so experts are
-split over its four GPUs), keys and values of 1,024 slots 10,240 tokens x 98 kB = 32 GB.
+split over its four GPUs), pages for 1,024 of the longest sequences 10,240 tokens x 98 kB = 32 GB.
 
 Weights and data are read from local folders:
 

@@ -5,7 +5,7 @@
 Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups with intervals over GPUs
 and lag, and over k and acceptance, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's
 host constants as fitted to the paper's 8B runs. Workloads are those of `paper.py` and `large.py`, except for the number
-of sequences: as many as fit in memory beside the learner, each with a cache for the longest text. Takes a minute on one
+of sequences: as many as find pages for their live tokens in the memory that the learner leaves. Takes a minute on one
 core.
 """
 
