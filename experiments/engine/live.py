@@ -121,7 +121,9 @@ def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
 
 def brief(work: Work) -> Work:
     """Return a little of it that thins like it, for which both engines compile what they need for all of it."""
-    return work._replace(prompts=work.prompts[:3], responses=[2] * 20 + [min(n, work.limit) for n in (30, 30, 30, 60)])
+    prompts = work.prompts[:3]
+    responses = [2] * (GROUP * len(prompts) - 4) + [min(n, work.limit) for n in (30, 30, 30, 60)]
+    return work._replace(prompts=prompts, responses=responses)
 
 
 def engine_config(work: Work, lookup: bool, page_tokens: int) -> EngineConfig:

@@ -92,12 +92,15 @@ class Engine(Generic[Params, Cache]):
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
         Raises:
-          InputError: a prompt is empty or longer than max_prompt_tokens.
+          InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
+            1 to max_response_tokens.
         """
         check_prompts(prompts, self.config.max_prompt_tokens)
         if not len(prompts) * samples:
             raise InputError(f"no prompts to answer: {len(prompts)} prompts, {samples} samples of each")
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
+        if responses is not None:
+            check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
         scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history, responses)
         on_progress(0, scheduler.total)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))
@@ -158,6 +161,17 @@ def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
         if not 0 < len(prompt) <= longest:
             raise InputError(
                 f"prompt {index} has {len(prompt)} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}"
+            )
+
+
+def check_responses(responses: Sequence[int], count: int, longest: int) -> None:
+    """Raise InputError unless `responses` are `count` numbers from 1 to `longest`."""
+    if len(responses) != count:
+        raise InputError(f"responses: {len(responses)} lengths for {count} rollouts")
+    for index, length in enumerate(responses):
+        if not 0 < length <= longest:
+            raise InputError(
+                f"responses: {length} tokens for rollout {index}; max_response_tokens={longest} allows 1 to {longest}"
             )
 
 

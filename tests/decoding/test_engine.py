@@ -313,6 +313,15 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_work(length, word):
         run.generate(TABLE, [[1], [1] * length], samples=1, seed=0)
 
 
+@pytest.mark.parametrize(
+    "given, word", [([9, 1], "9 tokens for rollout 0.*=8"), ([1, 0], "0 tokens"), ([1], "1 lengths for 2")]
+)
+def test_lengths_of_responses_that_cannot_be_are_refused_before_any_work(given, word):
+    run = dataclasses.replace(engine(max_response_tokens=8), compiled=None)
+    with pytest.raises(InputError, match=word):
+        run.generate(TABLE, [[1]], samples=2, seed=0, responses=given)
+
+
 def test_a_prompt_of_exactly_the_longest_length_fits():
     out = engine(max_prompt_tokens=4).generate(TABLE, [[1, 2, 0, 1]], samples=1, seed=0)
     assert out.prompt_length.tolist() == [4]
