@@ -2,9 +2,11 @@
 
 import os
 
-# Compiling small programs takes longer than running them, so XLA does not optimise.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Compiling small programs takes longer than running them, so XLA does not optimise. XLA aborts the process if a device
+# is 40 s late to a collective, which on a busy machine with fewer cores than devices is no deadlock yet.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Two processes share the compile cache; an entry that is half written is compiled again. Tests look at stderr.
