@@ -23,6 +23,7 @@ import pytest
 from tests.helpers.runs import compile_cache, prune_compile_cache
 
 MEMORY_LIMIT = 3 << 29  # bytes of a process; beyond it compiled programs are dropped between modules
+REGION_LIMIT = 30_000  # of memory; at 65,530 mmap fails, and compiling ends in a segmentation fault
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,15 +49,36 @@ def resident_bytes():
         return 0
 
 
+def mapped_regions():
+    """Return the regions of this process's memory, or 0 where the system has no /proc. Linux allows 65,530."""
+    try:
+        with open("/proc/self/maps") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
     """Drop compiled programs after a module that leaves much memory; the compile cache has most of them."""
     yield
-    if resident_bytes() > MEMORY_LIMIT:
-        jax.clear_caches()
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
+    if resident_bytes() > MEMORY_LIMIT or mapped_regions() > REGION_LIMIT / 2:
+        drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def bounded_regions():
+    """Drop compiled programs after a test that leaves many: each kernel of one is a few regions."""
+    yield
+    if mapped_regions() > REGION_LIMIT:
+        drop_programs()
+
+
+def drop_programs():
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
 
 
 @pytest.fixture(scope="session")
