@@ -16,6 +16,7 @@ from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
+FEWEST_BLOCKS = 4  # of a table whose rows are grouped; each group is a loop more to compile
 
 
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # q [B, K, M, H], table [B, P], last position seen [B, 1, M, 1]
@@ -50,8 +51,11 @@ def _add_live(pages: Pages, rows: Rows, blocks: jax.Array, sums: Sums) -> Sums:
     """Add the first `blocks` [B] blocks of each row.
 
     Rows are ordered by length, longest first: once the shorter half has no block left, the longer half goes on alone,
-    and so on. The work is at most about twice what the rows hold, not the number of rows times the longest.
+    and so on. The work is at most about twice what the rows hold, not the number of rows times the longest. Of short
+    tables all rows go on to the longest's end.
     """
+    if rows[1].shape[1] * pages.keys.shape[2] <= FEWEST_BLOCKS * BLOCK:
+        return jax.lax.fori_loop(0, blocks.max(), functools.partial(_add, pages, *rows), sums)
     order = jnp.argsort(-blocks)
     blocks, rows = jax.tree.map(lambda x: x[order], (blocks, rows))
     start, count = jnp.int32(0), len(blocks)
