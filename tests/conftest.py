@@ -2,11 +2,9 @@
 
 import os
 
-# Compiling small programs takes longer than running them, so XLA does not optimise. XLA aborts the process if a device
-# is 40 s late to a collective, which on a busy machine with fewer cores than devices is no deadlock yet.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+# Compiling small programs takes longer than running them, so XLA does not optimise.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Two processes share the compile cache; an entry that is half written is compiled again. Tests look at stderr.
@@ -23,7 +21,8 @@ import pytest
 from tests.helpers.runs import compile_cache, prune_compile_cache
 
 MEMORY_LIMIT = 3 << 29  # bytes of a process; beyond it compiled programs are dropped between modules
-REGION_LIMIT = 30_000  # of memory; at 65,530 mmap fails, and compiling ends in a segmentation fault
+# Regions of memory, beyond which they are dropped, too: each kernel has a few, and Linux allows 65,530.
+REGION_LIMIT = 15_000
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -50,7 +49,7 @@ def resident_bytes():
 
 
 def mapped_regions():
-    """Return the regions of this process's memory, or 0 where the system has no /proc. Linux allows 65,530."""
+    """Return the regions of this process's memory, or 0 where the system has no /proc."""
     try:
         with open("/proc/self/maps") as file:
             return sum(1 for _ in file)
@@ -62,23 +61,11 @@ def mapped_regions():
 def bounded_memory():
     """Drop compiled programs after a module that leaves much memory; the compile cache has most of them."""
     yield
-    if resident_bytes() > MEMORY_LIMIT or mapped_regions() > REGION_LIMIT / 2:
-        drop_programs()
-
-
-@pytest.fixture(autouse=True)
-def bounded_regions():
-    """Drop compiled programs after a test that leaves many: each kernel of one is a few regions."""
-    yield
-    if mapped_regions() > REGION_LIMIT:
-        drop_programs()
-
-
-def drop_programs():
-    jax.clear_caches()
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
+    if resident_bytes() > MEMORY_LIMIT or mapped_regions() > REGION_LIMIT:
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ def earlier_is_here():
         ("tail", ["3 prompts ours / 411c9fb"]),
         ("drafts", ["3 prompts temperature 0.3 suffix / plain"]),
         ("pages", ["3 prompts, pages of 16 tokens", "3 prompts, pages of 64 tokens, peak"]),
+        ("step", ["40 / 12, seconds", "40 / 12, peak memory"]),
     ],
 )
 def test_each_measurement_runs_with_little_work(name, cases, tmp_path):
