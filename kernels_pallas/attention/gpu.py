@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.attention.types import Pages, grouped, last_seen, ungrouped
+from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 TILE = 64  # queries: rows of one warpgroup's matmul
@@ -23,29 +23,32 @@ SLOTS = 2  # blocks copied at once: 64 KiB at H = 128, so that two warpgroups' b
 RUN = 16  # positions of the smallest page
 
 
-def fits(q: jax.Array, pages: Pages, table: jax.Array) -> bool:
+def fits(q: jax.Array, pages: jax.Array, table: jax.Array) -> bool:
     """Return whether `attend` takes these arrays: bfloat16, pages of 16 positions or more, heads of 64 or 128.
 
     The tensor cores round float32 to 10 bits, so float32 is not taken. T divides BLOCK or is divided by it; the queries
     of one key/value head are at most 128.
     """
-    T, H = pages.keys.shape[2:]
+    _, K, _, T, H = pages.shape
     whole = T >= RUN and (BLOCK % T == 0 or T % BLOCK == 0)
-    queries = q.shape[1] * q.shape[2] // pages.keys.shape[1]
-    return pages.keys.dtype == jnp.bfloat16 and whole and H in (64, 128) and queries <= 128 and q.dtype != jnp.float64
+    queries = q.shape[1] * q.shape[2] // K
+    return pages.dtype == jnp.bfloat16 and whole and H in (64, 128) and queries <= 128 and q.dtype != jnp.float64
 
 
-def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array, interpret: object = None) -> jax.Array:
+def attend(
+    q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array, interpret: object = None
+) -> jax.Array:
     """Compute as `reference.attend`; softmax and sums in float32, matmuls of bfloat16.
 
     Reads 4 K H bytes a position that a row sees, once for each 64 queries of a key/value head.
     """
     B, Q, N, H = q.shape
-    C, K, T = pages.keys.shape[:3]
+    C, K, _, T, _ = pages.shape
     seen = last_seen(table, positions, C, T)
-    queries = grouped(q, K, TILE).astype(pages.keys.dtype)
-    M, tiles = Q * N // K, queries.shape[2] // TILE
-    stored = TILE if tiles > 1 else M + -M % 8  # rows of a tile that hold queries
+    M = Q * N // K
+    tiles = -(-M // TILE)
+    stored = TILE if tiles > 1 else M + -M % 8  # rows of a tile that hold queries; the others hold anything
+    queries = grouped(q, K, stored).astype(pages.dtype)
     per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)
     found = plgpu.kernel(
         functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
@@ -68,11 +71,15 @@ def attend(q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array, i
         grid=(B, K, tiles, SPLITS),
         grid_names=("row", "head", "tile", "split"),
         interpret=interpret,
-    )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), *pages)
+    )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), pages)
     out, largest, total = found[0], found[1][..., :stored], found[2][..., :stored]
-    shrink = jnp.exp(largest - largest.max(axis=3, keepdims=True))
-    total = (total * shrink).sum(axis=3)[..., None]
-    out = (out * shrink[..., None]).sum(axis=3) / jnp.where(total > 0, total, 1)
+    # Parts one by one, not as an axis: elementwise work, which XLA makes one kernel.
+    parts = range(SPLITS)
+    top = functools.reduce(jnp.maximum, [largest[:, :, :, i] for i in parts])
+    shrink = [jnp.exp(largest[:, :, :, i] - top) for i in parts]
+    total = sum((total[:, :, :, i] * shrink[i] for i in parts[1:]), total[:, :, :, 0] * shrink[0])[..., None]
+    weighted = [out[:, :, :, i] * shrink[i][..., None] for i in parts]
+    out = sum(weighted[1:], weighted[0]) / jnp.where(total > 0, total, 1)
     return ungrouped(out.reshape(B, K, tiles * stored, H), Q, N).astype(q.dtype)
 
 
@@ -91,8 +98,7 @@ def _part(
     seen_ref: Any,
     held_ref: Any,
     table_ref: Any,
-    keys_ref: Any,
-    values_ref: Any,
+    pages_ref: Any,
     out_ref: Any,
     largest_ref: Any,
     total_ref: Any,
@@ -113,7 +119,8 @@ def _part(
     held, H, place = held_ref[row], q.shape[1], (row, head, tile, split)
     # Block i of this part is block split + i SPLITS of the row.
     count = jax.lax.div(jax.lax.div(held + (BLOCK - 1), BLOCK) - split + (SPLITS - 1), SPLITS)
-    plgpu.copy_gmem_to_smem(q_ref.at[row, head, pl.ds(tile * TILE, TILE)], q, q_barrier)
+    queries = q_ref.at[row, head, pl.ds(tile * TILE, stored)]
+    plgpu.copy_gmem_to_smem(queries, q.at[pl.ds(0, stored)], q_barrier)
     plgpu.copy_gmem_to_smem(seen_ref.at[row, pl.ds(tile * TILE, TILE)], seen_part, q_barrier)
 
     def copy(i: jax.Array, slot: jax.Array) -> None:
@@ -122,8 +129,8 @@ def _part(
             # A page that the row does not have: one that it has, whose weights are 0.
             start = jnp.minimum(first + part * run, held - 1)
             page, offset = table_ref[row, jax.lax.div(start, T)], jax.lax.rem(first, T) if run < T else 0
-            for pool, buffer in ((keys_ref, keys), (values_ref, values)):
-                source = pool.at[page, head, pl.ds(offset, run)]
+            for which, buffer in ((KEYS, keys), (VALUES, values)):
+                source = pages_ref.at[page, head, which, pl.ds(offset, run)]
                 plgpu.copy_gmem_to_smem(source, buffer.at[slot, pl.ds(part * run, run)], barriers.at[slot])
 
     for slot in range(SLOTS):

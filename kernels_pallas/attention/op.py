@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.attention import blocks, gpu, tpu
-from kernels_pallas.attention.types import Pages, Paging, Table
+from kernels_pallas.attention.types import Paging, Table
 
-__all__ = ["KERNELS", "Kernel", "Pages", "Paging", "Table", "attend", "empty_pool"]
+__all__ = ["KERNELS", "Kernel", "Paging", "Table", "attend", "empty_pool"]
 __all__ += ["kernel_of", "loaded", "read_pool", "write", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
-Attend = Callable[[jax.Array, Pages, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Kernel:
     """A platform's attention, and which of one device's arrays (q, pages, table) it takes."""
 
     attend: Attend
-    fits: Callable[[jax.Array, Pages, jax.Array], bool]
+    fits: Callable[[jax.Array, jax.Array, jax.Array], bool]
 
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
@@ -42,7 +42,7 @@ def empty_pool(shape: tuple[int, ...], dtype: jnp.dtype, platform: str) -> jax.A
 
 def attend(
     q: jax.Array,
-    pages: Pages,
+    pages: jax.Array,
     table: jax.Array,
     positions: jax.Array,
     mesh: Mesh | None = None,
@@ -57,6 +57,7 @@ def attend(
 
     Args:
       q: [B, Q, N, H]; consecutive query heads share one of the K key/value heads.
+      pages: [C, K, 2, T, H], keys and values (`types.py`).
       table: [B, P] int32, pages of each row.
       positions: [B, Q] int32, ascending; negative: no query, its result is 0.
       mesh: devices that hold the arrays; None: one.
@@ -70,12 +71,12 @@ def attend(
     fn = functools.partial(_attend, kernel)
     if mesh is None or mesh.size == 1:
         return fn(q, pages, table, positions)
-    by_head, pool = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-    specs = (by_head, Pages(pool, pool), PartitionSpec(rows), PartitionSpec(rows))  # type: ignore[arg-type]
+    by_head, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+    specs = (by_head, PartitionSpec(rows, heads), by_row, by_row)
     return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False)(q, pages, table, positions)
 
 
-def _attend(kernel: Kernel | None, q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array) -> jax.Array:
+def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
     """Attend on one device, by the kernel if it takes these arrays."""
     decode = q.shape[1] <= MOST_QUERIES
     fn = kernel.attend if kernel and decode and kernel.fits(q, pages, table) else blocks.attend
@@ -90,7 +91,7 @@ def kernel_of(device: jax.Device) -> Kernel | None:
 
 
 def write(
-    pages: Pages,
+    pages: jax.Array,
     table: jax.Array,
     positions: jax.Array,
     keys: jax.Array,
@@ -98,13 +99,13 @@ def write(
     mesh: Mesh | None = None,
     rows: Axes = None,
     heads: Axes = None,
-) -> Pages:
+) -> jax.Array:
     """Write keys and values [B, Q, K, H] at `positions` [B, Q] of the rows' pages.
 
     Where the table names no page, and at a negative position, nothing is written. The other arguments are those of
     `attend`.
     """
-    return Pages(*(write_pool(pool, table, positions, x, mesh, rows, heads) for pool, x in zip(pages, (keys, values))))
+    return write_pool(pages, table, positions, jnp.stack([keys, values], axis=3), mesh, rows, heads)
 
 
 def write_pool(
@@ -116,10 +117,10 @@ def write_pool(
     rows: Axes = None,
     heads: Axes = None,
 ) -> jax.Array:
-    """Write new [B, Q, ...] to one pool: [C, K, T, H] for new [B, Q, K, H], [C, T, ...] otherwise."""
+    """Write new [B, Q, ...] to one pool: [C, K, 2, T, H] for new [B, Q, K, 2, H], [C, T, ...] otherwise."""
     if mesh is None or mesh.size == 1:
         return blocks.write(pool, table, positions, new)
-    by_head = new.ndim == 4
+    by_head = new.ndim == 5
     pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
     new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
     specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)

@@ -2,6 +2,11 @@
 
 Letters: B rows, Q queries of a row, N query heads, K key/value heads, H head width, T tokens of a page, P pages that a
 row can have, C pages of the pool.
+
+`pages` [C, K, 2, T, H] are the keys (KEYS) and values (VALUES) of one layer, T positions of one sequence a page: one
+array, so that both are written at once. The table [B, P] int32 of a call names the page of positions [j T, (j + 1) T)
+of each row at column j; C: none, and none after it. What a page holds beyond its row's length is finite: its weights
+are 0. bfloat16 is kept as uint16 on a CPU, where XLA would convert the whole pool to float32 at every write.
 """
 
 from typing import NamedTuple
@@ -9,17 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-
-class Pages(NamedTuple):
-    """Keys and values of one layer, T positions of one sequence a page.
-
-    The table [B, P] int32 of a call names the page of positions [j T, (j + 1) T) of each row at column j; C: none, and
-    none after it. What a page holds beyond its row's length is finite: its weights are 0.
-    bfloat16 is kept as uint16 on a CPU, where XLA would convert the whole pool to float32 at every write.
-    """
-
-    keys: jax.Array  # [C, K, T, H]
-    values: jax.Array  # [C, K, T, H]
+KEYS, VALUES = 0, 1
 
 
 class Table(NamedTuple):

@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kernels_pallas.attention import op
-from kernels_pallas.attention.op import Pages, Paging, Table
+from kernels_pallas.attention.op import Paging, Table
 from specrl_jax.sharding import Partitioner
 
-__all__ = ["KVCache", "PageShape", "Pages", "Paging", "Table"]
+__all__ = ["KVCache", "PageShape", "Paging", "Table"]
 
-# One pair of arrays per layer: inference layers are unrolled; separate buffers are donated and updated in place.
+# One array [C, K, 2, T, H] per layer: inference layers are unrolled; separate buffers are donated and updated in place.
 # Memory: L * 2 * pages * T * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
-KVCache = tuple[Pages, ...]
+KVCache = tuple[jax.Array, ...]
 
 GB = 1e9
 # Of an accelerator's memory, for the pages of all caches where rollout.cache_gb does not say. It holds the learner too.
 ACCELERATOR_SHARE = 1 / 3
 
-# Logical axes of a pool of keys or values, and of one of hidden states; "batch": a shard's rows have its pages.
-PAGE_AXES = ("batch", "kv_heads", None, "head_dim")
+# Logical axes of a pool of keys and values, and of one of hidden states; "batch": a shard's rows have its pages.
+PAGE_AXES = ("batch", "kv_heads", None, None, "head_dim")
 TOKEN_AXES = ("batch", None, None)
 
 
@@ -41,11 +41,8 @@ class PageShape(NamedTuple):
 
 def init_cache(layers: int, kv_heads: int, head_dim: int, shape: PageShape) -> KVCache:
     """Return empty pools of every layer."""
-
-    def pool() -> jax.Array:
-        return op.empty_pool((shape.pages, kv_heads, shape.tokens, head_dim), shape.dtype, shape.platform)
-
-    return tuple(Pages(pool(), pool()) for _ in range(layers))
+    sizes = shape.pages, kv_heads, 2, shape.tokens, head_dim
+    return tuple(op.empty_pool(sizes, shape.dtype, shape.platform) for _ in range(layers))
 
 
 def init_tokens(width: int, shape: PageShape) -> jax.Array:
@@ -53,14 +50,14 @@ def init_tokens(width: int, shape: PageShape) -> jax.Array:
     return op.empty_pool((shape.pages, shape.tokens, width), shape.dtype, shape.platform)
 
 
-def write(pages: Pages, k: jax.Array, v: jax.Array, paging: Paging, partition: Partitioner) -> Pages:
+def write(pages: jax.Array, k: jax.Array, v: jax.Array, paging: Paging, partition: Partitioner) -> jax.Array:
     """Write k and v [B, Q, K, H]."""
     return op.write(pages, paging.table.write, paging.positions, k, v, *_where(partition))
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, pages: Pages, paging: Paging, partition: Partitioner
-) -> tuple[jax.Array, Pages]:
+    q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, paging: Paging, partition: Partitioner
+) -> tuple[jax.Array, jax.Array]:
     """Write k and v [B, Q, K, H], then attend from q [B, Q, N, H] up to each query's own position.
 
     Returns [B, Q, N, H] in the dtype of q, and the pages.

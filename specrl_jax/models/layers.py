@@ -133,7 +133,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Apply RMSNorm over the last axis: statistics in float32 at least, scaled after rounding back, as in Qwen3."""
     wide = at_least_float32(x)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    scale = jnp.expand_dims(scale, range(x.ndim - 1))
+    scale = jnp.expand_dims(scale, range(x.ndim - scale.ndim))
     return scale.astype(x.dtype) * normed.astype(x.dtype)
 
 

@@ -202,7 +202,7 @@ class Target:
         return Prompts(table, row, Held(table, row, row))
 
     def _cache_shardings(self) -> Cache:
-        axes = (kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)),) * self.model.layers
+        axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
         cache = Caches(axes, self.draft.cache_axes()) if self.draft else axes
         return jax.tree.map(
             self.partition.sharding, cache, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",)

@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.attention.types import Pages
-
 
 def draw(lengths, Q, K, N, H, T, dtype=np.float32, seed=0, pages_seed=0, C=None, spare=0):
     """Return q, pages, table, positions of rows that hold `lengths` tokens; the last Q of each are its queries.
@@ -20,19 +18,19 @@ def draw(lengths, Q, K, N, H, T, dtype=np.float32, seed=0, pages_seed=0, C=None,
     C = C or sum(pages) + 5
     free = 1 + np.random.default_rng(pages_seed).permutation(C - 2)
     table = np.full((B, -(-(longest + spare) // T)), C, np.int32)
-    pools = np.zeros((2, C, K, T, H), dtype)
+    pools = np.zeros((C, K, 2, T, H), dtype)
     for b, n in enumerate(pages):
         table[b, :n], free = free[:n], free[n:]
         held = np.zeros((2, n * T, K, H), dtype)
         held[:, : lengths[b]] = contiguous[:, b, : lengths[b]]
-        pools[:, table[b, :n]] = np.swapaxes(held.reshape(2, n, T, K, H), 2, 3)
+        pools[table[b, :n]] = np.transpose(held.reshape(2, n, T, K, H), (1, 3, 0, 2, 4))
     positions = np.array(lengths)[:, None] + np.arange(-Q, 0)[None]
     positions = np.where(positions < 0, -1, positions).astype(np.int32)
-    return jnp.asarray(q), Pages(*map(jnp.asarray, pools)), jnp.asarray(table), jnp.asarray(positions)
+    return jnp.asarray(q), jnp.asarray(pools), jnp.asarray(table), jnp.asarray(positions)
 
 
-def scattered(pool, table, positions, value):
-    """Return a pool with `value` at one position of each row."""
-    T = pool.shape[2]
+def scattered(pages, table, positions, value):
+    """Return pages with `value` at one position of each row."""
+    T = pages.shape[3]
     page = jnp.take_along_axis(table, positions[:, None] // T, axis=1)[:, 0]
-    return pool.at[page, :, positions % T].set(value, mode="drop")
+    return pages.at[page, :, :, positions % T].set(value, mode="drop")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import blocks, op, reference
-from kernels_pallas.attention.types import Pages
 from tests.helpers.paged import draw, scattered
 from tests.helpers.slow import slow_but
 
@@ -48,8 +47,8 @@ BOUNDS = {"float32": 2e-6, "bfloat16": 2e-2, "uint16": 2e-2}
 @pytest.mark.parametrize("dtype", slow_but(["uint16"], BOUNDS))
 def test_rounds_as_its_dtype(dtype):
     q, pages, table, positions = draw(LENGTHS, Q=3, K=2, N=8, H=64, T=16)
-    kept = Pages(*(blocks.stored(x, jnp.dtype(dtype)) for x in pages))
-    exact = Pages(*(blocks.loaded(x).astype(jnp.float32) for x in kept))
+    kept = blocks.stored(pages, jnp.dtype(dtype))
+    exact = blocks.loaded(kept).astype(jnp.float32)
     found = attend(q, kept, table, positions)
     assert found.dtype == q.dtype
     np.testing.assert_allclose(found, defined(q, exact, table, positions), atol=BOUNDS[dtype])
@@ -74,9 +73,9 @@ def test_a_query_beyond_the_pages_of_its_row_sees_what_they_hold(float64):
 @pytest.mark.parametrize("T", slow_but([16], [16, 128]))
 def test_pages_of_no_row_may_hold_anything(T):
     q, pages, table, positions = draw(LENGTHS, Q=2, K=2, N=4, H=64, T=T)
-    free = np.setdiff1d(np.arange(len(pages.keys)), np.asarray(table))
-    assert len(free) and 0 in free and len(pages.keys) - 1 in free  # where a clipped number would point
-    spoilt = Pages(*(pool.at[free].set(jnp.nan) for pool in pages))
+    free = np.setdiff1d(np.arange(len(pages)), np.asarray(table))
+    assert len(free) and 0 in free and len(pages) - 1 in free  # where a clipped number would point
+    spoilt = pages.at[free].set(jnp.nan)
     np.testing.assert_array_equal(attend(q, spoilt, table, positions), attend(q, pages, table, positions))
 
 
@@ -113,7 +112,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(Q):
 def test_what_lies_beyond_a_query_changes_no_bit():
     q, pages, table, positions = draw([64, 70, 1, 129], Q=1, K=2, N=8, H=64, T=16)
     more = draw([64, 70, 1, 129], Q=1, K=2, N=8, H=64, T=16, spare=40)  # the same with room for more
-    changed = Pages(*(scattered(pool, more[2], positions[:, -1] + 1, 7.0) for pool in more[1]))
+    changed = scattered(more[1], more[2], positions[:, -1] + 1, 7.0)
     np.testing.assert_array_equal(attend(q, changed, more[2], positions), attend(q, pages, table, positions))
 
 
@@ -129,10 +128,8 @@ def sharded(fn):
 def test_sharded_is_unsharded():
     parts = [draw(lengths, Q=2, K=2, N=8, H=64, T=16, seed=i) for i, lengths in enumerate([[5, 100], [64, 0]])]
     columns = max(part[2].shape[1] for part in parts)
-    parts = [
-        (q, p, jnp.pad(t, ((0, 0), (0, columns - t.shape[1])), constant_values=len(p.keys)), x) for q, p, t, x in parts
-    ]
-    most = max(len(part[1].keys) for part in parts)
+    parts = [(q, p, jnp.pad(t, ((0, 0), (0, columns - t.shape[1])), constant_values=len(p)), x) for q, p, t, x in parts]
+    most = max(len(part[1]) for part in parts)
     parts = [with_pages(most, *part) for part in parts]
     q, pages, table, positions = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     found = sharded(op.attend)(q, pages, table, positions)
@@ -147,8 +144,8 @@ def test_sharded_is_unsharded():
 
 def with_pages(C, q, pages, table, positions):
     """Return a case whose pool has C pages."""
-    old = len(pages.keys)
-    pages = Pages(*(jnp.pad(pool, ((0, C - old), (0, 0), (0, 0), (0, 0))) for pool in pages))
+    old = len(pages)
+    pages = jnp.pad(pages, ((0, C - old), *[(0, 0)] * 4))
     return q, pages, jnp.where(table == old, C, table), positions
 
 
@@ -157,17 +154,16 @@ def test_what_is_written_is_read_and_nothing_else_changes(T, dtype):
     _, pages, table, positions = draw([3, 64, 0, 129], Q=3, K=2, N=4, H=64, T=T)
     dtype, rng = jnp.dtype(dtype), np.random.default_rng(1)
     new = jnp.asarray(rng.normal(size=(4, 3, 2, 64)), jnp.float32)
-    pages = Pages(*(blocks.stored(pool, dtype) for pool in pages))
+    pages = blocks.stored(pages, dtype)
     positions = positions.at[1].set(jnp.array([-1, 62, 999]))  # no query, a position of the row, one without a page
     written = jax.jit(op.write)(pages, table, positions, new, -new)
-    expected = [np.array(pool) for pool in pages]
+    expected = np.array(pages)
     for b, p in enumerate(np.asarray(positions)):
         for i, position in enumerate(p):
-            if 0 <= position < table.shape[1] * T and table[b, position // T] < len(expected[0]):
-                for pool, x in zip(expected, (new, -new)):
-                    pool[table[b, position // T], :, position % T] = blocks.stored(x[b, i], dtype)
-    for found, pool in zip(written, expected):
-        np.testing.assert_array_equal(found, pool)
+            if 0 <= position < table.shape[1] * T and table[b, position // T] < len(expected):
+                for which, x in enumerate((new, -new)):
+                    expected[table[b, position // T], :, which, position % T] = blocks.stored(x[b, i], dtype)
+    np.testing.assert_array_equal(written, expected)
 
 
 def test_a_pool_without_heads_is_written_too():
@@ -180,7 +176,7 @@ def test_a_pool_without_heads_is_written_too():
 def test_a_loop_writes_its_pools_in_place():
     """Also in bfloat16, of which XLA on a CPU would convert the whole pool at each write."""
     q, pages, table, positions = draw([40, 5], Q=1, K=2, N=4, H=64, T=16, C=4000)
-    pages = Pages(*(blocks.stored(pool, jnp.uint16) for pool in pages))
+    pages = blocks.stored(pages, jnp.uint16)
 
     def run(pages, q, table, positions):
         def body(_, state):
@@ -191,4 +187,4 @@ def test_a_loop_writes_its_pools_in_place():
         return jax.lax.fori_loop(0, 3, body, (q, pages))
 
     compiled = jax.jit(run, donate_argnums=0).lower(pages, q, table, positions).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < pages.keys.nbytes / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < pages.nbytes / 8

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import blocks, gpu, op, reference, tpu
-from kernels_pallas.attention.types import Pages
 from tests.helpers import targets
 from tests.helpers.interpreted import GPU, TPU
 from tests.helpers.paged import draw
@@ -28,11 +27,11 @@ LENGTHS = [1, 127, 128, 129, 0, 300]
 
 def case(lengths, kept="bfloat16", **kwargs):
     q, pages, table, positions = draw(lengths, **kwargs)
-    return q, Pages(*(pool.astype(kept) for pool in pages)), table, positions
+    return q, pages.astype(kept), table, positions
 
 
 def defined(q, pages, table, positions):
-    return reference.attend(q, Pages(*(pool.astype(jnp.float32) for pool in pages)), table, positions)
+    return reference.attend(q, pages.astype(jnp.float32), table, positions)
 
 
 CASES = {
@@ -62,8 +61,8 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_the_pages(backend):
     shape = {"Q": 2, "K": 1, "N": 4, "H": 128}
     q, pages, table, positions = case([300, 65, 128], T=16, **shape)
     whole = attend(q, pages, table, positions, kernel=INTERPRETED[backend])
-    free = np.setdiff1d(np.arange(len(pages.keys)), np.asarray(table))
-    spoilt = Pages(*(pool.at[free].set(jnp.nan) for pool in pages))
+    free = np.setdiff1d(np.arange(len(pages)), np.asarray(table))
+    spoilt = pages.at[free].set(jnp.nan)
     fewer = positions.at[0].set(-1).at[2, 0].set(-1)
     found = attend(q, spoilt, table, fewer, kernel=INTERPRETED[backend])
     assert not found[0].any() and not found[2, 0].any()
@@ -110,7 +109,7 @@ def loop(platform, pages, q, table, positions):
 
     def body(state):
         i, q, pages = state
-        K = pages.keys.shape[1]
+        K = pages.shape[1]
         pages = op.write(pages, table, positions + i, q[:, :, :K], q[:, :, K : 2 * K])
         q = op.attend(q, pages, table, positions + i, kernel=op.KERNELS[PLATFORMS[platform]])
         return i + 1, q, pages
@@ -124,8 +123,12 @@ def arguments(T, H, Q, B=32, K=8, N=32, limit=10_240, live=2_560):
     def of(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    pool = of(jnp.bfloat16, B * live // T, K, T, H)
-    return Pages(pool, pool), of(jnp.bfloat16, B, Q, N, H), of(jnp.int32, B, limit // T), of(jnp.int32, B, Q)
+    return (
+        of(jnp.bfloat16, B * live // T, K, 2, T, H),
+        of(jnp.bfloat16, B, Q, N, H),
+        of(jnp.int32, B, limit // T),
+        of(jnp.int32, B, Q),
+    )
 
 
 SIZES = [(16, 128, 4), (128, 64, 1), (64, 128, 16)]  # T, H, Q
@@ -148,5 +151,5 @@ def test_compiles_without_a_copy_of_the_pool(platform, size):
         pytest.skip("requirements-aot.txt is not installed")
     shapes = arguments(*size)
     memory = targets.compiled(platform, functools.partial(loop, platform), *shapes, donate=0).memory_analysis()
-    pool = shapes[0].keys
-    assert memory.temp_size_in_bytes < 0.5 * pool.size * pool.dtype.itemsize
+    pool = shapes[0]
+    assert memory.temp_size_in_bytes < 0.25 * pool.size * pool.dtype.itemsize

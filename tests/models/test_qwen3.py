@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention.op import loaded
+from kernels_pallas.attention.types import KEYS, VALUES
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
@@ -96,7 +97,7 @@ def entries(paged):
         found = jnp.swapaxes(loaded(pool)[paged.table.read], 2, 3)
         return found.reshape(len(found), -1, *found.shape[3:])
 
-    return [by_position(pool) for pool in jax.tree.leaves(paged.cache)]
+    return [by_position(pages[:, :, which]) for pages in paged.cache for which in (KEYS, VALUES)]
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class RecurrentDraft:
         return network.init_cache(self.config, shape)
 
     def cache_axes(self) -> DraftCache:
-        return DraftCache(stand_in(kv.TOKEN_AXES), kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)))
+        return DraftCache(stand_in(kv.TOKEN_AXES), stand_in(kv.PAGE_AXES))
 
     def drafter(self, config: DrafterConfig) -> Drafter:
         return recurrent_drafter(self, config)

@@ -50,7 +50,7 @@ class DraftCache(NamedTuple):
     """
 
     hidden: jax.Array  # [C, T, D], the head's input from the target at each processed position
-    pages: kv.Pages  # keys and values [C, K, T, H]
+    pages: jax.Array  # [C, K, 2, T, H], keys and values
 
 
 def init_cache(config: HeadConfig, shape: kv.PageShape) -> DraftCache:

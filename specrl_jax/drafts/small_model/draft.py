@@ -62,7 +62,7 @@ class SmallModelDraft:
         return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
 
     def cache_axes(self) -> kv.KVCache:
-        return (kv.Pages(stand_in(kv.PAGE_AXES), stand_in(kv.PAGE_AXES)),) * self.config.layers
+        return (stand_in(kv.PAGE_AXES),) * self.config.layers
 
     def update_cache(
         self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner

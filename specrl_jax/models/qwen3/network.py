@@ -178,7 +178,7 @@ def _unrolled(
     partition: Partitioner,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
-    written: list[kv.Pages] = []
+    written: list[jax.Array] = []
     entering, copies = [], []
     for index, w in enumerate(layers):
         entering.append(x)
@@ -204,20 +204,29 @@ def layer(
     mlp: FeedForward = dense,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense)."""
-    q, k, v = _qkv(rms_norm(x, w["attention_norm"], config.norm_epsilon), w, config)
-    q = rotate(rms_norm(q, w["q_norm"], config.norm_epsilon), angles)
-    k = rotate(rms_norm(k, w["k_norm"], config.norm_epsilon), angles)
-    x = x + project_heads(attend(q, k, v), w["o"])
+    normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
+    x = x + project_heads(attend(*_qkv(normed, w, config, angles)), w["o"])
     added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
     return x + added, copies
 
 
-def _qkv(x: jax.Array, w: Params, config: Qwen3Config) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q [B, T, N, H], and k and v [B, T, K, H], from either layout."""
+def _qkv(
+    x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q [B, T, N, H], and k and v [B, T, K, H], from either layout; q and k normed and rotated."""
+
+    def turned(x: jax.Array, scale: jax.Array) -> jax.Array:
+        normed = rms_norm(x, scale, config.norm_epsilon)
+        return rotate(normed.reshape(*x.shape[:2], -1, config.head_dim), angles).reshape(x.shape)
+
     if "qkv" not in w:
-        q = einsum("BTD,DNH->BTNH", x, w["q"])
-        return q, einsum("BTD,DKH->BTKH", x, w["k"]), einsum("BTD,DKH->BTKH", x, w["v"])
+        q, k, v = (einsum("BTD,DNH->BTNH", x, w[name]) for name in "qkv")
+        return turned(q, w["q_norm"]), turned(k, w["k_norm"]), v
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
+    # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
     R = config.queries_per_kv
+    part = jnp.arange(R + 2)[:, None]
+    both = turned(fused, jnp.where(part < R, w["q_norm"][None], w["k_norm"][None]))
+    fused = jnp.where((part <= R)[None, None, None], both, fused)
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
     return q, fused[..., R, :], fused[..., R + 1, :]

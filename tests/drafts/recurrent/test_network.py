@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.attention.types import KEYS, VALUES
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
 from specrl_jax.models import attention, qwen3
-from specrl_jax.models.cache import Pages, Paging, Table
+from specrl_jax.models.cache import Paging, Table
 from specrl_jax.models.layers import init_params
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from tests.drafts.paged import by_position, own_pages
@@ -120,19 +121,18 @@ def test_pairs_beyond_the_pages_are_dropped_and_true_pairs_replace_provisional_o
         return draft.write_pairs(params, *given, cache, ONE)
 
     def entries(cache):
-        return [by_position(pool, table.read, 4) for pool in cache.pages]
+        return [by_position(cache.pages[:, :, which], table.read, 4) for which in (KEYS, VALUES)]
 
     empty = draft.init_cache(shape)
     whole = write(0, 4, empty)
     assert all(x.any(axis=(2, 3)).all() for x in entries(whole))
     jax.tree.map(np.testing.assert_array_equal, write(4, 6, whole), whole)
-    dirty = empty._replace(pages=Pages(empty.pages.keys + 3.0, empty.pages.values - 3.0))
+    dirty = empty._replace(pages=empty.pages + 3.0)
     over = write(0, 4, dirty)
     for a, b in zip(entries(over), entries(whole), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     # The last page is no row's.
-    for a, b in zip(over.pages, dirty.pages, strict=True):
-        np.testing.assert_array_equal(a[-1], b[-1])
+    np.testing.assert_array_equal(over.pages[-1], dirty.pages[-1])
     kept = write(0, 2, dirty)
     for a, b in zip(entries(kept), entries(dirty), strict=True):
         np.testing.assert_array_equal(a[:, 2:], b[:, 2:])
