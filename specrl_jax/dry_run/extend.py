@@ -37,7 +37,8 @@ def extend(few: CompiledPhase, more: CompiledPhase, times: int, resident: dict[s
     if few.iteration and more.iteration:
         fixed = _number(few.iteration.fixed, more.iteration.fixed, times)
         most = _number(few.iteration.most, more.iteration.most, times)
-        iteration = dataclasses.replace(few.iteration, fixed=fixed, most=most)
+        kernels = _number(few.iteration.kernels, more.iteration.kernels, times)
+        iteration = dataclasses.replace(few.iteration, fixed=fixed, most=most, kernels=kernels)
     return dataclasses.replace(few, memory=memory, count=count, iteration=iteration, extended=True)
 
 

@@ -7,11 +7,12 @@ from specrl_jax.dry_run.traffic import Pool, Traffic, traffic
 
 @dataclasses.dataclass(frozen=True)
 class IterationBytes:
-    """Bytes of one iteration: linear in the pages that are live, which the attention kernels read."""
+    """Bytes and kernels of one iteration. Bytes are linear in the live pages, which the attention kernels read."""
 
     fixed: int  # with no live page
     most: int  # with every page live
     pages: int  # C, of a shard
+    kernels: int  # launches of a GPU
     blocks: bool  # attention runs in blocks without a kernel: what it reads is not in these numbers
 
     def of(self, live: int) -> int:
@@ -26,7 +27,7 @@ def iteration_bytes(hlo: str, pages: int) -> IterationBytes:
       pages: C, of a shard.
     """
     turns = [max((loop.turn for loop in traffic(hlo, Pool(pages, live)).loops), key=_bytes) for live in (0, pages)]
-    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, bool(turns[0].loops))
+    return IterationBytes(turns[0].bytes, turns[1].bytes, pages, turns[0].kernels, bool(turns[0].loops))
 
 
 def _bytes(found: Traffic) -> int:

@@ -21,6 +21,7 @@ class PageCounts:
     at_once: list[int]  # sequences, at most the slots
     fitting: list[int] | None  # the same with all the memory that is free; None: the device has no limit
     moved: dict[str, list[int]]  # by program: bytes of an iteration of as many on one device
+    kernels: dict[str, int]  # by program: of an iteration
 
 
 def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Plan) -> PageCounts:
@@ -38,9 +39,11 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
     if target.memory and totals:
         free = int(LARGEST_SHARE * target.memory) - max(totals)
         fitting = at_once(max(0, count + free // plan.page_bytes))
-    moved = {}
+    moved, kernels = {}, {}
     for m in measured:
         if m.iteration and not m.iteration.blocks:
             each = zip(live, at_once(count), strict=True)
-            moved[m.name.removeprefix("generate: ")] = [m.iteration.of(-(-n // T) * b // shards) for n, b in each]
-    return PageCounts(count, T, plan.page_bytes, live, at_once(count), fitting, moved)
+            name = m.name.removeprefix("generate: ")
+            moved[name] = [m.iteration.of(-(-n // T) * b // shards) for n, b in each]
+            kernels[name] = m.iteration.kernels
+    return PageCounts(count, T, plan.page_bytes, live, at_once(count), fitting, moved, kernels)

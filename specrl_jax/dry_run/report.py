@@ -121,6 +121,7 @@ def page_rows(pages: PageCounts) -> list[str]:
     if pages.fitting is not None:
         rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
     rows += [row(f"an iteration moves: {name}", [shown(n) for n in moved]) for name, moved in pages.moved.items()]
+    rows += [row(f"kernels of an iteration: {name}", [f"{n:,}"]) for name, n in pages.kernels.items()]
     return rows
 
 

@@ -38,13 +38,14 @@ class Traffic:
     """Bytes of one execution on one device."""
 
     bytes: int = 0
+    kernels: int = 0  # instructions that do anything: on a GPU each is a launch
     loops: tuple["LoopTraffic", ...] = ()  # of unknown turns; not in the sum
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.bytes + other.bytes, (*self.loops, *other.loops))
+        return Traffic(self.bytes + other.bytes, self.kernels + other.kernels, (*self.loops, *other.loops))
 
     def times(self, n: int) -> "Traffic":
-        return Traffic(n * self.bytes, self.loops * n)
+        return Traffic(n * self.bytes, n * self.kernels, self.loops * n)
 
 
 class LoopTraffic(NamedTuple):
@@ -75,8 +76,8 @@ def traffic(hlo: str, pool: Pool = NO_PAGES) -> Traffic:
         if i.opcode in ("call", "async-start") and (found := _CALLED.search(i.attributes)):
             return total(found[1])
         if i.opcode == "fusion" and (found := _CALLED.search(i.attributes)):
-            return Traffic(_fusion(computations[found[1]]))
-        return Traffic(_alone(i, symbols, pool))
+            return Traffic(_fusion(computations[found[1]]), 1)
+        return Traffic(_alone(i, symbols, pool), 1)
 
     return total(entry)
 

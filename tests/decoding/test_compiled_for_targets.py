@@ -76,6 +76,14 @@ def test_an_iteration_moves_little_more_than_weights_and_live_keys(k):
     assert moved < 1.25 * needed
 
 
+def test_a_layer_takes_few_kernels():
+    """Two norms, five products, SwiGLU, two sums, and of attention norms with rotation, padding, a write, and three."""
+    made, _ = engine("cuda", 0)
+    found = iteration_bytes(compiled("cuda", "decode").as_text(), made.config.shard_pages)
+    around = 36  # sampling, verification, pages and the LM head
+    assert found.kernels <= 16 * MODEL.layers + around
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_no_scores_of_a_whole_row(k):
     """The only float32 arrays as long as a sequence are the slots' log-probs [B, S], which are written in place."""

@@ -135,7 +135,7 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     assert memory.padding == 0
     # The slots are donated. New are the tally, a flag and a length a row, four numbers, the free pages, whether they
     # were short, and a pointer for each of what comes back.
-    assert memory.results == rows * 5 + 4 * 4 + 4 + 1 + 8 * (13 + 6 + 2 * m.layers + 3 + 8)
+    assert memory.results == rows * 5 + 4 * 4 + 4 + 1 + 8 * (13 + 6 + m.layers + 2 + 8)
 
 
 @pytest.mark.slow
