@@ -54,7 +54,7 @@ def _add_live(pages: jax.Array, rows: Rows, blocks: jax.Array, sums: Sums) -> Su
     and so on. The work is at most about twice what the rows hold, not the number of rows times the longest. Of short
     tables all rows go on to the longest's end.
     """
-    if rows[1].shape[1] * pages.keys.shape[2] <= FEWEST_BLOCKS * BLOCK:
+    if rows[1].shape[1] * pages.shape[3] <= FEWEST_BLOCKS * BLOCK:
         return jax.lax.fori_loop(0, blocks.max(), functools.partial(_add, pages, *rows), sums)
     order = jnp.argsort(-blocks)
     blocks, rows = jax.tree.map(lambda x: x[order], (blocks, rows))
