@@ -5,7 +5,7 @@
 Each name is one measurement; README.md says what it measures and how long it takes. Policies have random weights given
 by a seed, and every rollout has a length given beforehand. What is compared takes turns in rounds, in a random order:
 engines of this tree in this process, commit 411c9fb (peer_earlier.py) and other libraries in processes of their own.
-A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement.
+A row of the CSV is the median of a figure over the rounds; it replaces the row of an earlier measurement by such a processor.
 `--small` does the same with little work, for tests; its figures mean nothing.
 """
 
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import operator
 import os
 import pathlib
 import subprocess
@@ -29,10 +30,11 @@ from experiments.engine import bench
 from experiments.engine.peers import HERE, MODELS, ask, load_engine, save_random, start_peer
 from experiments.grpo_step.rows import tails
 from specrl_jax.config import base, from_config_dict
+from specrl_jax.data.tasks import TaskSource
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.engine import Engine
-from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
@@ -49,8 +51,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 EARLIER = "411c9fb"
 FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
 GROUP = 8  # rollouts of a prompt
+DEMO_POLICY, DEMO_HEAD, DEMO_PROMPT = "experiments/demo/policy", "experiments/demo/head", 16  # tokens of a prompt
 AGAINST = (EARLIER, "transformers", "continuous", "tunix")
-KINDS = {"suffix": DraftOptions("suffix"), "eagle3": DraftOptions("eagle3")}
 
 
 class Sizes(NamedTuple):
@@ -145,18 +147,16 @@ class Ours:
         folder: str,
         draft: DraftOptions = DraftOptions("none"),  # noqa: B008 (frozen)
         k: int = 0,
-        temperature: float = 1.0,
         page_tokens: int = 0,
     ) -> None:
         """`page_tokens`: 0: the configuration's."""
         self._folder, self._draft, self._k, self._page_tokens = folder, draft, k, page_tokens
-        self._sampling = Sampling(temperature)
         self._made: dict[EngineConfig, tuple[Engine, Weights]] = {}
 
     def engine(self, work: Work) -> tuple[Engine, Weights]:
         config = engine_config(work, self._draft.kind == "suffix", self._page_tokens)
         if config not in self._made:
-            self._made[config] = load_engine(self._folder, config, self._draft, self._k, sampling=self._sampling)
+            self._made[config] = load_engine(self._folder, config, self._draft, self._k)
         return self._made[config]
 
     def __call__(self, work: Work, seed: int) -> Measured:
@@ -288,19 +288,22 @@ def tail(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
 
 
 def drafts(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
-    """Time the same rollouts with drafts of three tokens over none, at --temperature."""
+    """Time rollouts of a trained policy with drafts of three tokens over none; lengths are those of `tail`."""
     work = long_tail(a.prompts, sizes)
-    with policy(sizes) as folder:
-        sides: dict[str, Side] = {"plain": Ours(folder, temperature=a.temperature)}
-        for kind in a.drafts:
-            draft = dataclasses.replace(KINDS[kind], path=random_head(folder, sizes) if kind == "eagle3" else "")
-            sides[kind] = Ours(folder, draft, 3, a.temperature)
-        found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, dict.fromkeys(sides, brief(work)))
-        case = f"{a.prompts} prompts temperature {a.temperature}"
-        for kind in a.drafts:
-            figures.add(f"{case} {kind}", "tokens/verification", [x.acceptance for x in found[kind]])
-            both = {kind: found[kind], "plain": found["plain"]}
-            figures.compare(case, both, "speed", "tokens/s")
+    limit = sizes.cut - DEMO_PROMPT  # the policy has positions for `cut` tokens
+    source = TaskSource("walk", "validation", seed=0)
+    prompts = [CharTokenizer().encode(source[i].prompt) for i in range(a.prompts)]
+    responses = [min(n, limit) for n in work.responses]
+    work = Work(prompts, GROUP, responses, work.slots, DEMO_PROMPT, limit)
+    sides: dict[str, Side] = {"plain": Ours(DEMO_POLICY)}
+    for kind in a.drafts:
+        path = DEMO_HEAD if kind == "eagle3" else ""
+        sides[kind] = Ours(DEMO_POLICY, DraftOptions(kind, path=path), 3)
+    found = rounds_of(sides, dict.fromkeys(sides, work), a.rounds, dict.fromkeys(sides, brief(work)))
+    for kind in a.drafts:
+        figures.add(f"{a.prompts} prompts {kind}", "tokens/verification", [x.acceptance for x in found[kind]])
+        both = {kind: found[kind], "plain": found["plain"]}
+        figures.compare(f"{a.prompts} prompts", both, "speed", "tokens/s")
 
 
 def pages(a: argparse.Namespace, sizes: Sizes, figures: Figures) -> None:
@@ -415,11 +418,12 @@ def versions(a: argparse.Namespace) -> str:
 
 
 def keep(path: str, rows: list[bench.Row]) -> None:
-    """Write rows to the CSV file in place of those with the same figure and case."""
-    new = {(row["figure"], row["case"]) for row in rows}
+    """Write rows to the CSV file in place of those with the same figure, case and processor."""
+    key = operator.itemgetter("figure", "case", "processor")
+    new = {key(row) for row in rows}
     old = bench.read_rows(path) if os.path.exists(path) else []
     with bench.csv_writer(path, FIELDS) as write:
-        for row in [*(row for row in old if (row["figure"], row["case"]) not in new), *rows]:
+        for row in [*(row for row in old if key(row) not in new), *rows]:
             write(row)
 
 
@@ -438,8 +442,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--against", nargs="+", default=[EARLIER], choices=AGAINST, help="sides of tail")
     parser.add_argument("--transformers", default="", help="Python of its environment, for tail")
     parser.add_argument("--tunix", default="", help="Python of its environment, for tail")
-    parser.add_argument("--drafts", nargs="+", default=["suffix"], choices=KINDS, help="sides of drafts")
-    parser.add_argument("--temperature", type=float, default=0.3, help="of drafts; random weights need a low one")
+    parser.add_argument(
+        "--drafts", nargs="+", default=["suffix", "eagle3"], choices=("suffix", "eagle3"), help="of drafts"
+    )
     parser.add_argument("--small", action="store_true", help="little work, for tests")
     parser.add_argument("--output", default="experiments/engine/live.csv")
     a = parser.parse_args(arguments)

@@ -53,7 +53,7 @@ MODELS = {
 }
 FIELDS = ("model", "batch", "who", "round", "tokens", "seconds", "tokens_per_second")
 SPECULATIVE = "ours_speculative"
-NO_DRAFT, FREE_SAMPLING = DraftOptions("none"), Sampling()
+NO_DRAFT = DraftOptions("none")
 MESH = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
 # One round of one side: () -> (generated tokens, seconds)
@@ -74,7 +74,6 @@ def load_engine(
     draft: DraftOptions = NO_DRAFT,
     length: int = 0,
     eos: int | None = None,
-    sampling: Sampling = FREE_SAMPLING,
 ) -> tuple[Engine, Weights]:
     """Return this project's engine in float32 for the policy in `folder`, and its weights.
 
@@ -84,7 +83,7 @@ def load_engine(
     """
     mesh = make_mesh(MESH, jax.devices()[:1])
     model, partition, learner = hf.load_config(folder), partitioner(mesh, ROLLOUT), partitioner(mesh, LEARNER)
-    config = InferenceConfig(sampling, limits, seed=0, dtype=jnp.dtype("float32"), cache_dtype=jnp.dtype("float32"))
+    config = InferenceConfig(Sampling(), limits, seed=0, dtype=jnp.dtype("float32"), cache_dtype=jnp.dtype("float32"))
     method = make_method(draft, model)
     head = method.model
     drafter = method.make_drafter(DrafterConfig(length, config.sampling, config.dtype, partition))

@@ -66,7 +66,7 @@ def earlier_is_here():
         ("contiguous", ["nano ours / 411c9fb"]),
         ("short", ["nano 2 ours / 411c9fb"]),
         ("tail", ["3 prompts ours / 411c9fb"]),
-        ("drafts", ["3 prompts temperature 0.3 suffix / plain"]),
+        ("drafts", ["3 prompts suffix / plain", "3 prompts eagle3 / plain"]),
         ("pages", ["3 prompts, pages of 16 tokens", "3 prompts, pages of 64 tokens, peak"]),
         ("step", ["40 / 12, seconds", "40 / 12, peak memory"]),
     ],
