@@ -1,7 +1,7 @@
 """The training batch: rollouts with advantages, packed into rows for the learner's jitted steps.
 
-Rows are as long as the step's longest rollout needs, and as many as hold the rollouts, both rounded up: the learner's
-programs are compiled anew for each shape.
+Rows are as long as the step's longest rollout needs, or somewhat longer where that leaves less of them empty, and as
+many as hold the rollouts, both rounded up: the learner's programs are compiled anew for each shape.
 """
 
 import dataclasses
@@ -20,6 +20,10 @@ SHORTEST = 128
 # A row has room for two of the longest rollouts up to so many tokens, so that it fills whatever they are; a longer one
 # only for one, since memory and attention grow with its length.
 ROOM_FOR_TWO = 1024
+# Longer rows, by as many times, where they hold the rollouts in less than WORTH of the tokens: rollouts of one length
+# may leave a third of each row empty.
+LONGER = (1.5, 2)
+WORTH = 7 / 8
 # Numbers of rows between a power of two and the next: one in 16 rows is empty on average.
 SIZES = 8
 
@@ -57,6 +61,12 @@ class Packing(NamedTuple):
         if tokens > ROOM_FOR_TWO:
             tokens = min(power_of_two(max(longest, ROOM_FOR_TWO)), max(self.limit, ROOM_FOR_TWO))
         return self._divisible(tokens)
+
+    def row_choices(self, longest: int) -> list[int]:
+        """Return the tokens that a row may have, the fewest first; multiples of SHORTEST, up to ROOM_FOR_TWO."""
+        fewest = self.row_tokens(longest)
+        longer = [int(n * fewest) for n in LONGER if n * fewest <= ROOM_FOR_TWO and n * fewest % self.shortest == 0]
+        return [fewest, *(n for n in longer if n % self.sequence_shards == 0)]
 
     def lone_row_tokens(self, longest: int) -> int:
         """Return the tokens of rows of one rollout each: a power of two, or the limit rounded up."""
@@ -134,7 +144,14 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
     Args:
       length: [R] tokens of the rollouts.
     """
-    n, tokens = packing.parts, packing.row_tokens(int(length.max()))
+    shortest, *longer = (_pack_parts(length, packing, tokens) for tokens in packing.row_choices(int(length.max())))
+    fullest = min(longer, key=lambda places: places.rows * places.tokens, default=shortest)
+    return fullest if fullest.rows * fullest.tokens < WORTH * shortest.rows * shortest.tokens else shortest
+
+
+def _pack_parts(length: np.ndarray, packing: Packing, tokens: int) -> Places:
+    """Pack into rows of `tokens`."""
+    n = packing.parts
     parts = [pack(length[i::n], tokens) for i in range(n)]
     rows = packing.rows(max(part.rows for part in parts), tokens)
     row, start, segment = (np.zeros(len(length), np.int64) for _ in range(3))

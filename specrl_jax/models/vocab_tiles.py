@@ -133,7 +133,9 @@ def input_gradients(
         gradient = tile.only(logit_gradient(tile, rows, *others)) / temperature
         gradient = gradient.reshape(hidden.shape[0], *gradient.shape[-4:]).astype(hidden.dtype)
         d_hidden += jnp.einsum("SBTWM,WMD->SBTD", gradient, rows.astype(hidden.dtype), preferred_element_type=dtype)
-        d_rows = jnp.einsum("SBTWM,SBTD->WMD", gradient, hidden, preferred_element_type=dtype)
+        # The left operand is transposed in memory on a CPU: the narrow one, not the logits (4,096 entries: 0.9 of the
+        # seconds of an update).
+        d_rows = jnp.moveaxis(jnp.einsum("SBTD,SBTWM->DWM", hidden, gradient, preferred_element_type=dtype), 0, -1)
         d_rows += jax.lax.dynamic_slice_in_dim(d_parts, tile.start, rows.shape[1], axis=1)
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_rows, tile.start, axis=1)
 

@@ -47,7 +47,7 @@ def test_parts_keep_their_rollouts_and_their_number_of_rows(parts, shards, micro
     places = pack_parts(length, packing)
     # Part i is rows i, i + n, ... and rollouts i, i + n, ...
     assert (places.row % parts == np.arange(len(length)) % parts).all() and (length <= places.tokens).all()
-    assert places.tokens == packing.row_tokens(int(length.max())) < packing.limit
+    assert places.tokens in packing.row_choices(int(length.max())) and places.tokens < packing.limit
     rows = places.rows // parts
     assert places.rows % parts == 0 and rows % shards == 0 and places.row.max() < places.rows
     needed = max(len(set(places.row[i::parts])) for i in range(parts))
@@ -73,6 +73,19 @@ def test_rows_are_as_long_as_the_longest_rollout_needs():
     # One rollout a row, as where a draft is trained on stored features.
     assert [packing.lone_row_tokens(n) for n in (1, 128, 129, 2048, 2049, 4608)] == [128, 128, 256, 2048, 4096, 4608]
     assert Packing(70, sequence_shards=4).lone_row_tokens(41) == 72
+
+
+def test_rows_are_longer_where_rollouts_of_one_length_would_leave_much_of_them_empty():
+    packing = Packing(4608)
+    assert packing.row_choices(96) == [256, 384, 512]
+    places = pack_parts(np.full(32, 96), packing)
+    assert (places.rows, places.tokens) == (8, 384)  # nothing is empty; of 16 rows of 256 a quarter would be
+    # Nothing to gain: rows stay short.
+    assert pack_parts(np.full(32, 128), packing).tokens == 256
+    assert pack_parts(np.full(32, 60), packing).tokens == 128
+    # As long as a row may be, and tokens that divide.
+    assert packing.row_choices(400) == [1024] and packing.row_choices(2000) == [2048]
+    assert packing._replace(sequence_shards=8).row_choices(96) == [256, 384, 512]
 
 
 def test_of_long_tailed_rollouts_few_tokens_are_padding():
