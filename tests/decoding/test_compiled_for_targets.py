@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.compiled import PARKING, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -93,8 +93,12 @@ def test_no_scores_of_a_whole_row(k):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("kind, k", [("refill", 0), ("compact", 0), ("decode", 0), ("decode", 3)])
+@pytest.mark.parametrize(
+    "kind, k",
+    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PARKING)],
+)
 def test_temporaries_are_small_beside_the_pool(platform, kind, k):
+    """Calibration decodes with every length on one batch: of those the longest has most."""
     memory = compiled(platform, kind, k).memory_analysis()
     # Copies of the pools of four layers would be 4 / 36 of it.
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(k)
