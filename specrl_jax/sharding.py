@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specrl_jax.errors import InputError
@@ -97,6 +98,19 @@ class Partitioner:
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin an activation inside jit to the sharding of its logical axes."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
+
+    def sums(self, dtype: jnp.dtype) -> jnp.dtype | None:
+        """Return the dtype in which devices of `heads` and `mlp` add their parts of activations of `dtype`: that dtype.
+
+        bfloat16 is half the bytes of float32. n parts, each rounded and then added with roundings, are off by at most
+        n / 256 of the sum of their sizes; added in float32, by 1 / 256 of the sum. None on a CPU, which multiplies
+        slowly where the result is bfloat16: float32.
+        """
+        return None if self.platform == "cpu" else dtype
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     @property
     def replicated(self) -> NamedSharding:

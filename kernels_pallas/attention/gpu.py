@@ -1,4 +1,4 @@
-"""Attention over pages for NVIDIA GPUs, Hopper and newer: Pallas Mosaic GPU.
+"""Attention over pages for NVIDIA GPUs of Hopper: Pallas Mosaic GPU.
 
 One warpgroup adds up every SPLITS-th block of one key/value head of one row, BLOCK positions each, and copies a block
 while it computes another (TMA). The parts of a row are joined by their largest scores. Which positions a part holds

@@ -28,7 +28,7 @@ class Kernel:
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
 KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
-OLDEST_GPU = 9.0  # compute capability: Mosaic GPU needs the instructions of Hopper
+HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
 MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
 Axes = str | tuple[str, ...] | None
 
@@ -52,7 +52,7 @@ def attend(
 ) -> jax.Array:
     """Attend from each query to the keys and values of its row up to its own position.
 
-    A kernel runs on TPUs and on GPUs from Hopper on, where a row has at most MOST_QUERIES queries and `fits` of
+    A kernel runs on TPUs and on GPUs of Hopper, where a row has at most MOST_QUERIES queries and `fits` of
     `gpu.py` or `tpu.py` says yes: not for float64, nor for float32 on a GPU. `blocks` computes everything else.
 
     Args:
@@ -84,8 +84,8 @@ def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Ar
 
 
 def kernel_of(device: jax.Device) -> Kernel | None:
-    """Return a device's kernel; None where `blocks` runs: on CPUs and on GPUs older than Hopper."""
-    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) < OLDEST_GPU:
+    """Return a device's kernel; None where `blocks` runs: on CPUs and on GPUs other than Hopper."""
+    if device.platform == "gpu" and int(float(getattr(device, "compute_capability", 0))) != HOPPER:
         return None
     return KERNELS.get(device.platform)
 

@@ -10,7 +10,9 @@
 Each is compiled ahead of time for fixed shapes, so a call that does not fit raises instead of compiling another.
 """
 
+import concurrent.futures
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
@@ -27,6 +29,8 @@ from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
 PARKING = {function.__name__: function for function in (read_row, read_pages, drop_row, restore_row, write_pages)}
+# Programs compiled at once: at 8B each takes about a GB of the host's memory meanwhile.
+MOST_THREADS = 8
 
 
 class Program(NamedTuple):
@@ -73,11 +77,44 @@ class CompiledFunctions(Generic[Params, Cache]):
     def compile_all(
         self, params: Params, on_program: Callable[[Program, float], None] = lambda program, seconds: None
     ) -> None:
-        """Compile what is not compiled yet; call `on_program` with the seconds of each program."""
-        for program in self.all():
-            if program not in self._compiled:
-                self.get(program, params)
-                on_program(program, self.seconds[program])
+        """Compile what is not compiled yet, side by side; call `on_program` with the seconds of each program, in order.
+
+        What `on_program` raises ends the call once the programs under way are compiled.
+        """
+        running: dict[Program, concurrent.futures.Future[Callable]] = {}
+
+        def finish_oldest() -> None:
+            program = next(iter(running))
+            self._compiled[program] = running.pop(program).result()
+            on_program(program, self.seconds[program])
+
+        with concurrent.futures.ThreadPoolExecutor(threads := min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+            try:
+                for program in self.all():
+                    if program not in self._compiled:
+                        # Traced here, since a thread would not see settings that hold in this one only.
+                        running[program] = pool.submit(self._finisher(program, params))
+                    while len(running) > threads:
+                        finish_oldest()
+                while running:
+                    finish_oldest()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _finisher(self, program: Program, params: Params) -> Callable[[], Callable]:
+        """Trace and lower one program; return what compiles it and notes the seconds of both."""
+        start = time.perf_counter()
+        jit = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        lowered = self.lower(program, params) if jit else None
+        traced = time.perf_counter() - start
+
+        def finish() -> Callable:
+            start = time.perf_counter()
+            compiled = lowered.compile() if lowered else self.describe(program, params)[0]
+            self.seconds[program] = traced + time.perf_counter() - start
+            return compiled
+
+        return finish
 
     def empty(self, params: Params) -> tuple[Slots[Cache], Prompts]:
         """Call `empty_slots`."""
@@ -113,11 +150,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         if program not in self._compiled:
             if program not in self.all() and program.kind not in PARKING:
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
-            start = time.perf_counter()
-            jit = not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-            compiled = self.lower(program, params).compile() if jit else self.describe(program, params)[0]
-            self._compiled[program] = compiled
-            self.seconds[program] = time.perf_counter() - start
+            self._compiled[program] = self._finisher(program, params)()
         return self._compiled[program]
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:

@@ -38,6 +38,7 @@ def judge_memory(
     for m in measured:
         if m.memory is None:
             advice = "a mesh with more devices for each array (mesh.tensor, mesh.fsdp), or smaller batches"
+            advice = advice if "RESOURCE_EXHAUSTED" in m.refused else ""
             return MemoryVerdict(m.name, False, 0, target.memory, f"the compiler refuses it: {m.refused}", advice)
     phase, memory = max(known, key=lambda found: found[1].total)
     share = memory.total / target.memory

@@ -88,14 +88,18 @@ def read_text(compiled: jax.stages.Compiled | None) -> tuple[str, str]:
         return "", f"the compiler does not show this program; its products and collectives are not counted: {message}"
 
 
-def try_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
-    """Return (program, ''), or (None, the compiler's message) if it needs more memory than the device has."""
+def try_compile(
+    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
+) -> tuple[jax.stages.Compiled | None, str]:
+    """Return (program, ''), or (None, the compiler's message) if it refuses: for want of memory, or for a kernel."""
     try:
-        return lowered.compile(), ""
+        return lowered.compile(options), ""
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None, " ".join(str(error).split())[:400]
+        message = " ".join(str(error).split())[:400]
+    # Without a device products are not tuned, and Triton's are taken, which not every shape has; cuBLAS has them all.
+    if "output tile sizes" in message and not options:
+        return try_compile(lowered, {"xla_gpu_enable_triton_gemm": False})
+    return None, message
 
 
 def read_memory(phase: Phase, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, exact: bool) -> PhaseMemory:

@@ -22,6 +22,7 @@ class PageCounts:
     fitting: list[int] | None  # the same with all the memory that is free; None: the device has no limit
     moved: dict[str, list[int]]  # by program: bytes of an iteration of as many on one device
     kernels: dict[str, int]  # by program: of an iteration
+    temporaries: dict[str, float]  # by program: over the bytes of all pages
 
 
 def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Plan) -> PageCounts:
@@ -39,11 +40,14 @@ def count_pages(measured: list[CompiledPhase], target: HardwareTarget, plan: Pla
     if target.memory and totals:
         free = int(LARGEST_SHARE * target.memory) - max(totals)
         fitting = at_once(max(0, count + free // plan.page_bytes))
-    moved, kernels = {}, {}
+    moved, kernels, temporaries = {}, {}, {}
     for m in measured:
+        if m.name.startswith("generate") and m.memory and m.memory.temporaries is not None:
+            name = m.name.removeprefix("generate: ")
+            temporaries[name] = m.memory.temporaries / (count * plan.page_bytes)
         if m.iteration and not m.iteration.blocks:
             each = zip(live, at_once(count), strict=True)
             name = m.name.removeprefix("generate: ")
             moved[name] = [m.iteration.of(-(-n // T) * b // shards) for n, b in each]
             kernels[name] = m.iteration.kernels
-    return PageCounts(count, T, plan.page_bytes, live, at_once(count), fitting, moved, kernels)
+    return PageCounts(count, T, plan.page_bytes, live, at_once(count), fitting, moved, kernels, temporaries)

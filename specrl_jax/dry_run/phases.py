@@ -15,6 +15,7 @@ from specrl_jax.core import Jitted, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
@@ -35,7 +36,7 @@ class Phase:
     name: str
     lower: Callable[[], jax.stages.Lowered]
     arguments: tuple[str, ...]  # kind of each; a TrainState is divided into parameters and optimizer
-    resident: tuple[object, ...] = ()  # TrainStates and weights on the devices that are not arguments
+    resident: tuple[object, ...] = ()  # TrainStates, slots and weights on the devices that are not arguments
     unrolled: bool = False  # layers are unrolled, which takes long to compile; else they are scanned
     pages: int = 0  # C, of a shard, where an iteration of the decode loop is counted
 
@@ -43,7 +44,7 @@ class Phase:
 def find_phases(plan: Plan) -> list[Phase]:
     """Return the programs in the order of a synchronous step, not compiled yet."""
     learner, rollout = make_learner(plan), make_rollout(plan, tokenizer=CharTokenizer())
-    state, g, d = abstract_state(learner), plan.config.grpo, plan.config.draft
+    state, g = abstract_state(learner), plan.config.grpo
     rows = g.prompts_per_step * g.group_size
     states = (state.policy, *([state.draft] if state.draft else []))
     params, draft = learner.merged(state.policy), state.draft
@@ -73,15 +74,26 @@ def find_phases(plan: Plan) -> list[Phase]:
             )
         )
     minibatch = abstract_minibatch(learner)
-    phases.append(
-        Phase(
-            "train policy",
-            lambda: learner.policy_step.lower(state.policy, *minibatch),
-            (PARAMETERS, BATCH, BATCH),
-            (*reference, *([draft] if draft else [])),
-        )
+    tables = (learner.read_tables.eval_shape(state.policy.base, state.vocab_map),) if draft else ()
+    train = Phase(
+        "train policy",
+        lambda: learner.policy_step.lower(state.policy, *minibatch),
+        (PARAMETERS, BATCH, BATCH),
+        (*reference, *states[1:], *tables),
     )
-    return phases + (_draft_learning(learner, minibatch, (*reference, state.policy)) if draft and d.online else [])
+    if not draft:
+        return [*phases, train]
+    read = _table_copies(learner, (*moments, draft.params, *reference))
+    return [*phases, read, train, *_draft_learning(learner, minibatch, (*reference, state.policy))]
+
+
+def count_programs(plan: Plan) -> dict[str, int]:
+    """Return the programs of a run's engines by what they are for; parking's, which few runs need, are left out."""
+    rollout = make_rollout(plan, tokenizer=CharTokenizer())
+    evaluation = {id(engine): engine for engine in (rollout.eval_engine, rollout.greedy_engine)}
+    evaluation.pop(id(rollout.engine), None)
+    sizes = [len(engine.compiled.all()) for engine in evaluation.values()]
+    return {"rollouts": len(rollout.engine.compiled.all()), "evaluation": sum(sizes)}
 
 
 def abstract_state(learner: Learner) -> RunState:
@@ -92,47 +104,68 @@ def abstract_state(learner: Learner) -> RunState:
 
 
 def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
-    """Return refill, a plain chunk and a chunk of the longest drafts at the full batch size; what makes the batch
-    smaller, and what copies pages of a row to the host and back.
+    """Return the engine's programs: those of `CompiledFunctions.all` and of parking, at the full batch size.
+
+    Of the chunks, all of which calibration runs on one batch, plain ones and those of the longest drafts: the others
+    need less than these (temporaries of a 0.6B policy on an H100: 78, 294, 361 and 456 MB for 0 to 3 drafts).
     """
-    programs, size = rollout.engine.compiled, rollout.config.limits.num_slots
-    drafted, pages = rollout.engine.draft_length, rollout.config.limits.shard_pages
+    programs, limits = rollout.engine.compiled, rollout.config.limits
+    size, drafted = limits.num_slots, rollout.engine.draft_length
+    slots = programs.describe(Program("read_row", size), weights)[1][0]
+    assert isinstance(slots, Slots)
 
-    def phase(name: str, program: Program, *arguments: str, pages: int = 0) -> Phase:
-        beside = resident if PARAMETERS in arguments else (*resident, weights)
+    def phase(name: str, program: Program, *arguments: str, beside: tuple[object, ...] = (), pages: int = 0) -> Phase:
+        own = () if PARAMETERS in arguments else (weights,)
         lower = functools.partial(programs.lower, program, weights)
-        return Phase(f"generate: {name}", lower, arguments, beside, unrolled=True, pages=pages)
+        return Phase(f"generate: {name}", lower, arguments, (*resident, *own, *beside), unrolled=True, pages=pages)
 
-    chunk = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
-    phases = [
+    def parking(name: str, kind: str, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
+        return phase(name, Program(kind, size), CACHE, BATCH, *arguments, beside=beside)
+
+    def chunk(name: str, k: int) -> Phase:
+        kinds = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
+        return phase(name, Program("decode", size, k), *kinds, pages=limits.shard_pages)
+
+    return [
+        phase("empty slots", Program("empty", size)),
         phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
-        phase("plain chunk", Program("decode", size, 0), *chunk, pages=pages),
+        chunk("plain chunk", 0),
+        *([chunk(f"speculative chunk, k={drafted}", drafted)] if drafted else []),
+        *(phase(f"compact to {n}", Program("compact", n), CACHE, CACHE, BATCH) for n in programs.sizes[1:]),
+        # The program does not read the pages.
+        parking("row to the host", "read_row", beside=(slots.not_by_row(),)),
+        parking("pages to the host", "read_pages", BATCH),
+        parking("end of a row", "drop_row"),
+        parking("row from the host", "restore_row", BATCH),
+        parking("pages from the host", "write_pages", BATCH, BATCH),
     ]
-    if drafted:
-        name = f"speculative chunk, k={drafted}"
-        phases.append(phase(name, Program("decode", size, drafted), *chunk, pages=pages))
-    if len(programs.sizes) > 1:
-        smaller = programs.sizes[1]
-        phases.append(phase(f"compact to {smaller}", Program("compact", smaller), CACHE, CACHE, BATCH))
-    phases.append(phase("pages to the host", Program("read_pages", size), CACHE, BATCH, BATCH))
-    phases.append(phase("pages from the host", Program("write_pages", size), CACHE, BATCH, BATCH, BATCH))
-    return phases
+
+
+def _table_copies(learner: Learner, resident: tuple[object, ...]) -> Phase:
+    """Return the copy of the policy's tables for the draft, which the policy's update leaves as they are."""
+    state = abstract_state(learner)
+    read = functools.partial(learner.read_tables.lower, state.policy.base, state.vocab_map)
+    return Phase("tables for the draft", read, (PARAMETERS, PARAMETERS), resident)
 
 
 def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], resident: tuple[object, ...]) -> list[Phase]:
-    """Return the draft update from the features of one policy update."""
+    """Return what a draft does with the features of one policy update: it learns from them, or predicts only."""
     state, d = abstract_state(learner), learner.plan.config.draft
-    features = jax.eval_shape(learner.policy_step, state.policy, *minibatch)[2].features
-    tables = jax.eval_shape(learner.read_tables, state.policy.base, state.vocab_map)
+    draft, update, predict = state.draft, learner.draft_step, learner.predict_step
+    assert draft is not None and update is not None and predict is not None, "there is a draft with weights"
+    features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
+    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
 
     def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((x.shape[0] // d.minibatches, *x.shape[1:]), x.dtype, sharding=x.sharding)
 
-    arguments = (state.draft, tables, *jax.tree.map(part, (features, minibatch[0])))
-    kinds = (PARAMETERS, PARAMETERS, BATCH, BATCH)
-    step = learner.draft_step
-    assert step is not None, "a draft that learns online has a step"
-    return [Phase("train draft", lambda: step.lower(*arguments), kinds, resident)]
+    inputs, kinds = (features, minibatch[0]), (PARAMETERS, PARAMETERS, BATCH, BATCH)
+    learns = Phase("train draft", lambda: update.lower(draft, tables, *jax.tree.map(part, inputs)), kinds, resident)
+    moments = dataclasses.replace(draft, params={})
+    predicts = Phase(
+        "predict acceptance", lambda: predict.lower(draft.params, tables, *inputs), kinds, (*resident, moments)
+    )
+    return [learns, predicts] if d.online else [predicts]
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:
@@ -170,10 +203,12 @@ def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:
-    """Return the bytes of TrainStates and weights on one device."""
+    """Return the bytes of TrainStates, slots and weights on one device."""
     found = dict.fromkeys(KINDS, 0)
-    for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState)):
-        if isinstance(part, TrainState):
+    for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, TrainState | Slots)):
+        if isinstance(part, Slots):
+            found[CACHE] += device_bytes(part)
+        elif isinstance(part, TrainState):
             found[PARAMETERS] += device_bytes((part.params, part.frozen))
             found[OPTIMIZER] += device_bytes((part.step, part.opt_state))
         else:

@@ -26,6 +26,7 @@ class Report:
     measured: list[CompiledPhase]
     fit: MemoryVerdict | None  # None: the target has no memory limit
     pages: PageCounts
+    programs: dict[str, int]  # of a run's engines, by what they are for
     exact: bool  # compiled by the target's own compiler
     seconds: float  # of everything
 
@@ -46,7 +47,7 @@ class Report:
         for m in self.measured:
             for line in count_rows(m.name, m.count):
                 print(line)
-        print("\n" + "\n".join(page_rows(self.pages)))
+        print("\n" + "\n".join([*page_rows(self.pages), self.program_row()]))
         for m in self.measured:
             for warning in m.warnings:
                 print(f"\nwarning, {m.name}: {warning}")
@@ -59,6 +60,16 @@ class Report:
         if self.compiled_for is not self.target:
             line += f" ({self.target.name} needs requirements-aot.txt)"
         return line
+
+    def program_row(self) -> str:
+        """Return how many programs a run compiles."""
+        learner = sum(not m.name.startswith("generate") for m in self.measured)
+        seconds = sum(m.seconds for m in self.measured)
+        return (
+            f"programs of a run: {self.programs['rollouts']} of rollouts, at most {self.programs['evaluation']} of "
+            f"evaluation, {learner} of the learner for each shape of its rows; the {len(self.measured)} above took "
+            f"{seconds:.0f} s, one after the other"
+        )
 
     def verdict(self) -> str:
         if self.fit is None:
@@ -82,6 +93,7 @@ class Report:
             "seconds": self.seconds,
             "fit": dataclasses.asdict(self.fit) if self.fit else None,
             "pages": dataclasses.asdict(self.pages),
+            "programs": self.programs,
             "phases": [phase_json(m) for m in self.measured],
             "versions": versions(),
             "config": config,
@@ -122,7 +134,16 @@ def page_rows(pages: PageCounts) -> list[str]:
         rows.append(row("the same if pages took what is free", [f"{n:,}" for n in pages.fitting]))
     rows += [row(f"an iteration moves: {name}", [shown(n) for n in moved]) for name, moved in pages.moved.items()]
     rows += [row(f"kernels of an iteration: {name}", [f"{n:,}"]) for name, n in pages.kernels.items()]
-    return rows
+    return [*rows, *temporary_rows(pages.temporaries)]
+
+
+def temporary_rows(shares: dict[str, float]) -> list[str]:
+    """Return the most temporaries of each kind of program, by `shares` of the pages' bytes."""
+    kinds: dict[str, float] = {}
+    for name, share in shares.items():
+        kind = "others" if name != "refill" and "chunk" not in name else name.split(",")[0]
+        kinds[kind] = max(share, kinds.get(kind, 0.0))
+    return ["temporaries over these pages: " + ", ".join(f"{k} {v:.3f}" for k, v in kinds.items())] if kinds else []
 
 
 def phase_json(m: CompiledPhase) -> dict[str, object]:

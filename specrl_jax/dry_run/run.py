@@ -10,7 +10,7 @@ from specrl_jax.dry_run.extend import extend
 from specrl_jax.dry_run.fit import judge_memory
 from specrl_jax.dry_run.measure import CompiledPhase, measure, measure_together
 from specrl_jax.dry_run.pages import count_pages
-from specrl_jax.dry_run.phases import bytes_by_kind, find_phases
+from specrl_jax.dry_run.phases import bytes_by_kind, count_programs, find_phases
 from specrl_jax.dry_run.report import Report, say
 from specrl_jax.dry_run.targets import TARGETS, compiler_of
 from specrl_jax.errors import InputError
@@ -42,7 +42,10 @@ def dry_run(config: Config, workdir: str) -> Report:
     num_shards = plan.rollout_partition.num_shards("batch")
     fit = judge_memory(measured, target, config, num_shards) if target.memory else None
     pages = count_pages(measured, target, plan)
-    report = Report(target, compiler, dict(mesh.shape), measured, fit, pages, exact, time.perf_counter() - start)
+    programs = count_programs(plan)
+    report = Report(
+        target, compiler, dict(mesh.shape), measured, fit, pages, programs, exact, time.perf_counter() - start
+    )
     report.print()
     say(f"written: {report.write(workdir, dataclasses.asdict(config))}")
     return report

@@ -62,13 +62,13 @@ def count_params(specs: Specs) -> int:
     return sum(spec.size for spec in jax.tree.leaves(specs))
 
 
-def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Compute `matmul` in the dtype of `x`: accumulated in float32 and rounded once at the end."""
-    return matmul(equation, x, w).astype(x.dtype)
+def einsum(equation: str, x: jax.Array, w: jax.Array, sums: jnp.dtype | None = None) -> jax.Array:
+    """Compute `matmul` in the dtype of `x`: accumulated in float32 on each device and rounded once at its end."""
+    return matmul(equation, x, w, sums).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def matmul(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def matmul(equation: str, x: jax.Array, w: jax.Array, sums: jnp.dtype | None = None) -> jax.Array:
     """Multiply activations and a weight: operands in the narrower of the two dtypes, result at least float32.
 
     A CPU reads weights at 1.5 GB/s where the result of the dot is bfloat16; with float32 results it keeps the fast
@@ -77,9 +77,14 @@ def matmul(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     Both matmuls of the derivative have their operands in the dtype of `x` and untransposed: the derivative of
     jnp.einsum transposes the larger operand of a weight's gradient, which costs a CPU a fifth of a training step (4
     layers, d 256: 0.43 against 0.34 s).
+
+    Args:
+      sums: dtype of the result (`Partitioner.sums`). Devices that have parts of the contracted axis add their results
+        in it. None: at least float32.
     """
     dtype = narrower(x.dtype, w.dtype)
-    return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=_accumulator(dtype))
+    result = sums or _accumulator(dtype)
+    return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=result)
 
 
 def narrower(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
@@ -91,42 +96,44 @@ def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _matmul_forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return matmul(equation, x, w), (x, w)
+def _matmul_forward(
+    equation: str, x: jax.Array, w: jax.Array, sums: jnp.dtype | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return matmul(equation, x, w, sums), (x, w)
 
 
 def _matmul_backward(
-    equation: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+    equation: str, sums: jnp.dtype | None, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     gradient = gradient.astype(x.dtype)
-    sums = _accumulator(x.dtype)
-    dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), preferred_element_type=sums)
-    dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=sums)
+    wide = _accumulator(x.dtype)
+    dx = jnp.einsum(f"{out},{right}->{left}", gradient, w.astype(x.dtype), preferred_element_type=wide)
+    dw = jnp.einsum(f"{left},{out}->{right}", x, gradient, preferred_element_type=wide)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def project_heads(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Project heads x [B, T, N, H] by w [N, H, D] to [B, T, D].
+def project_heads(x: jax.Array, w: jax.Array, sums: jnp.dtype | None = None) -> jax.Array:
+    """Project heads x [B, T, N, H] by w [N, H, D] to [B, T, D]; `sums` as of `matmul`.
 
     The contraction is over one merged axis: over two, XLA copies w each time.
     """
-    return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), w.reshape(-1, w.shape[-1]))
+    return einsum("BTF,FD->BTD", x.reshape(*x.shape[:2], -1), w.reshape(-1, w.shape[-1]), sums)
 
 
-def swiglu(x: jax.Array, w: Params) -> jax.Array:
-    """Compute down(silu(gate x) * up x), x [B, T, D] -> [B, T, D].
+def swiglu(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> jax.Array:
+    """Compute down(silu(gate x) * up x), x [B, T, D] -> [B, T, D]; `sums` as of `matmul`, of the last product.
 
     Gate and up stay two matmuls in both layouts: a CPU runs them in parallel, and one of twice the width takes 1.7
     times as long as both (8 to 32 rows, d 192).
     """
     gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
-    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"])
+    return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"], sums)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:

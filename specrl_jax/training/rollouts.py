@@ -139,13 +139,9 @@ class Target:
     partition: Partitioner
 
     def init_cache(self, pages: int, tokens: int) -> Cache:
-        m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, self._platform)
+        m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, self.partition.platform)
         target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape)
         return Caches(target, self.draft.init_cache(shape)) if self.draft else target
-
-    @property
-    def _platform(self) -> str:
-        return self.partition.mesh.devices.flat[0].platform
 
     def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache) -> Cache:
         return self.decode(params, tokens, paging, cache, return_logits=False)[1]

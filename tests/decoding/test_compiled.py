@@ -1,6 +1,8 @@
 """What an engine compiles: little, all of it beforehand, with its caches in place."""
 
 import contextlib
+import os
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,47 @@ def test_programs_are_few():
     run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=SEVEN)
     assert len(run.compiled.all()) == 22 <= 24
     assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
+
+
+class Waits:
+    """A lowered program whose compilation waits for another one's."""
+
+    def __init__(self, both):
+        self.both = both
+
+    def compile(self):
+        self.both.wait(timeout=60)
+        return self
+
+
+def uncompiled(monkeypatch, lower):
+    """Return the functions of an engine of four programs on two cores, lowered by `lower`."""
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
+    functions = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 3)).compiled
+    assert len(functions.all()) == 4
+    monkeypatch.setattr(functions, "lower", lower)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    return functions
+
+
+def test_programs_are_compiled_side_by_side(monkeypatch):
+    both, told = threading.Barrier(2), []
+    functions = uncompiled(monkeypatch, lambda program, params: Waits(both))
+    functions.compile_all(None, lambda program, seconds: told.append(program))
+    assert told == functions.all()
+
+
+def test_what_the_report_of_a_program_raises_ends_the_compilation(monkeypatch):
+    lowered = []
+    functions = uncompiled(monkeypatch, lambda program, params: lowered.append(program) or Waits(threading.Barrier(1)))
+
+    def stop(program, seconds):
+        raise KeyError(program)
+
+    with pytest.raises(KeyError):
+        functions.compile_all(None, stop)
+    # Two under way, and the next one waiting for a thread.
+    assert lowered == functions.all()[:3]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What the engine's programs move and hold on an accelerator: four layers of Qwen3-8B, compiled without a device."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from specrl_jax.data.tokenizers import CharTokenizer
-from specrl_jax.decoding.compiled import Program
+from specrl_jax.decoding.compiled import PARKING, Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
@@ -33,11 +34,11 @@ TOKEN = 2 * 2 * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in o
 
 
 @functools.cache
-def engine(platform, k):
-    """Return (engine, weights) for one device, whose pool has the live pages and those that it must have."""
+def engine(platform, k, tensor=1):
+    """Return (engine, weights) of one copy of the policy, whose pool has the live pages and those that it must have."""
     if not targets.installed(platform):
         pytest.skip("requirements-aot.txt is not installed")
-    mesh = make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, targets.devices(platform)[:1])
+    mesh = make_mesh({"tensor": tensor}, targets.devices(platform, tensor)[:tensor])
     partition = partitioner(mesh, ROLLOUT)
     limits = EngineConfig(B, 2048, LIMIT - 2048, 64, sizes=(8,), prefill_rows=8, page_tokens=PAGE, prefill_tokens=512)
     limits = dataclasses.replace(limits, pages=B * LIVE // PAGE + limits.fewest_pages)
@@ -49,8 +50,8 @@ def engine(platform, k):
 
 
 @functools.cache
-def compiled(platform, kind, k=0):
-    made, weights = engine(platform, k)
+def compiled(platform, kind, k=0, tensor=1):
+    made, weights = engine(platform, k, tensor)
     return made.compiled.lower(Program(kind, B if kind != "compact" else 8, k), weights).compile()
 
 
@@ -84,6 +85,13 @@ def test_a_layer_takes_few_kernels():
     assert found.kernels <= 16 * MODEL.layers + around
 
 
+def test_devices_of_a_copy_add_bfloat16():
+    """Two sums a layer of [B, D], and one of the embedding, whose rows are split; half the bytes of float32."""
+    text = compiled("cuda", "decode", tensor=4).as_text()
+    sums = collections.Counter(re.findall(r"= (\w+)\[([\d,]+)\]\S* all-reduce(?:-start)?\(", text))
+    assert sums == {("bf16", f"{B},{MODEL.embed}"): 2 * MODEL.layers, ("bf16", f"{B},1,{MODEL.embed}"): 1}
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_no_scores_of_a_whole_row(k):
     """The only float32 arrays as long as a sequence are the slots' log-probs [B, S], which are written in place."""
@@ -93,8 +101,12 @@ def test_no_scores_of_a_whole_row(k):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("kind, k", [("refill", 0), ("compact", 0), ("decode", 0), ("decode", 3)])
+@pytest.mark.parametrize(
+    "kind, k",
+    [("refill", 0), ("refill", 3), ("compact", 0), ("decode", 0), ("decode", 3), *((kind, 0) for kind in PARKING)],
+)
 def test_temporaries_are_small_beside_the_pool(platform, kind, k):
+    """Calibration decodes with every length on one batch: of those the longest has most."""
     memory = compiled(platform, kind, k).memory_analysis()
     # Copies of the pools of four layers would be 4 / 36 of it.
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(k)

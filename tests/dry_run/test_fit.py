@@ -12,7 +12,7 @@ from configs import rlzero_8b
 from specrl_jax.config import from_config_dict
 from specrl_jax.dry_run.count import Count
 from specrl_jax.dry_run.fit import judge_memory
-from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, warnings_in
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure, try_compile, warnings_in
 from specrl_jax.dry_run.phases import Phase
 from specrl_jax.dry_run.targets import TARGETS, chips
 from specrl_jax.errors import InputError
@@ -124,7 +124,8 @@ def test_a_warning_of_xla_itself_is_caught(capfd):
     x = jax.ShapeDtypeStruct((24,), jnp.float32, sharding=rows)
     found = measure(Phase("p", lambda: jax.jit(fn).lower(x), ("batch",)), exact=False)
     assert len(found.warnings) == 1 and found.warnings[0].startswith("[SPMD] Involuntary full rematerialization.")
-    assert "jit(fn)/reshape" in found.warnings[0] and capfd.readouterr().err == ""
+    assert "jit(fn)/reshape" in found.warnings[0]
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 LOG = """\
@@ -141,3 +142,30 @@ rematerialization; only reduced to 82GiB
 def test_rematerialization_is_reported_once_without_the_logs_prefix():
     first, second = warnings_in(LOG)
     assert first.startswith("[SPMD] Involuntary full rematerialization.") and second.startswith("Can't reduce memory")
+
+
+def test_of_a_kernel_that_the_compiler_refuses_nothing_is_suggested():
+    refused = CompiledPhase("generate", 0.0, None, Count(), (), "INTERNAL: Pass pipeline failed")
+    found = judge_memory([refused], TARGET, CONFIG, 8)
+    assert not found.fits and "Pass pipeline failed" in found.arithmetic and not found.suggestion
+
+
+class Refused:
+    """A lowered program that compiles with options only."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self, options):
+        if options:
+            return options
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_refusal_of_the_compiler_is_reported():
+    assert try_compile(Refused("INTERNAL: Pass pipeline\n failed")) == (None, "INTERNAL: Pass pipeline failed")
+
+
+def test_products_that_triton_does_not_have_are_compiled_without_it():
+    found = try_compile(Refused("INTERNAL: Couldn't find output tile sizes that satisfy hlo"))
+    assert found == ({"xla_gpu_enable_triton_gemm": False}, "")

@@ -33,7 +33,9 @@ def test_the_targets_own_compiler_says_what_is_temporary(name, monkeypatch):
         assert found.memory.padding == 0 or (found.memory.padding > 0 and target.wheels == ("libtpu",))
         assert found.memory.temporaries > 0
         flops = found.count.flops + sum(loop.turn.flops for loop in found.count.loops)
-        assert flops > 0 and found.count.collectives
+        # libtpu 0.0.52 cannot write some programs down.
+        unknown = [warning for warning in found.warnings if "does not show this program" in warning]
+        assert (flops > 0 and found.count.collectives) or (len(unknown) == 1 and target.wheels == ("libtpu",))
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tensor": 2}, {"fsdp": 8}])

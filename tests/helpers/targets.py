@@ -15,12 +15,12 @@ def installed(platform):
     return targets.installed(TARGETS[platform][0])
 
 
-def devices(platform):
-    """Return devices of the platform that programs can be compiled for."""
+def devices(platform, least=1):
+    """Return at least so many devices of the platform that programs can be compiled for."""
     # No driver is present, and none is needed.
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     target, count = TARGETS[platform]
-    return target.devices(count)
+    return target.devices(max(count, least))
 
 
 def compiled(platform, fn, *shapes, donate=()):

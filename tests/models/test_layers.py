@@ -1,6 +1,7 @@
 """Parameter declarations, norms, rotary positions and the mixed-precision product, each against numpy."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -211,3 +212,19 @@ def test_the_products_own_derivative_is_the_usual_one(equation, dtype):
     np.testing.assert_allclose(
         np.asarray(dx, np.float64), np.einsum(f"{out},{right}->{left}", ct64, w64), atol=rounding
     )
+
+
+@pytest.mark.parametrize("sums, rounded", [(None, 1), (jnp.dtype(BF16), 4)])
+def test_parts_of_four_devices_are_added_with_the_error_that_is_stated(sums, rounded):
+    """`Partitioner.sums`, added one by one here: compiled for a CPU, an all-reduce adds float32 in any case."""
+    x, w = (jnp.asarray(a, BF16) for a in (draw(4, 64, 128), draw(4, 128, 96, seed=1)))
+    parts = [layers.matmul("BF,FD->BD", *part, sums) for part in zip(x, w)]
+    assert {part.dtype for part in parts} == {sums or jnp.dtype(jnp.float32)}
+    out = functools.reduce(jnp.add, parts).astype(BF16)
+    exact = np.einsum("PBF,PFD->PBD", np.asarray(x, float), np.asarray(w, float))
+    error = np.abs(np.asarray(out, float) - exact.sum(axis=0))
+    sizes = np.abs(exact).sum(axis=0) if sums else np.abs(exact.sum(axis=0))
+    # 1e-4: of float32 sums of 512 products, each of about 1.
+    assert (error <= rounded / 256 * sizes + 1e-4).all()
+    # Less is lost where float32 is added: the two are told apart.
+    assert (error <= np.abs(exact.sum(axis=0)) / 256 + 1e-4).all() == (sums is None)

@@ -83,7 +83,7 @@ def forward(
     mlp = feed_forward(config, partition, inputs.counted)
 
     def block(x: jax.Array, w: Params, attend: AttendRows) -> tuple[jax.Array, jax.Array | None]:
-        return layer(x, w, config, angles, attend, mlp)
+        return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype))
 
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
@@ -123,14 +123,14 @@ def lm_head_weight(params: Params, config: Qwen3Config) -> jax.Array:
 FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, jax.Array | None]]
 
 
-def dense(x: jax.Array, w: Params) -> tuple[jax.Array, None]:
-    return swiglu(x, w), None
+def dense(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> tuple[jax.Array, None]:
+    return swiglu(x, w, sums), None
 
 
 def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array | None = None) -> FeedForward:
     """Return the mlp of this config's layers."""
     if not config.experts:
-        return dense
+        return lambda x, w: dense(x, w, partition.sums(x.dtype))
     return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
 
 
@@ -202,10 +202,14 @@ def layer(
     angles: tuple[jax.Array, jax.Array],
     attend: AttendRows,
     mlp: FeedForward = dense,
+    sums: jnp.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense)."""
+    """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
+
+    `sums`: as of `matmul`, of attention's output.
+    """
     normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
-    x = x + project_heads(attend(*_qkv(normed, w, config, angles)), w["o"])
+    x = x + project_heads(attend(*_qkv(normed, w, config, angles)), w["o"], sums)
     added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
     return x + added, copies
 
