@@ -1,0 +1,68 @@
+"""Measure this project on the GPU or TPU of this machine; or, without one, compile for others what it would run.
+
+    python -m experiments.accelerator [--minutes 10] [--output FOLDER]
+    python -m experiments.accelerator --small                      # the same with little work, on any machine
+    python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--output FOLDER]
+
+Asks nothing and needs no network. README.md says what each part measures. Results are written after every part; parts
+for which no time is left are listed, and a part that fails makes the exit status 1.
+"""
+
+import argparse
+import os
+import sys
+
+from specrl_jax.accelerator_flags import describe, find_accelerator, flags_for
+from specrl_jax.errors import fail
+
+TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
+# By default XLA launches kernels one by one while it is profiled, and gaps would be those of another program.
+PROFILE = "--xla_enable_command_buffers_during_profiling"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="no part begins for which too little of them is left"
+    )
+    parser.add_argument("--small", action="store_true", help="little work; its figures mean nothing")
+    parser.add_argument("--output", default="runs/accelerator", help="folder")
+    parser.add_argument("--compile", nargs="+", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
+    a = parser.parse_args(arguments)
+    if a.minutes <= 0:
+        parser.error(f"--minutes {a.minutes:g}: more than 0 are needed")
+    return a
+
+
+def measured_flags(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables that the measurement sets: those of a run, and one that keeps the profile true."""
+    accelerator = find_accelerator(environment)
+    variables = flags_for(accelerator, environment)
+    if accelerator == "cuda" and PROFILE not in variables["XLA_FLAGS"]:
+        variables["XLA_FLAGS"] = f"{variables['XLA_FLAGS']} {PROFILE}=true".strip()
+    if line := describe(accelerator, variables):
+        print(line, flush=True)
+    return variables
+
+
+def main(arguments: list[str] | None = None) -> int:
+    a = parse(arguments)
+    if a.compile:
+        from experiments.accelerator.deviceless import compile_for
+
+        return compile_for(a.compile, a.output, a.small)
+    if a.small:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    variables = measured_flags(dict(os.environ))
+    os.environ.update(variables)
+    import jax
+
+    from experiments.accelerator.command import measure
+
+    if jax.devices()[0].platform == "cpu" and not a.small:
+        return fail("--small: this machine has no GPU or TPU that jax finds; --small runs the same with little work")
+    return measure(a.output, a.minutes, a.small, variables)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
