@@ -1,8 +1,8 @@
 """Flags of XLA, libtpu and the memory allocator for the accelerator of this machine, set before jax starts.
 
-`docs/hardware.md` says what each does and how to override it. An unknown flag ends the process, so only those of the
-accelerator in use are set, and every name below exists in jaxlib 0.10.2 and libtpu 0.0.52. Imports no jax: the flags are
-read when jax first looks at devices.
+`docs/hardware.md` says what each does and how to override it. An unknown flag ends the process: only those of the
+accelerator in use are set, and every name below exists in jaxlib 0.10.2 and libtpu 0.0.52. Imports no jax, which reads
+them when it first looks at devices.
 """
 
 import glob

@@ -57,10 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(variables)
     import jax
 
-    from experiments.accelerator.command import measure
-
     if jax.devices()[0].platform == "cpu" and not a.small:
         return fail("--small: this machine has no GPU or TPU that jax finds; --small runs the same with little work")
+    from experiments.accelerator.command import measure
+
     return measure(a.output, a.minutes, a.small, variables)
 
 

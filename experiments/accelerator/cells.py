@@ -1,4 +1,4 @@
-"""Decode cells: one iteration of rows that all hold so many tokens, timed at a few depths and extended to all layers."""
+"""Decode cells: an iteration of rows that hold so many tokens, timed at a few depths and extended to all layers."""
 
 import concurrent.futures
 import dataclasses
@@ -91,7 +91,7 @@ def most_rows(model: Qwen3Config, head: Eagle3Draft, live: int, sizes: Sizes, me
     width = jnp.dtype(sizes.dtype).itemsize
     weights = width * (count_params(qwen3.inference_specs(model)) + count_params(head.inference_specs))
     token = width * 2 * model.kv_heads * model.head_dim * (model.layers + 1) + width * model.embed
-    row = sizes.page * math.ceil((live + reserve(sizes)) / sizes.page) * token + 4 * model.vocab * (sizes.k + 1)
+    row = sizes.page * pages_of(live, sizes) * token + 4 * model.vocab * (sizes.k + 1)
     fitting = int((1 - WORKSPACE) * memory - weights) // row
     step = 8 if sizes.most >= 8 else 1
     return max(*sizes.batches, min(sizes.most, fitting // step * step))

@@ -29,7 +29,7 @@ def measure(output: str, minutes: float, small: bool, flags: dict[str, str]) -> 
     budget, device = Budget(60 * minutes), jax.devices()[0]
     m = Measurement(sizes, small, device, budget, results, flags)
     names = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
-    parts = [Part(name, sizes.seconds.get(name, 0.0), getattr(m, name)) for name in names]
+    parts = [Part(name, sizes.seconds.get(name, 0.0), getattr(m, f"run_{name}")) for name in names]
     run_parts(parts, budget, results, lambda: page.write(results, output))
     for line in (
         *(f"left out: {x}" for x in results.left_out),
@@ -58,7 +58,7 @@ class Measurement:
     def limits(self) -> dict[str, float]:
         return self.results.found["device"]["limits"]
 
-    def device(self) -> None:
+    def run_device(self) -> None:
         """Versions, device, flags, and what the device reaches in a copy and in a product."""
         self.results.keep(
             "device",
@@ -75,7 +75,7 @@ class Measurement:
             limits=ceilings.ceilings(self.shapes),
         )
 
-    def kernels(self) -> None:
+    def run_kernels(self) -> None:
         """Every kernel against its reference; raises where one differs."""
         verification = kernels.check_verification(self.shapes, self.on)
         self.results.keep("kernels", verification=verification)
@@ -87,7 +87,7 @@ class Measurement:
         if wrong:
             raise RuntimeError(f"{len(wrong)} checks differ from the reference: {wrong[0]}")
 
-    def decode(self) -> None:
+    def run_decode(self) -> None:
         """Decode cells: compile all programs of a model side by side, then time cell by cell."""
         listed = cells.list_cells(self.sizes, device_memory())
         rows: list[dict[str, Any]] = []
@@ -141,8 +141,8 @@ class Measurement:
         weights = self._weights[name]
         return weights if key.k else engines.without_draft(weights)
 
-    def profile(self) -> None:
-        """Kernels and idle share of an iteration, at one row and at the largest of the batches, without and with drafts."""
+    def run_profile(self) -> None:
+        """Kernels and idle share of an iteration, of the smallest and the largest batch, without and with drafts."""
         rows = []
         model = self.sizes.models[0]
         for B in (self.sizes.batches[0], self.sizes.batches[-1]):
@@ -175,7 +175,7 @@ class Measurement:
                 found.append(gaps.summarize(gaps.profiled(chunk)))
         return gaps.per_iteration(found[0], found[1], PROFILED[1] - PROFILED[0])
 
-    def prefill(self) -> None:
+    def run_prefill(self) -> None:
         """Tokens a second of prefilling prompts of the longest length, the first model at two depths."""
         self._built.clear()
         self._weights.clear()
@@ -191,12 +191,12 @@ class Measurement:
             "prefill", model=model.name, tokens=tokens, seconds=took, by_depth=seconds, tokens_per_second=tokens / took
         )
 
-    def rollouts(self) -> None:
+    def run_rollouts(self) -> None:
         """Long-tailed rollouts without and with a draft of imposed acceptance."""
         sides, weights = self._open_sides()
         self.results.keep("rollouts", sides=rollouts.compare_sides(sides, weights, self.sizes.k))
 
-    def memory(self) -> None:
+    def run_memory(self) -> None:
         """Memory through the calibration of draft lengths and the compaction of the batch."""
         sides, weights = self._open_sides()
         self.results.keep("memory", **rollouts.memory_through(sides, weights, self.on))
@@ -217,13 +217,13 @@ class Measurement:
             self._sides = sides, weights
         return self._sides
 
-    def learner(self) -> None:
+    def run_learner(self) -> None:
         """Log-prob and train phases on packed long-tailed rows."""
         self._sides = None
         gc.collect()
         self.results.keep("learner", **learner.time_learner(self.sizes, self.on))
 
-    def training(self) -> None:
+    def run_training(self) -> None:
         """Some steps of RL from random weights."""
         self.results.keep("training", steps=learner.train_steps(self.sizes, self.small))
 

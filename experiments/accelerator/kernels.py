@@ -1,4 +1,4 @@
-"""Every kernel of the device against its reference: verification rules, attention over pages, the learner's attention."""
+"""Every kernel of the device against its reference: verification, attention over pages, the learner's attention."""
 
 import functools
 
@@ -32,7 +32,7 @@ def check_verification(shapes: Shapes, device: jax.Device) -> list[Row]:
 
 
 def check_attention(dtype: str, heads: tuple[int, int, int], page: int, device: jax.Device) -> list[Row]:
-    """Compare attention over pages with its definition in float32, for one query a row, four, and a piece of a prompt.
+    """Compare attention over pages with its definition in float32, by queries of a row.
 
     Args:
       heads: query heads, key/value heads, head dimension.

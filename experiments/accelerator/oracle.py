@@ -1,10 +1,10 @@
 """A draft that pays for an EAGLE-3 head and has any acceptance asked for, with the exact rule on.
 
 The policy has random weights, made so that after token t comes t + 1: its layers add little to the embedding, and its
-lm_head reads the embedding of the token before. Its distribution is a proper one over the whole vocabulary, with all but
-about 1e-9 on that token. The head runs as it would, and drafts. Then its distributions are replaced by q: `rate` on
-the token that the policy will draw, the rest on another one, and tokens are drawn from q. Verification gets the tokens
-and q, so its rule is as exact as with any draft; a drafted token is accepted with probability `rate`, whatever came before.
+lm_head reads the embedding of the token before. Its distribution is over the whole vocabulary, with all but about 1e-9
+on that token. The head runs as it would, and drafts. Then its distributions are replaced by q: `rate` on the token that
+the policy will draw, the rest on another one, and tokens are drawn from q. Verification gets the tokens and q, so its
+rule is as exact as with any draft; a drafted token is accepted with probability `rate`, whatever came before.
 
 What this does not measure: how good a head is, acceptance that differs between texts, prompts and positions, and a
 policy whose next token is uncertain. Drawing from q costs more than the head's own draws, which are made too.

@@ -1,0 +1,164 @@
+"""The measurement of a device: what its arithmetic says, and that all of it runs, with little work, on a CPU."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.accelerator import __main__ as command
+from experiments.accelerator.cells import count_kernels, extrapolate, keys_of, list_cells, most_rows
+from experiments.accelerator.gaps import Busy, per_iteration, summarize
+from experiments.accelerator.oracle import expected_tokens, impose
+from experiments.accelerator.parts import Budget, Part, Results, run_parts
+from experiments.accelerator.sizes import FULL, RATES
+from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
+from specrl_jax.decoding.drafters import sample_draft
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.models.qwen3 import PRESETS
+from tests.helpers.runs import ROOT
+
+H100 = int(0.9 * 84_942_979_072)
+
+
+def test_layers_are_linear():
+    assert extrapolate((4, 8), (5.0, 9.0), 36) == 37.0
+    assert extrapolate((28,), (5.0,), 28) == 5.0
+    with pytest.raises(ValueError, match="two are extrapolated to 36"):
+        extrapolate((4,), (5.0,), 36)
+
+
+def test_an_h100_times_ten_cells_of_8b_since_the_most_that_fit_at_the_limit_are_32():
+    cells = [c for c in list_cells(FULL, H100) if c.model.name == "Qwen3-8B"]
+    found = [(c.rows, c.live, c.k) for c in cells]
+    batches = [(1, 1024), (32, 1024), (192, 1024), (1, 10_240), (32, 10_240)]
+    assert found == [(rows, live, k) for rows, live in batches for k in (0, 3)]
+    # Cells that differ in their live tokens share a program.
+    assert len(keys_of(cells)) == 2 * 2 * 3
+
+
+def test_the_most_rows_that_fit_by_hand():
+    """16.4 GB of weights and 0.8 GB of a head leave 102 of 141 GB x 0.9 x 0.94; 62 rows of 1.64 GB fit."""
+    from experiments.accelerator.cells import head_of
+
+    model = PRESETS["qwen3_8b"]
+    assert most_rows(model, head_of(model, FULL), 10_240, FULL, int(0.9 * 141e9)) == 56
+
+
+def clock(*times):
+    return functools.partial(next, iter(times))
+
+
+def test_parts_for_which_no_time_is_left_are_listed_and_one_that_fails_stops_none(tmp_path):
+    def fail():
+        raise RuntimeError("out of\nmemory")
+
+    ran, results = [], Results(str(tmp_path / "results.json"))
+    parts = [
+        Part("first", 0.0, fail),
+        Part("second", 5.0, lambda: ran.append("second")),
+        Part("third", 50.0, lambda: ran.append("third")),
+        Part("fourth", 2.0, lambda: ran.append("fourth")),
+    ]
+    seconds = iter([0.0, 0.0, 1.0, 7.0, 7.0, 7.5])
+    run_parts(parts, Budget(10.0, lambda: next(seconds)), results, lambda: None)
+    assert ran == ["second", "fourth"]
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert kept["errors"] == {"first": "RuntimeError: out of memory"}
+    assert kept["left_out"] == ["third: 3 s were left, 50 are needed"]
+
+
+def test_results_are_on_the_disk_as_soon_as_they_are_found(tmp_path):
+    results = Results(str(tmp_path / "new/results.json"))
+    results.keep("decode", cells=[1])
+    assert json.loads((tmp_path / "new/results.json").read_text())["found"] == {"decode": {"cells": [1]}}
+
+
+def test_gaps_of_events_that_overlap():
+    assert summarize([(10, 5), (0, 4), (2, 4), (3, 1)]) == Busy(4, 15.0, 11.0)
+    assert summarize([]) == Busy(0, 0.0, 0.0)
+
+
+def test_what_begins_and_ends_a_chunk_is_no_part_of_an_iteration():
+    """Two iterations more add 20 kernels and 2 ms, of which 1.5 ms are busy."""
+    found = per_iteration(Busy(13, 5e6, 4e6), Busy(33, 7e6, 5.5e6), 2)
+    assert found == {"kernels": 10.0, "ms": 1.0, "idle_share": 0.25}
+
+
+def test_kernels_of_a_loop_of_known_turns_count_each_turn():
+    def chunk(n, x):
+        def body(carry):
+            i, x = carry
+            return i + 1, jax.lax.fori_loop(0, 3, lambda j, x: jnp.sort(x @ x), x)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < n, body, (0, x))
+
+    text = jax.jit(chunk).lower(2, jnp.ones((8, 8))).compile().as_text()
+
+    def kernels(turns):
+        return count_kernels(text.replace('"known_trip_count":{"n":"3"}', f'"known_trip_count":{{"n":"{turns}"}}'))
+
+    three, four, five = (kernels(n) for n in (3, 4, 5))
+    assert five - four == four - three >= 2
+
+
+def test_the_oracle_is_accepted_at_its_rate_and_what_is_emitted_is_the_targets():
+    """In 20,000 rows: shares within five standard errors, for a target that is sure and for one that is not."""
+    B, V, k = 20_000, 6, 2
+    noise = Noise(jnp.uint32(3), jnp.arange(B, dtype=jnp.uint32), jnp.full((B,), 9, jnp.int32))
+    right = jnp.broadcast_to(jnp.array([[1, 2]], jnp.int32), (B, k))
+    sure = jnp.where(jnp.arange(V)[None] == jnp.arange(1, k + 2)[:, None], 40.0, 0.0)
+    unsure = jnp.broadcast_to(jnp.log(jnp.array([0.1, 0.2, 0.05, 0.3, 0.25, 0.1])), (k + 1, V))
+
+    @jax.jit
+    def verified(target, rate):
+        logits = impose(jax.random.normal(jax.random.key(0), (B, k, V)), right, rate)
+        tokens = jnp.stack([sample_draft(noise, logits[:, i], i, None, Sampling()) for i in range(k)], axis=1)
+        draft = Draft(tokens, logits, jnp.zeros((B,), bool))
+        return verify(VerifyInputs(noise, draft, jnp.broadcast_to(target, (B, k + 1, V))), Sampling())
+
+    for rate in RATES:
+        accepted = np.asarray(verified(sure, rate).num_accepted)
+        for i in range(1, k + 1):
+            assert abs((accepted >= i).mean() - rate**i) < 5 * np.sqrt(rate**i * (1 - rate**i) / B)
+        assert abs(1 + accepted.mean() - expected_tokens(rate, k)) < 5 * k / np.sqrt(B)
+        first = np.bincount(np.asarray(verified(unsure, rate).tokens)[:, 0], minlength=V) / B
+        np.testing.assert_allclose(first, np.exp(unsure[0]), atol=5 * 0.5 / np.sqrt(B))
+
+
+def test_a_cpu_is_refused_in_one_line(capsys):
+    assert command.main(["--minutes", "1"]) == 1
+    assert capsys.readouterr().err.startswith("error: --small: this machine has no GPU or TPU")
+
+
+def test_a_profile_keeps_command_buffers(monkeypatch):
+    monkeypatch.setattr(command, "find_accelerator", lambda environment: "cuda")
+    given = {"XLA_FLAGS": f"{command.PROFILE}=false"}
+    assert command.measured_flags({})["XLA_FLAGS"].endswith(f"{command.PROFILE}=true")
+    assert f"{command.PROFILE}=true" not in command.measured_flags(given)["XLA_FLAGS"]
+
+
+@pytest.mark.slow
+def test_all_parts_run_on_a_cpu_with_little_work(tmp_path):
+    run = [sys.executable, "-m", "experiments.accelerator", "--small", "--output", str(tmp_path)]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (done.returncode, results["errors"], results["left_out"]) == (0, {}, []), done.stderr
+    found = results["found"]
+    parts = {"device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training"}
+    assert set(found) == set(results["seconds"]) == parts
+    assert all(row["ms"] > 0 and row["roofline_ms"] > 0 and row["kernels"] > 0 for row in found["decode"]["cells"])
+    drafted = [side for side in found["rollouts"]["sides"] if side["draft"] != "none"]
+    assert all(side["same_tokens"] for side in drafted)
+    for rate, side in zip(RATES, drafted, strict=True):
+        assert abs(side["accepted_share"] - rate) < 0.15
+    assert len(found["training"]["steps"]) == 2
+    page = (tmp_path / "README.md").read_text()
+    assert "these figures mean nothing" in page and "nan" not in page
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
