@@ -16,7 +16,6 @@ from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import FULL, SMALL, Sizes
 from specrl_jax.accelerator_flags import flags_for
 from specrl_jax.decoding.compiled import Program
-from specrl_jax.dry_run.count import count
 from specrl_jax.dry_run.measure import read_text
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed
@@ -164,9 +163,8 @@ def plain_columns(part: str, name: str, layers: int, compiled: jax.stages.Compil
     found = compiled.memory_analysis()
     assert found is not None
     total = found.temp_size_in_bytes + found.argument_size_in_bytes
-    custom = sum(count(text).custom_calls.values()) if text else 0
     return row | {
-        "kernels": cells.count_kernels(text) or custom or None if text else None,
+        "kernels": cells.count_kernels(text) or None if text else None,
         "temporaries": found.temp_size_in_bytes,
         "arguments": found.argument_size_in_bytes,
         "fits": total <= memory,

@@ -62,7 +62,7 @@ def check_attention(dtype: str, heads: tuple[int, int, int], page: int, device: 
 
 def fill_pool(empty: jax.Array, table: Table, values: jax.Array, page: int) -> jax.Array:
     """Write values [C, K, T, H] of every page as the platform keeps them."""
-    C, K, T, H = values.shape
+    _, K, T, H = values.shape
     B, P = table.read.shape
     new = jnp.swapaxes(values, 1, 2).reshape(B, P * T, K, H)
     positions = jnp.broadcast_to(jnp.arange(P * T, dtype=jnp.int32), (B, P * T))
