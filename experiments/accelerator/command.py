@@ -77,7 +77,7 @@ class Measurement:
 
     def run_kernels(self) -> None:
         """Every kernel against its reference; raises where one differs."""
-        verification = kernels.check_verification(self.shapes, self.on)
+        verification = kernels.check_verification(self.shapes, self.sizes.rules, self.on)
         self.results.keep("kernels", verification=verification)
         _, N, K, H = self.shapes.rows
         attention = kernels.check_attention(self.sizes.dtype, (N, K, H), self.sizes.page, self.on)

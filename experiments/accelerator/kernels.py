@@ -21,10 +21,10 @@ TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-3}
 VERIFY_TOLERANCE = 1e-3  # nats, of a log-prob
 
 
-def check_verification(shapes: Shapes, device: jax.Device) -> list[Row]:
-    """Compare each rule with the reference in float64, by the device's kernels or, without any, by XLA."""
+def check_verification(shapes: Shapes, rules: tuple[str, ...], device: jax.Device) -> list[Row]:
+    """Compare rules with the reference in float64, by the device's kernels or, without any, by XLA."""
     rows = []
-    for row in run.check(shapes, kernels_of(device), seeds=1):
+    for row in run.check(shapes, kernels_of(device), 1, rules):
         # A token differs where float32 and float64 draw across the edge of an interval.
         ok = row["rows_that_differ"] <= max(1, row["rows"] // 50) and row["logprob_error"] < VERIFY_TOLERANCE
         rows.append(row | {"ok": ok})

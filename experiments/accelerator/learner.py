@@ -58,7 +58,7 @@ def training_config(sizes: Sizes, small: bool) -> Config:
     """Return configs/rlzero_0p6b.py with random weights and the built-in task: nothing is read from the disk."""
     c: ConfigDict = rlzero_0p6b.get_config("smoke" if small else "")
     c.steps, c.policy.preset, c.policy.path = sizes.steps, sizes.preset, ""
-    c.data.path = c.eval.path = c.data.schema = c.eval.schema = c.data.template = c.eval.template = ""
+    c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
     c.data.tokenizer, c.data.chat = "char", "never"
     c.eval.every, c.eval.problems, c.eval.samples, c.draft.compare_rounds = 0, 4, 1, 0
     if not small:

@@ -38,6 +38,7 @@ def make_sides(sizes: Sizes, device: jax.Device) -> Sides:
     # The policy follows tokens of the draft's vocabulary.
     work = work._replace(prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts])
     limits = live.engine_config(work, lookup=False, page_tokens=sizes.page)
+    limits = dataclasses.replace(limits, sizes=limits.sizes[: sizes.shrinks])
     plain = build(policy, limits, sizes.dtype, device)
     return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, (0, sizes.k)), work)
 

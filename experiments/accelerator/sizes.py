@@ -29,11 +29,13 @@ class Sizes:
     iterations: int  # of a timed chunk
     rounds: int
     k: int  # drafted tokens
+    rules: tuple[str, ...]  # of experiments.kernels.run.CHECKED
     prefilled: int  # prompts of the longest length
     # The long-tailed rollouts.
     rollouts: Qwen3Config
     prompts: int
     slots: int
+    shrinks: int  # smaller batch sizes, at most
     cut: int  # most response tokens
     # Learner and RL run.
     preset: str
@@ -74,10 +76,12 @@ FULL = Sizes(
     iterations=32,
     rounds=5,
     k=3,
+    rules=("rejection", "block", "coupled", "greedy", "cut"),
     prefilled=8,
     rollouts=PRESETS["qwen3_0p6b"],
     prompts=16,
     slots=16,
+    shrinks=3,
     cut=2048,
     preset="qwen3_0p6b",
     learner_tokens=4096,
@@ -89,7 +93,7 @@ _NANO = dataclasses.replace(PRESETS["nano"], layers=3)
 SMALL = Sizes(
     models=(
         Model("nano", _NANO, (1, 2)),
-        Model("nano of 2 layers", PRESETS["nano"], (2,)),
+        Model("nano of 1 layer", dataclasses.replace(_NANO, layers=1), (1,)),
     ),
     dtype="float32",
     draft_vocab=96,
@@ -97,14 +101,16 @@ SMALL = Sizes(
     prompt=32,
     page=16,
     batches=(1,),
-    most=2,
+    most=1,
     iterations=2,
     rounds=2,
     k=3,
+    rules=("rejection",),
     prefilled=2,
     rollouts=_NANO,
     prompts=2,
-    slots=4,
+    slots=2,
+    shrinks=1,
     cut=24,
     preset="nano_deep",
     learner_tokens=192,
