@@ -94,6 +94,10 @@ class Measurement:
         compiled: dict[str, float] = {}
         for model in self.sizes.models:
             own = [c for c in listed if c.model == model]
+            if rows and self.budget.left < self.sizes.further:
+                left = f"{max(self.budget.left, 0):.0f} s were left, {self.sizes.further:.0f} are needed"
+                self.results.left_out.append(f"{len(own)} decode cells of {model.name}: {left}")
+                continue
             errors = self._compile(own, compiled)
             for cell in own:
                 keys = [Key(model.name, n, cell.rows, cell.k) for n in model.depths]

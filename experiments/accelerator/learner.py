@@ -41,7 +41,7 @@ def time_learner(sizes: Sizes, device: jax.Device) -> dict[str, Any]:
         found.append(seconds)
     logprob, train_seconds = np.median(found[1:] or found, axis=0)
     forward = float(forward_flops(case.learner.plan.model, length.sum(), (length.astype(float) ** 2).sum() / 2))
-    peak = peak_flops(device, jnp.dtype(sizes.dtype))
+    peak = peak_flops(device, jnp.dtype(sizes.dtype)) * case.learner.plan.learner_partition.mesh.size
     batch = case.batch.rows.tokens
     return {
         "tokens": int(length.sum()),

@@ -43,6 +43,7 @@ class Sizes:
     learner_prompts: int  # with 8 rollouts each
     steps: int
     seconds: dict[str, float]  # that each part needs, at the least: estimates, none was measured
+    further: float  # the same for the decode cells of each further model
 
 
 SMALL_SECONDS: dict[str, float] = {}
@@ -88,6 +89,7 @@ FULL = Sizes(
     learner_prompts=8,
     steps=5,
     seconds=FULL_SECONDS,
+    further=240.0,
 )
 _NANO = dataclasses.replace(PRESETS["nano"], layers=3)
 SMALL = Sizes(
@@ -117,4 +119,5 @@ SMALL = Sizes(
     learner_prompts=2,
     steps=2,
     seconds=SMALL_SECONDS,
+    further=0.0,
 )
