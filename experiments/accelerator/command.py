@@ -149,7 +149,7 @@ class Measurement:
         """Kernels and idle share of an iteration, of the smallest and the largest batch, without and with drafts."""
         rows = []
         model = self.sizes.models[0]
-        for B in (self.sizes.batches[0], self.sizes.batches[-1]):
+        for B in dict.fromkeys((self.sizes.batches[0], self.sizes.batches[-1])):
             for k in (0, self.sizes.k):
                 key = Key(model.name, model.depths[-1], B, k)
                 cell = Cell(model, B, self.sizes.limit // 10, 0.1, k)
@@ -162,7 +162,7 @@ class Measurement:
                 )
                 self.results.keep("profile", iterations=rows)
 
-    def _profile(self, cell: Cell, key: Key) -> dict[str, float]:
+    def _profile(self, cell: Cell, key: Key) -> dict[str, float | None]:
         engine, weights = self._built[key].engine, self._weights_of(key, cell)
         slots = cells.fill(engine.compiled.empty(weights)[0], cell.live, cells.pages_of(cell.live, self.sizes))
         found = []

@@ -29,13 +29,13 @@ def summarize(events: Iterable[Event]) -> Busy:
     return Busy(len(ordered), end - ordered[0][0], busy)
 
 
-def per_iteration(few: Busy, more: Busy, iterations: int) -> dict[str, float]:
+def per_iteration(few: Busy, more: Busy, iterations: int) -> dict[str, float | None]:
     """Return kernels, ms and the idle share of one of the `iterations` that `more` has beyond `few`.
 
-    What begins and ends a chunk is in both and cancels.
+    What begins and ends a chunk is in both and cancels. None for the share where noise makes the longer one shorter.
     """
     kernels, span, busy = ((b - a) / iterations for a, b in zip(few, more, strict=True))
-    return {"kernels": kernels, "ms": span / 1e6, "idle_share": 1 - busy / span if span > 0 else 0.0}
+    return {"kernels": kernels, "ms": span / 1e6, "idle_share": 1 - busy / span if span > 0 else None}
 
 
 def profiled(run: Callable[[], object]) -> list[Event]:

@@ -22,6 +22,9 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.training.performance import RSS_UNIT
 
 
+LONGEST = 4096  # tokens at which `long_tail` cuts, before responses are scaled to sizes.cut
+
+
 class Sides(NamedTuple):
     """The engines that are compared, on the same policy."""
 
@@ -33,10 +36,13 @@ class Sides(NamedTuple):
 def make_sides(sizes: Sizes, device: jax.Device) -> Sides:
     policy = sizes.rollouts
     oracle = OracleDraft(head_of(policy, sizes).config)
-    tail = live.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=sizes.cut)
+    tail = live.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
     work = live.long_tail(sizes.prompts, tail)._replace(slots=sizes.slots)
+    responses = [max(1, n * sizes.cut // LONGEST) for n in work.responses]
     # The policy follows tokens of the draft's vocabulary.
-    work = work._replace(prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts])
+    work = work._replace(
+        prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts], responses=responses, limit=sizes.cut
+    )
     limits = live.engine_config(work, lookup=False, page_tokens=sizes.page)
     limits = dataclasses.replace(limits, sizes=limits.sizes[: sizes.shrinks])
     plain = build(policy, limits, sizes.dtype, device)
@@ -125,10 +131,8 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
     engine.calibrate(weights, work.prompts, work.samples, lengths, 0, look)
     calibrated = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     seen.clear()
-    brief = live.brief(work)
-    responses = brief.responses
     found = engine.generate(
-        weights, brief.prompts, brief.samples, 0, on_progress=look, lengths=lengths, responses=responses
+        weights, work.prompts, work.samples, 0, on_progress=look, lengths=lengths, responses=work.responses
     )
     shrinking = {"in_use": max(seen), "most": memory_in_use(device)["most"]}
     sizes = sorted({chunk.size for chunk in found.chunks}, reverse=True)

@@ -158,6 +158,7 @@ def test_all_parts_run_on_a_cpu_with_little_work(tmp_path):
     assert all(side["same_tokens"] for side in drafted)
     for rate, side in zip(RATES, drafted, strict=True):
         assert abs(side["accepted_share"] - rate) < 0.15
+    assert len(found["memory"]["batch_sizes"]) == 2
     assert len(found["training"]["steps"]) == 2
     page = (tmp_path / "README.md").read_text()
     assert "these figures mean nothing" in page and "nan" not in page
