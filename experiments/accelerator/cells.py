@@ -67,6 +67,9 @@ class Key(NamedTuple):
     rows: int
     k: int
 
+    def __str__(self) -> str:
+        return f"{self.model} layers={self.layers} B={self.rows} k={self.k}"
+
 
 def list_cells(sizes: Sizes, memory: int) -> list[Cell]:
     """Return the cells, the most important first; a batch that two rules name counts once.
@@ -304,7 +307,8 @@ def cell_row(
     """
     layers, depths = cell.model.config.layers, cell.model.depths
     each = [extrapolate(depths, pair, layers) for pair in zip(*seconds, strict=True)]
-    took, bytes_moved = float(np.median(each)), moved(cell, found, sizes)
+    by_depth = [float(np.median(s)) for s in seconds]
+    took, bytes_moved = extrapolate(depths, by_depth, layers), moved(cell, found, sizes)
     arithmetic = ideal(cell) / limits["bfloat16_operations_per_second"]
     reading = bytes_moved / limits["copy_bytes_per_second"] if bytes_moved else None
     kernels = [f.kernels for f in found if f.kernels is not None]
@@ -317,7 +321,7 @@ def cell_row(
         "ms": 1e3 * took,
         "ms_low": 1e3 * min(each),
         "ms_high": 1e3 * max(each),
-        "ms_by_depth": [1e3 * float(np.median(s)) for s in seconds],
+        "ms_by_depth": [1e3 * s for s in by_depth],
         "bytes": bytes_moved,
         "share_of_copy": reading / took if reading else None,
         "roofline_ms": 1e3 * least,

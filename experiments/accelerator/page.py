@@ -151,7 +151,7 @@ def draw(results: Results, rows: list[Row], path: str) -> None:
         ("roofline", "roofline_ms", "|"),
         ("simulator", "simulated_ms", "x"),
     ):
-        found = [(r[key], i) for i, r in enumerate(rows) if r[key]]
+        found = [(r[key], i) for i, r in enumerate(rows) if (r[key] or 0) > 0]
         if found:
             left.plot(*zip(*found), marker, label=label)
     left.set(yticks=range(len(rows)), yticklabels=names, xlabel="ms an iteration", xscale="log")

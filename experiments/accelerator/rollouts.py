@@ -21,7 +21,6 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.training.performance import RSS_UNIT
 
-
 LONGEST = 4096  # tokens at which `long_tail` cuts, before responses are scaled to sizes.cut
 
 
