@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -137,9 +137,16 @@ def keys_of(cells: Sequence[Cell]) -> list[Key]:
 
 
 def compile_together(
-    tasks: dict[str, Callable[[], object]], on_done: Callable[[str, float], None]
-) -> Iterator[tuple[str, float, str]]:
-    """Run functions that compile, in as many threads as there are processors; yield (name, seconds, error or '')."""
+    tasks: dict[str, Callable[[], object]], seconds: dict[str, float], keep: Callable[[], None]
+) -> dict[str, str]:
+    """Run functions that compile, in as many threads as there are processors.
+
+    Args:
+      seconds: gets those of each function.
+      keep: called in this thread after each.
+    Returns:
+      errors of those that fail, one line each.
+    """
 
     def one(name: str) -> tuple[str, float, str]:
         start, error = time.perf_counter(), ""
@@ -147,12 +154,15 @@ def compile_together(
             tasks[name]()
         except Exception as raised:
             error = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-        on_done(name, seconds := round(time.perf_counter() - start, 2))
-        return name, seconds, error
+        return name, round(time.perf_counter() - start, 2), error
 
+    errors = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for future in concurrent.futures.as_completed([pool.submit(one, name) for name in tasks]):
-            yield future.result()
+            name, seconds[name], error = future.result()
+            errors |= {name: error} if error else {}
+            keep()
+    return errors
 
 
 # ---- what a program says

@@ -1,5 +1,6 @@
 """The parts in their order, on the first device of this machine."""
 
+import functools
 import gc
 import importlib.metadata
 import os
@@ -120,12 +121,8 @@ class Measurement:
             self._figures[key] = cells.figures(program, built.engine.config.shard_pages)
             self._built[key] = built
 
-        def done(name: str, took: float) -> None:
-            seconds[name] = took
-            self.results.keep("decode", compile_seconds=seconds)
-
-        tasks = {str(key): lambda key=key: task(key) for key in keys}  # type: ignore[misc]
-        return {name: error for name, _, error in cells.compile_together(tasks, done) if error}
+        tasks = {str(key): functools.partial(task, key) for key in keys}
+        return cells.compile_together(tasks, seconds, lambda: self.results.keep("decode", compile_seconds=seconds))
 
     def _time(self, cell: Cell, keys: list[Key]) -> dict[str, Any]:
         seconds = [cells.time_iterations(self._built[k], self._weights_of(k, cell), cell, self.sizes) for k in keys]
@@ -210,12 +207,8 @@ class Measurement:
         if self._sides is None:
             sides = rollouts.make_sides(self.sizes, self.on)
             weights, seconds = rollouts.draw_weights(sides), {}
-
-            def done(name: str, took: float) -> None:
-                seconds[name] = took
-                self.results.keep("rollouts", compile_seconds=seconds)
-
-            errors = rollouts.compile_sides(sides, weights, done)
+            keep = functools.partial(self.results.keep, "rollouts", compile_seconds=seconds)
+            errors = rollouts.compile_sides(sides, weights, seconds, keep)
             if errors:
                 raise RuntimeError(f"{len(errors)} programs do not compile: {next(iter(errors.values()))}")
             self._sides = sides, weights

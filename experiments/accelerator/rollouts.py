@@ -1,7 +1,10 @@
 """Prefill, long-tailed rollouts with and without a draft of imposed acceptance, and memory on the way."""
 
 import dataclasses
+import functools
+import resource
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +17,7 @@ from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import RATES, Sizes
 from experiments.engine import live
 from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
@@ -48,7 +52,7 @@ def make_sides(sizes: Sizes, device: jax.Device) -> Sides:
     return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, (0, sizes.k)), work)
 
 
-def programs(sides: Sides) -> dict[str, tuple[Built, object]]:
+def programs(sides: Sides) -> dict[str, tuple[Built, Program]]:
     """Return every program of the engines by a name."""
     return {
         f"{name}: {program}": (built, program)
@@ -57,15 +61,16 @@ def programs(sides: Sides) -> dict[str, tuple[Built, object]]:
     }
 
 
-def compile_sides(sides: Sides, weights: Weights, on_done) -> dict[str, str]:  # type: ignore[no-untyped-def]
-    """Compile all programs side by side; return the errors by name."""
+def compile_sides(
+    sides: Sides, weights: Weights, seconds: dict[str, float], keep: Callable[[], None]
+) -> dict[str, str]:
+    """Compile all programs side by side; `seconds`, `keep` and the errors as of `compile_together`."""
     given = {id(sides.plain): without_draft(weights), id(sides.drafting): weights}
-
-    def task(built: Built, program):  # type: ignore[no-untyped-def]
-        return lambda: built.engine.compiled.get(program, given[id(built)])
-
-    tasks = {name: task(*found) for name, found in programs(sides).items()}
-    return {name: error for name, _, error in compile_together(tasks, on_done) if error}
+    tasks: dict[str, Callable[[], object]] = {
+        name: functools.partial(built.engine.compiled.get, program, given[id(built)])
+        for name, (built, program) in programs(sides).items()
+    }
+    return compile_together(tasks, seconds, keep)
 
 
 def draw_weights(sides: Sides) -> Weights:
@@ -108,8 +113,6 @@ def memory_in_use(device: jax.Device) -> dict[str, float]:
     stats = device.memory_stats()
     if stats:
         return {"in_use": stats["bytes_in_use"] / 1e9, "most": stats.get("peak_bytes_in_use", 0) / 1e9}
-    import resource
-
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / 1e9
     return {"in_use": most, "most": most}
 
