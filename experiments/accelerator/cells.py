@@ -133,6 +133,7 @@ def pages_of(live: int, sizes: Sizes) -> int:
 
 
 def keys_of(cells: Sequence[Cell]) -> list[Key]:
+    """Return the programs of cells, those of one cell's depths behind each other."""
     return list(dict.fromkeys(Key(c.model.name, n, c.rows, c.k) for c in cells for n in c.model.depths))
 
 

@@ -2,15 +2,16 @@
 
 import csv
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from experiments.accelerator import cells, rollouts
 from experiments.accelerator.cells import Cell, Key
+from experiments.accelerator.engines import Built
 from experiments.accelerator.learner import training_config
 from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import FULL, SMALL, Sizes
@@ -64,21 +65,21 @@ def compiled_rows(target: HardwareTarget, sizes: Sizes, small: bool) -> Iterator
     listed = cells.list_cells(sizes, memory)
     for model in sizes.models:
         own = [c for c in listed if c.model == model]
-        found: dict[Key, tuple[cells.Figures, float]] = {}
+        found: dict[Key, cells.Figures] = {}
         for key in cells.keys_of(own):
             built = cells.engine_of(key, own, sizes, device)
-            program = Program("decode", key.rows, key.k)
-            row, compiled = attempt(lambda built=built, program=program: lower(built, program))
+            row, compiled = attempt(functools.partial(lower, built, Program("decode", key.rows, key.k)))
             if compiled is not None:
-                found[key] = cells.figures(compiled, built.engine.config.shard_pages), row["seconds"]
-            live = max(c.live for c in own if (c.rows, c.k) == (key.rows, key.k))
-            figures = found[key][0] if key in found else None
-            yield row | decode_columns(f"{key.model} B={key.rows} k={key.k}", key, figures, live, sizes, memory)
-        yield from (row for c in own if (row := extended(c, found, sizes, memory)))
+                found[key] = cells.figures(compiled, built.engine.config.shard_pages)
+            same = [c for c in own if (c.rows, c.k) == (key.rows, key.k)]
+            live = max(c.live for c in same)
+            yield row | decode_columns(f"{key.model} B={key.rows} k={key.k}", key, found.get(key), live, sizes, memory)
+            if key.layers == model.depths[-1]:
+                yield from (row for c in same if (row := extended(c, found, sizes, memory)))
     yield from others(sizes, small, device, memory)
 
 
-def lower(built: Any, program: Program) -> jax.stages.Lowered:
+def lower(built: Built, program: Program) -> jax.stages.Lowered:
     return built.engine.compiled.lower(program, built.abstract())
 
 
@@ -106,13 +107,13 @@ def decode_columns(name: str, key: Key, figures: cells.Figures | None, live: int
     }
 
 
-def extended(cell: Cell, found: dict[Key, tuple[cells.Figures, float]], sizes: Sizes, memory: int) -> Row | None:
+def extended(cell: Cell, found: dict[Key, cells.Figures], sizes: Sizes, memory: int) -> Row | None:
     """Return a cell's row with all layers, from programs of two depths; None where one of them is missing."""
     depths, layers = cell.model.depths, cell.model.config.layers
     keys = [Key(cell.model.name, n, cell.rows, cell.k) for n in depths]
     if len(depths) == 1 or any(key not in found for key in keys):
         return None
-    each = [found[key][0] for key in keys]
+    each = [found[key] for key in keys]
 
     def whole(values: list[float]) -> int:
         return round(cells.extrapolate(depths, values, layers))
@@ -137,16 +138,14 @@ def others(sizes: Sizes, small: bool, device: jax.Device, memory: int) -> Iterat
     for layers in sizes.models[0].depths:
         built = rollouts.prefill_engine(sizes, layers, device)
         program = Program("refill", sizes.prefilled)
-        row, compiled = attempt(lambda built=built, program=program: lower(built, program))
+        row, compiled = attempt(functools.partial(lower, built, program))
         yield row | plain_columns("prefill", str(program), layers, compiled, memory)
     sides = rollouts.make_sides(sizes, device)
     for name, (built, program) in rollouts.programs(sides).items():
         weights = built.abstract()
         if built is sides.drafting:
             weights = rollouts.with_rate(weights, 0.5)
-        row, compiled = attempt(
-            lambda built=built, program=program, weights=weights: built.engine.compiled.lower(program, weights)
-        )
+        row, compiled = attempt(functools.partial(built.engine.compiled.lower, program, weights))
         yield row | plain_columns("rollouts", name, sizes.rollouts.layers, compiled, memory)
     config = training_config(sizes, small)
     plan = make_plan(config, make_mesh(dataclasses.asdict(config.mesh), [device]), memory=memory)

@@ -107,6 +107,17 @@ def test_kernels_of_a_loop_of_known_turns_count_each_turn():
     assert five - four == four - three >= 2
 
 
+@pytest.mark.parametrize("rate", RATES)
+def test_the_imposed_draft_has_its_rate_on_the_right_token_and_the_rest_on_the_next(rate):
+    logits = 10 * np.sin(np.arange(24.0)).reshape(2, 2, 6)
+    q = jax.nn.softmax(impose(jnp.asarray(logits), jnp.array([[1, 5], [0, 3]]), rate))
+    expected = np.zeros((2, 2, 6))
+    for at, right in {(0, 0): 1, (0, 1): 5, (1, 0): 0, (1, 1): 3}.items():
+        expected[at][right], expected[at][(right + 1) % 6] = rate, 1 - rate
+    np.testing.assert_allclose(q, expected, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_the_oracle_is_accepted_at_its_rate_and_what_is_emitted_is_the_targets():
     """In 20,000 rows: shares within five standard errors, for a target that is sure and for one that is not."""
     B, V, k = 20_000, 6, 2
