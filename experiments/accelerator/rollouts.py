@@ -120,7 +120,8 @@ def memory_in_use(device: jax.Device) -> dict[str, float]:
 def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[str, object]:
     """Return the memory before, while draft lengths are calibrated, and while rollouts end and the batch shrinks.
 
-    The longest rollouts come last, so that the batch shrinks. In use: the largest value seen between chunks. The most so far is the allocator's, of the whole process.
+    The longest rollouts come last, so that the batch shrinks. In use: the largest value seen between chunks. The most
+    so far is the allocator's, of the whole process.
     """
     engine, work = sides.drafting.engine, sides.work
     lengths = Controller(engine.compiled.lengths, engine.compiled.sizes)
