@@ -1,13 +1,16 @@
 """Flags of XLA, libtpu and the memory allocator for the accelerator of this machine, set before jax starts.
 
-`docs/hardware.md` says what each does and how to override it. An unknown flag ends the process: only those of the
-accelerator in use are set, and every name below exists in jaxlib 0.10.2 and libtpu 0.0.52. Imports no jax, which reads
-them when it first looks at devices.
+`docs/hardware.md` says what each does and how to override it. XLA ends the process at a flag that it does not know, so
+a flag is set only where every installed library that reads it has its name. Imports no jax, which reads flags when it
+first looks at devices.
 """
 
 import glob
 import importlib.util
-from collections.abc import Mapping
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 # Of a GPU's memory; jax takes 0.75 by itself. The rest is for NCCL, cuBLAS, cuDNN and graphs.
 GPU_MEMORY = 0.9
@@ -28,6 +31,22 @@ XLA_FLAGS: dict[str, tuple[str, dict[str, str]]] = {
 # Names of one variable; jax refuses both at once.
 _MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _CUDA_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# By accelerator, the modules whose libraries read its flags; those that are missing read none.
+_READERS = {"cuda": ("jaxlib", *_CUDA_PLUGINS), "tpu": ("libtpu",)}
+
+
+class Flags(NamedTuple):
+    """What is set for an accelerator."""
+
+    accelerator: str  # 'cuda', 'tpu' or ''
+    variables: dict[str, str]  # of the environment, with what was there before
+    unknown: tuple[str, ...] = ()  # flags left out since the installed XLA does not know them
+
+    def __str__(self) -> str:
+        """Return the line that a run prints; '' without an accelerator."""
+        words = [f"{k}={v}" if " " not in v else f'{k}="{v}"' for k, v in self.variables.items()]
+        left_out = f" (unknown to this XLA, not set: {' '.join(self.unknown)})" if self.unknown else ""
+        return f"flags for {self.accelerator}: {' '.join(words)}{left_out}" if words or left_out else ""
 
 
 def find_accelerator(environment: Mapping[str, str], root: str = "/") -> str:
@@ -44,33 +63,59 @@ def find_accelerator(environment: Mapping[str, str], root: str = "/") -> str:
         return "cuda" if first == "gpu" else first
     if asked:
         return ""
-    if glob.glob(f"{root}dev/nvidia[0-9]*") and any(_installed(plugin) for plugin in _CUDA_PLUGINS):
+    if glob.glob(f"{root}dev/nvidia[0-9]*") and any(_folder(plugin) for plugin in _CUDA_PLUGINS):
         return "cuda"
-    if (glob.glob(f"{root}dev/accel[0-9]*") or glob.glob(f"{root}dev/vfio/[0-9]*")) and _installed("libtpu"):
+    if (glob.glob(f"{root}dev/accel[0-9]*") or glob.glob(f"{root}dev/vfio/[0-9]*")) and _folder("libtpu"):
         return "tpu"
     return ""
 
 
-def _installed(module: str) -> bool:
-    package = module.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
+def flags_for(accelerator: str, environment: Mapping[str, str], more: Mapping[str, str] | None = None) -> Flags:
+    """Return the variables to set; a flag or variable that has a value in `environment` keeps it.
 
-
-def flags_for(accelerator: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to set, with what is set already: a flag that has a value there keeps it."""
+    Args:
+      more: further flags with their values.
+    """
     if accelerator not in XLA_FLAGS:
-        return {}
+        return Flags(accelerator, {})
     variable, flags = XLA_FLAGS[accelerator]
     given = environment.get(variable, "").split()
     names = {word.partition("=")[0] for word in given}
-    added = [f"{name}={value}" for name, value in flags.items() if name not in names]
-    found = {variable: " ".join([*given, *added])}
+    wanted = {name: value for name, value in {**flags, **(more or {})}.items() if name not in names}
+    unknown = find_unknown(accelerator, tuple(wanted))
+    words = [*given, *(f"{name}={value}" for name, value in wanted.items() if name not in unknown)]
+    found = {variable: " ".join(words)} if words else {}
     if accelerator == "cuda" and not any(environment.get(name) for name in _MEMORY):
         found[_MEMORY[0]] = str(GPU_MEMORY)
-    return found
+    return Flags(accelerator, found, unknown)
 
 
-def describe(accelerator: str, variables: Mapping[str, str]) -> str:
-    """Return the line that a run prints of its flags; '' without an accelerator."""
-    words = [f"{name}={value}" if " " not in value else f'{name}="{value}"' for name, value in variables.items()]
-    return f"flags for {accelerator}: {' '.join(words)}" if words else ""
+def find_unknown(accelerator: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the flags that an installed reader of the accelerator's flags does not know."""
+    readers = [folder for module in _READERS[accelerator] if (folder := _folder(module))]
+    return tuple(name for name in names if not (readers and all(_knows(folder, name) for folder in readers)))
+
+
+def _knows(folder: str, name: str) -> bool:
+    """Say whether a shared library in a folder has the flag's name as a string.
+
+    A flag that was removed from XLA can leave its name in a list of reserved ones, which no zero byte ends.
+    """
+    text = name.removeprefix("--").encode() + b"\0"
+    return any(library.find(text) >= 0 for library in _libraries(folder))
+
+
+def _libraries(folder: str) -> Iterator[mmap.mmap]:
+    """Yield the shared libraries of a folder, the largest first."""
+    paths = [path for path in glob.glob(os.path.join(folder, "*.so*")) if os.path.getsize(path)]
+    for path in sorted(paths, key=os.path.getsize, reverse=True):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+            yield library
+
+
+def _folder(module: str) -> str:
+    """Return the folder of an installed package without importing it, '' where it is missing."""
+    package = module.partition(".")[0]
+    found = importlib.util.find_spec(module) if importlib.util.find_spec(package) else None
+    folders = found.submodule_search_locations if found else None
+    return next(iter(folders), "") if folders else ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from absl import flags
 from ml_collections import config_flags
 
-from specrl_jax.accelerator_flags import describe, find_accelerator, flags_for
+from specrl_jax.accelerator_flags import find_accelerator, flags_for
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
@@ -126,11 +126,10 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
 
 def set_accelerator_flags() -> None:
     """Set the flags of this machine's accelerator and print them in one line; nothing on a CPU."""
-    accelerator = find_accelerator(os.environ)
-    variables = flags_for(accelerator, os.environ)
-    os.environ.update(variables)
-    if variables:
-        print(describe(accelerator, variables), flush=True)
+    found = flags_for(find_accelerator(os.environ), os.environ)
+    os.environ.update(found.variables)
+    if line := str(found):
+        print(line, flush=True)
 
 
 def tasks() -> dict[str, Callable[[Config, str], None]]:

@@ -2,7 +2,7 @@
 
     python -m experiments.accelerator [--minutes 10] [--output FOLDER]
     python -m experiments.accelerator --small                      # the same with little work, on any machine
-    python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--output FOLDER]
+    python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--depths 2 4] [--output FOLDER]
 
 Asks nothing and needs no network. README.md says what each part measures. Results are written after every part; parts
 for which no time is left are listed, and a part that fails makes the exit status 1.
@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 
-from specrl_jax.accelerator_flags import describe, find_accelerator, flags_for
+from specrl_jax.accelerator_flags import Flags, find_accelerator, flags_for
 from specrl_jax.errors import fail
 
 TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
@@ -28,21 +28,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="little work; its figures mean nothing")
     parser.add_argument("--output", default="runs/accelerator", help="folder")
     parser.add_argument("--compile", nargs="+", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument(
+        "--depths", nargs=2, type=int, default=(2, 4), help="layers of what --compile compiles and extends to all"
+    )
     a = parser.parse_args(arguments)
     if a.minutes <= 0:
         parser.error(f"--minutes {a.minutes:g}: more than 0 are needed")
+    if not 0 < a.depths[0] < a.depths[1]:
+        parser.error(f"--depths {a.depths[0]} {a.depths[1]}: two numbers of layers are needed, the smaller first")
     return a
 
 
-def measured_flags(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables that the measurement sets: those of a run, and one that keeps the profile true."""
+def measured_flags(environment: dict[str, str]) -> Flags:
+    """Return what the measurement sets: the flags of a run, and one that keeps the profile true; print them."""
     accelerator = find_accelerator(environment)
-    variables = flags_for(accelerator, environment)
-    if accelerator == "cuda" and PROFILE not in variables["XLA_FLAGS"]:
-        variables["XLA_FLAGS"] = f"{variables['XLA_FLAGS']} {PROFILE}=true".strip()
-    if line := describe(accelerator, variables):
-        print(line, flush=True)
-    return variables
+    found = flags_for(accelerator, environment, {PROFILE: "true"} if accelerator == "cuda" else {})
+    print(str(found) or "flags: none are set on a CPU", flush=True)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,10 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     if a.compile:
         from experiments.accelerator.deviceless import compile_for
 
-        return compile_for(a.compile, a.output, a.small)
+        return compile_for(a.compile, a.output, a.small, tuple(a.depths))
     if a.small:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    variables = measured_flags(dict(os.environ))
+    variables = measured_flags(dict(os.environ)).variables
     os.environ.update(variables)
     import jax
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.eagle3.network import eagle3_config
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.dry_run.count import Instruction, parse
 from specrl_jax.dry_run.iteration import IterationBytes, iteration_bytes
 from specrl_jax.dry_run.measure import read_text
 from specrl_jax.models import qwen3
@@ -31,18 +29,10 @@ from specrl_jax.models.layers import count_params
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.cost import forward_flops
 
+NO_TIME = "no time was left"
 WARM = 2  # iterations before those that are timed
 # Of the memory that a run takes: for logits, workspaces and fragments.
 WORKSPACE = 0.06
-# Of HLO: instructions that launch nothing, and how loops, branches and calls name their computations.
-_NO_KERNEL = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("opt-barrier", "add-dependency", "domain"),
-}
-_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_LOOP = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,32 +128,41 @@ def keys_of(cells: Sequence[Cell]) -> list[Key]:
 
 
 def compile_together(
-    tasks: dict[str, Callable[[], object]], seconds: dict[str, float], keep: Callable[[], None]
+    tasks: dict[str, Callable[[], object]],
+    seconds: dict[str, float],
+    keep: Callable[[], None],
+    left: Callable[[], float],
 ) -> dict[str, str]:
-    """Run functions that compile, in as many threads as there are processors.
+    """Run functions that compile, the first first, in as many threads as there are processors.
 
     Args:
-      seconds: gets those of each function.
+      seconds: gets those of each function that succeeds.
       keep: called in this thread after each.
+      left: seconds that are left; none is begun without any.
     Returns:
-      errors of those that fail, one line each.
+      why others did not succeed, one line each.
     """
 
     def one(name: str) -> tuple[str, float, str]:
-        start, error = time.perf_counter(), ""
+        start = time.perf_counter()
+        if left() <= 0:
+            return name, 0.0, NO_TIME
         try:
             tasks[name]()
         except Exception as raised:
-            error = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-        return name, round(time.perf_counter() - start, 2), error
+            return name, 0.0, " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+        return name, round(time.perf_counter() - start, 2), ""
 
-    errors = {}
+    missing = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for future in concurrent.futures.as_completed([pool.submit(one, name) for name in tasks]):
-            name, seconds[name], error = future.result()
-            errors |= {name: error} if error else {}
+            name, took, reason = future.result()
+            if reason:
+                missing[name] = reason
+            else:
+                seconds[name] = took
             keep()
-    return errors
+    return missing
 
 
 # ---- what a program says
@@ -173,50 +172,22 @@ def compile_together(
 class Figures:
     """What the text of a compiled decode program says of an iteration."""
 
-    kernels: int | None  # None: the compiler does not show its program
-    bytes: IterationBytes | None
-    temporaries: int
-    arguments: int
+    iteration: IterationBytes | None  # None: the compiler does not show its program
+    temporaries: int  # bytes
+    arguments: int  # bytes
+
+    @property
+    def kernels(self) -> int | None:
+        return self.iteration.kernels if self.iteration else None
 
 
 def figures(compiled: jax.stages.Compiled, pages: int) -> Figures:
+    """Read the figures of a decode program whose pool has so many pages."""
     text, _ = read_text(compiled)
     memory = compiled.memory_analysis()
     assert memory is not None
-    return Figures(
-        count_kernels(text) if text else None,
-        iteration_bytes(text, pages) if text else None,
-        memory.temp_size_in_bytes,
-        memory.argument_size_in_bytes,
-    )
-
-
-def count_kernels(hlo: str) -> int:
-    """Count what an iteration of the decode loop launches: of the loops of unknown turns, the one with the most.
-
-    A loop within it counts all its turns, or one where their number is not known.
-    """
-    computations, _ = parse(hlo)
-
-    @functools.cache
-    def launches(name: str) -> int:
-        return sum(one(i) for i in computations[name].values())
-
-    def one(i: Instruction) -> int:
-        if i.opcode == "while":
-            turns = int(known[1]) if (known := _TURNS.search(i.attributes)) else 1
-            return turns * sum(launches(name) for name in _LOOP.findall(i.attributes))
-        if i.opcode == "conditional":
-            names = [
-                name.strip(" %") for found in _BRANCHES.findall(i.attributes) for name in "".join(found).split(",")
-            ]
-            return max(map(launches, names))
-        if i.opcode in ("call", "async-start") and (called := _CALLED.search(i.attributes)):
-            return launches(called[1])
-        return 0 if i.opcode in _NO_KERNEL or i.opcode.endswith("-done") else 1
-
-    loops = (i for symbols in computations.values() for i in symbols.values() if i.opcode == "while")
-    return max((one(i) for i in loops if not _TURNS.search(i.attributes)), default=0)
+    found = iteration_bytes(text, pages) if text else None
+    return Figures(found, memory.temp_size_in_bytes, memory.argument_size_in_bytes)
 
 
 # ---- time
@@ -296,11 +267,12 @@ def moved(cell: Cell, found: Sequence[Figures], sizes: Sizes) -> float | None:
 
     Where attention runs without a kernel its reads are not in the program's text: they are added by arithmetic.
     """
-    if any(f.bytes is None for f in found):
+    each = [f.iteration for f in found if f.iteration]
+    if len(each) < len(found):
         return None
     live = cell.rows * math.ceil(cell.live / sizes.page)
-    known = extrapolate(cell.model.depths, [f.bytes.of(live) for f in found if f.bytes], cell.model.config.layers)
-    if not any(f.bytes and f.bytes.blocks for f in found):
+    known = extrapolate(cell.model.depths, [x.of(live) for x in each], cell.model.config.layers)
+    if not any(x.blocks for x in each):
         return known
     m = cell.model.config
     return known + jnp.dtype(sizes.dtype).itemsize * 2 * m.kv_heads * m.head_dim * m.layers * cell.rows * cell.live

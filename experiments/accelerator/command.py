@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ from specrl_jax.training.cache_size import device_memory
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "numpy")
 PROFILED = (4, 12)  # iterations of the two profiles
+DECODE = 0.6  # share of the minutes after which decode cells begin nothing more: the other parts have the rest
 
 
 def measure(output: str, minutes: float, small: bool, flags: dict[str, str]) -> int:
@@ -32,11 +34,9 @@ def measure(output: str, minutes: float, small: bool, flags: dict[str, str]) -> 
     names = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
     parts = [Part(name, sizes.seconds.get(name, 0.0), getattr(m, f"run_{name}")) for name in names]
     run_parts(parts, budget, results, lambda: page.write(results, output))
-    for line in (
-        *(f"left out: {x}" for x in results.left_out),
-        *(f"failed: {k}: {v}" for k, v in results.errors.items()),
-    ):
-        print(line, flush=True)
+    for line in page.gaps_in(results):
+        if line:
+            print(line, flush=True)
     print(f"written in {budget.spent:.0f} s: {output}/results.json, README.md, figure.png")
     return 1 if results.errors else 0
 
@@ -72,6 +72,7 @@ class Measurement:
             machine=platform.platform(),
             flags=self.flags,
             date=time.strftime("%Y-%m-%d"),
+            commit=find_commit(),
             small=self.small,
             limits=ceilings.ceilings(self.shapes),
         )
@@ -83,37 +84,28 @@ class Measurement:
         _, N, K, H = self.shapes.rows
         attention = kernels.check_attention(self.sizes.dtype, (N, K, H), self.sizes.page, self.on)
         self.results.keep("kernels", attention=attention)
-        self.results.keep("kernels", learner_attention=kernels.check_learner_attention(self.shapes, self.limits))
-        wrong = [row for row in (*verification, *attention) if not row["ok"]]
+        rows = kernels.check_learner_attention(self.shapes, self.limits)
+        self.results.keep("kernels", learner_attention=rows)
+        wrong = [row for row in (*verification, *attention, *rows) if not row["ok"]]
         if wrong:
             raise RuntimeError(f"{len(wrong)} checks differ from the reference: {wrong[0]}")
 
     def run_decode(self) -> None:
         """Decode cells: compile all programs of a model side by side, then time cell by cell."""
         listed = cells.list_cells(self.sizes, device_memory())
-        rows: list[dict[str, Any]] = []
         compiled: dict[str, float] = {}
         for model in self.sizes.models:
             own = [c for c in listed if c.model == model]
-            if rows and self.budget.left < self.sizes.further:
-                left = f"{max(self.budget.left, 0):.0f} s were left, {self.sizes.further:.0f} are needed"
-                self.results.left_out.append(f"{len(own)} decode cells of {model.name}: {left}")
-                continue
-            errors = self._compile(own, compiled)
-            for cell in own:
-                keys = [Key(model.name, n, cell.rows, cell.k) for n in model.depths]
-                failed = [errors[str(key)] for key in keys if str(key) in errors]
-                if failed or self.budget.left <= 0:
-                    self.results.left_out.append(f"{cell}: {failed[0] if failed else 'no time was left'}")
-                    continue
-                rows.append(self._time(cell, keys))
-                self.results.keep("decode", cells=rows)
+            self._time_cells(own, self._compile(own, compiled))
             self._weights = {key: w for key, w in self._weights.items() if key[0] == self.sizes.models[0].name}
             gc.collect()
 
+    def _decode_left(self) -> float:
+        """Return the seconds in which decode cells may begin something."""
+        return self.budget.left - (1 - DECODE) * self.budget.seconds
+
     def _compile(self, own: list[Cell], seconds: dict[str, float]) -> dict[str, str]:
-        """Compile the programs of cells; return the errors by program."""
-        keys = cells.keys_of(own)
+        """Compile the programs of cells; return by program why it is missing."""
 
         def task(key: Key) -> None:
             built = cells.engine_of(key, own, self.sizes, self.on)
@@ -121,8 +113,23 @@ class Measurement:
             self._figures[key] = cells.figures(program, built.engine.config.shard_pages)
             self._built[key] = built
 
-        tasks = {str(key): functools.partial(task, key) for key in keys}
-        return cells.compile_together(tasks, seconds, lambda: self.results.keep("decode", compile_seconds=seconds))
+        tasks = {str(key): functools.partial(task, key) for key in cells.keys_of(own)}
+        keep = functools.partial(self.results.keep, "decode", compile_seconds=seconds)
+        return cells.compile_together(tasks, seconds, keep, self._decode_left)
+
+    def _time_cells(self, own: list[Cell], missing: dict[str, str]) -> None:
+        """Time the cells of a model; list those that are left out by reason."""
+        rows = self.results.found.get("decode", {}).get("cells", [])
+        left_out: dict[str, list[str]] = {}
+        for cell in own:
+            keys = [Key(cell.model.name, n, cell.rows, cell.k) for n in cell.model.depths]
+            reasons = [missing[str(key)] for key in keys if str(key) in missing]
+            if reasons or self._decode_left() <= 0:
+                left_out.setdefault(reasons[0] if reasons else cells.NO_TIME, []).append(str(cell))
+                continue
+            rows.append(self._time(cell, keys))
+            self.results.keep("decode", cells=rows)
+        self.results.left_out += [f"decode, {reason}: {', '.join(names)}" for reason, names in left_out.items()]
 
     def _time(self, cell: Cell, keys: list[Key]) -> dict[str, Any]:
         seconds = [cells.time_iterations(self._built[k], self._weights_of(k, cell), cell, self.sizes) for k in keys]
@@ -195,7 +202,11 @@ class Measurement:
     def run_rollouts(self) -> None:
         """Long-tailed rollouts without and with a draft of imposed acceptance."""
         sides, weights = self._open_sides()
-        self.results.keep("rollouts", sides=rollouts.compare_sides(sides, weights, self.sizes.k))
+        self.results.keep("rollouts", model=self.sizes.rollouts_model, rollouts=len(sides.work.responses))
+        rows = []
+        for row in rollouts.compare_sides(sides, weights, self.sizes.k):
+            rows.append(row)
+            self.results.keep("rollouts", sides=rows)
 
     def run_memory(self) -> None:
         """Memory through the calibration of draft lengths and the compaction of the batch."""
@@ -208,7 +219,7 @@ class Measurement:
             sides = rollouts.make_sides(self.sizes, self.on)
             weights, seconds = rollouts.draw_weights(sides), {}
             keep = functools.partial(self.results.keep, "rollouts", compile_seconds=seconds)
-            errors = rollouts.compile_sides(sides, weights, seconds, keep)
+            errors = rollouts.compile_sides(sides, weights, seconds, keep, lambda: self.budget.left)
             if errors:
                 raise RuntimeError(f"{len(errors)} programs do not compile: {next(iter(errors.values()))}")
             self._sides = sides, weights
@@ -231,3 +242,13 @@ def installed(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def find_commit() -> str:
+    """Return the commit of this tree, '' where git does not say."""
+    here = os.path.dirname(__file__)
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return found.stdout.strip()

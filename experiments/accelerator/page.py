@@ -1,178 +1,247 @@
-"""The Markdown page and the figure of one measurement, from what was found so far."""
+"""The Markdown page of one measurement, from what was found so far."""
 
 import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from experiments.accelerator.cells import head_of
-from experiments.accelerator.oracle import expected_tokens
+from experiments.accelerator import figure
+from experiments.accelerator.compare import PUBLISHED, simulate, speedups_by_cell
 from experiments.accelerator.parts import Results, Row
-from experiments.accelerator.sizes import FULL, RATES, SMALL
-from specrl_jax.simulator.cost import DecoderCost, Precision
-from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from experiments.accelerator.sizes import RATES
 
-# What others publish. Their policies, lengths, machines and acceptance differ from ours: they are for orientation.
-# (name, batch or None, speedup, source)
-SKYRL = "SkyRL documentation, Faster Rollouts with MTP Speculative Decoding: Qwen3.5-9B, 8 H100, k = 3"
-SGLANG = "arXiv 2503.01840, Table 3: throughput of LLaMA-3.1-8B in SGLang, one H100, MT-bench, chains of 3"
-PUBLIC = (
-    ("NeMo-RL, EAGLE-3, rollouts", None, 1.77, "arXiv 2604.26779, Table 1: Qwen3-8B, 32 GB200, k = 3"),
-    ("NeMo-RL, EAGLE-3, steps", None, 1.41, "the same"),
-    ("SkyRL, MTP, rollouts", None, 2.03, SKYRL),
-    ("SkyRL, MTP, steps", None, 1.62, "the same"),
-    ("SGLang, EAGLE-3, batch 1", 1, 373.25 / 158.34, "arXiv 2503.01840, Table 4: the same model and GPU, trees"),
-    *(
-        (f"SGLang, EAGLE-3, batch {B}", B, x, SGLANG)
-        for B, x in ((2, 1.81), (4, 1.82), (8, 1.62), (16, 1.48), (32, 1.32))
-    ),
-)
+# Heading -> key, or key and what the value is multiplied by.
+Columns = Mapping[str, str | tuple[str, float]]
+CELL: Columns = {"model": "model", "B": "rows", "live tokens": "live", "k": "k"}
+ITERATION: Columns = {
+    **CELL,
+    "ms": "ms",
+    "lowest to highest": "range",
+    "roofline, ms": "roofline_ms",
+    "simulator, ms": "simulated_ms",
+    "GB moved": ("bytes", 1e-9),
+    "of copy bandwidth, %": ("share_of_copy", 100),
+    "kernels": "kernels",
+}
+SPEEDUP: Columns = CELL | {f"speedup at r = {rate}": f"r={rate}" for rate in RATES}
+PROFILE: Columns = {
+    "layers": "layers",
+    "B": "rows",
+    "k": "k",
+    "kernels, profiler": "kernels",
+    "kernels, program": "kernels_of_text",
+    "ms": "ms",
+    "no kernel runs, %": ("idle_share", 100),
+}
+SIDES: Columns = {
+    "draft": "draft",
+    "seconds": "seconds",
+    "tokens/s": "tokens_per_second",
+    "speedup": "speedup",
+    "drafts accepted at position 1": "accepted_share",
+    "tokens a verification": "tokens_per_verification",
+    "1 + r + ... + r^k": "expected_tokens",
+    "tokens of plain decoding": "same_tokens",
+}
+STEPS: Columns = {
+    "step": "step",
+    **{f"{phase}, s": f"time/{phase}" for phase in ("total", "prepare", "generate", "logprob", "train")},
+    "tokens/s": "perf/tokens_per_second_per_device",
+    "MFU of logprob, %": ("perf/mfu_logprob", 100),
+    "MFU of train, %": ("perf/mfu_train", 100),
+    "rollout to learner KL, nats": "rollout_vs_learner/kl",
+    "largest log-prob difference, nats": "rollout_vs_learner/logprob_abs_max",
+    "tokens a verification": "spec/acceptance_length",
+}
+LEARNER: Columns = {
+    "real tokens": "tokens",
+    "padding": "padded_tokens",
+    "logprob, s": "logprob_seconds",
+    "train, s": "train_seconds",
+    "MFU of logprob, %": ("mfu_logprob", 100),
+    "MFU of train, %": ("mfu_train", 100),
+    "of peak, TFLOP/s": ("peak_flops", 1e-12),
+}
+PREFILL: Columns = {"model": "model", "tokens": "tokens", "seconds": "seconds", "tokens/s": "tokens_per_second"}
+MEMORY: Columns = {"while": "while", "in use between chunks, GB": "in_use", "most so far, GB": "most"}
+VERIFICATION: Columns = {
+    "rule": "rule",
+    "rows": "rows",
+    "rows that differ": "rows_that_differ",
+    "largest log-prob error, nats": "logprob_error",
+    "passed": "ok",
+}
+PAGES: Columns = {"queries a row": "queries", "by a kernel": "by_kernel", "largest error": "error", "passed": "ok"}
+ROWS: Columns = {
+    "several sequences a row": "packed",
+    "ms": "ms",
+    "ms by XLA": "xla_ms",
+    "of the rate of products, %": ("share_of_limit", 100),
+    "largest relative error": "difference",
+    "passed": "ok",
+}
+OTHERS: Columns = {"system": "what", "batch": "batch", "speedup": "speedup", "source": "source"}
 
 
 def write(results: Results, folder: str) -> None:
     """Write README.md and, where cells were timed, figure.png into the folder."""
     os.makedirs(folder, exist_ok=True)
-    rows = results.found.get("decode", {}).get("cells", [])
-    if rows:
-        simulate(rows, results.found.get("device", {}))
-        draw(results, rows, os.path.join(folder, "figure.png"))
+    found, device = results.found, results.found.get("device", {})
+    cells = found.get("decode", {}).get("cells", [])
+    if cells:
+        simulate(cells, device)
+        title = f"{device.get('kind', '')}{', --small: these figures mean nothing' if device.get('small') else ''}"
+        sides = found.get("rollouts", {}).get("sides", [])
+        figure.draw(cells, sides, title, os.path.join(folder, "figure.png"))
     with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
-        file.write("\n".join(lines(results, rows)) + "\n")
+        file.write("\n".join(lines(results)) + "\n")
 
 
-def simulate(rows: list[Row], device: Row) -> None:
-    """Add `simulated_ms` to every row, where the simulator knows the device."""
-    machine = next((h for h in HARDWARE.values() if device.get("kind", "").startswith(h.device_kind)), None)
-    sizes = SMALL if device.get("small") else FULL
-    models = {model.name: model.config for model in sizes.models}
-    for row in rows:
-        row["simulated_ms"] = None
-        if machine:
-            model, precision = models[row["model"]], Precision(*(sizes.dtype,) * 3)
-            engine = machine.with_engine(ENGINES["fused"])
-            cost = DecoderCost(model, head_of(model, sizes).config, engine, precision=precision)
-            row["simulated_ms"] = 1e3 * float(cost.speculative(row["rows"], row["k"], row["live"]))
-
-
-def speedups_by_cell(rows: list[Row]) -> list[Row]:
-    """Return what drafts would save at each acceptance, from iterations with and without: tokens over relative cost."""
-    plain = {(r["model"], r["rows"], r["live"]): r["ms"] for r in rows if not r["k"]}
-    return [
-        {name: r[name] for name in ("model", "rows", "live", "k")}
-        | {f"r={rate}": expected_tokens(rate, r["k"]) * plain[where] / r["ms"] for rate in RATES}
-        for r in rows
-        if r["k"] and (where := (r["model"], r["rows"], r["live"])) in plain
-    ]
-
-
-def table(rows: list[Row], columns: dict[str, str]) -> list[str]:
-    """Return a Markdown table; `columns`: key to heading."""
-    found = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
-    return found + [f"| {' | '.join(shown(row.get(key)) for key in columns)} |" for row in rows] + [""]
-
-
-def shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-CELL_COLUMNS = {
-    "model": "model",
-    "rows": "B",
-    "live": "live",
-    "k": "k",
-    "ms": "ms",
-    "roofline_ms": "roofline ms",
-    "simulated_ms": "simulator ms",
-    "bytes": "bytes",
-    "share_of_copy": "share of copy rate",
-    "kernels": "kernels",
-}
-
-
-def lines(results: Results, rows: list[Row]) -> list[str]:
+def lines(results: Results) -> list[str]:
     """Return the page."""
-    f, device = results.found, results.found.get("device", {})
+    page = [*heading(results.found.get("device", {})), *gaps_in(results)]
+    for part, section in SECTIONS.items():
+        if part in results.found:
+            page += section(results.found[part])
+    others = [p._asdict() for p in PUBLISHED]
+    page += ["## Published speedups", "", "Other policies, lengths, machines and acceptance: for orientation.", ""]
+    page += table(others, OTHERS)
+    seconds = ", ".join(f"{name} {s:g}" for name, s in results.seconds.items())
+    return [*page, f"Seconds of the parts: {seconds}; {sum(results.seconds.values()):.0f} in all."]
+
+
+def heading(device: Row) -> list[str]:
     page = [f"# Measured on {device.get('kind', 'an unknown device')}", ""]
     if device.get("small"):
         page += ["Run with `--small`: these figures mean nothing.", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in device.get("versions", {}).items())
-    flags = " ".join(f"{name}={value}" for name, value in device.get("flags", {}).items())
-    page += [f"{device.get('date', '')}; {versions}; flags: {flags or 'none'}.", ""]
-    if results.left_out:
-        page += ["Left out:", "", *(f"* {line}" for line in results.left_out), ""]
-    if results.errors:
-        page += ["Failed:", "", *(f"* {name}: {line}" for name, line in results.errors.items()), ""]
-    if rows:
-        page += ["## Iterations", "", "![iterations and speedups](figure.png)", "", *table(rows, CELL_COLUMNS)]
-        columns = {"model": "model", "rows": "B", "live": "live", "k": "k"} | {
-            f"r={r}": f"speedup, r={r}" for r in RATES
-        }
-        page += [
-            "Speedup that these iterations give a draft by its acceptance:",
-            "",
-            *table(speedups_by_cell(rows), columns),
-        ]
-    for name, key, title in (
-        ("profile", "iterations", "Kernels and gaps of an iteration"),
-        ("kernels", "verification", "Verification against float64"),
-        ("kernels", "attention", "Attention over pages against its definition"),
-        ("kernels", "learner_attention", "Attention of the learner"),
-        ("rollouts", "sides", "Long-tailed rollouts with imposed acceptance"),
-        ("training", "steps", "Steps of RL from random weights"),
-    ):
-        if found := f.get(name, {}).get(key):
-            keys = dict.fromkeys(k for row in found for k, v in row.items() if not isinstance(v, dict))
-            page += [f"## {title}", "", *table(found, {k: k for k in keys})]
-    for name in ("prefill", "learner", "memory"):
-        if name in f:
-            page += [f"## {name.capitalize()}", "", *table([{"what": k, "value": v} for k, v in f[name].items()], WHAT)]
-    page += [
-        "## Public numbers",
+    if not device:
+        return page
+    versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
+    flags = " ".join(f"`{name}={value}`" for name, value in device["flags"].items())
+    limits = device["limits"]
+    return [
+        *page,
+        f"* {device['date']}, commit {device['commit'] or 'unknown'}; {device['count']} of {device['kind']} "
+        f"({device['platform']}), the first is used; {device['memory'] / 1e9:.1f} GB of its memory for a run",
+        f"* Python {device['python']}, {versions}; {device['machine']}",
+        f"* flags: {flags or 'none'}",
+        f"* reached here: copy {limits['copy_bytes_per_second'] / 1e9:,.0f} GB/s, bfloat16 products "
+        f"{limits['bfloat16_operations_per_second'] / 1e12:,.4g} TFLOP/s",
         "",
-        *table([dict(zip(("what", "batch", "value", "source"), row)) for row in PUBLIC], PUBLISHED),
     ]
-    page += ["Seconds of each part: " + ", ".join(f"{name} {s:g}" for name, s in results.seconds.items()) + "."]
-    return page
 
 
-WHAT = {"what": "what", "value": "value"}
-PUBLISHED = {"what": "system", "batch": "batch", "value": "speedup", "source": "source"}
+def gaps_in(results: Results) -> list[str]:
+    """Return what is missing from the page: parts that were left out, and parts that failed."""
+    failed = [f"{name}: {line}" for name, line in results.errors.items()]
+    return [*listed("Left out:", results.left_out), *listed("Failed:", failed)]
 
 
-def draw(results: Results, rows: list[Row], path: str) -> None:
-    """Draw iterations beside roofline and simulator, and speedups beside public ones."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 0.28 * max(len(rows), 16) + 1.5))
-    names = [f"{r['model']} B={r['rows']} live={r['live']} k={r['k']}" for r in rows]
-    for label, key, marker in (
-        ("measured", "ms", "o"),
-        ("roofline", "roofline_ms", "|"),
-        ("simulator", "simulated_ms", "x"),
-    ):
-        found = [(r[key], i) for i, r in enumerate(rows) if (r[key] or 0) > 0]
-        if found:
-            left.plot(*zip(*found), marker, label=label)
-    left.set(yticks=range(len(rows)), yticklabels=names, xlabel="ms an iteration", xscale="log")
-    left.invert_yaxis()
-    left.legend(loc="lower right")
-    bars = [
-        (f"iterations {s['model']} B={s['rows']} live={s['live']}, r={rate}", s[f"r={rate}"], "tab:blue")
-        for s in speedups_by_cell(rows)[:6]
-        for rate in RATES[1:]
+def listed(title: str, found: Iterable[str]) -> list[str]:
+    items = [f"* {line}" for line in found]
+    return [title, "", *items, ""] if items else []
+
+
+# ---- one function a part
+
+
+def kernels_section(found: Row) -> list[str]:
+    page = ["## Kernels against their references", ""]
+    page += ["Verification, against float64:", "", *table(found.get("verification", []), VERIFICATION)]
+    page += ["Attention over pages, against its definition in float32:", "", *table(found.get("attention", []), PAGES)]
+    rows = [
+        row | {"ms": 1e3 * row["seconds"]["median"], "xla_ms": 1e3 * row["xla_seconds"]["median"]}
+        for row in found.get("learner_attention", [])
     ]
-    sides = results.found.get("rollouts", {}).get("sides", [])
-    bars += [(f"long tail, {s['draft']}", s["speedup"], "tab:green") for s in sides if "speedup" in s]
-    bars += [(name, speedup, "tab:gray") for name, _, speedup, _ in PUBLIC]
-    right.barh([name for name, *_ in bars], [value for _, value, _ in bars], color=[color for *_, color in bars])
-    right.axvline(1, color="black", linewidth=0.8)
-    right.set(xlabel="speedup over plain decoding; gray: published")
-    right.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    title = "The learner's attention, forward and backward, gradients against XLA's in float32:"
+    return [*page, title, "", *table(rows, ROWS)]
+
+
+def decode_section(found: Row) -> list[str]:
+    cells = [r | {"range": f"{r['ms_low']:.4g} to {r['ms_high']:.4g}"} for r in found.get("cells", [])]
+    if not cells:
+        return []
+    compiled = found.get("compile_seconds", {})
+    page = ["## Iterations of the decode loop", "", "![iterations and speedups](figure.png)", ""]
+    page += ["All layers; where two depths were timed, extended from them. Roofline: the longer of the bytes over the"]
+    page += ["measured copy bandwidth and the policy's FLOPs over the measured rate of products.", ""]
+    page += table(cells, ITERATION)
+    page += ["What drafts of acceptance r would gain by these iterations, (1 + r + ... + r^k) x plain / drafting:", ""]
+    page += table(speedups_by_cell(cells), SPEEDUP)
+    return [*page, f"{len(compiled)} programs compiled side by side, the longest {max(compiled.values()):.0f} s.", ""]
+
+
+def profile_section(found: Row) -> list[str]:
+    return ["## Kernels and gaps of an iteration", "", *table(found.get("iterations", []), PROFILE)]
+
+
+def prefill_section(found: Row) -> list[str]:
+    return ["## Prefill", "", *table([found], PREFILL)]
+
+
+def rollouts_section(found: Row) -> list[str]:
+    sides = found.get("sides", [])
+    page = ["## Long-tailed rollouts with imposed acceptance", ""]
+    if sides:
+        page += [f"{found['model']}, {found['rollouts']} rollouts of {sides[0]['tokens']:,} tokens in all:", ""]
+    return page + table(sides, SIDES)
+
+
+def memory_section(found: Row) -> list[str]:
+    names = {
+        "before_gb": "before",
+        "calibration_gb": "draft lengths are calibrated",
+        "compaction_gb": f"the batch shrinks ({' to '.join(map(str, found['batch_sizes']))} rows)",
+    }
+    return ["## Memory of rollouts", "", *table([{"while": n, **found[key]} for key, n in names.items()], MEMORY)]
+
+
+def learner_section(found: Row) -> list[str]:
+    return ["## Learner on packed long-tailed rows", "", *table([found], LEARNER)]
+
+
+def training_section(found: Row) -> list[str]:
+    page = ["## Steps of RL from random weights", "", "The first step compiles.", ""]
+    return page + table(found.get("steps", []), STEPS)
+
+
+SECTIONS: dict[str, Callable[[Row], list[str]]] = {
+    "decode": decode_section,
+    "profile": profile_section,
+    "rollouts": rollouts_section,
+    "learner": learner_section,
+    "training": training_section,
+    "prefill": prefill_section,
+    "memory": memory_section,
+    "kernels": kernels_section,
+}
+
+
+# ---- tables
+
+
+def table(rows: list[Row], columns: Columns) -> list[str]:
+    """Return a Markdown table, without columns that no row has."""
+    used = {heading: spec for heading, spec in columns.items() if any(value(row, spec) is not None for row in rows)}
+    if not used:
+        return ["Nothing was found.", ""]
+    found = [f"| {' | '.join(used)} |", "|" + "---|" * len(used)]
+    return [*found, *(f"| {' | '.join(shown(value(row, spec)) for spec in used.values())} |" for row in rows), ""]
+
+
+def value(row: Row, spec: str | tuple[str, float]) -> Any:
+    key, times = spec if isinstance(spec, tuple) else (spec, None)
+    found = row.get(key)
+    return found if found is None or times is None else times * found
+
+
+def shown(x: Any) -> str:
+    """Return a value as text, of numbers that are not whole four digits."""
+    if x is None:
+        return "-"
+    if isinstance(x, bool):
+        return "yes" if x else "no"
+    if isinstance(x, int) or (isinstance(x, float) and x.is_integer() and abs(x) < 1e15):
+        return f"{int(x):,}"
+    if isinstance(x, float):
+        return f"{x:,.0f}" if abs(x) >= 1e4 else f"{x:.4g}"
+    return str(x)

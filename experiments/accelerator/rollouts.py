@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -62,15 +62,15 @@ def programs(sides: Sides) -> dict[str, tuple[Built, Program]]:
 
 
 def compile_sides(
-    sides: Sides, weights: Weights, seconds: dict[str, float], keep: Callable[[], None]
+    sides: Sides, weights: Weights, seconds: dict[str, float], keep: Callable[[], None], left: Callable[[], float]
 ) -> dict[str, str]:
-    """Compile all programs side by side; `seconds`, `keep` and the errors as of `compile_together`."""
+    """Compile all programs side by side; the other arguments and the result are those of `compile_together`."""
     given = {id(sides.plain): without_draft(weights), id(sides.drafting): weights}
     tasks: dict[str, Callable[[], object]] = {
         name: functools.partial(built.engine.compiled.get, program, given[id(built)])
         for name, (built, program) in programs(sides).items()
     }
-    return compile_together(tasks, seconds, keep)
+    return compile_together(tasks, seconds, keep, left)
 
 
 def draw_weights(sides: Sides) -> Weights:
@@ -83,29 +83,26 @@ def generate(built: Built, weights: Weights, work: live.Work, seed: int) -> tupl
     return found, time.perf_counter() - start
 
 
-def compare_sides(sides: Sides, weights: Weights, k: int) -> list[Row]:
+def compare_sides(sides: Sides, weights: Weights, k: int) -> Iterator[Row]:
     """Time plain decoding, then drafts at each rate; the tokens of all must be the same."""
     work, plain = sides.work, without_draft(weights)
     for built, given in ((sides.plain, plain), (sides.drafting, weights)):
         generate(built, given, live.brief(work), 0)
     expected, seconds = generate(sides.plain, plain, work, 1)
     tokens = int(expected.response_length.sum())
-    rows: list[Row] = [{"draft": "none", "seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}]
+    yield {"draft": "none", "seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
     for rate in RATES:
         found, took = generate(sides.drafting, with_rate(weights, rate), work, 1)
-        rows.append(
-            {
-                "draft": f"r={rate}",
-                "seconds": took,
-                "tokens_per_second": tokens / took,
-                "speedup": seconds / took,
-                "accepted_share": float(found.accepted[:, 0].sum() / found.drafted[:, 0].sum()),
-                "tokens_per_verification": tokens / int(found.verifications.sum()),
-                "expected_tokens": expected_tokens(rate, k),
-                "same_tokens": bool(np.array_equal(found.tokens, expected.tokens)),
-            }
-        )
-    return rows
+        yield {
+            "draft": f"r = {rate}",
+            "seconds": took,
+            "tokens_per_second": tokens / took,
+            "speedup": seconds / took,
+            "accepted_share": float(found.accepted[:, 0].sum() / found.drafted[:, 0].sum()),
+            "tokens_per_verification": tokens / int(found.verifications.sum()),
+            "expected_tokens": expected_tokens(rate, k),
+            "same_tokens": bool(np.array_equal(found.tokens, expected.tokens)),
+        }
 
 
 def memory_in_use(device: jax.Device) -> dict[str, float]:

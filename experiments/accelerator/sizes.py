@@ -32,6 +32,7 @@ class Sizes:
     rules: tuple[str, ...]  # of experiments.kernels.run.CHECKED
     prefilled: int  # prompts of the longest length
     # The long-tailed rollouts.
+    rollouts_model: str
     rollouts: Qwen3Config
     prompts: int
     slots: int
@@ -43,7 +44,6 @@ class Sizes:
     learner_prompts: int  # with 8 rollouts each
     steps: int
     seconds: dict[str, float]  # that each part needs, at the least: estimates, none was measured
-    further: float  # the same for the decode cells of each further model
 
 
 SMALL_SECONDS: dict[str, float] = {}
@@ -79,6 +79,7 @@ FULL = Sizes(
     k=3,
     rules=("rejection", "block", "coupled", "greedy", "cut"),
     prefilled=8,
+    rollouts_model="Qwen3-0.6B",
     rollouts=PRESETS["qwen3_0p6b"],
     prompts=16,
     slots=16,
@@ -89,7 +90,6 @@ FULL = Sizes(
     learner_prompts=8,
     steps=5,
     seconds=FULL_SECONDS,
-    further=240.0,
 )
 _NANO = dataclasses.replace(PRESETS["nano"], layers=3)
 SMALL = Sizes(
@@ -109,6 +109,7 @@ SMALL = Sizes(
     k=3,
     rules=("rejection",),
     prefilled=2,
+    rollouts_model="nano",
     rollouts=_NANO,
     prompts=2,
     slots=4,
@@ -119,5 +120,4 @@ SMALL = Sizes(
     learner_prompts=2,
     steps=2,
     seconds=SMALL_SECONDS,
-    further=0.0,
 )

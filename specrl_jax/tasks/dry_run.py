@@ -15,7 +15,7 @@ def run(config: Config, workdir: str) -> None:
     # Before JAX looks at devices. A fake device costs nothing where the target has a compiler of its own.
     jax.config.update("jax_platforms", "cpu")
     # Compiled as a run on the target would be.
-    os.environ.update(flags_for(TARGETS[config.dry_run.target].accelerator, os.environ))
+    os.environ.update(flags_for(TARGETS[config.dry_run.target].accelerator, os.environ).variables)
     fake = f"--xla_force_host_platform_device_count={count_devices(config)}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fake}"
     # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
