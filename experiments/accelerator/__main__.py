@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(variables)
     import jax
 
+    # As of a training run: a second measurement compiles nothing again, and XLA keeps its tiles there.
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.expanduser("~/.cache/specrl_jax"))
+    jax.config.update("jax_compilation_cache_dir", cache)
     if jax.devices()[0].platform == "cpu" and not a.small:
         return fail("--small: this machine has no GPU or TPU that jax finds; --small runs the same with little work")
     from experiments.accelerator.command import measure

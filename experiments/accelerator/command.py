@@ -97,7 +97,7 @@ class Measurement:
         for model in self.sizes.models:
             own = [c for c in listed if c.model == model]
             self._time_cells(own, self._compile(own, compiled))
-            self._weights = {key: w for key, w in self._weights.items() if key[0] == self.sizes.models[0].name}
+            self._weights.clear()  # rows of the next model are counted for a device without them
             gc.collect()
 
     def _decode_left(self) -> float:

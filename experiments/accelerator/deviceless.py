@@ -6,6 +6,7 @@ arguments, bytes and kernels are linear in their number. Temporaries need not be
 
 import csv
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ import jax
 from experiments.accelerator import cells, rollouts
 from experiments.accelerator.cells import Key, extrapolate
 from experiments.accelerator.engines import Built
-from experiments.accelerator.learner import training_config
+from experiments.accelerator.learner import learner_config, training_config
 from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import FULL, SMALL, Sizes
 from specrl_jax.accelerator_flags import flags_for
+from specrl_jax.config import Config
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.measure import read_text
@@ -93,8 +95,14 @@ def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int,
 def target_rows(target: HardwareTarget, sizes: Sizes, small: bool, depths: tuple[int, int]) -> Iterator[Row]:
     """Yield rows of every program, in the order in which the measurement needs them."""
     device, memory = target.devices(SMALLEST.get(target.name, 1))[0], int(target.share * target.memory)
-    tasks = [*decode_tasks(sizes, memory, device), *prefill_tasks(sizes, device), *rollout_tasks(sizes, device)]
-    for task in (*tasks, *training_tasks(sizes, small, memory, device)):
+    found = (
+        decode_tasks(sizes, memory, device),
+        prefill_tasks(sizes, device),
+        rollout_tasks(sizes, device),
+        phase_tasks("learner", learner_config(sizes), ("logprob", "train"), memory, device),
+        phase_tasks("training", training_config(sizes, small), ("",), memory, device),
+    )
+    for task in itertools.chain(*found):
         yield from task_rows(task, memory, sizes.page, depths)
 
 
@@ -150,16 +158,18 @@ def rollout_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
         yield Task("rollouts", whole, sizes.rollouts.layers, True, lower_side, pages, (pages,) if pages else ())
 
 
-def training_tasks(sizes: Sizes, small: bool, memory: int, device: jax.Device) -> Iterator[Task]:
-    config = training_config(sizes, small)
+def phase_tasks(part: str, config: Config, wanted: tuple[str, ...], memory: int, device: jax.Device) -> Iterator[Task]:
+    """Yield the programs of a training step; `wanted`: beginnings of their names."""
     plan = make_plan(config, make_mesh(dataclasses.asdict(config.mesh), [device]), memory=memory)
     for i, phase in enumerate(find_phases(plan)):
+        if not phase.name.startswith(wanted):
+            continue
 
         def lower_phase(n: int, i: int = i) -> jax.stages.Lowered:
             return find_phases(with_layers(plan, n))[i].lower()
 
-        name, live = f"{sizes.preset}, {phase.name}", (phase.pages,) if phase.pages else ()
-        yield Task("training", name, plan.model.layers, phase.unrolled, lower_phase, phase.pages, live)
+        name, live = f"{config.policy.preset}, {phase.name}", (phase.pages,) if phase.pages else ()
+        yield Task(part, name, plan.model.layers, phase.unrolled, lower_phase, phase.pages, live)
 
 
 def lower(built: Built, program: Program) -> jax.stages.Lowered:

@@ -8,26 +8,41 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from configs import rlzero_0p6b
+from configs import rlzero_0p6b, rlzero_tiny
 from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import Sizes
 from experiments.grpo_step import rows
 from specrl_jax.config import Config, from_config_dict
+from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.cost import forward_flops
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.tasks.train import train
 from specrl_jax.training.initial import initial_state
 
 
+def learner_changes(sizes: Sizes) -> dict[str, Any]:
+    """Return what the learner's case sets in configs/rlzero_tiny.py: the policy, its dtype, and the longest row."""
+    prompt = sizes.learner_tokens // 8
+    return {
+        "draft.kind": "none",
+        "draft.path": "",
+        "policy.path": "",
+        "policy.preset": sizes.preset,
+        "policy.dtype": sizes.dtype,
+        "policy.compute_dtype": sizes.dtype,
+        # As in the configs of Qwen3.
+        "policy.vocab_tile": PRESETS[sizes.preset].vocab // 16,
+        "rollout.max_prompt_tokens": prompt,
+        "rollout.max_response_tokens": sizes.learner_tokens - prompt,
+        "grpo.prompts_per_step": sizes.learner_prompts,
+    }
+
+
 def learner_case(sizes: Sizes) -> tuple[rows.Case, np.ndarray]:
     """Return packed rows of long-tailed rollouts for the learner, and the length of each rollout."""
-    changes: dict[str, Any] = {"draft.kind": "none", "draft.path": "", "policy.path": "", "policy.preset": sizes.preset}
-    changes |= {"policy.dtype": sizes.dtype, "policy.compute_dtype": sizes.dtype}
-    prompt_limit = sizes.learner_tokens // 8
-    changes |= {"rollout.max_prompt_tokens": prompt_limit}
-    changes |= {"rollout.max_response_tokens": sizes.learner_tokens - prompt_limit}
+    changes = learner_changes(sizes)
     length, prompt = rows.tails(0, sizes.learner_prompts)
-    prompt = np.minimum(prompt, prompt_limit)
+    prompt = np.minimum(prompt, changes["rollout.max_prompt_tokens"])
     length = np.clip(length, prompt + 1, sizes.learner_tokens)
     return rows.make_case(changes, length, prompt), length
 
@@ -54,12 +69,21 @@ def time_learner(sizes: Sizes, device: jax.Device) -> dict[str, Any]:
     }
 
 
+def learner_config(sizes: Sizes) -> Config:
+    """Return the config of `learner_case`, for its programs without arrays."""
+    c = rlzero_tiny.get_config()
+    with c.unlocked():
+        c.update_from_flattened_dict(learner_changes(sizes))
+    return from_config_dict(c)
+
+
 def training_config(sizes: Sizes, small: bool) -> Config:
     """Return configs/rlzero_0p6b.py with random weights and the built-in task: nothing is read from the disk."""
     c: ConfigDict = rlzero_0p6b.get_config("smoke" if small else "")
     c.steps, c.policy.preset, c.policy.path = sizes.steps, sizes.preset, ""
     c.data.path = c.eval.path = c.data.schema = c.eval.schema = ""
     c.data.tokenizer, c.data.chat = "char", "never"
+    c.draft.adaptive = False  # the controller's further lengths are further programs to compile
     c.eval.every, c.eval.problems, c.eval.samples, c.draft.compare_rounds = 0, 4, 1, 0
     if not small:
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 16, 512

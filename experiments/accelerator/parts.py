@@ -65,8 +65,8 @@ class Part:
 def run_parts(parts: list[Part], budget: Budget, results: Results, after: Callable[[], None]) -> None:
     """Run each part that the time allows; a part that fails is one line in `errors`. Calls `after` behind each."""
     for part in parts:
-        if budget.left < part.needs:
-            results.left_out.append(f"{part.name}: {max(budget.left, 0):.0f} s were left, {part.needs:.0f} are needed")
+        if (left := budget.left) < max(part.needs, 1.0):
+            results.left_out.append(f"{part.name}: {max(left, 0):.0f} s were left, {part.needs:.0f} are needed")
             results.write()
             continue
         with timed(results, part.name):
