@@ -55,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         return compile_for(a.compile, a.output, a.small, tuple(a.depths))
     if a.small:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # Compiling takes most of the time.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
     variables = measured_flags(dict(os.environ)).variables
     os.environ.update(variables)
     import jax

@@ -106,7 +106,8 @@ def engine_of(key: Key, cells: Sequence[Cell], sizes: Sizes, device: jax.Device)
     limits = EngineConfig(
         num_slots=key.rows,
         max_prompt_tokens=sizes.prompt,
-        max_response_tokens=sizes.limit - sizes.prompt,
+        # Rows that hold the limit already commit more while they are timed.
+        max_response_tokens=sizes.limit - sizes.prompt + reserve(sizes),
         chunk=sizes.rounds * sizes.iterations,
         page_tokens=sizes.page,
         prefill_tokens=min(512, sizes.prompt),
@@ -119,7 +120,7 @@ def engine_of(key: Key, cells: Sequence[Cell], sizes: Sizes, device: jax.Device)
 
 def pages_of(live: int, sizes: Sizes) -> int:
     """Return the pages that a row of `live` tokens takes while it is timed."""
-    return math.ceil(min(live + reserve(sizes), sizes.limit) / sizes.page)
+    return math.ceil((live + reserve(sizes)) / sizes.page)
 
 
 def keys_of(cells: Sequence[Cell]) -> list[Key]:
@@ -225,8 +226,8 @@ def fill(slots: Slots, live: int, pages: int) -> Slots:
 
 def time_iterations(built: Built, weights: Weights, cell: Cell, sizes: Sizes) -> list[float]:
     """Return the seconds of an iteration in each round. Raises RuntimeError where rows end."""
-    engine, live = built.engine, min(cell.live, sizes.limit - reserve(sizes) - 1)
-    slots = fill(engine.compiled.empty(weights)[0], live, pages_of(live, sizes))
+    engine = built.engine
+    slots = fill(engine.compiled.empty(weights)[0], cell.live, pages_of(cell.live, sizes))
     seconds = []
     for i in range(sizes.rounds + 1):
         count = sizes.iterations if i else WARM

@@ -19,6 +19,7 @@ COLORS = {
 }
 MARKS = {"measured": ("ms", "o"), "roofline": ("roofline_ms", "|"), "simulator": ("simulated_ms", "x")}
 MOST_CELLS = 6  # in the right half
+MOST_SPEEDUP = 5.0  # of its axis; 1 + k = 4 tokens a verification are the most there can be
 
 
 def draw(cells: list[Row], sides: list[Row], title: str, path: str) -> None:
@@ -56,10 +57,10 @@ def draw_speedups(axes: Axes, bars: list[tuple[str, float, str]]) -> None:
     at = range(len(bars))
     axes.barh(at, [value for _, value, _ in bars], color=[color for *_, color in bars])
     for i, (_, value, _) in enumerate(bars):
-        axes.text(value, i, f" {value:.2f}", va="center", fontsize=8)
+        axes.text(min(max(value, 0), 0.94 * MOST_SPEEDUP), i, f" {value:.2f}", va="center", fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set(yticks=at, yticklabels=[name for name, *_ in bars], xlabel="speedup over plain decoding")
-    axes.set_xlim(0, 1.12 * max(value for _, value, _ in bars))
+    axes.set_xlim(0, min(1.12 * max(value for _, value, _ in bars), MOST_SPEEDUP))
     axes.invert_yaxis()
     present = {color for *_, color in bars}
     axes.legend(handles=[Patch(color=c, label=label) for c, label in COLORS.items() if c in present])

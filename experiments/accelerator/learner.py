@@ -85,7 +85,9 @@ def training_config(sizes: Sizes, small: bool) -> Config:
     c.data.tokenizer, c.data.chat = "char", "never"
     c.draft.adaptive = False  # the controller's further lengths are further programs to compile
     c.eval.every, c.eval.problems, c.eval.samples, c.draft.compare_rounds = 0, 4, 1, 0
-    if not small:
+    if small:
+        c.rollout.num_slots = 3  # which no smaller batch divides: fewer programs
+    else:
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 16, 512
         c.grpo.prompts_per_step = 16
     return from_config_dict(c)
