@@ -2,7 +2,7 @@
 
     python -m experiments.accelerator [--minutes 10] [--output FOLDER]
     python -m experiments.accelerator --small                      # the same with little work, on any machine
-    python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--depths 2 4] [--output FOLDER]
+    python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--parts decode ...] [--output FOLDER]
 
 Asks nothing and needs no network. README.md says what each part measures. Results are written after every part; parts
 for which no time is left are listed, and a part that fails makes the exit status 1.
@@ -16,6 +16,7 @@ from specrl_jax.accelerator_flags import Flags, find_accelerator, flags_for
 from specrl_jax.errors import fail
 
 TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
+COMPILED = ("decode", "prefill", "rollouts", "learner", "training")  # parts that have programs
 # By default XLA launches kernels one by one while it is profiled, and gaps would be those of another program.
 PROFILE = "--xla_enable_command_buffers_during_profiling"
 
@@ -31,6 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--depths", nargs=2, type=int, default=(2, 4), help="layers of what --compile compiles and extends to all"
     )
+    parser.add_argument("--parts", nargs="+", choices=COMPILED, default=COMPILED, help="of --compile; all by default")
     a = parser.parse_args(arguments)
     if a.minutes <= 0:
         parser.error(f"--minutes {a.minutes:g}: more than 0 are needed")
@@ -52,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if a.compile:
         from experiments.accelerator.deviceless import compile_for
 
-        return compile_for(a.compile, a.output, a.small, tuple(a.depths))
+        return compile_for(a.compile, a.output, a.small, tuple(a.depths), a.parts)
     if a.small:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Compiling takes most of the time.

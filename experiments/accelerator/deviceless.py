@@ -6,10 +6,9 @@ arguments, bytes and kernels are linear in their number. Temporaries need not be
 
 import csv
 import dataclasses
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -64,7 +63,7 @@ class Found(NamedTuple):
     results: float  # that share no memory with an argument
 
 
-def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int, int]) -> int:
+def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int, int], parts: Sequence[str]) -> int:
     """Write programs.csv into the folder `output`, a row as soon as it is known; return the exit status.
 
     Args:
@@ -84,7 +83,7 @@ def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int,
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         for name in targets:
-            for row in target_rows(TARGETS[name], SMALL if small else FULL, small, depths):
+            for row in target_rows(TARGETS[name], small, depths, parts):
                 writer.writerow({"target": name} | row)
                 file.flush()
                 failed += bool(row.get("error"))
@@ -92,18 +91,21 @@ def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int,
     return 1 if failed else 0
 
 
-def target_rows(target: HardwareTarget, sizes: Sizes, small: bool, depths: tuple[int, int]) -> Iterator[Row]:
+def target_rows(target: HardwareTarget, small: bool, depths: tuple[int, int], parts: Sequence[str]) -> Iterator[Row]:
     """Yield rows of every program, in the order in which the measurement needs them."""
     device, memory = target.devices(SMALLEST.get(target.name, 1))[0], int(target.share * target.memory)
-    found = (
-        decode_tasks(sizes, memory, device),
-        prefill_tasks(sizes, device),
-        rollout_tasks(sizes, device),
-        phase_tasks("learner", learner_config(sizes), ("logprob", "train"), memory, device),
-        phase_tasks("training", training_config(sizes, small), ("",), memory, device),
-    )
-    for task in itertools.chain(*found):
-        yield from task_rows(task, memory, sizes.page, depths)
+    sizes = SMALL if small else FULL
+    found: dict[str, Callable[[], Iterator[Task]]] = {
+        "decode": lambda: decode_tasks(sizes, memory, device),
+        "prefill": lambda: prefill_tasks(sizes, device),
+        "rollouts": lambda: rollout_tasks(sizes, device),
+        "learner": lambda: phase_tasks("learner", learner_config(sizes), ("logprob", "train"), memory, device),
+        "training": lambda: phase_tasks("training", training_config(sizes, small), ("",), memory, device),
+    }
+    for part, tasks in found.items():
+        if part in parts:
+            for task in tasks():
+                yield from task_rows(task, memory, sizes.page, depths)
 
 
 # ---- the programs
