@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from absl import flags
 from ml_collections import config_flags
 
+from specrl_jax.accelerator_flags import find_accelerator, flags_for
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.config.page import help_text, unreadable
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail, one_line
@@ -93,6 +94,8 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
 
     Raises InputError, RunFailed or Stopped.
     """
+    if config.task != "dry_run":  # which sets those of its target
+        set_accelerator_flags()
     # After the flags: a mistake in them answers without JAX's seconds.
     import jax
 
@@ -119,6 +122,14 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
     with within_memory(f"task={config.task}"):
         tasks()[config.task](config, workdir)
+
+
+def set_accelerator_flags() -> None:
+    """Set the flags of this machine's accelerator and print them in one line; nothing on a CPU."""
+    found = flags_for(find_accelerator(os.environ), os.environ)
+    os.environ.update(found.variables)
+    if line := str(found):
+        print(line, flush=True)
 
 
 def tasks() -> dict[str, Callable[[Config, str], None]]:

@@ -9,7 +9,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From top to bottom; `decoding` and `rl` additionally know no model.
 ORDER = ["cli", "tasks", "dry_run", "training", "simulator", "learner", "config", "drafts", "io", "models", "decoding"]
-ORDER += ["rl", "rewards", "data", "distributed", "sharding", "serialize", "core", "json_files", "errors"]
+ORDER += [
+    "rl",
+    "rewards",
+    "data",
+    "distributed",
+    "sharding",
+    "serialize",
+    "core",
+    "json_files",
+    "errors",
+    "accelerator_flags",
+]
 FORBIDDEN = {"decoding": {"data", "rewards", "rl"}, "rl": {"rewards", "data"}, "rewards": {"data"}}
 NEVER = {"main", "configs", "experiments", "tests"}
 

@@ -47,7 +47,7 @@ def judge_memory(
     fits = share <= LARGEST_SHARE
     suggestion = suggest(memory, target, config, num_shards) if not fits else ""
     if fits and share > target.share:
-        suggestion = f"XLA_PYTHON_CLIENT_MEM_FRACTION={LARGEST_SHARE}: jax takes {target.share:.0%} as it comes"
+        suggestion = f"XLA_CLIENT_MEM_FRACTION={LARGEST_SHARE}: a run takes {target.share:.0%} by itself"
     return MemoryVerdict(phase, fits, memory.total, target.memory, arithmetic, suggestion)
 
 

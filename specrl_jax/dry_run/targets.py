@@ -11,6 +11,7 @@ import math
 import jax
 from jax.experimental import topologies
 
+from specrl_jax.accelerator_flags import GPU_MEMORY
 from specrl_jax.errors import InputError
 
 GIB = 2**30
@@ -23,8 +24,9 @@ class HardwareTarget:
     name: str
     memory: int = 0  # bytes of one device; 0: no limit
     source: str = ""  # of that number
-    share: float = 1.0  # of the memory that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION on a GPU)
+    share: float = 1.0  # of the memory that a run takes by itself (XLA_CLIENT_MEM_FRACTION on a GPU)
     wheels: tuple[str, ...] = ()  # modules that its compiler needs
+    accelerator: str = ""  # of accelerator_flags; '': none
 
     def devices(self, count: int) -> list[jax.Device]:
         """Return `count` devices to compile for. Raises InputError for a number that the target does not come in."""
@@ -38,8 +40,9 @@ class Gpu(HardwareTarget):
     """
 
     source: str = "device query, as in openxla/xla's target_config/specs"
-    share: float = 0.75
+    share: float = GPU_MEMORY
     wheels: tuple[str, ...] = ("jax_plugins.xla_cuda12", "nvidia.cudnn")
+    accelerator: str = "cuda"
     node: int  # GPUs of one host
     capability: int  # compute capability, major
     cores: int
@@ -86,6 +89,7 @@ class Gpu(HardwareTarget):
 class Tpu(HardwareTarget):
     source: str = "cloud.google.com/tpu/docs, HBM capacity per chip"
     wheels: tuple[str, ...] = ("libtpu",)
+    accelerator: str = "tpu"
     slices: tuple[str, ...]  # available topologies, by number of chips
 
     def devices(self, count: int) -> list[jax.Device]:

@@ -49,7 +49,8 @@ LEARNER = {"embed": 4, "heads": 2, "kv_heads": 2, "head_dim": 1, "mlp": 2, "voca
 @pytest.fixture
 def call(monkeypatch, capfd):
     platforms = jax.config.jax_platforms
-    for name in ("XLA_FLAGS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY"):
+    changed = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
+    for name in (*changed, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back as it is
     with make_call(monkeypatch, capfd) as call:
         yield call

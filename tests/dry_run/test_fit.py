@@ -46,7 +46,7 @@ def test_the_largest_phase_decides_and_its_sum_is_shown():
 
 def test_above_what_jax_takes_it_says_so():
     found = fit(memory(90))
-    assert found.fits and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in found.suggestion and "75%" in found.suggestion
+    assert found.fits and "XLA_CLIENT_MEM_FRACTION=0.95" in found.suggestion and "75%" in found.suggestion
 
 
 def test_too_many_pages():

@@ -1,0 +1,231 @@
+"""Compile what the measurement would run, for devices that are not here, and list what each program takes.
+
+Programs that unroll their layers are compiled at two small depths and extended to all layers: layers are alike, so
+arguments, bytes and kernels are linear in their number. Temporaries need not be: theirs are estimates.
+"""
+
+import csv
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from experiments.accelerator import cells, rollouts
+from experiments.accelerator.cells import Key, extrapolate
+from experiments.accelerator.engines import Built
+from experiments.accelerator.learner import learner_config, training_config
+from experiments.accelerator.parts import Row
+from experiments.accelerator.sizes import FULL, SMALL, Sizes
+from specrl_jax.accelerator_flags import flags_for
+from specrl_jax.config import Config
+from specrl_jax.decoding.compiled import Program
+from specrl_jax.dry_run.iteration import iteration_bytes
+from specrl_jax.dry_run.measure import read_text
+from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.run import with_layers
+from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed
+from specrl_jax.dry_run.traffic import Pool, traffic
+from specrl_jax.errors import fail
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.plan import make_plan
+
+FIELDS = (
+    *("target", "part", "program", "layers", "extended_from", "live_tokens", "bytes", "kernels"),
+    *("temporaries", "arguments", "results", "fits", "seconds", "error"),
+)
+# The smallest number that a target comes in, of which one is used.
+SMALLEST = {"v5p": 4}
+
+
+class Task(NamedTuple):
+    """A program of the measurement."""
+
+    part: str
+    name: str
+    layers: int  # of the model
+    unrolled: bool  # else layers are scanned, and all of them are compiled
+    lower: Callable[[int], jax.stages.Lowered]  # with so many layers
+    pages: int = 0  # C of a decode loop, whose iteration is counted; 0: the whole program is
+    live: tuple[int, ...] = ()  # pages that rows hold; a row of the list each
+
+
+class Found(NamedTuple):
+    """What the compiler says of a program, in bytes but for `kernels`; None: it does not show its program."""
+
+    fixed: float | None  # moved with no live page
+    most: float | None  # with every page live
+    kernels: float | None
+    temporaries: float
+    arguments: float
+    results: float  # that share no memory with an argument
+
+
+def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int, int], parts: Sequence[str]) -> int:
+    """Write programs.csv into the folder `output`, a row as soon as it is known; return the exit status.
+
+    Args:
+      depths: layers of programs that are extended.
+    """
+    missing = [name for name in targets if not installed(TARGETS[name])]
+    if missing:
+        return fail(f"--compile {' '.join(missing)}: pip install -r requirements-aot.txt has the compilers")
+    # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    for name in targets:
+        os.environ.update(flags_for(TARGETS[name].accelerator, os.environ).variables)
+    jax.config.update("jax_platforms", "cpu")
+    os.makedirs(output, exist_ok=True)
+    failed = 0
+    with open(os.path.join(output, "programs.csv"), "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        for name in targets:
+            for row in target_rows(TARGETS[name], small, depths, parts):
+                writer.writerow({"target": name} | row)
+                file.flush()
+                failed += bool(row.get("error"))
+                print(name, row, flush=True)
+    return 1 if failed else 0
+
+
+def target_rows(target: HardwareTarget, small: bool, depths: tuple[int, int], parts: Sequence[str]) -> Iterator[Row]:
+    """Yield rows of every program, in the order in which the measurement needs them."""
+    device, memory = target.devices(SMALLEST.get(target.name, 1))[0], int(target.share * target.memory)
+    sizes = SMALL if small else FULL
+    found: dict[str, Callable[[], Iterator[Task]]] = {
+        "decode": lambda: decode_tasks(sizes, memory, device),
+        "prefill": lambda: prefill_tasks(sizes, device),
+        "rollouts": lambda: rollout_tasks(sizes, device),
+        "learner": lambda: phase_tasks("learner", learner_config(sizes), ("logprob", "train"), memory, device),
+        "training": lambda: phase_tasks("training", training_config(sizes, small), ("",), memory, device),
+    }
+    for part, tasks in found.items():
+        if part in parts:
+            for task in tasks():
+                yield from task_rows(task, memory, sizes.page, depths)
+
+
+# ---- the programs
+
+
+def decode_tasks(sizes: Sizes, memory: int, device: jax.Device) -> Iterator[Task]:
+    listed = cells.list_cells(sizes, memory)
+    for model in sizes.models:
+        own = [c for c in listed if c.model == model]
+        for rows, k in dict.fromkeys((c.rows, c.k) for c in own):
+            key = Key(model.name, model.config.layers, rows, k)
+            live = tuple(rows * -(-c.live // sizes.page) for c in own if (c.rows, c.k) == (rows, k))
+            pages = cells.engine_of(key, own, sizes, device).engine.config.shard_pages
+
+            def lower_cell(n: int, key: Key = key, own: list[cells.Cell] = own) -> jax.stages.Lowered:
+                built = cells.engine_of(key._replace(layers=n), own, sizes, device)
+                return lower(built, Program("decode", key.rows, key.k))
+
+            yield Task("decode", f"{model.name} B={rows} k={k}", key.layers, True, lower_cell, pages, live)
+
+
+def prefill_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
+    model, program = sizes.models[0], Program("refill", sizes.prefilled)
+    name = f"{model.name}: {sizes.prefilled} prompts of {sizes.prompt}"
+    yield Task(
+        "prefill",
+        name,
+        model.config.layers,
+        True,
+        lambda n: lower(rollouts.prefill_engine(sizes, n, device), program),
+    )
+
+
+def rollout_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
+    def sides_of(n: int) -> rollouts.Sides:
+        return rollouts.make_sides(
+            dataclasses.replace(sizes, rollouts=dataclasses.replace(sizes.rollouts, layers=n)), device
+        )
+
+    for name, (built, program) in rollouts.programs(sides_of(1)).items():
+
+        def lower_side(n: int, name: str = name) -> jax.stages.Lowered:
+            sides = sides_of(n)
+            built, program = rollouts.programs(sides)[name]
+            weights = built.abstract()
+            if built is sides.drafting:
+                weights = rollouts.with_rate(weights, 0.5)
+            return built.engine.compiled.lower(program, weights)
+
+        pages = built.engine.config.shard_pages if program.kind == "decode" else 0
+        whole = f"{sizes.rollouts_model}, {name}"
+        yield Task("rollouts", whole, sizes.rollouts.layers, True, lower_side, pages, (pages,) if pages else ())
+
+
+def phase_tasks(part: str, config: Config, wanted: tuple[str, ...], memory: int, device: jax.Device) -> Iterator[Task]:
+    """Yield the programs of a training step; `wanted`: beginnings of their names."""
+    plan = make_plan(config, make_mesh(dataclasses.asdict(config.mesh), [device]), memory=memory)
+    for i, phase in enumerate(find_phases(plan)):
+        if not phase.name.startswith(wanted):
+            continue
+
+        def lower_phase(n: int, i: int = i) -> jax.stages.Lowered:
+            return find_phases(with_layers(plan, n))[i].lower()
+
+        name, live = f"{config.policy.preset}, {phase.name}", (phase.pages,) if phase.pages else ()
+        yield Task(part, name, plan.model.layers, phase.unrolled, lower_phase, phase.pages, live)
+
+
+def lower(built: Built, program: Program) -> jax.stages.Lowered:
+    return built.engine.compiled.lower(program, built.abstract())
+
+
+# ---- what they take
+
+
+def task_rows(task: Task, memory: int, page: int, depths: tuple[int, int]) -> Iterator[Row]:
+    """Compile a program; yield a row for each number of live pages, or one with the error."""
+    start = time.perf_counter()
+    compiled = depths if task.unrolled and depths[1] < task.layers else (task.layers,)
+    row: Row = {"part": task.part, "program": task.name, "layers": task.layers}
+    row["extended_from"] = " ".join(map(str, compiled)) if len(compiled) > 1 else ""
+    try:
+        found = extended([read(task.lower(n).compile(), task.pages) for n in compiled], compiled, task.layers)
+    except Exception as raised:
+        row["error"] = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+        yield row | {"seconds": round(time.perf_counter() - start, 1)}
+        return
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    for live in task.live or (None,):
+        tokens = live * page if live else None
+        yield row | {"live_tokens": tokens} | columns(found, live, task.pages, memory)
+
+
+def read(compiled: jax.stages.Compiled, pages: int) -> Found:
+    """Read what a program says; of a decode loop, for a pool of `pages`, one iteration."""
+    memory, (text, _) = compiled.memory_analysis(), read_text(compiled)
+    assert memory is not None
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    memories = memory.temp_size_in_bytes, memory.argument_size_in_bytes, max(0, results)
+    if not text:
+        return Found(None, None, None, *memories)
+    if pages:
+        iteration = iteration_bytes(text, pages)
+        return Found(iteration.fixed, iteration.most, iteration.kernels, *memories)
+    whole = traffic(text, Pool(1, 1))
+    # Loops of unknown turns count once.
+    total = sum((loop.turn for loop in whole.loops), whole)
+    return Found(total.bytes, total.bytes, total.kernels, *memories)
+
+
+def extended(found: list[Found], depths: tuple[int, ...], layers: int) -> Found:
+    """Return figures of all layers."""
+    pairs = zip(*found, strict=True)
+    return Found(*(None if None in pair else extrapolate(depths, pair, layers) for pair in pairs))
+
+
+def columns(found: Found, live: int | None, pages: int, memory: int) -> Row:
+    moved = found.fixed
+    if moved is not None and found.most is not None and live:
+        moved += (found.most - moved) * live / pages
+    values = {"bytes": moved, **{name: getattr(found, name) for name in Found._fields[2:]}}
+    fits = found.temporaries + found.arguments + found.results <= memory
+    return {name: None if x is None else round(x) for name, x in values.items()} | {"fits": fits}

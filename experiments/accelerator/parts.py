@@ -1,0 +1,91 @@
+"""Run the parts of the measurement in order, within minutes, and keep what was found after each."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Budget:
+    """Seconds that are left; `clock` tells them."""
+
+    seconds: float
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    @property
+    def spent(self) -> float:
+        return self.clock() - self._start
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+@dataclasses.dataclass
+class Results:
+    """What was found so far, written to `path` whenever something is added."""
+
+    path: str
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)  # by part
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by part
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)  # by part: one line
+
+    def keep(self, part: str, **values: Any) -> None:
+        """Add values to a part and write the file."""
+        self.found.setdefault(part, {}).update(values)
+        self.write()
+
+    def write(self) -> None:
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "path"}
+        partial = f"{self.path}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.replace(partial, self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    name: str
+    needs: float  # seconds below which it is not begun: an estimate
+    run: Callable[[], None]
+
+
+def run_parts(parts: list[Part], budget: Budget, results: Results, after: Callable[[], None]) -> None:
+    """Run each part that the time allows; a part that fails is one line in `errors`. Calls `after` behind each."""
+    for part in parts:
+        if (left := budget.left) < max(part.needs, 1.0):
+            results.left_out.append(f"{part.name}: {max(left, 0):.0f} s were left, {part.needs:.0f} are needed")
+            results.write()
+            continue
+        with timed(results, part.name):
+            try:
+                part.run()
+            except Exception as error:
+                results.errors[part.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                print(f"{part.name} failed: {results.errors[part.name]}", flush=True)
+        results.write()
+        after()
+    after()
+
+
+@contextlib.contextmanager
+def timed(results: Results, name: str) -> Iterator[None]:
+    """Record the seconds of a part."""
+    start = time.perf_counter()
+    print(f"== {name}", flush=True)
+    try:
+        yield
+    finally:
+        results.seconds[name] = round(time.perf_counter() - start, 2)

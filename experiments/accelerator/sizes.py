@@ -1,0 +1,123 @@
+"""How much each part does: on an accelerator, and with --small on a CPU."""
+
+import dataclasses
+from typing import NamedTuple
+
+from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+
+GIB = 2**30
+
+
+class Model(NamedTuple):
+    """A model whose iterations are timed."""
+
+    name: str
+    config: Qwen3Config  # with all layers
+    depths: tuple[int, ...]  # layers that are compiled; two are extrapolated to all of them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    models: tuple[Model, ...]  # of decode cells, the first first
+    dtype: str
+    draft_vocab: int
+    limit: int  # tokens of a sequence
+    prompt: int  # of them, at most
+    page: int  # tokens
+    batches: tuple[int, ...]  # beside the most that fit
+    most: int  # rows, a bound on that
+    iterations: int  # of a timed chunk
+    rounds: int
+    k: int  # drafted tokens
+    rules: tuple[str, ...]  # of experiments.kernels.run.CHECKED
+    prefilled: int  # prompts of the longest length
+    # The long-tailed rollouts.
+    rollouts_model: str
+    rollouts: Qwen3Config
+    prompts: int
+    slots: int
+    shrinks: int  # smaller batch sizes, at most
+    cut: int  # most response tokens
+    # Learner and RL run.
+    preset: str
+    learner_tokens: int  # the longest row
+    learner_prompts: int  # with 8 rollouts each
+    steps: int
+    seconds: dict[str, float]  # that each part needs, at the least: estimates, none was measured
+
+
+SMALL_SECONDS: dict[str, float] = {}
+FULL_SECONDS = {
+    "device": 0.0,
+    "kernels": 20.0,
+    "decode": 60.0,
+    "profile": 20.0,
+    "prefill": 20.0,
+    "rollouts": 60.0,
+    "learner": 40.0,
+    "memory": 30.0,
+    "training": 60.0,
+}
+FRACTIONS = (0.1, 1.0)  # of the limit, that live
+# Acceptance that the paper's runs with k = 3 imply (Think 0.75, Zero 0.87), and a lower one.
+RATES = (0.6, 0.75, 0.87)
+
+FULL = Sizes(
+    models=(
+        Model("Qwen3-8B", PRESETS["qwen3_8b"], (4, 8)),
+        Model("Qwen3-0.6B", PRESETS["qwen3_0p6b"], (PRESETS["qwen3_0p6b"].layers,)),
+    ),
+    dtype="bfloat16",
+    draft_vocab=32_000,
+    limit=10_240,
+    prompt=2048,
+    page=64,
+    batches=(1, 32),
+    most=256,
+    iterations=32,
+    rounds=5,
+    k=3,
+    rules=("rejection", "block", "coupled", "greedy", "cut"),
+    prefilled=8,
+    rollouts_model="Qwen3-0.6B",
+    rollouts=PRESETS["qwen3_0p6b"],
+    prompts=16,
+    slots=16,
+    shrinks=3,
+    cut=2048,
+    preset="qwen3_0p6b",
+    learner_tokens=4096,
+    learner_prompts=8,
+    steps=5,
+    seconds=FULL_SECONDS,
+)
+_NANO = dataclasses.replace(PRESETS["nano"], layers=3)
+SMALL = Sizes(
+    models=(
+        Model("nano", _NANO, (1, 2)),
+        Model("nano of 1 layer", dataclasses.replace(_NANO, layers=1), (1,)),
+    ),
+    dtype="float32",
+    draft_vocab=96,
+    limit=512,
+    prompt=32,
+    page=16,
+    batches=(1,),
+    most=1,
+    iterations=16,
+    rounds=3,
+    k=3,
+    rules=("rejection",),
+    prefilled=2,
+    rollouts_model="nano",
+    rollouts=_NANO,
+    prompts=2,
+    slots=4,
+    shrinks=1,
+    cut=96,
+    preset="nano_deep",
+    learner_tokens=192,
+    learner_prompts=2,
+    steps=2,
+    seconds=SMALL_SECONDS,
+)
