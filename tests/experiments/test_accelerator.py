@@ -230,6 +230,6 @@ def test_all_parts_run_on_a_cpu_with_little_work(tmp_path):
     assert len(found["memory"]["batch_sizes"]) == 2
     assert len(found["training"]["steps"]) == 2
     text = (tmp_path / "README.md").read_text()
-    assert "these figures mean nothing" in text and "nan" not in text
+    assert "these figures mean nothing" in text and "| nan |" not in text
     assert all(f"## {title}" in text for title in TITLES)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
