@@ -114,6 +114,11 @@ def _objective(config: Config) -> None:
             f"grpo.correction={g.correction} compares the rollouts' log-probs with the learner's: "
             "grpo.old_logprobs must be learner or current"
         )
+    if config.rollout.quantize != "none" and g.correction == "none" and config.task in ("train", "dry_run"):
+        raise InputError(
+            f"rollout.quantize={config.rollout.quantize}: another policy than the learner's draws the rollouts; set "
+            "grpo.correction, for example token_truncate"
+        )
     if 0 < g.clip_dual <= 1:
         raise InputError(f"grpo.clip_dual={g.clip_dual}: above 1 is needed, or 0 for no bound")
     if g.reference_every and not g.kl_coef:

@@ -156,6 +156,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         dtype=jnp.dtype(config.policy.dtype),
         cache_dtype=jnp.dtype(config.rollout.cache_dtype),
         compute_dtype=jnp.dtype(config.rollout.compute_dtype),
+        quantize=config.rollout.quantize,
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:

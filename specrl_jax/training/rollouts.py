@@ -40,6 +40,7 @@ class InferenceConfig:
     dtype: jnp.dtype  # of the weights
     cache_dtype: jnp.dtype
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
+    quantize: str = "none"  # or a key of models.quantized.FORMATS: the policy's matrices
 
 
 # (policy params, draft params, vocab_map) -> weights in the inference layout; without a draft the last two are None
@@ -62,7 +63,7 @@ def make_prepare(
 
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
-            policy=cast(Params, partition.shardings(qwen3.inference_specs(model))),
+            policy=cast(Params, partition.shardings(qwen3.inference_specs(model, config.quantize))),
             draft=cast(Params, partition.shardings(draft.inference_specs)) if draft else {},
             vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
             checksum=stand_in(partition.replicated),
@@ -74,7 +75,7 @@ def make_prepare(
                 # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = {**policy, "embed": jax.lax.optimization_barrier(embed)}
-            policy = qwen3.inference_params(policy, model, config.dtype)
+            policy = qwen3.inference_params(policy, model, config.dtype, config.quantize)
             params = draft.inference_params(params, config.dtype) if draft and params else {}
             return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
 
