@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specrl_jax.core import Mean, Params, at_least_float32
+from specrl_jax.core import Mean, Params, at_least_float32, stand_in
 from specrl_jax.models.grouped import SUMS, by_tiles
 from specrl_jax.models.layers import matmul, narrower
 from specrl_jax.models.quantized import Quantized
@@ -193,7 +193,9 @@ class Exchange:
         def spec(name: str, axes: tuple[str, str, str]) -> PartitionSpec | Quantized:
             if not isinstance(w[name], Quantized):
                 return self.partition.spec(axes)
-            return Quantized(self.partition.spec(axes), self.partition.spec((axes[0], None, axes[2])))
+            return Quantized(
+                stand_in(self.partition.spec(axes)), stand_in(self.partition.spec((axes[0], None, axes[2])))
+            )
 
         return {name: spec(name, axes) for name, axes in MATRICES.items()}
 
