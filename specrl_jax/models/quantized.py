@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from specrl_jax.core import at_least_float32
 
 # By `rollout.quantize`: format and its largest number.
-FORMATS = {"int8": (jnp.dtype("int8"), 127.0), "fp8": (jnp.dtype("float8_e4m3fn"), 448.0)}
+FORMATS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 
 
 @flax.struct.dataclass

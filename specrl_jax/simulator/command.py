@@ -12,7 +12,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BYTES, Precision, head_config, parameters
+from specrl_jax.simulator.cost import BYTES, Precision, head_config, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_rows, scale_rows, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
@@ -102,7 +102,8 @@ def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     dtype = f.rollout_dtype
     if dtype:
         find("rollout_dtype", "dtype", BYTES, dtype)
-    return Precision(dtype or c.policy.dtype, dtype or c.rollout.cache_dtype, c.rollout.compute_dtype)
+    r = c.rollout
+    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, r.quantize)
 
 
 def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
@@ -139,7 +140,7 @@ def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
 
 def check_weights_fit(s: Scenario) -> None:
     """Raise InputError where the rollout's weights alone exceed a device's memory."""
-    size = parameters(s.model) * BYTES[s.precision.weights] / s.rollout_split.devices
+    size = weight_bytes(s.model, s.precision) / s.rollout_split.devices
     if size > s.hardware.memory_bytes:
         raise InputError(
             f"mesh.tensor, mesh.expert: {size / 1e9:.0f} GB of rollout weights a device do not fit in the "
@@ -150,7 +151,9 @@ def check_weights_fit(s: Scenario) -> None:
 def headline(f: flags.FlagValues, s: Scenario) -> str:
     w = s.workload
     what = f"{w.rollouts} responses of {w.lengths.mean:.0f} tokens on average, {w.lengths.limit:.0f} at most"
-    how = f"{s.precision.weights} rollouts, {f.engine} engine{', free verification' if f.free_verification else ''}"
+    stored = "" if s.precision.quantize == "none" else f" with {s.precision.quantize} matrices"
+    free = ", free verification" if f.free_verification else ""
+    how = f"{s.precision.weights} rollouts{stored}, {f.engine} engine{free}"
     return f"{f.devices} {s.hardware.name}, lag {f.lag}: {what}; {how}"
 
 

@@ -21,11 +21,32 @@ from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_redu
 from specrl_jax.simulator.hardware import Array, Hardware
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
+STORED = {"int8": 1.0, "fp8": 1.0}  # bytes of a weight under rollout.quantize
 # Kernels of a layer in a fused decode step: two norms, q/k/v, q/k norms with rotation, cache write,
 # attention, o, gate and up, their product, down; a mixture adds the router, top-k, sort, gather and scatter of tokens.
 LAYER_KERNELS, MIXTURE_KERNELS = 10, 5
 # Kernels of the lm_head, and of sampling or verifying tokens.
 TAIL_KERNELS = 6
+
+
+# ---- dtypes
+
+
+class Precision(NamedTuple):
+    """Rollout dtypes: weights and matmuls, keys and values, activations."""
+
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+    activations: str = "bfloat16"
+    quantize: str = "none"  # or a key of STORED: the matrices of the policy's layers
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of a weight in the matrices of the policy's layers."""
+        return STORED.get(self.quantize, BYTES[self.weights])
+
+
+BFLOAT16 = Precision()
 
 
 # ---- counts
@@ -45,6 +66,12 @@ def parameters(c: Qwen3Config) -> int:
         + 3 * c.layers * c.embed * c.mlp * max(0, c.experts - c.experts_per_token)
         + (0 if c.tied else c.vocab * c.embed)
     )
+
+
+def weight_bytes(c: Qwen3Config, p: Precision) -> float:
+    """Count the bytes of the policy's weights, norms and scales excepted: tables and routers are not quantised."""
+    whole = (1 if c.tied else 2) * c.vocab * c.embed + c.layers * c.embed * c.experts
+    return whole * BYTES[p.weights] + (parameters(c) - whole) * p.matrix_bytes
 
 
 def forward_flops(c: Qwen3Config, tokens: Array, context: Array) -> Array:
@@ -70,17 +97,6 @@ class Work(NamedTuple):
     weights: Array  # bytes, read once for any number of rows
     data: Array  # bytes of activations, caches, logits
     kernels: Array = 0
-
-
-class Precision(NamedTuple):
-    """Rollout dtypes: weights and matmuls, keys and values, activations."""
-
-    weights: str = "bfloat16"
-    cache: str = "bfloat16"
-    activations: str = "bfloat16"
-
-
-BFLOAT16 = Precision()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +195,12 @@ class DecoderCost:
         """Work of one layer's MLP; the experts process the rows of all devices, `group_rows`."""
         c, s, p = self.model, self.split, self.precision
         if not c.experts:
-            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p)
+            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p, p.matrix_bytes)
         share = 1 / (s.expert * s.tensor)
         expert = 3 * c.embed * c.mlp
         return Work(
             2 * expert * group_rows * c.experts_per_token * share + 2 * rows * c.embed * c.experts,
-            (expert * distinct_experts(c, group_rows) * share + c.embed * c.experts) * BYTES[p.weights],
+            expert * distinct_experts(c, group_rows) * share * p.matrix_bytes + c.embed * c.experts * BYTES[p.weights],
             2 * group_rows * c.experts_per_token * (c.embed + c.mlp) * share * BYTES[p.activations],
             MIXTURE_KERNELS,
         )
@@ -203,7 +219,8 @@ class DecoderCost:
         the whole model fits.
         """
         a, dtype = self.hardware.attained, self.precision.weights
-        resident = (head_parameters(of) if of else parameters(self.model)) * BYTES[dtype] if cached else np.inf
+        size = head_parameters(of) * BYTES[dtype] if of else weight_bytes(self.model, self.precision)
+        resident = size if cached else np.inf
         reads = np.where(np.asarray(rows) > 1, a.packing, 1.0)
         compute = work.flops / self.hardware.flops(dtype)
         memory = (work.weights * reads + work.data) / self.hardware.bandwidth(resident)
@@ -217,16 +234,20 @@ def rank_rows(B: Array, split: Parallelism) -> Array:
     return np.maximum(B / split.expert, np.minimum(B, 1.0))
 
 
-def matmul(inner: Array, outer: Array, rows: Array, p: Precision) -> Work:
-    """Work of multiplying rows by a weight [inner, outer]; activations are read and written once."""
+def matmul(inner: Array, outer: Array, rows: Array, p: Precision, stored: float = 0.0) -> Work:
+    """Work of multiplying rows by a weight [inner, outer]; activations are read and written once.
+
+    `stored`: bytes of a weight; 0: those of its dtype.
+    """
     weights = inner * outer
-    return Work(2 * rows * weights, weights * BYTES[p.weights], rows * (inner + outer) * BYTES[p.activations])
+    read = weights * (stored or BYTES[p.weights])
+    return Work(2 * rows * weights, read, rows * (inner + outer) * BYTES[p.activations])
 
 
 def attention_projections(c: Qwen3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of q, k, v and o of one layer, with the kernel count of the whole layer."""
     outer = (2 * c.heads + 2 * np.maximum(c.kv_heads, split.tensor)) * c.head_dim / split.tensor
-    return matmul(c.embed, outer, rows, p)._replace(kernels=LAYER_KERNELS)
+    return matmul(c.embed, outer, rows, p, p.matrix_bytes)._replace(kernels=LAYER_KERNELS)
 
 
 def attention(

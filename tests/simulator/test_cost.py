@@ -21,6 +21,7 @@ from specrl_jax.simulator.cost import (
     matmul_weights,
     parameters,
     rank_rows,
+    weight_bytes,
 )
 from specrl_jax.simulator.hardware import HARDWARE, Link
 from tests.simulator.cases import MIXTURE, NANO, ideal
@@ -43,6 +44,23 @@ def test_bytes_of_an_iteration_by_hand():
     more = decoder.iteration_bytes(8, 3, 3500.0) - decoder.iteration_bytes(8, 3, 2500.0)
     assert more == pytest.approx(8 * 1000 * (147_456 + 3 * own))
     assert decoder.iteration_bytes(8, 3, 0.0) > 2 * matmul_weights(policy) + 3 * 2 * 32_000 * head.embed
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_quantised_weights_of_an_iteration_by_hand(name):
+    """The layers' matrices take a byte; lm_head and routers keep bfloat16. One sequence that reads no keys."""
+    policy = qwen3.preset(name)
+    plain, stored = (
+        DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(quantize=q)) for q in ("none", "fp8")
+    )
+    whole = policy.vocab * policy.embed + policy.layers * policy.embed * policy.experts
+    saved = matmul_weights(policy) - whole
+    assert plain.iteration_bytes(1, 0, 0.0) - stored.iteration_bytes(1, 0, 0.0) == pytest.approx(saved)
+    assert plain.forward(1, 1, 0.0) > stored.forward(1, 1, 0.0)
+    total = parameters(policy)
+    whole += policy.vocab * policy.embed  # the embedding
+    assert weight_bytes(policy, stored.precision) == total + whole
+    assert weight_bytes(policy, plain.precision) == 2 * total
 
 
 @pytest.mark.parametrize("model", [NANO, qwen3.preset("qwen3_8b"), qwen3.preset("qwen3_235b_a22b"), MIXTURE])
