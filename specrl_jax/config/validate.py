@@ -46,6 +46,12 @@ def _draft(config: Config) -> None:
     d = config.draft
     if d.kind != "auto":
         check_options(draft_options(d))
+        quantized = config.rollout.quantize
+        if KINDS[d.kind].twin and quantized != "none" and d.quantize != "int4":
+            raise InputError(
+                f"draft.quantize={d.quantize}: under rollout.quantize={quantized} the draft would be as large as the "
+                "policy; set draft.quantize=int4"
+            )
     elif d.path or d.preset or d.dialect or d.cascade:
         raise InputError(
             "draft.kind=auto chooses a new draft: name its kind beside draft.path, .preset, .dialect, .cascade"

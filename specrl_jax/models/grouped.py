@@ -187,7 +187,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> 
     if isinstance(w, Quantized):
         group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
         scale = w.scale[jnp.minimum(group, w.shape[0] - 1), 0]
-        return grouped_matmul(x, w.values.astype(narrower(x.dtype, w.dtype)), sizes) * scale
+        return grouped_matmul(x, w.numbers(narrower(x.dtype, w.dtype)), sizes) * scale
     dtype = narrower(x.dtype, w.dtype)
     return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
 

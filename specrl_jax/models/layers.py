@@ -82,8 +82,7 @@ def matmul(equation: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
     A quantised weight has no derivative.
     """
     if isinstance(w, Quantized):
-        operand = w.values.astype(narrower(x.dtype, w.dtype))
-        return matmul(equation, x, operand) * w.scale_of(equation)
+        return matmul(equation, x, w.numbers(narrower(x.dtype, w.dtype))) * w.scale_of(equation)
     dtype = narrower(x.dtype, w.dtype)
     return jnp.einsum(equation, x.astype(dtype), w.astype(dtype), preferred_element_type=_accumulator(dtype))
 

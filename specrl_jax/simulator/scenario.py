@@ -42,7 +42,7 @@ class Scenario:
     """What the configurations of a grid share."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: lookup drafts
+    head: Eagle3Config | None  # None: lookup drafts, or a twin (precision.twin)
     hardware: Hardware
     workload: Workload
     rollout_split: Parallelism = ONE_DEVICE

@@ -178,7 +178,9 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
-        prepare_step=make_prepare(plan.model, plan.draft, inference, partition, plan.learner_partition),
+        prepare_step=make_prepare(
+            plan.model, plan.draft, inference, partition, plan.learner_partition, plan.draft_method.derived
+        ),
         engine=training,
         eval_engine=training if evaluation == inference else engine(evaluation, adaptive=False),
         greedy_engine=engine(greedy, adaptive=False),

@@ -1,10 +1,11 @@
-"""rollout.quantize on an accelerator: an iteration reads 8-bit weights and writes none, compiled without a device."""
+"""Quantised weights on an accelerator: an iteration reads them and writes none, compiled without a device."""
 
 import dataclasses
 import functools
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,6 +14,8 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.dry_run.count import parse
 from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.phases import device_bytes
@@ -24,6 +27,7 @@ from tests.helpers.abstract import inference_weights, policy_weights
 
 WHOLE, BF16, B = qwen3.preset("qwen3_8b"), jnp.dtype("bfloat16"), 32
 SHALLOW = dataclasses.replace(WHOLE, layers=2)
+LIMITS = EngineConfig(B, 512, 1536, 64, prefill_rows=8, page_tokens=64)
 # Numbers of a layer's q/k/v, o, and gate, up or down.
 HEADS = (WHOLE.heads + 2 * WHOLE.kv_heads, WHOLE.heads)
 MATRICES = {*(WHOLE.embed * WHOLE.head_dim * n for n in HEADS), WHOLE.embed * WHOLE.mlp}
@@ -45,8 +49,7 @@ def read_bytes(model, quantize):
 @functools.cache
 def decode(quantize):
     """Return (text of the decode program of two layers, pages of its pool)."""
-    limits = EngineConfig(B, 512, 1536, 64, prefill_rows=8, page_tokens=64)
-    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16, quantize)
+    config = InferenceConfig(Sampling(), LIMITS, 0, BF16, BF16, BF16, quantize)
     made = make_rollout_engine(SHALLOW, None, NO_DRAFTER, config, CharTokenizer(), partition())
     weights = inference_weights(SHALLOW, None, BF16, partition(), quantize)
     lowered = made.compiled.lower(Program("decode", B, 0), weights)
@@ -76,3 +79,28 @@ def wide_matrices(text):
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
 def test_no_converted_weight_is_ever_written(quantize):
     assert wide_matrices(decode("none")[0]) and not wide_matrices(decode(quantize)[0])
+
+
+@functools.cache
+def twin_chunk(quantize, k=3):
+    """Return (text of the program in which a twin of two layers drafts, pages of its pool, bytes of its weights)."""
+    method = make_method(DraftOptions("self", quantize=quantize), SHALLOW)
+    params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), qwen3.param_specs(SHALLOW))
+    shapes = jax.eval_shape(lambda params: method.derived.make(params, BF16), params)
+    shardings = partition().shardings(method.derived.specs)
+    twin = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    config = InferenceConfig(Sampling(), LIMITS, 0, BF16, BF16, BF16)
+    drafter = method.make_drafter(DrafterConfig(k, config.sampling, BF16, partition()))
+    made = make_rollout_engine(SHALLOW, None, drafter, config, CharTokenizer(), partition(), (0, k))
+    weights = inference_weights(SHALLOW, None, BF16, partition())._replace(draft=twin)
+    compiled = made.compiled.lower(Program("decode", B, k), weights).compile()
+    return compiled.as_text(), made.config.shard_pages, device_bytes(twin)
+
+
+@pytest.mark.slow
+def test_each_draft_of_a_twin_reads_its_weights_in_four_bits():
+    """Beside int8, three drafts save what three passes over the weights do."""
+    (*eight, larger), (*four, smaller) = (twin_chunk(quantize) for quantize in ("int8", "int4"))
+    saved = iteration_bytes(*eight).fixed - iteration_bytes(*four).fixed
+    assert saved == pytest.approx(3 * (larger - smaller), rel=0.01)
+    assert 2 * smaller == pytest.approx(larger, rel=0.01)

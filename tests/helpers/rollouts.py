@@ -24,6 +24,7 @@ KINDS = {
     "eagle3": ("eagle3", 0),
     "mtp": ("mtp", 0),
     "model": ("model", 0),
+    "self": ("self", 0),
     "ngram": ("ngram", 0),
     "suffix": ("suffix", 0),
     "cascade": ("eagle3", 3),
@@ -61,7 +62,8 @@ def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    return engine, make_prepare(model, draft, config, partition(), partition())(policy(preset), params, vocab_map)
+    prepare = make_prepare(model, draft, config, partition(), partition(), method.derived)
+    return engine, prepare(policy(preset), params, vocab_map)
 
 
 def assert_positions_add_up(rollouts):

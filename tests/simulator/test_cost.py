@@ -21,6 +21,7 @@ from specrl_jax.simulator.cost import (
     matmul_weights,
     parameters,
     rank_rows,
+    twin_bytes,
     weight_bytes,
 )
 from specrl_jax.simulator.hardware import HARDWARE, Link
@@ -61,6 +62,17 @@ def test_quantised_weights_of_an_iteration_by_hand(name):
     whole += policy.vocab * policy.embed  # the embedding
     assert weight_bytes(policy, stored.precision) == total + whole
     assert weight_bytes(policy, plain.precision) == 2 * total
+
+
+def test_a_twin_reads_its_own_weights_and_the_policys_keys_for_each_draft():
+    policy, k, B, context = qwen3.preset("qwen3_8b"), 3, 8, 2500.0
+    decoder = DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(twin="int4"))
+    matrices = matmul_weights(policy)  # of layers and lm_head; a dense policy has no routers
+    copied = DecoderCost(policy, None, HARDWARE["h200"])
+    drafting = decoder.iteration_bytes(B, k, context) - copied.iteration_bytes(B, k, context)
+    assert drafting == pytest.approx(k * (matrices / 2 + B * context * 147_456), rel=0.01)
+    assert twin_bytes(policy, decoder.precision) == matrices / 2 and twin_bytes(policy, Precision()) == 0
+    assert decoder.plain(B, context) < decoder.speculative(B, k, context) < (k + 1) * decoder.plain(B, context)
 
 
 @pytest.mark.parametrize("model", [NANO, qwen3.preset("qwen3_8b"), qwen3.preset("qwen3_235b_a22b"), MIXTURE])

@@ -6,16 +6,20 @@ inference  one dict per layer, q/k/v fused, in the rollout dtype: a decode step 
 `inference_params` maps the first to the second.
 """
 
-from typing import cast
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Params, branch, nested, stand_in
+from specrl_jax.core import Params, branch, branches, nested, stand_in
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.models.lora import merged
 from specrl_jax.models.quantized import Quantized, quantize
 from specrl_jax.models.qwen3.config import Qwen3Config
+
+Leaf = TypeVar("Leaf")  # an array or its spec
 
 # Quantised matrices of the inference layout, and the axes that their matmuls sum over. The tables, the norms' scales
 # and the router are not: an error of the lm_head or the router reaches the logits or the choice of experts directly.
@@ -104,15 +108,18 @@ def inference_specs(config: Qwen3Config, kind: str = "none") -> Specs:
         "to_logits": spec((c.embed, c.vocab), "embed", "vocab"),
     }
     if kind != "none":
-        layer = {name: _quantized_spec(w, SUMMED[name]) if name in SUMMED else w for name, w in layer.items()}
+        layer = {name: _quantized_spec(w, SUMMED[name], kind) if name in SUMMED else w for name, w in layer.items()}
     return nested(tables, layers=[dict(layer) for _ in range(c.layers)])
 
 
-def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...]) -> ParamSpec:
+def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> ParamSpec:
     gone = {axis % len(spec.shape) for axis in summed}
     shape = tuple(1 if i in gone else size for i, size in enumerate(spec.shape))
     axes = tuple(None if i in gone else axis for i, axis in enumerate(spec.axes))
-    return cast(ParamSpec, Quantized(stand_in(spec), stand_in(ParamSpec(shape, axes, 0, "", ""))))
+    values = spec
+    if kind == "int4":  # two in a byte
+        values = dataclasses.replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] // 2))
+    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes, 0, "", ""))))
 
 
 def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, kind: str = "none") -> Params:
@@ -134,6 +141,25 @@ def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, kind
     tables["to_logits"] = params["embed" if config.tied else "unembed"].T
     layers = [{name: kept(name, w) for name, w in layer.items()} for layer in unstacked(branch(params, "layers"))]
     return nested({name: w.astype(dtype) for name, w in tables.items()}, layers=layers)
+
+
+def twin_specs(config: Qwen3Config, kind: str) -> Specs:
+    """Return the specs of `twin_params`."""
+    return _of_a_twin(inference_specs(config, kind), lambda spec: _quantized_spec(spec, (0,), kind))
+
+
+def twin_params(params: Params, dtype: jnp.dtype, config: Qwen3Config, kind: str) -> Params:
+    """Map the training layout to what a twin of the policy has of its own, quantised: matrices of layers, the lm_head.
+
+    A draft's error costs acceptance alone, so the lm_head is quantised too.
+    """
+    whole = inference_params(params, config, dtype, kind)
+    return _of_a_twin(whole, lambda w: stand_in(quantize(w, (0,), kind, dtype)))
+
+
+def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> dict[str, Leaf]:
+    layers = [{name: layer[name] for name in SUMMED} for layer in branches(whole, "layers")]
+    return nested({"to_logits": quantized(whole["to_logits"])}, layers=layers)
 
 
 def unstacked(layers: Params) -> list[Params]:
