@@ -61,6 +61,11 @@ class RolloutConfig:
     )
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
+    quantize: str = key(
+        "none",
+        "8-bit weights of the policy that generates, one scale an output channel; training needs grpo.correction",
+        choices=("none", "int8", "fp8"),
+    )
     seed: int = key(0, "seed of all noise in decoding", low=0, high=UINT32)
 
 

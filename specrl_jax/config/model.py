@@ -48,7 +48,8 @@ class DraftConfig:
 
     kind: str = key(
         "none",
-        "what drafts: a head (eagle3, mtp), a smaller policy (model), copies of earlier text (ngram, suffix); "
+        "what drafts: a head (eagle3, mtp), a smaller policy (model), the policy itself in fewer bits (self), copies "
+        "of earlier text (ngram, suffix); "
         "none = plain decoding, whatever else is set here; auto = a new eagle3 head where it can learn, else suffix",
         choices=(*KINDS, "auto"),
     )
@@ -59,6 +60,7 @@ class DraftConfig:
         "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; '' = the first",
         choices=("", *(name for kind in KINDS.values() for name in kind.formats)),
     )
+    quantize: str = key("int8", "self: format of the draft's weights", choices=("int8", "fp8", "int4"))
     length: int = key(
         3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0, high=MAX_LENGTH
     )

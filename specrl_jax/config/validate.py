@@ -46,6 +46,12 @@ def _draft(config: Config) -> None:
     d = config.draft
     if d.kind != "auto":
         check_options(draft_options(d))
+        quantized = config.rollout.quantize
+        if KINDS[d.kind].twin and quantized != "none" and d.quantize != "int4":
+            raise InputError(
+                f"draft.quantize={d.quantize}: under rollout.quantize={quantized} the draft would be as large as the "
+                "policy; set draft.quantize=int4"
+            )
     elif d.path or d.preset or d.dialect or d.cascade:
         raise InputError(
             "draft.kind=auto chooses a new draft: name its kind beside draft.path, .preset, .dialect, .cascade"
@@ -113,6 +119,11 @@ def _objective(config: Config) -> None:
         raise InputError(
             f"grpo.correction={g.correction} compares the rollouts' log-probs with the learner's: "
             "grpo.old_logprobs must be learner or current"
+        )
+    if config.rollout.quantize != "none" and g.correction == "none" and config.task in ("train", "dry_run"):
+        raise InputError(
+            f"rollout.quantize={config.rollout.quantize}: another policy than the learner's draws the rollouts; set "
+            "grpo.correction, for example token_truncate"
         )
     if 0 < g.clip_dual <= 1:
         raise InputError(f"grpo.clip_dual={g.clip_dual}: above 1 is needed, or 0 for no bound")

@@ -39,6 +39,7 @@ class DraftOptions:
     match_min: int = 2  # tokens, shortest match that a lookup drafter copies after
     match_max: int = 8  # tokens, longest match that is looked for
     cascade: int = 0  # tokens, match from which a lookup overrides a draft with weights; 0 = never
+    quantize: str = "int8"  # format of a twin's weights, a key of models.quantized.FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +145,18 @@ class DraftModel(Protocol[Cache]):
 
 
 @dataclasses.dataclass(frozen=True)
+class DerivedWeights:
+    """Weights of a draft that `prepare` computes from the policy's: nothing of them is trained, loaded or saved."""
+
+    specs: Specs  # of the inference layout
+    make: Callable[[Params, jnp.dtype], Params]  # (the policy in the training layout, dtype) -> inference layout
+
+
+@dataclasses.dataclass(frozen=True)
 class DraftMethod:
     """A configured draft, as every kind's `make` returns it."""
 
     make_drafter: Callable[[DrafterConfig], Drafter]
-    model: DraftModel | None = None  # None = no weights: nothing to train, load or save
+    model: DraftModel | None = None  # None = no weights of its own: nothing to train, load or save
     uses_lookup_cache: bool = False  # drafts copy from other rollouts of the same prompt
+    derived: DerivedWeights | None = None

@@ -26,6 +26,7 @@ class Kind:
     make: str  # module:function of (DraftOptions, Qwen3Config) -> DraftMethod, which may read headers of draft.path
     has_weights: bool = False  # False: draft.path must be ''
     formats: tuple[str, ...] = ()  # values of draft.dialect, the default first
+    twin: bool = False  # drafts with the policy's own weights in fewer bits, draft.quantize
     own_sizes: bool = False  # sizes do not follow from the target: draft.path or draft.preset gives them
 
 
@@ -34,6 +35,7 @@ KINDS = {
     "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")),
     "mtp": Kind("specrl_jax.drafts.mtp.draft:make", has_weights=True, formats=("deepseek", "mimo")),
     "model": Kind("specrl_jax.drafts.small_model.draft:make", has_weights=True, own_sizes=True),
+    "self": Kind("specrl_jax.drafts.twin.draft:make", twin=True),
     "ngram": Kind("specrl_jax.drafts.lookup.draft:make_ngram"),
     "suffix": Kind("specrl_jax.drafts.lookup.draft:make_suffix"),
 }

@@ -15,7 +15,7 @@ class Weights(NamedTuple):
     """Target and draft in the inference layout, made by one `prepare`."""
 
     policy: Params
-    draft: Params  # empty for a draft without weights
+    draft: Params  # empty for a draft without weights; of a twin those that the policy has in more bits
     vocab_map: jax.Array | None  # [Vd] int32, target id of each draft id; None = the same ids
     checksum: jax.Array  # [] uint32, of every bit of the above
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.layers import einsum, matmul, narrower
+from specrl_jax.models.quantized import Quantized
 
 Carry = TypeVar("Carry")
 # (x, share, chosen, w, total) -> [n, D] float32, as above.
@@ -47,7 +48,7 @@ def by_tiles(
     The backward pass recomputes each tile. Largest buffers: [n, D] float32 and those of `at_once` copies. A token's
     copies are added in the order of their experts, whatever the other tokens choose.
     """
-    tiles, w = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
+    tiles, w = lay_out(chosen, w["gate"].shape[0], total, at_once), _narrowed(w, x)
 
     def body(copies: jax.Array, owners: jax.Array, out: jax.Array) -> jax.Array:
         mine = jax.tree.map(lambda m: m[owners], w)
@@ -67,7 +68,7 @@ def _by_tiles_backward(
     total: int, at_once: int, saved: Inputs, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, Params]:
     x, share, chosen, w = saved
-    tiles, narrow = lay_out(chosen, len(w["gate"]), total, at_once), _narrowed(w, x)
+    tiles, narrow = lay_out(chosen, w["gate"].shape[0], total, at_once), _narrowed(w, x)
 
     def body(
         copies: jax.Array, owners: jax.Array, sums: tuple[jax.Array, jax.Array, Params]
@@ -150,8 +151,11 @@ def _taken(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _narrowed(w: Params, x: jax.Array) -> Params:
-    """Cast the weights to the dtype of their matmuls with x (`layers.matmul`), before tiles copy them."""
-    return jax.tree.map(lambda m: m.astype(narrower(x.dtype, m.dtype)), w)
+    """Cast the weights to the dtype of their matmuls with x (`layers.matmul`), before tiles copy them.
+
+    Quantised ones are narrower already.
+    """
+    return {name: m if isinstance(m, Quantized) else m.astype(narrower(x.dtype, m.dtype)) for name, m in w.items()}
 
 
 # ---- ragged_dot
@@ -162,7 +166,7 @@ def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, 
 
     Largest buffers: n k rows of D and of F.
     """
-    E, k = len(w["gate"]), chosen.shape[1]
+    E, k = w["gate"].shape[0], chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     sizes = jnp.zeros(E, jnp.int32).at[chosen.reshape(-1)].add(1, mode="drop")
     # A kernel leaves rows of no group uninitialised: they must reach neither a sum nor a gradient.
@@ -175,11 +179,15 @@ def by_ragged_dot(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, 
 
 
 @jax.custom_vjp
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
     """Multiply rows x [C, D], sorted by group, by their group's w [E, D, F], as `layers.matmul`: [C, F] float32.
 
     sizes [E] int32: rows of each group. Rows of no group, at the end, are undefined.
     """
+    if isinstance(w, Quantized):
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right")
+        scale = w.scale[jnp.minimum(group, w.shape[0] - 1), 0]
+        return grouped_matmul(x, w.numbers(narrower(x.dtype, w.dtype)), sizes) * scale
     dtype = narrower(x.dtype, w.dtype)
     return jax.lax.ragged_dot(x.astype(dtype), w.astype(dtype), sizes, preferred_element_type=jnp.float32)
 

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specrl_jax.core import Mean, Params, at_least_float32
+from specrl_jax.core import Mean, Params, at_least_float32, stand_in
 from specrl_jax.models.grouped import SUMS, by_tiles
 from specrl_jax.models.layers import matmul, narrower
+from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import Partitioner
 
 # The experts' matrices and their logical axes; `router` is the fourth of a layer.
@@ -130,7 +131,7 @@ def experts(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, partit
       w: `gate` and `up` [E, D, F], `down` [E, F, D].
     """
     over = Exchange(partition)
-    row, matrices = over.row, over.matrices
+    row, matrices = over.row, over.specs_of(w)
 
     def here(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
         dtype, (x, share, chosen) = x.dtype, over.gather_rows(x, share, chosen)
@@ -186,6 +187,18 @@ class Exchange:
     def matrices(self) -> dict[str, PartitionSpec]:
         return {name: self.partition.spec(axes) for name, axes in MATRICES.items()}
 
+    def specs_of(self, w: Params) -> dict[str, PartitionSpec | Quantized]:
+        """Return the shardings of experts' matrices, quantised ones too: a scale is whole along the summed axis 1."""
+
+        def spec(name: str, axes: tuple[str, str, str]) -> PartitionSpec | Quantized:
+            if not isinstance(w[name], Quantized):
+                return self.partition.spec(axes)
+            return Quantized(
+                stand_in(self.partition.spec(axes)), stand_in(self.partition.spec((axes[0], None, axes[2])))
+            )
+
+        return {name: spec(name, axes) for name, axes in MATRICES.items()}
+
     def mapped(self, fn: Callable[..., Result], ins: object, outs: object) -> Callable[..., Result]:
         """Map fn over the devices, each with its own shards."""
         return jax.shard_map(fn, mesh=self.partition.mesh, in_specs=ins, out_specs=outs, check_vma=False)
@@ -209,6 +222,8 @@ class Exchange:
         """
 
         def gather(name: str, m: jax.Array) -> jax.Array:
+            if isinstance(m, Quantized):
+                return m  # of rollouts, which have them whole along `embed`
             narrow = m.astype(narrower(dtype, m.dtype))
             return at_least_float32(self._gather(narrow, "embed", MATRICES[name].index("embed")))
 
@@ -237,7 +252,7 @@ class Exchange:
 
     def sum_experts(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
         """Sum the outputs of this device's experts, [b, T, D] float32, as `grouped` does on its platform."""
-        here = len(w["gate"])
+        here = w["gate"].shape[0]
         total = here * self.partition.num_shards("experts")
         names = self.axes("experts")
         mine = chosen - (here * jax.lax.axis_index(names) if names else 0)

@@ -12,7 +12,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BYTES, Precision, head_config, parameters
+from specrl_jax.simulator.cost import BYTES, Precision, head_config, twin_bytes, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_rows, scale_rows, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
@@ -27,8 +27,9 @@ from specrl_jax.simulator.scenario import Points, Scenario, points
 MEAN_SHARE = 0.47
 # Acceptance length of an EAGLE-3 head at a k: the paper's RL-Zero (arXiv 2604.26779, Table 2).
 ACCEPTANCE, ACCEPTED_AT = 3.32, 3
-# Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device.
-HEADS, LOOKUPS = ("eagle3", "mtp"), ("ngram", "suffix")
+# Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device; a twin is the policy
+# with fewer bytes.
+HEADS, LOOKUPS, TWIN = ("eagle3", "mtp"), ("ngram", "suffix"), "self"
 T = TypeVar("T")
 
 
@@ -49,8 +50,8 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     if not limit or not c.rollout.max_prompt_tokens:
         raise InputError("rollout.max_prompt_tokens, rollout.max_response_tokens: the simulator needs numbers, not 0")
     split = make_parallelism(c, model)
-    if c.draft.kind not in HEADS + LOOKUPS:
-        raise InputError(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(HEADS + LOOKUPS)}")
+    if c.draft.kind not in (known := (*HEADS, *LOOKUPS, TWIN)):
+        raise InputError(f"draft.kind={c.draft.kind}: the simulator knows {', '.join(known)}")
     trained_head = c.draft.kind in HEADS and c.draft.online
     return Scenario(
         model=model,
@@ -102,7 +103,8 @@ def make_precision(f: flags.FlagValues, c: ConfigDict) -> Precision:
     dtype = f.rollout_dtype
     if dtype:
         find("rollout_dtype", "dtype", BYTES, dtype)
-    return Precision(dtype or c.policy.dtype, dtype or c.rollout.cache_dtype, c.rollout.compute_dtype)
+    r, twin = c.rollout, c.draft.quantize if c.draft.kind == TWIN else "none"
+    return Precision(dtype or c.policy.dtype, dtype or r.cache_dtype, r.compute_dtype, r.quantize, twin=twin)
 
 
 def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
@@ -139,7 +141,7 @@ def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
 
 def check_weights_fit(s: Scenario) -> None:
     """Raise InputError where the rollout's weights alone exceed a device's memory."""
-    size = parameters(s.model) * BYTES[s.precision.weights] / s.rollout_split.devices
+    size = (weight_bytes(s.model, s.precision) + twin_bytes(s.model, s.precision)) / s.rollout_split.devices
     if size > s.hardware.memory_bytes:
         raise InputError(
             f"mesh.tensor, mesh.expert: {size / 1e9:.0f} GB of rollout weights a device do not fit in the "
@@ -150,7 +152,9 @@ def check_weights_fit(s: Scenario) -> None:
 def headline(f: flags.FlagValues, s: Scenario) -> str:
     w = s.workload
     what = f"{w.rollouts} responses of {w.lengths.mean:.0f} tokens on average, {w.lengths.limit:.0f} at most"
-    how = f"{s.precision.weights} rollouts, {f.engine} engine{', free verification' if f.free_verification else ''}"
+    stored = "" if s.precision.quantize == "none" else f" with {s.precision.quantize} matrices"
+    free = ", free verification" if f.free_verification else ""
+    how = f"{s.precision.weights} rollouts{stored}, {f.engine} engine{free}"
     return f"{f.devices} {s.hardware.name}, lag {f.lag}: {what}; {how}"
 
 

@@ -21,11 +21,37 @@ from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_redu
 from specrl_jax.simulator.hardware import Array, Hardware
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
+STORED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes of a weight under rollout.quantize and draft.quantize
 # Kernels of a layer in a fused decode step: two norms, q/k/v, q/k norms with rotation, cache write,
 # attention, o, gate and up, their product, down; a mixture adds the router, top-k, sort, gather and scatter of tokens.
 LAYER_KERNELS, MIXTURE_KERNELS = 10, 5
 # Kernels of the lm_head, and of sampling or verifying tokens.
 TAIL_KERNELS = 6
+
+
+# ---- dtypes
+
+
+class Precision(NamedTuple):
+    """Rollout dtypes: weights and matmuls, keys and values, activations."""
+
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+    activations: str = "bfloat16"
+    quantize: str = "none"  # or a key of STORED: the matrices of the policy's layers
+    lm_head: str = "none"  # or a key of STORED
+    twin: str = "none"  # or a key of STORED: the policy drafts with matrices and lm_head of its own in this format
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of a weight in the matrices of the policy's layers."""
+        return STORED.get(self.quantize, BYTES[self.weights])
+
+    def of_twin(self) -> "Precision":
+        return self._replace(quantize=self.twin, lm_head=self.twin, twin="none")
+
+
+BFLOAT16 = Precision()
 
 
 # ---- counts
@@ -45,6 +71,22 @@ def parameters(c: Qwen3Config) -> int:
         + 3 * c.layers * c.embed * c.mlp * max(0, c.experts - c.experts_per_token)
         + (0 if c.tied else c.vocab * c.embed)
     )
+
+
+def weight_bytes(c: Qwen3Config, p: Precision) -> float:
+    """Count the bytes of the policy's weights, norms and scales excepted: tables and routers are not quantised."""
+    matrices = layer_matrices(c)
+    return (parameters(c) - matrices) * BYTES[p.weights] + matrices * p.matrix_bytes
+
+
+def twin_bytes(c: Qwen3Config, p: Precision) -> float:
+    """Count the bytes of the weights that a twin does not share with the policy; 0 without one."""
+    return (layer_matrices(c) + c.vocab * c.embed) * STORED.get(p.twin, 0.0)
+
+
+def layer_matrices(c: Qwen3Config) -> int:
+    """Count the weights of all layers' matrices, all experts' too, without the routers."""
+    return parameters(c) - (1 if c.tied else 2) * c.vocab * c.embed - c.layers * c.embed * c.experts
 
 
 def forward_flops(c: Qwen3Config, tokens: Array, context: Array) -> Array:
@@ -72,23 +114,12 @@ class Work(NamedTuple):
     kernels: Array = 0
 
 
-class Precision(NamedTuple):
-    """Rollout dtypes: weights and matmuls, keys and values, activations."""
-
-    weights: str = "bfloat16"
-    cache: str = "bfloat16"
-    activations: str = "bfloat16"
-
-
-BFLOAT16 = Precision()
-
-
 @dataclasses.dataclass(frozen=True)
 class DecoderCost:
     """Cost of the policy and its draft head in the rollout: one replica of `split` devices."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: lookup drafts, which cost nothing on the device
+    head: Eagle3Config | None  # None: a twin (precision.twin), or lookup drafts, which cost nothing on the device
     hardware: Hardware
     split: Parallelism = ONE_DEVICE
     precision: Precision = BFLOAT16
@@ -104,11 +135,24 @@ class DecoderCost:
         """Seconds to draft k tokens a sequence and verify k + 1 positions; k = 0 is `plain`."""
         a, B, k = self.hardware.attained, np.asarray(B), np.asarray(k)
         positions = np.ones_like(k) if self.free_verification else k + 1
-        drafting = self.draft(B, k, context) if self.head else (k > 0) * B * context * a.lookup_seconds
         uncaptured = rank_rows(B, self.split) * (k + 1) > self.captured_rows
         host = a.host_seconds + a.uncaptured_seconds * self.model.layers * uncaptured
         per_row = B * (a.sequence_seconds + positions * a.row_seconds)
-        return self.forward(B, positions, context) + host + per_row + drafting
+        return self.forward(B, positions, context) + host + per_row + self._drafting(B, k, context)
+
+    @property
+    def twin(self) -> "DecoderCost | None":
+        """The policy that drafts with fewer bits, by itself."""
+        p = self.precision
+        return None if p.twin == "none" else dataclasses.replace(self, precision=p.of_twin())
+
+    def _drafting(self, B: Array, k: Array, context: Array) -> Array:
+        a = self.hardware.attained
+        if self.head:
+            return self.draft(B, k, context)
+        if self.twin:
+            return k * (self.twin.forward(B, 1, context) + a.draft_seconds)
+        return (k > 0) * B * context * a.lookup_seconds
 
     def forward(self, B: Array, Q: Array, context: Array) -> Array:
         """Device seconds of the policy over Q positions of B sequences with their caches."""
@@ -129,6 +173,8 @@ class DecoderCost:
             once, *applied = self._draft_work(rank_rows(B, self.split), k, context)
             total = total + np.where(k > 0, once.weights + once.data, 0.0)
             total = total + k * sum(work.weights + work.data for work in applied)
+        if self.twin:
+            total = total + k * self.twin.iteration_bytes(B, 0, context)
         return np.asarray(total)
 
     def _forward_work(self, B: Array, Q: Array, context: Array) -> tuple[Work, Work, Work, Work]:
@@ -179,12 +225,12 @@ class DecoderCost:
         """Work of one layer's MLP; the experts process the rows of all devices, `group_rows`."""
         c, s, p = self.model, self.split, self.precision
         if not c.experts:
-            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p)
+            return matmul(3 * c.embed, c.mlp / s.tensor, rows, p, p.matrix_bytes)
         share = 1 / (s.expert * s.tensor)
         expert = 3 * c.embed * c.mlp
         return Work(
             2 * expert * group_rows * c.experts_per_token * share + 2 * rows * c.embed * c.experts,
-            (expert * distinct_experts(c, group_rows) * share + c.embed * c.experts) * BYTES[p.weights],
+            expert * distinct_experts(c, group_rows) * share * p.matrix_bytes + c.embed * c.experts * BYTES[p.weights],
             2 * group_rows * c.experts_per_token * (c.embed + c.mlp) * share * BYTES[p.activations],
             MIXTURE_KERNELS,
         )
@@ -203,7 +249,8 @@ class DecoderCost:
         the whole model fits.
         """
         a, dtype = self.hardware.attained, self.precision.weights
-        resident = (head_parameters(of) if of else parameters(self.model)) * BYTES[dtype] if cached else np.inf
+        size = head_parameters(of) * BYTES[dtype] if of else weight_bytes(self.model, self.precision)
+        resident = size if cached else np.inf
         reads = np.where(np.asarray(rows) > 1, a.packing, 1.0)
         compute = work.flops / self.hardware.flops(dtype)
         memory = (work.weights * reads + work.data) / self.hardware.bandwidth(resident)
@@ -217,16 +264,20 @@ def rank_rows(B: Array, split: Parallelism) -> Array:
     return np.maximum(B / split.expert, np.minimum(B, 1.0))
 
 
-def matmul(inner: Array, outer: Array, rows: Array, p: Precision) -> Work:
-    """Work of multiplying rows by a weight [inner, outer]; activations are read and written once."""
+def matmul(inner: Array, outer: Array, rows: Array, p: Precision, stored: float = 0.0) -> Work:
+    """Work of multiplying rows by a weight [inner, outer]; activations are read and written once.
+
+    `stored`: bytes of a weight; 0: those of its dtype.
+    """
     weights = inner * outer
-    return Work(2 * rows * weights, weights * BYTES[p.weights], rows * (inner + outer) * BYTES[p.activations])
+    read = weights * (stored or BYTES[p.weights])
+    return Work(2 * rows * weights, read, rows * (inner + outer) * BYTES[p.activations])
 
 
 def attention_projections(c: Qwen3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of q, k, v and o of one layer, with the kernel count of the whole layer."""
     outer = (2 * c.heads + 2 * np.maximum(c.kv_heads, split.tensor)) * c.head_dim / split.tensor
-    return matmul(c.embed, outer, rows, p)._replace(kernels=LAYER_KERNELS)
+    return matmul(c.embed, outer, rows, p, p.matrix_bytes)._replace(kernels=LAYER_KERNELS)
 
 
 def attention(
@@ -240,7 +291,7 @@ def attention(
 
 def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of the logits of all rows, written and read again in float32 to sample or verify tokens."""
-    work = matmul(embed, vocab / split.tensor, rows, p)
+    work = matmul(embed, vocab / split.tensor, rows, p, STORED.get(p.lm_head, 0.0))
     return work._replace(data=work.data + 2 * rows * vocab / split.tensor * BYTES["float32"], kernels=TAIL_KERNELS)
 
 

@@ -8,7 +8,15 @@ import numpy as np
 from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_gather
-from specrl_jax.simulator.cost import BYTES, forward_flops, head_parameters, parameters
+from specrl_jax.simulator.cost import (
+    BYTES,
+    Precision,
+    forward_flops,
+    head_parameters,
+    parameters,
+    twin_bytes,
+    weight_bytes,
+)
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.lengths import ResponseLengths
 
@@ -55,9 +63,9 @@ class LearnerCost:
     split: Parallelism = ONE_DEVICE
     dtype: str = "bfloat16"  # of activations and matmuls; parameters are float32
 
-    def prepare(self, devices: Array, rollout: Parallelism, dtype: str) -> Array:
+    def prepare(self, devices: Array, rollout: Parallelism, precision: Precision) -> Array:
         """Seconds to move weights to the rollout's layout: each rollout device gathers its part of a replica."""
-        size = parameters(self.model) * BYTES[dtype] / rollout.devices
+        size = (weight_bytes(self.model, precision) + twin_bytes(self.model, precision)) / rollout.devices
         return all_gather(size, devices, self.hardware) + self.hardware.attained.prepare_seconds
 
     def logprob(self, w: Workload, devices: Array) -> Array:

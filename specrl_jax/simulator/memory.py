@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters
+from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters, twin_bytes, weight_bytes
 from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.learner import LearnerCost, Workload
 
@@ -19,7 +19,7 @@ class DeviceBytes(NamedTuple):
 
     state: Array  # the learner's float32 parameters, gradient and two moments, and its unsharded copies
     activations: Array  # of one microbatch: the input of each layer, and float32 logits of one row
-    weights: Array  # the rollout's, with the head's
+    weights: Array  # the rollout's, with the head's or the twin's
     cache: Array  # the pages of keys and values
 
     def fits(self, memory_bytes: float, disaggregated: Array) -> np.ndarray:
@@ -39,7 +39,8 @@ def estimate_bytes(
     0 (as many as fit) those of a single sequence are counted.
     """
     c, p, split = decoder.model, decoder.precision, decoder.split
-    total = parameters(c) + (head_parameters(decoder.head) if decoder.head else 0)
+    head = head_parameters(decoder.head) if decoder.head else 0
+    total = parameters(c) + head
     microbatch = w.microbatch_tokens or w.learner_tokens()[0] / w.minibatches
     tokens = np.maximum(microbatch * learner.split.tensor / learner_devices, w.longest)
     kept = c.layers * c.embed if w.remat else 12 * c.layers * c.embed  # without remat, the inputs of every matmul
@@ -48,7 +49,7 @@ def estimate_bytes(
     # Without fsdp a compute copy of the parameters and its gradient are resident all the time.
     copies = 0.0 if w.gathered else (BYTES[learner.dtype] + BYTES["float32"]) * total / learner.split.devices
     slots = np.maximum(np.minimum(w.slots, w.rollouts) / (rollout_devices / split.tensor), 1)
-    weights = total * BYTES[p.weights] / split.devices
+    weights = (weight_bytes(c, p) + twin_bytes(c, p) + head * BYTES[p.weights]) / split.devices
     longest = w.longest * token_bytes(decoder)
     cache = np.maximum(np.minimum(slots * longest, w.cache_bytes), longest)
     sizes = (16 * total / learner_devices + copies, activations + logits, weights, cache)

@@ -42,7 +42,7 @@ class Scenario:
     """What the configurations of a grid share."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: lookup drafts
+    head: Eagle3Config | None  # None: lookup drafts, or a twin (precision.twin)
     hardware: Hardware
     workload: Workload
     rollout_split: Parallelism = ONE_DEVICE
@@ -216,7 +216,7 @@ def _predict(s: Scenario, p: Points) -> Prediction:
     sizes, memory = device_bytes(s, p), (s.hardware.memory_bytes, p.disaggregated[:, None])
     rollout, steady = generation(s, _replicas(s, p), at_once(s, p), column.lag, drafting)
     a, learner, w, learners = s.hardware.attained, s.learner, s.workload, column.learner_devices
-    prepare = learner.prepare(learners, s.rollout_split, s.precision.weights)
+    prepare = learner.prepare(learners, s.rollout_split, s.precision)
     values = (a.data_seconds, prepare, rollout.seconds, learner.logprob(w, learners), learner.train(w, learners))
     phases = PhaseSeconds(*np.broadcast_arrays(*values))
     step = asynchronous(phases, steady, column.lag, s.in_flight, a.contention)

@@ -156,6 +156,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         dtype=jnp.dtype(config.policy.dtype),
         cache_dtype=jnp.dtype(config.rollout.cache_dtype),
         compute_dtype=jnp.dtype(config.rollout.compute_dtype),
+        quantize=config.rollout.quantize,
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:
@@ -177,7 +178,9 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
-        prepare_step=make_prepare(plan.model, plan.draft, inference, partition, plan.learner_partition),
+        prepare_step=make_prepare(
+            plan.model, plan.draft, inference, partition, plan.learner_partition, plan.draft_method.derived
+        ),
         engine=training,
         eval_engine=training if evaluation == inference else engine(evaluation, adaptive=False),
         greedy_engine=engine(greedy, adaptive=False),

@@ -318,7 +318,9 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         microbatch_tokens=g.microbatch_tokens,
         remat=config.policy.remat,
     )
-    decoder = DecoderCost(model, head, hardware, apart, Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype))
+    twin = config.draft.quantize if KINDS[config.draft.kind].twin else "none"
+    precision = Precision(config.policy.dtype, r.cache_dtype, r.compute_dtype, r.quantize, twin=twin)
+    decoder = DecoderCost(model, head, hardware, apart, precision)
     learner = LearnerCost(model, head, hardware, split, config.policy.compute_dtype)
     sizes = estimate_bytes(w, decoder, learner, machine.mesh.size, _rollout_devices(config, machine))
     return sizes, w, decoder

@@ -19,7 +19,7 @@ from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
-from specrl_jax.drafts.base import DraftModel
+from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
@@ -40,6 +40,7 @@ class InferenceConfig:
     dtype: jnp.dtype  # of the weights
     cache_dtype: jnp.dtype
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
+    quantize: str = "none"  # or a key of models.quantized.FORMATS: the policy's matrices
 
 
 # (policy params, draft params, vocab_map) -> weights in the inference layout; without a draft the last two are None
@@ -52,18 +53,22 @@ def make_prepare(
     config: InferenceConfig,
     partition: Partitioner,
     learner: Partitioner,
+    derived: DerivedWeights | None = None,
 ) -> PrepareStep:
     """Return the jitted map from training to inference weights: cast, fused, unstacked, resharded, with a checksum.
 
     Args:
       partition: of the rollouts; where they have devices of their own, the result is moved there.
       learner: of the parameters.
+      derived: a draft's weights that are made from the policy's, where `draft` is None.
     """
+
+    specs = draft.inference_specs if draft else derived.specs if derived else None
 
     def shardings(partition: Partitioner) -> Weights:
         return Weights(
-            policy=cast(Params, partition.shardings(qwen3.inference_specs(model))),
-            draft=cast(Params, partition.shardings(draft.inference_specs)) if draft else {},
+            policy=cast(Params, partition.shardings(qwen3.inference_specs(model, config.quantize))),
+            draft=cast(Params, partition.shardings(specs)) if specs else {},
             vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
             checksum=stand_in(partition.replicated),
         )
@@ -74,9 +79,12 @@ def make_prepare(
                 # Gathered once and then turned; XLA would gather it as embedding and again as unembedding.
                 embed = jax.lax.with_sharding_constraint(policy["embed"].astype(config.dtype), out.policy["embed"])
                 policy = {**policy, "embed": jax.lax.optimization_barrier(embed)}
-            policy = qwen3.inference_params(policy, model, config.dtype)
-            params = draft.inference_params(params, config.dtype) if draft and params else {}
-            return Weights(policy, params, vocab_map, checksum((policy, params, vocab_map)))
+            if derived:
+                own = derived.make(policy, config.dtype)
+            else:
+                own = draft.inference_params(params, config.dtype) if draft and params else {}
+            policy = qwen3.inference_params(policy, model, config.dtype, config.quantize)
+            return Weights(policy, own, vocab_map, checksum((policy, own, vocab_map)))
 
         return jax.jit(prepare, out_shardings=out)
 

@@ -130,12 +130,13 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "medusa"}, ["draft.kind", "'medusa'", "none, eagle3, mtp, model, ngram, suffix"]),
+        ({"kind": "medusa"}, ["draft.kind", "'medusa'", "none, eagle3, mtp, model, self, ngram, suffix"]),
         ({"kind": "eagle3", "dialect": "mimo"}, ["draft.dialect", "'mimo'", "draft.kind=eagle3", "sglang, vllm, spec"]),
         ({"kind": "mtp", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=mtp", "deepseek, mimo"]),
         ({"kind": "model", "dialect": "vllm"}, ["draft.dialect", "'vllm'", "draft.kind=model", "leave ''"]),
         ({"kind": "ngram", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=ngram", "leave ''"]),
         ({"kind": "ngram", "path": "a/head"}, ["draft.path=a/head", "draft.kind=ngram", "leave ''"]),
+        ({"kind": "self", "path": "a/policy"}, ["draft.path=a/policy", "draft.kind=self", "leave ''"]),
         ({"kind": "suffix", "cascade": 3}, ["draft.cascade=3", "draft.kind=suffix"]),
         ({"kind": "model"}, ["draft.kind=model", "draft.path", "draft.preset"]),
         ({"kind": "ngram", "match_max": 9}, ["draft.match_max=9", "8"]),

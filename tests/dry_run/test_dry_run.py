@@ -151,6 +151,22 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
 
 
 @pytest.mark.slow
+def test_quantised_weights_are_counted(plan, phases):
+    """A byte for each number of the layers' matrices and a scale for each output channel, where two were."""
+    rollout = dataclasses.replace(plan.config.rollout, quantize="fp8")
+    quantised = dataclasses.replace(plan, config=dataclasses.replace(plan.config, rollout=rollout))
+    name = "generate: plain chunk"
+    found = {phase.name: phase for phase in find_phases(quantised)}[name]
+    m, both = plan.model, [measure(phase, exact=False).memory for phase in (phases[name], found)]
+    qkv = (m.heads + 2 * m.kv_heads) * m.head_dim
+    weights = m.embed * (qkv + m.heads * m.head_dim) + 3 * m.embed * m.mlp
+    # Split over tensor 2, but for the scales of o and down, whose sums are.
+    scales = 2 * ((qkv + 2 * m.mlp) // 2 + 2 * m.embed)
+    saved = m.layers * (weights // 2 - scales)
+    assert both[0].arguments["parameters"] - both[1].arguments["parameters"] == saved
+
+
+@pytest.mark.slow
 def test_few_layers_extend_to_all(plan, monkeypatch):
     """nano_deep with 10 layers, from 7 and 8: everything but temporaries is equal, including the counts."""
     whole = run.with_layers(plan, 10)

@@ -24,6 +24,7 @@ KINDS = {
     "eagle3": ("eagle3", 0),
     "mtp": ("mtp", 0),
     "model": ("model", 0),
+    "self": ("self", 0),
     "ngram": ("ngram", 0),
     "suffix": ("suffix", 0),
     "cascade": ("eagle3", 3),
@@ -42,14 +43,14 @@ def policy(preset="nano_deep"):
 
 
 @functools.cache
-def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep"):
+def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_deep", quantize="none"):
     """Return the engine of one of KINDS with drafts of k tokens, and its weights; lookup needs larger limits."""
     kind, cascade_min = KINDS[name]
     options = DraftOptions(kind, preset="nano" if kind == "model" else "", match_min=1, cascade=cascade_min)
-    return make_engine_and_weights(options, k, limits, sampling, lengths, preset)
+    return make_engine_and_weights(options, k, limits, sampling, lengths, preset, quantize)
 
 
-def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="nano_deep"):
+def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="nano_deep", quantize="none"):
     """Return the engine and the weights of a draft with these options."""
     model = qwen3.preset(preset)
     method = make_method(options, model)
@@ -57,11 +58,12 @@ def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="
     if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, sequences=8)
     drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition()))
-    config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32)
+    config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32, quantize=quantize)
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    return engine, make_prepare(model, draft, config, partition(), partition())(policy(preset), params, vocab_map)
+    prepare = make_prepare(model, draft, config, partition(), partition(), method.derived)
+    return engine, prepare(policy(preset), params, vocab_map)
 
 
 def assert_positions_add_up(rollouts):

@@ -10,6 +10,7 @@ import pytest
 
 from specrl_jax.models import cache as kv
 from specrl_jax.models import grouped, moe, qwen3
+from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from tests.helpers.policies import (
     MOE,
@@ -334,6 +335,32 @@ def test_decoding_on_a_mesh_is_decoding_on_one_device(partition):
     many, one = (decode(w, DIVISIBLE, tokens, (4, 4, 4), p) for w, p in ((placed, over), (rollout, partition)))
     np.testing.assert_allclose(many[0], one[0], **ROUNDING)
     np.testing.assert_array_equal(many[1], one[1])
+
+
+def dequantized(w):
+    return w.values.astype(jnp.float32) * w.scale if isinstance(w, Quantized) else w
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [DIVISIBLE, dataclasses.replace(DIVISIBLE, experts=0)], ids=["experts", "dense"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_weights_decode_as_the_numbers_they_stand_for(kind, config, partition):
+    """On one device and on a mesh: the scale of each output channel is applied to the right products."""
+    params, tokens = random_params(config), draw_tokens(0, (8, T))
+    rollout = qwen3.inference_params(params, config, jnp.float32, kind)
+    numbers = jax.tree.map(dequantized, rollout, is_leaf=lambda w: isinstance(w, Quantized))
+    over = spread({"expert": 4, "tensor": 2}, ROLLOUT)
+    placed = jax.device_put(rollout, over.shardings(qwen3.inference_specs(config, kind)))
+
+    def logits(w, partition):
+        cache, table = empty_pages(config, len(tokens), partition)
+        return cached(config, partition)(w, tokens, row_positions(tokens), cache, table).logits
+
+    expected = logits(numbers, partition)
+    np.testing.assert_allclose(logits(rollout, partition), expected, **ROUNDING)
+    np.testing.assert_allclose(logits(placed, over), expected, **ROUNDING)
+    plain = logits(qwen3.inference_params(params, config, jnp.float32), partition)
+    assert 0.0 < float(jnp.abs(expected - plain).mean()) < 0.3 * float(plain.std())
 
 
 def test_each_device_has_its_own_experts_and_no_others():

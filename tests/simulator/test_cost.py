@@ -21,6 +21,8 @@ from specrl_jax.simulator.cost import (
     matmul_weights,
     parameters,
     rank_rows,
+    twin_bytes,
+    weight_bytes,
 )
 from specrl_jax.simulator.hardware import HARDWARE, Link
 from tests.simulator.cases import MIXTURE, NANO, ideal
@@ -43,6 +45,34 @@ def test_bytes_of_an_iteration_by_hand():
     more = decoder.iteration_bytes(8, 3, 3500.0) - decoder.iteration_bytes(8, 3, 2500.0)
     assert more == pytest.approx(8 * 1000 * (147_456 + 3 * own))
     assert decoder.iteration_bytes(8, 3, 0.0) > 2 * matmul_weights(policy) + 3 * 2 * 32_000 * head.embed
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_quantised_weights_of_an_iteration_by_hand(name):
+    """The layers' matrices take a byte; lm_head and routers keep bfloat16. One sequence that reads no keys."""
+    policy = qwen3.preset(name)
+    plain, stored = (
+        DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(quantize=q)) for q in ("none", "fp8")
+    )
+    whole = policy.vocab * policy.embed + policy.layers * policy.embed * policy.experts
+    saved = matmul_weights(policy) - whole
+    assert plain.iteration_bytes(1, 0, 0.0) - stored.iteration_bytes(1, 0, 0.0) == pytest.approx(saved)
+    assert plain.forward(1, 1, 0.0) > stored.forward(1, 1, 0.0)
+    total = parameters(policy)
+    whole += policy.vocab * policy.embed  # the embedding
+    assert weight_bytes(policy, stored.precision) == total + whole
+    assert weight_bytes(policy, plain.precision) == 2 * total
+
+
+def test_a_twin_reads_its_own_weights_and_the_policys_keys_for_each_draft():
+    policy, k, B, context = qwen3.preset("qwen3_8b"), 3, 8, 2500.0
+    decoder = DecoderCost(policy, None, HARDWARE["h200"], precision=Precision(twin="int4"))
+    matrices = matmul_weights(policy)  # of layers and lm_head; a dense policy has no routers
+    copied = DecoderCost(policy, None, HARDWARE["h200"])
+    drafting = decoder.iteration_bytes(B, k, context) - copied.iteration_bytes(B, k, context)
+    assert drafting == pytest.approx(k * (matrices / 2 + B * context * 147_456), rel=0.01)
+    assert twin_bytes(policy, decoder.precision) == matrices / 2 and twin_bytes(policy, Precision()) == 0
+    assert decoder.plain(B, context) < decoder.speculative(B, k, context) < (k + 1) * decoder.plain(B, context)
 
 
 @pytest.mark.parametrize("model", [NANO, qwen3.preset("qwen3_8b"), qwen3.preset("qwen3_235b_a22b"), MIXTURE])

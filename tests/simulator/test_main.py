@@ -73,6 +73,15 @@ def test_free_verification_is_faster_and_vllm_slower(call):
     assert vllm < ours < free <= 4
 
 
+def test_a_twin_is_priced_by_its_bytes(call):
+    """Drafts of a quarter of the bytes speed a rollout up; those of as many as a quantised policy's hardly do."""
+    given = dense("--draft_length", "3", "--acceptance", "3.9", "--config.draft.kind=self")
+    found = [speedup(call(*given, f"--config.draft.quantize={kind}")[1], "rollout")[0] for kind in ("int8", "int4")]
+    assert 1 < found[0] < found[1]
+    status, out, _ = call(*dense("--config.rollout.quantize=fp8"))
+    assert status == 0 and "bfloat16 rollouts with fp8 matrices" in out
+
+
 def test_overrides_reach_the_scenario(call):
     _, out, _ = call(*dense("--config.rollout.max_response_tokens=4096", "--config.grpo.group_size=8"))
     assert "512 responses of 1925 tokens on average, 4096 at most" in out

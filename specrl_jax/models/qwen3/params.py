@@ -6,13 +6,24 @@ inference  one dict per layer, q/k/v fused, in the rollout dtype: a decode step 
 `inference_params` maps the first to the second.
 """
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Params, branch, nested
+from specrl_jax.core import Params, branch, branches, nested, stand_in
 from specrl_jax.models.layers import ParamSpec, Specs
 from specrl_jax.models.lora import merged
+from specrl_jax.models.quantized import Quantized, quantize
 from specrl_jax.models.qwen3.config import Qwen3Config
+
+Leaf = TypeVar("Leaf")  # an array or its spec
+
+# Quantised matrices of the inference layout, and the axes that their matmuls sum over. The tables, the norms' scales
+# and the router are not: an error of the lm_head or the router reaches the logits or the choice of experts directly.
+SUMMED = {"qkv": (0,), "o": (0, 1), "gate": (-2,), "up": (-2,), "down": (-2,)}
 
 
 def param_specs(config: Qwen3Config) -> Specs:
@@ -73,8 +84,11 @@ def _mlp_specs(c: Qwen3Config, layer: str) -> dict[str, ParamSpec]:
     return specs
 
 
-def inference_specs(config: Qwen3Config) -> Specs:
-    """Return the specs of the inference layout, without Hugging Face names and initialisation."""
+def inference_specs(config: Qwen3Config, kind: str = "none") -> Specs:
+    """Return the specs of the inference layout, without Hugging Face names and initialisation.
+
+    Under a `kind` of quantization, `Quantized` of two specs stands for a quantised matrix.
+    """
     c = config
 
     def spec(shape: tuple[int, ...], *axes: str | None) -> ParamSpec:
@@ -93,21 +107,59 @@ def inference_specs(config: Qwen3Config) -> Specs:
         "final_norm": spec((c.embed,), "embed"),
         "to_logits": spec((c.embed, c.vocab), "embed", "vocab"),
     }
+    if kind != "none":
+        layer = {name: _quantized_spec(w, SUMMED[name], kind) if name in SUMMED else w for name, w in layer.items()}
     return nested(tables, layers=[dict(layer) for _ in range(c.layers)])
 
 
-def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype) -> Params:
-    """Map the training layout to the inference layout: unstacked, q/k/v fused, cast to `dtype`.
+def _quantized_spec(spec: ParamSpec, summed: tuple[int, ...], kind: str) -> ParamSpec:
+    gone = {axis % len(spec.shape) for axis in summed}
+    shape = tuple(1 if i in gone else size for i, size in enumerate(spec.shape))
+    axes = tuple(None if i in gone else axis for i, axis in enumerate(spec.axes))
+    values = spec
+    if kind == "int4":  # two in a byte
+        values = dataclasses.replace(spec, shape=(*spec.shape[:-1], spec.shape[-1] // 2))
+    return cast(ParamSpec, Quantized(stand_in(values), stand_in(ParamSpec(shape, axes, 0, "", ""))))
+
+
+def inference_params(params: Params, config: Qwen3Config, dtype: jnp.dtype, kind: str = "none") -> Params:
+    """Map the training layout to the inference layout: unstacked, q/k/v fused, cast to `dtype` or quantised as `kind`.
 
     Pure; jit it with shardings. The lm_head is transposed to [D, V]: a CPU reads it up to twice as fast in a matmul of
     few rows (768 x 32,000, 8 rows). Where it is the embedding table too, both copies are kept.
 
     Each key/value head is fused with its query heads, [D, K, R + 2, H], so that a split over kv_heads stays local.
     """
+
+    def kept(name: str, w: jax.Array) -> jax.Array:
+        if kind == "none" or name not in SUMMED:
+            return w.astype(dtype)
+        return stand_in(quantize(w, SUMMED[name], kind, dtype))
+
     params = merged(params)
     tables = {name: params[name] for name in ("embed", "final_norm")}
     tables["to_logits"] = params["embed" if config.tied else "unembed"].T
-    return jax.tree.map(lambda w: w.astype(dtype), nested(tables, layers=unstacked(branch(params, "layers"))))
+    layers = [{name: kept(name, w) for name, w in layer.items()} for layer in unstacked(branch(params, "layers"))]
+    return nested({name: w.astype(dtype) for name, w in tables.items()}, layers=layers)
+
+
+def twin_specs(config: Qwen3Config, kind: str) -> Specs:
+    """Return the specs of `twin_params`."""
+    return _of_a_twin(inference_specs(config, kind), lambda spec: _quantized_spec(spec, (0,), kind))
+
+
+def twin_params(params: Params, dtype: jnp.dtype, config: Qwen3Config, kind: str) -> Params:
+    """Map the training layout to what a twin of the policy has of its own, quantised: matrices of layers, the lm_head.
+
+    A draft's error costs acceptance alone, so the lm_head is quantised too.
+    """
+    whole = inference_params(params, config, dtype, kind)
+    return _of_a_twin(whole, lambda w: stand_in(quantize(w, (0,), kind, dtype)))
+
+
+def _of_a_twin(whole: Mapping[str, Leaf], quantized: Callable[[Leaf], Leaf]) -> dict[str, Leaf]:
+    layers = [{name: layer[name] for name in SUMMED} for layer in branches(whole, "layers")]
+    return nested({"to_logits": quantized(whole["to_logits"])}, layers=layers)
 
 
 def unstacked(layers: Params) -> list[Params]:
