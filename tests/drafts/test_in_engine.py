@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.attention.types import KEYS, VALUES
 from kernels_pallas.verify.sampling import most_kept
 from specrl_jax.data.rows import rows_of
 from specrl_jax.data.tokenizers import CharTokenizer
@@ -254,7 +255,7 @@ def test_drafts_after_speculative_iterations_are_the_learners(kind):
 def entries(kind, cache, table, length):
     """Keys and values of every layer of the draft, each [B, length, K, H], by a table [B, P]."""
     layers = cache if kind == "model" else [cache.pages]
-    return [by_position(pool, table, length) for pages in layers for pool in pages]
+    return [by_position(pages[:, :, which], table, length) for pages in layers for which in (KEYS, VALUES)]
 
 
 @kinds

@@ -410,7 +410,7 @@ def test_entries_beyond_a_row_are_never_read(rollout, config, tokens, partition)
 def test_writes_beyond_the_pages_of_a_row_are_dropped(unnamed, rollout, config, tokens, partition):
     """A block that sticks out of them must not wrap around, pile up on the last entry or reach another page."""
     few = empty_pages(config, room=8)
-    pages = len(few.cache[0].keys)
+    pages = len(few.cache[0])
     table = jnp.pad(few.table.read, ((0, 0), (0, unnamed)), constant_values=pages)
     _, filled = decode(rollout, config, tokens, (3, 3), partition, few._replace(table=kv.Table(table, table)))
     _, filled = cached(config, partition)(rollout, tokens[:, 6:], row_positions(tokens)[:, 6:], filled)
