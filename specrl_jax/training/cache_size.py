@@ -38,8 +38,8 @@ def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutCon
     return -(-total // partition.num_shards("kv_heads"))
 
 
-def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int:
-    """Return the pages of `page` bytes that a device may keep; 0: as many as its sequences can hold.
+def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int | None:
+    """Return the pages of `page` bytes that a device may keep; None: as many as its sequences can hold.
 
     `memory`: bytes of an accelerator to compile for, which is not here; 0: unknown. Raises InputError where
     rollout.cache_gb is more than the device has.
@@ -53,16 +53,16 @@ def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: in
             )
         return round(rollout.cache_gb * GB) // page
     share = CPU_SHARE if device.platform == "cpu" and not memory else ACCELERATOR_SHARE
-    return int(share * known) // page
+    return int(share * known) // page if known else None
 
 
-def with_pages(limits: EngineConfig, most: int, page: int, section: str = "rollout") -> EngineConfig:
-    """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (0: no bound).
+def with_pages(limits: EngineConfig, most: int | None, page: int, section: str = "rollout") -> EngineConfig:
+    """Return the limits with the pages of a shard: as many as its slots can hold, at most `most` (None: no bound).
 
     `section` of the config says how long responses may be. Raises InputError where the longest sequence would not fit.
     """
     whole = dataclasses.replace(limits, pages=0).shard_pages
-    pages = min(whole, most or whole)
+    pages = whole if most is None else min(whole, most)
     if pages < limits.fewest_pages:
         needed = math.ceil(limits.fewest_pages * page / MB) * MB / GB
         raise InputError(

@@ -42,7 +42,7 @@ class Plan:
     learner_partition: Partitioner
     rollout_partition: Partitioner  # the learner's devices, or this process's own rollout devices
     limits: EngineConfig  # of the training engine of this process
-    most_pages: int = 0  # of a shard; 0: no bound
+    most_pages: int | None = None  # of a shard; None: no bound
     page_bytes: int = 0  # of one page on one device
 
     @property

@@ -1,6 +1,7 @@
 """The size of the page pool: what it allows, and what is refused with the number that would do."""
 
 import re
+import types
 
 import jax
 import pytest
@@ -28,7 +29,7 @@ def memory(monkeypatch):
 
 
 def test_the_pool_is_what_the_slots_can_need_and_at_most_what_is_allowed():
-    whole = with_pages(LIMITS, 0, PAGE).pages
+    whole = with_pages(LIMITS, None, PAGE).pages
     assert whole == LIMITS.shard_pages and with_pages(LIMITS, whole + 1, PAGE).pages == whole
     assert with_pages(LIMITS, with_cache(0.1), PAGE).pages == 33
     assert 0 < with_cache(0.0) < 4.567 * GB / PAGE
@@ -44,6 +45,20 @@ def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that
     assert with_pages(LIMITS, with_cache(enough), PAGE).pages == LIMITS.fewest_pages
     with pytest.raises(InputError):
         with_pages(LIMITS, with_cache(enough - 0.001), PAGE)
+
+
+def test_a_pool_smaller_than_a_page_is_refused_too():
+    with pytest.raises(InputError, match=r"^rollout\.cache_gb: 0 GB a device hold 0 tokens; .* or more is needed"):
+        with_pages(LIMITS, with_cache(1e-6), PAGE)
+
+
+def test_memory_that_is_unknown_bounds_nothing():
+    assert most_pages(RolloutConfig(), PAGE, _elsewhere()) is None
+
+
+def _elsewhere():
+    """Return a device that is not of this process."""
+    return types.SimpleNamespace(platform="gpu")
 
 
 def test_a_pool_beyond_the_device_is_refused_with_what_it_has():
