@@ -31,6 +31,8 @@ COUPLED = Sampling(1.0, rule="coupled")
 FORMATS, PRESETS = ("int8", "fp8", "int4"), ("nano", "nano_deep", "nano_moe_deep")
 # Least share of drafts that are accepted, of random weights of two or seven layers: a little below what was measured.
 ACCEPTED = {"int8": 0.95, "fp8": 0.8, "int4": 0.4}
+# The same of a mixture of experts (0.920 and 0.771): after a rounded layer the router may choose another expert.
+ACCEPTED_BY_EXPERTS = {"int8": 0.9, "fp8": 0.75, "int4": 0.4}
 
 
 def generate(quantize, preset="nano_deep", sampling=COUPLED, change=lambda weights: weights):
@@ -52,7 +54,8 @@ def test_rollouts_are_those_of_plain_decoding_and_most_drafts_are_accepted(quant
     out = generate(quantize, preset)
     assert_equal_rollouts(out, generate("none", preset))
     rollouts.assert_positions_add_up(out)
-    assert out.accepted.sum() > ACCEPTED[quantize] * out.drafted.sum()
+    least = ACCEPTED_BY_EXPERTS if "moe" in preset else ACCEPTED
+    assert out.accepted.sum() > least[quantize] * out.drafted.sum()
 
 
 @pytest.mark.slow
