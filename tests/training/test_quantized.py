@@ -25,6 +25,8 @@ SAMPLING, LIMITS = Sampling(1.0, rule="coupled"), EngineConfig(12, 8, 16, 8, wid
 SUMMED = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2), "gate": (-2,), "up": (-2,), "down": (-2,)}
 # nats per token, of random weights of two or seven layers: about three times what was measured.
 MISMATCH = {"int8": 6e-3, "fp8": 6e-2}
+# The same of a mixture of experts (0.028 and 0.091): after a rounded layer the router may choose another expert.
+MISMATCH_OF_EXPERTS = {"int8": 9e-2, "fp8": 0.3}
 
 # The second draft needs seven layers.
 SLOW = [("eagle3", kind, preset) for kind in ("int8", "fp8") for preset in ("nano_deep", "nano_moe_deep")]
@@ -73,7 +75,8 @@ def test_the_quantised_policy_draws_and_is_recorded_whatever_drafts(draft, kind,
     # float32 on both sides; the scale multiplies weights here and products there.
     np.testing.assert_allclose(recorded[mask], own[mask], rtol=0, atol=1e-4)
     row = mismatch_metrics(recorded, scores(policy(preset), config, plain, partition), mask)
-    assert 1e-6 < row["rollout_vs_learner/kl"] < MISMATCH[kind]
+    most = MISMATCH_OF_EXPERTS if "moe" in preset else MISMATCH
+    assert 1e-6 < row["rollout_vs_learner/kl"] < most[kind]
 
 
 # ---- over a training run
