@@ -257,6 +257,6 @@ class Exchange:
         names = self.axes("experts")
         mine = chosen - (here * jax.lax.axis_index(names) if names else 0)
         mine = jnp.where((mine >= 0) & (mine < here), mine, here)
-        expert_sum = SUMS.get(self.partition.mesh.devices.flat[0].platform, by_tiles)
+        expert_sum = SUMS.get(self.partition.platform, by_tiles)
         rows, share, mine = (a.reshape(-1, a.shape[-1]) for a in (x, share, mine))
         return expert_sum(rows, share, mine, w, total).reshape(x.shape)

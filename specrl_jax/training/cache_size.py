@@ -29,7 +29,7 @@ def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutCon
 
     def pools() -> object:
         dtype = jnp.dtype(rollout.cache_dtype)
-        shape = kv.PageShape(1, rollout.page_tokens, dtype, partition.mesh.devices.flat[0].platform)
+        shape = kv.PageShape(1, rollout.page_tokens, dtype, partition.platform)
         target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
         return target, draft.init_cache(shape) if draft else None
 
