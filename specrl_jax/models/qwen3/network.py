@@ -16,6 +16,7 @@ from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, ro
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
 from specrl_jax.models.qwen3.config import Qwen3Config
+from specrl_jax.models.remat import NONE, kept, rematerialised
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
@@ -40,7 +41,7 @@ class Options:
     dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
     aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)
     attention: RowAttention = by_xla  # one of `attention.ATTENTION`; for the training layout
-    remat: bool = False  # recompute each layer in the backward pass instead of keeping its activations
+    remat: str = NONE  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int = 0  # with targets: lm_head entries at a time, so that [B, T, V] never exists; 0: all at once
     temperature: float = 1.0  # of the targets' log-probs and the entropy
     return_logits: bool = True  # False skips the lm_head: prefill needs the cache only
@@ -148,8 +149,7 @@ def _scanned(
         x, copies = block(x, merged(w), attend)
         return partition.constrain(x, "batch", "sequence", None), copies
 
-    if options.remat:
-        apply = jax.checkpoint(apply)
+    apply = rematerialised(apply, options.remat)
     wanted = jnp.array(options.aux_layers, jnp.int32)
 
     Carry = tuple[jax.Array, jax.Array]
@@ -209,7 +209,7 @@ def layer(
     `sums`: as of `matmul`, of attention's output.
     """
     normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
-    x = x + project_heads(attend(*_qkv(normed, w, config, angles)), w["o"], sums)
+    x = x + kept(project_heads(kept(attend(*_qkv(normed, w, config, angles))), w["o"], sums))
     added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
     return x + added, copies
 
@@ -224,7 +224,7 @@ def _qkv(
         return rotate(normed.reshape(*x.shape[:2], -1, config.head_dim), angles).reshape(x.shape)
 
     if "qkv" not in w:
-        q, k, v = (einsum("BTD,DNH->BTNH", x, w[name]) for name in "qkv")
+        q, k, v = (kept(einsum("BTD,DNH->BTNH", x, w[name])) for name in "qkv")
         return turned(q, w["q_norm"]), turned(k, w["k_norm"]), v
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
     # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
