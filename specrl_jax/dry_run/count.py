@@ -6,8 +6,8 @@ an engine, a refill) is reported separately, with the cost of one iteration.
 
 FLOPs are those of matmuls and convolutions, two per multiply-add, on one device. Bytes of a collective are those of its
 larger side on one device: the result of an all-gather, the operand of everything else. Those of a collective that the
-program waits for without a matmul meanwhile are `exposed`, as XLA has ordered its instructions. Custom calls are listed by
-name; the FLOPs of cuBLAS matmuls and cuDNN attention are counted.
+program waits for without a matmul meanwhile are `exposed`, as XLA has ordered its instructions. Custom calls are listed
+by name; the FLOPs of cuBLAS matmuls and cuDNN attention are counted.
 """
 
 import collections
