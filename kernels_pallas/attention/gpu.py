@@ -1,12 +1,13 @@
 """Attention over pages for NVIDIA GPUs of Hopper: Pallas Mosaic GPU.
 
 One warpgroup adds up every SPLITS-th block of one key/value head of one row, BLOCK positions each, and copies a block
-while it computes another (TMA). The parts of a row are joined by their largest scores. Which positions a part holds
-depends on nothing but the positions, so a row's bits do not depend on the other rows.
+while it computes another (TMA). A second kernel joins the parts of a row by their largest scores. Which positions a
+part holds depends on nothing but the positions, so a row's bits do not depend on the other rows.
 """
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen, ungrouped
+from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen
 
 BLOCK = 64  # positions
 TILE = 64  # queries: rows of one warpgroup's matmul
 SPLITS = 4  # of a row, so that few rows fill a GPU too
 SLOTS = 2  # blocks copied at once: 64 KiB at H = 128, so that two warpgroups' buffers fit a multiprocessor
 RUN = 16  # positions of the smallest page
+LANES = 128  # of a warpgroup
 
 
 def fits(q: jax.Array, pages: jax.Array, table: jax.Array) -> bool:
@@ -53,7 +55,7 @@ def attend(
     found = plgpu.kernel(
         functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
         out_type=(
-            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, max(H, LANES)), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
         ),
@@ -72,15 +74,36 @@ def attend(
         grid_names=("row", "head", "tile", "split"),
         interpret=interpret,
     )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), pages)
-    out, largest, total = found[0], found[1][..., :stored], found[2][..., :stored]
-    # Parts one by one, not as an axis: elementwise work, which XLA makes one kernel.
-    parts = range(SPLITS)
-    top = functools.reduce(jnp.maximum, [largest[:, :, :, i] for i in parts])
-    shrink = [jnp.exp(largest[:, :, :, i] - top) for i in parts]
-    total = sum((total[:, :, :, i] * shrink[i] for i in parts[1:]), total[:, :, :, 0] * shrink[0])[..., None]
-    weighted = [out[:, :, :, i] * shrink[i][..., None] for i in parts]
-    out = sum(weighted[1:], weighted[0]) / jnp.where(total > 0, total, 1)
-    return ungrouped(out.reshape(B, K, tiles * stored, H), Q, N).astype(q.dtype)
+    return _joined(q, found, interpret)
+
+
+def _joined(q: jax.Array, parts: Sequence[jax.Array], interpret: object) -> jax.Array:
+    """Join the parts of every query, one warpgroup each, a lane for each number.
+
+    One launch; XLA makes two of it, one for the totals. Lanes beyond H hold anything.
+    """
+    B, Q, N, H = q.shape
+    group = N // parts[0].shape[1]
+
+    def body(parts_ref: Any, largest_ref: Any, total_ref: Any, out_ref: Any) -> None:
+        row, query, head = (jax.lax.axis_index(name) for name in ("row", "query", "head"))
+        m = query * group + jax.lax.rem(head, group)  # among the queries of the key/value head
+        where = (row, jax.lax.div(head, group), jax.lax.div(m, TILE))
+        places = [(*where, i, jax.lax.rem(m, TILE)) for i in range(SPLITS)]
+        top = functools.reduce(jnp.maximum, [largest_ref[place] for place in places])
+        shrink = [jnp.exp(largest_ref[place] - top) for place in places]
+        total = functools.reduce(operator.add, [total_ref[place] * s for place, s in zip(places, shrink)])
+        out = functools.reduce(operator.add, [parts_ref[place] * s for place, s in zip(places, shrink)])
+        out_ref[row, query, head] = (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
+
+    joined = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((B, Q, N, parts[0].shape[-1]), q.dtype),
+        grid=(B, Q, N),
+        grid_names=("row", "query", "head"),
+        interpret=interpret,
+    )(*parts)
+    return joined[..., :H]
 
 
 def _tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
@@ -171,7 +194,7 @@ def _part(
     sums = filled((TILE,), -1e30, per_row), filled((TILE,), 0, per_row), filled((TILE, H), 0, plgpu.Layout.WGMMA)
     largest_part[...], total_part[...], out[...] = jax.lax.fori_loop(0, count, add, sums)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[place])
+    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[*place, :, pl.ds(0, H)])
     plgpu.copy_smem_to_gmem(largest_part, largest_ref.at[place])
     plgpu.copy_smem_to_gmem(total_part, total_ref.at[place])
     plgpu.wait_smem_to_gmem(0)
