@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen
+from kernels_pallas.attention import heads_gpu
+from kernels_pallas.attention.types import KEYS, VALUES, Heads, Table, grouped, last_seen
 
 BLOCK = 64  # positions
 TILE = 64  # queries: rows of one warpgroup's matmul
@@ -44,13 +45,51 @@ def attend(
 
     Reads 4 K H bytes a position that a row sees, once for each 64 queries of a key/value head.
     """
-    B, Q, N, H = q.shape
-    C, K, _, T, _ = pages.shape
+    K, stored = pages.shape[1], _stored(q.shape[1] * q.shape[2] // pages.shape[1])
+    queries = grouped(q, K, stored).astype(pages.dtype)
+    return _attend(queries, pages, table, positions, q.shape[2], q.dtype, interpret)
+
+
+def attend_fused(
+    fused: jax.Array,
+    heads: Heads,
+    epsilon: float,
+    pages: jax.Array,
+    table: Table,
+    positions: jax.Array,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Place the heads of a fused product [B, Q, K, R + 2, H] (`heads_gpu.place`), then `attend`.
+
+    Returns:
+      [B, Q, N, H] in the dtype of `fused`; the pages.
+    """
+    _, Q, K, parts, _ = fused.shape
+    M = Q * (parts - 2)
+    rows = -(-M // TILE) * _stored(M)
+    queries, pages = heads_gpu.place(fused, heads, epsilon, pages, table.write, positions, rows, interpret)
+    return _attend(queries, pages, table.read, positions, K * (parts - 2), fused.dtype, interpret), pages
+
+
+def _stored(M: int) -> int:
+    """Return the rows of a tile that hold queries, of M of a key/value head; the others hold anything."""
+    return TILE if M > TILE else M + -M % 8
+
+
+def _attend(
+    queries: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    N: int,
+    dtype: jnp.dtype,
+    interpret: object,
+) -> jax.Array:
+    """Attend from the queries [B, K, tiles * stored, H] of N heads; return [B, Q, N, H] of `dtype`."""
+    (B, Q), (C, K, _, T, H) = positions.shape, pages.shape
     seen = last_seen(table, positions, C, T)
     M = Q * N // K
-    tiles = -(-M // TILE)
-    stored = TILE if tiles > 1 else M + -M % 8  # rows of a tile that hold queries; the others hold anything
-    queries = grouped(q, K, stored).astype(pages.dtype)
+    tiles, stored = -(-M // TILE), _stored(M)
     per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)
     found = plgpu.kernel(
         functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
@@ -74,16 +113,16 @@ def attend(
         grid_names=("row", "head", "tile", "split"),
         interpret=interpret,
     )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), pages)
-    return _joined(q, found, interpret)
+    return _joined(found, Q, N, H, dtype, interpret)
 
 
-def _joined(q: jax.Array, parts: Sequence[jax.Array], interpret: object) -> jax.Array:
+def _joined(parts: Sequence[jax.Array], Q: int, N: int, H: int, dtype: jnp.dtype, interpret: object) -> jax.Array:
     """Join the parts of every query, one warpgroup each, a lane for each number.
 
     One launch; XLA makes two of it, one for the totals. Lanes beyond H hold anything.
     """
-    B, Q, N, H = q.shape
-    group = N // parts[0].shape[1]
+    B, K = parts[0].shape[:2]
+    group = N // K
 
     def body(parts_ref: Any, largest_ref: Any, total_ref: Any, out_ref: Any) -> None:
         row, query, head = (jax.lax.axis_index(name) for name in ("row", "query", "head"))
@@ -94,11 +133,11 @@ def _joined(q: jax.Array, parts: Sequence[jax.Array], interpret: object) -> jax.
         shrink = [jnp.exp(largest_ref[place] - top) for place in places]
         total = functools.reduce(operator.add, [total_ref[place] * s for place, s in zip(places, shrink)])
         out = functools.reduce(operator.add, [parts_ref[place] * s for place, s in zip(places, shrink)])
-        out_ref[row, query, head] = (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
+        out_ref[row, query, head] = (out / jnp.where(total > 0, total, 1)).astype(dtype)
 
     joined = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((B, Q, N, parts[0].shape[-1]), q.dtype),
+        out_type=jax.ShapeDtypeStruct((B, Q, N, parts[0].shape[-1]), dtype),
         grid=(B, Q, N),
         grid_names=("row", "query", "head"),
         interpret=interpret,

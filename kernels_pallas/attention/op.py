@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas.attention import blocks, gpu, tpu
-from kernels_pallas.attention.types import Paging, Table
+from kernels_pallas.attention import blocks, gpu, heads_gpu, tpu
+from kernels_pallas.attention.types import Heads, Paging, Table
 
-__all__ = ["KERNELS", "Kernel", "Paging", "Table", "attend", "empty_pool"]
-__all__ += ["kernel_of", "loaded", "read_pool", "write", "write_pool"]
+__all__ = ["KERNELS", "Heads", "Kernel", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
+__all__ += ["fused_kernel", "kernel_of", "loaded", "read_pool", "write", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (fused [B, Q, K, R + 2, H], heads, epsilon, pages, table, positions [B, Q]) -> ([B, Q, N, H], pages)
+AttendFused = Callable[[jax.Array, Heads, float, jax.Array, Table, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +26,13 @@ class Kernel:
 
     attend: Attend
     fits: Callable[[jax.Array, jax.Array, jax.Array], bool]
+    # The same from a layer's fused product, and which (fused, pages) it takes beyond what `fits` asks; None: none.
+    attend_fused: AttendFused | None = None
+    fits_fused: Callable[[jax.Array, jax.Array], bool] = lambda fused, pages: False
 
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
-KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
+KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits, gpu.attend_fused, heads_gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
 MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
 Axes = str | tuple[str, ...] | None
@@ -81,6 +86,55 @@ def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Ar
     decode = q.shape[1] <= MOST_QUERIES
     fn = kernel.attend if kernel and decode and kernel.fits(q, pages, table) else blocks.attend
     return fn(q, pages, table, positions)
+
+
+def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, device: jax.Device) -> AttendFused | None:
+    """Return what attends from a fused product [B, Q, K, R + 2, H] on this device; None: nothing does.
+
+    It takes all shapes or none of what devices hold parts of.
+    """
+    kernel = kernel_of(device)
+    if kernel is None or fused.shape[1] > MOST_QUERIES or not kernel.fits_fused(fused, pages):
+        return None
+    B, Q, K, parts, H = fused.shape
+    q = jax.eval_shape(lambda x: x[..., :-2, :].reshape(B, Q, K * (parts - 2), H), fused)
+    return kernel.attend_fused if kernel.fits(q, pages, table) else None
+
+
+def attend_fused(
+    kernel: AttendFused,
+    fused: jax.Array,
+    heads: Heads,
+    epsilon: float,
+    pages: jax.Array,
+    table: Table,
+    positions: jax.Array,
+    mesh: Mesh | None = None,
+    rows: Axes = None,
+    split: Axes = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Norm and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
+
+    Args:
+      fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
+      epsilon: of the norm.
+      split: mesh axes that split the heads; the other arguments are those of `attend`.
+    Returns:
+      [B, Q, N, H] in the dtype of `fused`; the pages.
+    """
+
+    def fn(
+        fused: jax.Array, heads: tuple[jax.Array, ...], pages: jax.Array, table: Table, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
+
+    arrays = fused, tuple(heads), pages, table, positions
+    if mesh is None or mesh.size == 1:
+        return fn(*arrays)
+    by_head, by_row, pool = PartitionSpec(rows, None, split), PartitionSpec(rows), PartitionSpec(rows, split)
+    # A prefix stands for both parts of the table.
+    specs = (by_head, (PartitionSpec(), PartitionSpec(), by_row, by_row), pool, by_row, by_row)
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=(by_head, pool), check_vma=False)(*arrays)
 
 
 def kernel_of(device: jax.Device) -> Kernel | None:
