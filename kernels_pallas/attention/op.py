@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.attention import blocks, gpu, heads_gpu, tpu
 from kernels_pallas.attention.types import Heads, Paging, Table
+from kernels_pallas.mapping import on_each_device
 
 __all__ = ["KERNELS", "Heads", "Kernel", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
 __all__ += ["fused_kernel", "kernel_of", "loaded", "read_pool", "write", "write_pool"]
@@ -74,11 +75,9 @@ def attend(
     """
     kernel = kernel or kernel_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
     fn = functools.partial(_attend, kernel)
-    if mesh is None or mesh.size == 1:
-        return fn(q, pages, table, positions)
     by_head, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     specs = (by_head, PartitionSpec(rows, heads), by_row, by_row)
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False)(q, pages, table, positions)
+    return on_each_device(fn, mesh, specs, by_head)(q, pages, table, positions)
 
 
 def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -129,12 +128,10 @@ def attend_fused(
         return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
 
     arrays = fused, tuple(heads), pages, table, positions
-    if mesh is None or mesh.size == 1:
-        return fn(*arrays)
     by_head, by_row, pool = PartitionSpec(rows, None, split), PartitionSpec(rows), PartitionSpec(rows, split)
     # A prefix stands for both parts of the table.
     specs = (by_head, (PartitionSpec(), PartitionSpec(), by_row, by_row), pool, by_row, by_row)
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=(by_head, pool), check_vma=False)(*arrays)
+    return on_each_device(fn, mesh, specs, (by_head, pool))(*arrays)
 
 
 def kernel_of(device: jax.Device) -> Kernel | None:
@@ -172,22 +169,16 @@ def write_pool(
     heads: Axes = None,
 ) -> jax.Array:
     """Write new [B, Q, ...] to one pool: [C, K, 2, T, H] for new [B, Q, K, 2, H], [C, T, ...] otherwise."""
-    if mesh is None or mesh.size == 1:
-        return blocks.write(pool, table, positions, new)
     by_head = new.ndim == 5
     pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
     new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
     specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
-    fn = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=pool_spec, check_vma=False)
-    return fn(blocks.write)(pool, table, positions, new)
+    return on_each_device(blocks.write, mesh, specs, pool_spec)(pool, table, positions, new)
 
 
 def read_pool(
     pool: jax.Array, table: jax.Array, positions: jax.Array, mesh: Mesh | None = None, rows: Axes = None
 ) -> jax.Array:
     """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
-    if mesh is None or mesh.size == 1:
-        return blocks.read(pool, table, positions)
     spec = PartitionSpec(rows)
-    fn = jax.shard_map(blocks.read, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
-    return fn(pool, table, positions)
+    return on_each_device(blocks.read, mesh, (spec, spec, spec), spec)(pool, table, positions)
