@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kernels_pallas.attention import op
-from kernels_pallas.attention.op import Paging, Table
+from kernels_pallas.attention.op import Heads, Paging, Table
 from specrl_jax.sharding import Partitioner
 
-__all__ = ["KVCache", "PageShape", "Paging", "Table"]
+__all__ = ["Heads", "KVCache", "PageShape", "Paging", "Table"]
 
 # One array [C, K, 2, T, H] per layer: inference layers are unrolled; separate buffers are donated and updated in place.
 # Memory: L * 2 * pages * T * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
@@ -64,6 +64,23 @@ def attend(
     """
     pages = write(pages, k, v, paging, partition)
     return op.attend(q, pages, paging.table.read, paging.positions, *_where(partition)), pages
+
+
+def attend_fused(
+    fused: jax.Array, heads: Heads, epsilon: float, pages: jax.Array, paging: Paging, partition: Partitioner
+) -> tuple[jax.Array, jax.Array] | None:
+    """Do in few launches what `attend` does of queries, keys and values that are normed and rotated first.
+
+    Returns what `attend` returns; None where no kernel does it.
+
+    Args:
+      fused: [B, Q, K, R + 2, H], not normed and not rotated: of each key/value head R queries, the key, the value.
+      epsilon: of the norm.
+    """
+    kernel = op.fused_kernel(fused, pages, paging.table.read, partition.mesh.devices.flat[0])
+    if kernel is None:
+        return None
+    return op.attend_fused(kernel, fused, heads, epsilon, pages, paging.table, paging.positions, *_where(partition))
 
 
 def _where(partition: Partitioner) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:

@@ -121,7 +121,8 @@ def make_rollout_engine(
     """
     shards = partition.num_shards("batch")
     limits = config.limits
-    limits = dataclasses.replace(limits, shards=shards, prefill_rows=-(-limits.prefill_rows // shards) * shards)
+    prefill_rows = -(-limits.prefill_rows // shards) * shards
+    limits = dataclasses.replace(limits, shards=shards, prefill_rows=prefill_rows, copies=partition.copies)
     check_cache_length(limits, model)
     target = Target(model, draft, config, partition)
     parts = EngineFunctions(

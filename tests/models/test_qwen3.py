@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.attention import gpu, heads_gpu, op
 from kernels_pallas.attention.op import loaded
 from kernels_pallas.attention.types import KEYS, VALUES
 from specrl_jax.dry_run.count import count
@@ -17,6 +18,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.interpreted import GPU
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
@@ -125,6 +127,38 @@ def decode(rollout, config, tokens, blocks, partition, paged=None, **static):
         logits.append(out.logits)
         start += size
     return jnp.concatenate(logits, axis=1), paged
+
+
+@pytest.mark.slow
+def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monkeypatch):
+    """Interpreted, with pages of bfloat16: queries and keys differ by a rounding of it where statistics do in float32.
+
+    A rounding is 1 / 256 of a query; scores of unit normals, and so logits of this size, change by about as much.
+    """
+    config, bf16 = dataclasses.replace(SMALL, head_dim=128, layers=2), jnp.dtype("bfloat16")
+    rollout, tokens = qwen3.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
+    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, kv.PageShape(2, 16, bf16, "gpu"))
+    pages = jnp.arange(2, dtype=jnp.int32)[:, None]
+    table = kv.Table(pages, pages)
+    calls = []
+
+    def attend_fused(*arrays):
+        calls.append(arrays)
+        return gpu.attend_fused(*arrays, interpret=GPU)
+
+    def logits(**fused):
+        kernel = op.Kernel(functools.partial(gpu.attend, interpret=GPU), gpu.fits, **fused)
+        monkeypatch.setattr(op, "kernel_of", lambda device: kernel)
+        inputs, options = qwen3.Inputs(tokens, row_positions(tokens)), qwen3.Options()
+        run = functools.partial(qwen3.forward, config=config, inputs=inputs, partition=partition, options=options)
+        out = jax.jit(run)(rollout, cache=cache, table=table)
+        return out.logits
+
+    expected = logits()
+    assert not calls
+    found = logits(attend_fused=attend_fused, fits_fused=heads_gpu.fits)
+    assert len(calls) == config.layers
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1 / 256)
 
 
 # Sizes
