@@ -26,8 +26,9 @@ GB = 1e9
 ACCELERATOR_SHARE = 1 / 3
 
 # Logical axes of a pool of keys and values, and of one of hidden states; "batch": a shard's rows have its pages.
-PAGE_AXES = ("batch", "kv_heads", None, None, "head_dim")
-TOKEN_AXES = ("batch", None, None)
+Axes = tuple[str | None, ...]
+PAGE_AXES: Axes = ("batch", "kv_heads", None, None, "head_dim")
+TOKEN_AXES: Axes = ("batch", None, None)
 
 
 class PageShape(NamedTuple):
@@ -37,6 +38,11 @@ class PageShape(NamedTuple):
     tokens: int  # T, of a page
     dtype: jnp.dtype
     platform: str  # of the devices
+
+
+def is_axes(node: object) -> bool:
+    """Return whether a node of a cache's tree of axes is the axes of one pool."""
+    return isinstance(node, tuple) and node[:1] == PAGE_AXES[:1]
 
 
 def init_cache(layers: int, kv_heads: int, head_dim: int, shape: PageShape) -> KVCache:
