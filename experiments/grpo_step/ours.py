@@ -57,6 +57,7 @@ class IdTokenizer:
 
 def make_case() -> tuple[Learner, Rollout]:
     config = base()
+    config.policy.remat = "selective"  # a seventh fewer FLOPs, and memory is left
     config.grpo.update(prompts_per_step=PROMPTS, group_size=ANSWERS, old_logprobs="current")
     config.rollout.update(
         max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=NEW_TOKENS, num_slots=PROMPTS * ANSWERS, chunk=NEW_TOKENS
