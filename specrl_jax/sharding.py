@@ -85,10 +85,14 @@ class Partitioner:
     def axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes that a logical axis is split over, for collectives inside `shard_map`.
 
-        Without those of a `shard_map` that is being traced: its arrays are a device's own along them.
+        In a `shard_map` over a part of the mesh axes only the others: its arrays are a device's own along that part.
         """
+        return tuple(name for name in dict(self.rules)[axis] if name not in self._taken())
+
+    def _taken(self) -> tuple[str, ...]:
+        """Return the mesh axes of a `shard_map` over a part of them that is being traced, as by a copy's loop."""
         taken = jax.sharding.get_abstract_mesh().manual_axes
-        return tuple(name for name in dict(self.rules)[axis] if name not in taken)
+        return () if set(self.mesh.axis_names) <= set(taken) else taken
 
     def num_shards(self, axis: str) -> int:
         """Return the number of shards of a logical axis."""
@@ -100,8 +104,7 @@ class Partitioner:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin an activation inside jit to the sharding of its logical axes."""
-        context = jax.sharding.get_abstract_mesh()
-        mesh = context if context.manual_axes else self.mesh
+        mesh = jax.sharding.get_abstract_mesh() if self._taken() else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(axes)))
 
     @property
