@@ -1,5 +1,6 @@
 """The measurement of a device: what its arithmetic says, and that all of it runs, with little work, on a CPU."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.accelerator import __main__ as command
-from experiments.accelerator import compare, deviceless, page
+from experiments.accelerator import cells, compare, constants, deviceless, page
 from experiments.accelerator.cells import compile_together, extrapolate, keys_of, list_cells, most_rows
 from experiments.accelerator.gaps import Busy, per_iteration, summarize
 from experiments.accelerator.oracle import expected_tokens, impose
@@ -22,6 +23,7 @@ from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.dry_run.traffic import LoopTraffic, Traffic
+from specrl_jax.models.layers import count_params
 from specrl_jax.models.qwen3 import PRESETS
 from tests.helpers.runs import ROOT
 
@@ -79,6 +81,16 @@ def test_parts_for_which_no_time_is_left_are_listed_and_one_that_fails_stops_non
     kept = json.loads((tmp_path / "results.json").read_text())
     assert kept["errors"] == {"first": "RuntimeError: out of memory"}
     assert kept["left_out"] == ["third: 3 s were left, 50 are needed"]
+
+
+@pytest.mark.parametrize("depths", [command.DEPTHS, constants.DEPTHS])
+def test_a_head_of_few_layers_has_the_weights_of_the_whole_models(depths):
+    """Else what it has less would be extended to all layers."""
+    for model in FULL.models:
+        whole = cells.head_of(model.config, FULL)
+        for layers in depths:
+            shallow = cells.head_of(dataclasses.replace(model.config, layers=layers), FULL)
+            assert count_params(shallow.inference_specs) == count_params(whole.inference_specs)
 
 
 def test_a_loop_inside_another_runs_once_too():
