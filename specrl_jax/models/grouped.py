@@ -1,7 +1,9 @@
 """Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in two implementations.
 
     tiles        copies of tokens in tiles of one expert each, batched matmuls of tiles; any platform
-    ragged_dot   copies sorted by expert, `jax.lax.ragged_dot`; TPU, where that is a kernel
+    kernel       the same tiles, each read by a kernel that takes its expert's matrices from where they lie
+                 (`kernels_pallas.grouped`); GPUs of Hopper
+    ragged_dot   copies sorted by expert, `jax.lax.ragged_dot`; TPU, where that is such a kernel
 
 Off TPU, XLA expands a ragged_dot to the matmul of every copy with every expert. At the sizes of Qwen3-30B-A3B, 8,192
 tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by its compiler's memory analysis, jax
@@ -20,6 +22,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.grouped import op
 from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.layers import einsum, matmul, narrower
 from specrl_jax.models.quantized import Quantized
@@ -34,6 +37,8 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array, Params]  # (x, share, chosen, w)
 SMALLEST, LARGEST = 8, 128
 # Copies in the tiles of one batched matmul, which copies the matrices of each tile: enough to fill a GPU.
 AT_ONCE = 4096
+# Copies that one call of a kernel sums: decoding and the pieces of prompts, and some 400 MB of rows where D is 2,048.
+MOST_COPIES = 32_768
 
 
 # ---- tiles
@@ -158,6 +163,66 @@ def _narrowed(w: Params, x: jax.Array) -> Params:
     return {name: m if isinstance(m, Quantized) else m.astype(narrower(x.dtype, m.dtype)) for name, m in w.items()}
 
 
+# ---- kernel
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel) -> jax.Array:
+    """Sum by a kernel, which reads each chosen expert where it lies. The gradient is that of `by_tiles`.
+
+    So is the sum where the kernel does not take the arrays: quantised matrices, float32. Of more than MOST_COPIES
+    copies, some tokens are summed after the others. Largest buffers: rows of D in float32, of MOST_COPIES copies and a
+    tile of every expert. A token's copies are added in the order in which it chose them, whatever the other tokens
+    choose.
+    """
+    (n, k), matrices = chosen.shape, _narrowed(w, x)
+    if any(isinstance(m, Quantized) for m in matrices.values()):
+        return by_tiles(x, share, chosen, w, total)
+    rows = x.astype(matrices["gate"].dtype)
+    if not kernel.fits(rows, **matrices):
+        return by_tiles(x, share, chosen, w, total)
+    one = functools.partial(_sum_by_kernel, w=matrices, total=total, kernel=kernel)
+    turns = -(-chosen.size // MOST_COPIES)
+    if turns == 1:
+        return one(rows, share, chosen)
+    parts = [
+        jnp.pad(a, ((0, -n % turns), (0, 0)), constant_values=filler).reshape(turns, -1, a.shape[1])
+        for a, filler in ((rows, 0), (share, 0), (chosen, matrices["gate"].shape[0]))
+    ]
+    return jax.lax.map(lambda part: one(*part), parts).reshape(-1, x.shape[1])[:n]
+
+
+def _sum_by_kernel(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel
+) -> jax.Array:
+    E, k = w["gate"].shape[0], chosen.shape[1]
+    tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
+    y = kernel.swiglu(_taken(x, tiles.copies // k), tiles.owners, tiles.used, **w).reshape(-1, x.shape[1])
+    rows = jnp.arange(tiles.copies.size, dtype=jnp.int32)
+    place = jnp.zeros(chosen.size, jnp.int32).at[tiles.copies.reshape(-1)].set(rows, mode="drop").reshape(chosen.shape)
+
+    def part(i: int) -> jax.Array:
+        # Rows of no copy hold anything.
+        out = y.at[place[:, i]].get(mode="promise_in_bounds") * share[:, i, None]
+        return jnp.where(chosen[:, i, None] < E, out, 0)
+
+    return functools.reduce(jnp.add, [part(i) for i in range(k)])
+
+
+def _by_kernel_forward(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel
+) -> tuple[jax.Array, Inputs]:
+    return by_kernel(x, share, chosen, w, total, kernel), (x, share, chosen, w)
+
+
+def _by_kernel_backward(
+    total: int, kernel: op.Kernel, saved: Inputs, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, Params]:
+    return _by_tiles_backward(total, AT_ONCE, saved, gradient)
+
+
+by_kernel.defvjp(_by_kernel_forward, _by_kernel_backward)
+
 # ---- ragged_dot
 
 
@@ -216,3 +281,10 @@ grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 # By `jax.Device.platform`; other platforms use `by_tiles`. A CPU multiplies one tile at a time: copying the matrices of
 # several experts costs more than the matmuls (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).
 SUMS: dict[str, ExpertSum] = {"cpu": functools.partial(by_tiles, at_once=1), "tpu": by_ragged_dot}
+
+
+def sum_of(device: jax.Device) -> ExpertSum:
+    """Return how a device sums its experts: by its kernel, where it has one."""
+    if kernel := op.kernel_of(device):
+        return functools.partial(by_kernel, kernel=kernel)
+    return SUMS.get(device.platform, by_tiles)
