@@ -34,7 +34,6 @@ def fits(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> bool:
 def swiglu(
     rows: jax.Array,
     owners: jax.Array,
-    used: jax.Array,
     gate: jax.Array,
     up: jax.Array,
     down: jax.Array,
@@ -42,14 +41,15 @@ def swiglu(
 ) -> jax.Array:
     """Compute as `reference.swiglu`: sums and SwiGLU in float32; what goes into the last matmul is bfloat16.
 
-    Raises ValueError for tiles of more than MOST_ROWS rows or of no multiple of 8. Reads the 6 D F bytes of a tile's expert. Tiles of one expert stand side by side in the grid: they run at the same
-    time, and the cache answers all but the first.
+    Reads the 6 D F bytes of a tile's expert. Tiles of one expert stand side by side in the grid: they run at the same
+    time, and the cache answers all but the first. Raises ValueError for tiles of more than MOST_ROWS rows, or of a
+    number that 8 does not divide.
     """
     J, M, D = rows.shape
     F = gate.shape[2]
     if M % 8 or M > MOST_ROWS:
         raise ValueError(f"tiles of {M} rows: the kernel takes 8, 16 .. {MOST_ROWS}")
-    run = functools.partial(_tiles, owners=owners, used=used.reshape(1), interpret=interpret)
+    run = functools.partial(_tiles, owners=owners, interpret=interpret)
 
     def of_both(matrices: Sequence[Any], column: jax.Array) -> list[Block]:
         return [(matrix, column * BLOCK) for matrix in matrices]
@@ -74,7 +74,6 @@ def _tiles(
     finish: Callable[..., list[jax.Array]],
     out: jax.ShapeDtypeStruct,
     owners: jax.Array,
-    used: jax.Array,
     interpret: object,
     width: int = BLOCK,
 ) -> jax.Array:
@@ -89,17 +88,18 @@ def _tiles(
     (_, M, D), dtype, interpreted = rows.shape, rows.dtype, interpret is not None
 
     def grouped_matmul(*refs: Any) -> None:
-        rows_ref, owners_ref, used_ref, *rest = refs
+        rows_ref, owners_ref, *rest = refs
         given, (out_ref, x, w, barriers, *results) = rest[: len(matrices)], rest[len(matrices) :]
         tile, column = jax.lax.axis_index("tile"), jax.lax.axis_index("column")
+        owner = owners_ref[tile]
 
         def compute() -> None:
-            copy = _copies(rows_ref, owners_ref[tile], blocks(given, column), tile, x, w, barriers)
+            copy = _copies(rows_ref, owner, blocks(given, column), tile, x, w, barriers)
             found = finish(*_sums(D // BLOCK, copy, x, w, barriers, interpreted))
             places = [out_ref.at[tile, :, pl.ds(column * width + i * BLOCK, BLOCK)] for i in range(len(results))]
             _store(found, results, places, interpreted)
 
-        pl.when(tile < used_ref[0])(compute)
+        pl.when(owner < matrices[0].shape[0])(compute)
 
     return plgpu.kernel(
         grouped_matmul,
@@ -113,7 +113,7 @@ def _tiles(
         grid=(rows.shape[0], out.shape[2] // width),
         grid_names=("tile", "column"),
         interpret=interpret,
-    )(rows, owners, used, *matrices)
+    )(rows, owners, *matrices)
 
 
 def _tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:

@@ -11,8 +11,8 @@ import jax
 
 from kernels_pallas.grouped import gpu
 
-# (rows [J, M, D], owners [J], used [], gate, up [E, D, F], down [E, F, D]) -> [J, M, D] float32
-SwiGlu = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (rows [J, M, D], owners [J], gate, up [E, D, F], down [E, F, D]) -> [J, M, D] float32
+SwiGlu = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

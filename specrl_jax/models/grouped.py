@@ -37,8 +37,9 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array, Params]  # (x, share, chosen, w)
 SMALLEST, LARGEST = 8, 128
 # Copies in the tiles of one batched matmul, which copies the matrices of each tile: enough to fill a GPU.
 AT_ONCE = 4096
-# Copies that one call of a kernel sums: decoding and the pieces of prompts, and some 400 MB of rows where D is 2,048.
-MOST_COPIES = 32_768
+# Copies that one call of a kernel sums: more than decoding has, and a tile of LARGEST for each of 128 experts. Its rows
+# take 450 MB where D is 2,048.
+MOST_COPIES = 16_384
 
 
 # ---- tiles
@@ -102,7 +103,7 @@ class Tiles(NamedTuple):
     """n k copies of tokens, laid out by expert; the tiles in use come first."""
 
     copies: jax.Array  # [J, M] int32, token * k + which of its experts; n k in empty rows
-    owners: jax.Array  # [J] int32, the expert of each tile
+    owners: jax.Array  # [J] int32, the expert of each tile; E: not used
     used: jax.Array  # [] int32, tiles that hold a copy
     k: int
     at_once: int  # tiles of one batched matmul; divides J
@@ -131,17 +132,23 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
     J = -(-J // at_once) * at_once
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
-    sizes = jnp.zeros(E, jnp.int32).at[chosen].add(1, mode="drop")
+    # Comparisons, not scatters and scans: each is one kernel of a GPU.
+    expert, tile = jnp.arange(E, dtype=jnp.int32), jnp.arange(J, dtype=jnp.int32)
+    sizes = (chosen[None] == expert[:, None]).sum(axis=1, dtype=jnp.int32)
     tiles = -(-sizes // M)
-    end = jnp.cumsum(tiles)
-    tile = jnp.arange(J, dtype=jnp.int32)
-    owners = jnp.minimum((tile[:, None] >= end[None]).sum(axis=1, dtype=jnp.int32), E - 1)
+    earlier = expert[None] < expert[:, None]
+    first, start = (jnp.where(earlier, a[None], 0).sum(axis=1, dtype=jnp.int32) for a in (tiles, sizes))
+    owners = (tile[:, None] >= (first + tiles)[None]).sum(axis=1, dtype=jnp.int32)
+
+    def of_tile(a: jax.Array) -> jax.Array:
+        return a.at[owners].get(mode="fill", fill_value=0)[:, None]
+
     # For each row: the number of copies of its expert before it.
-    before = ((tile - (end - tiles)[owners]) * M)[:, None] + jnp.arange(M, dtype=jnp.int32)[None]
-    place = (jnp.cumsum(sizes) - sizes)[owners][:, None] + before
+    before = (tile[:, None] - of_tile(first)) * M + jnp.arange(M, dtype=jnp.int32)[None]
     # Rows past the last copy, those of unused tiles too.
-    empty = before >= sizes[owners][:, None]
-    return Tiles(jnp.where(empty, copies, order[jnp.minimum(place, copies - 1)]), owners, end[-1], k, at_once)
+    empty = before >= of_tile(sizes)
+    place = jnp.minimum(of_tile(start) + before, copies - 1)
+    return Tiles(jnp.where(empty, copies, order[place]), owners, tiles.sum(), k, at_once)
 
 
 def _outputs(rows: jax.Array, share: jax.Array, w: Params) -> jax.Array:
@@ -175,37 +182,40 @@ def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, tota
     tile of every expert. A token's copies are added in the order in which it chose them, whatever the other tokens
     choose.
     """
-    (n, k), matrices = chosen.shape, _narrowed(w, x)
-    if any(isinstance(m, Quantized) for m in matrices.values()):
+    narrow, E = _narrowed(w, x), w["gate"].shape[0]
+    if any(isinstance(m, Quantized) for m in narrow.values()):
         return by_tiles(x, share, chosen, w, total)
-    rows = x.astype(matrices["gate"].dtype)
-    if not kernel.fits(rows, **matrices):
+    rows, matrices = x.astype(narrow["gate"].dtype), (narrow["gate"], narrow["up"], narrow["down"])
+    if not kernel.fits(rows, *matrices):
         return by_tiles(x, share, chosen, w, total)
-    one = functools.partial(_sum_by_kernel, w=matrices, total=total, kernel=kernel)
+
+    def one(x: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+        tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
+        y = kernel.swiglu(_taken(x, tiles.copies // tiles.k), tiles.owners, *matrices)
+        return _sums_of_copies(y, share, chosen, tiles)
+
     turns = -(-chosen.size // MOST_COPIES)
     if turns == 1:
         return one(rows, share, chosen)
     parts = [
-        jnp.pad(a, ((0, -n % turns), (0, 0)), constant_values=filler).reshape(turns, -1, a.shape[1])
-        for a, filler in ((rows, 0), (share, 0), (chosen, matrices["gate"].shape[0]))
+        jnp.pad(a, ((0, -len(a) % turns), (0, 0)), constant_values=filler).reshape(turns, -1, a.shape[1])
+        for a, filler in ((rows, 0), (share, 0), (chosen, E))
     ]
-    return jax.lax.map(lambda part: one(*part), parts).reshape(-1, x.shape[1])[:n]
+    return jax.lax.map(lambda part: one(*part), parts).reshape(-1, x.shape[1])[: len(x)]
 
 
-def _sum_by_kernel(
-    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel
-) -> jax.Array:
-    E, k = w["gate"].shape[0], chosen.shape[1]
-    tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
-    y = kernel.swiglu(_taken(x, tiles.copies // k), tiles.owners, tiles.used, **w).reshape(-1, x.shape[1])
+def _sums_of_copies(y: jax.Array, share: jax.Array, chosen: jax.Array, tiles: Tiles) -> jax.Array:
+    """Add up each token's rows of y [J, M, D] times its share: [n, D]. Rows of no copy may hold anything."""
+    n, k = chosen.shape
     rows = jnp.arange(tiles.copies.size, dtype=jnp.int32)
-    place = jnp.zeros(chosen.size, jnp.int32).at[tiles.copies.reshape(-1)].set(rows, mode="drop").reshape(chosen.shape)
+    place = jnp.full(n * k, -1, jnp.int32).at[tiles.copies.reshape(-1)].set(rows, mode="drop").reshape(n, k)
 
     def part(i: int) -> jax.Array:
-        # Rows of no copy hold anything.
-        out = y.at[place[:, i]].get(mode="promise_in_bounds") * share[:, i, None]
-        return jnp.where(chosen[:, i, None] < E, out, 0)
+        at = place[:, i]
+        taken = y.reshape(-1, y.shape[-1]).at[jnp.maximum(at, 0)].get(mode="promise_in_bounds")
+        return jnp.where(at[:, None] >= 0, taken * share[:, i, None], 0)
 
+    # One by one, not as a sum over an axis: in the order of the choices, and one kernel of a GPU.
     return functools.reduce(jnp.add, [part(i) for i in range(k)])
 
 

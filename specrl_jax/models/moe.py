@@ -255,7 +255,8 @@ class Exchange:
         here = w["gate"].shape[0]
         total = here * self.partition.num_shards("experts")
         names = self.axes("experts")
-        mine = chosen - (here * jax.lax.axis_index(names) if names else 0)
-        mine = jnp.where((mine >= 0) & (mine < here), mine, here)
-        rows, share, mine = (a.reshape(-1, a.shape[-1]) for a in (x, share, mine))
-        return sum_of(self.partition.mesh.devices.flat[0])(rows, share, mine, w, total).reshape(x.shape)
+        if names:
+            mine = chosen - here * jax.lax.axis_index(names)
+            chosen = jnp.where((mine >= 0) & (mine < here), mine, here)
+        rows, share, chosen = (a.reshape(-1, a.shape[-1]) for a in (x, share, chosen))
+        return sum_of(self.partition.mesh.devices.flat[0])(rows, share, chosen, w, total).reshape(x.shape)
