@@ -10,17 +10,18 @@ from collections.abc import Callable
 import jax
 
 from kernels_pallas.grouped import gpu
+from kernels_pallas.grouped.types import Matrices
 
-# (rows [J, M, D], owners [J], gate, up [E, D, F], down [E, F, D]) -> [J, M, D] float32
-SwiGlu = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (rows [J, M, D], owners [J], matrices) -> [J, M, D] float32
+SwiGlu = Callable[[jax.Array, jax.Array, Matrices], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A platform's kernel, and which of one device's arrays (x [n, D], gate, up, down) it takes."""
+    """A platform's kernel, and which of one device's arrays (x [n, D], matrices) it takes."""
 
     swiglu: SwiGlu
-    fits: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], bool]
+    fits: Callable[[jax.Array, Matrices], bool]
 
 
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.grouped import op
+from kernels_pallas.grouped.types import Matrices
 from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.layers import einsum, matmul, narrower
 from specrl_jax.models.quantized import Quantized
@@ -177,21 +178,18 @@ def _narrowed(w: Params, x: jax.Array) -> Params:
 def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel) -> jax.Array:
     """Sum by a kernel, which reads each chosen expert where it lies. The gradient is that of `by_tiles`.
 
-    So is the sum where the kernel does not take the arrays: quantised matrices, float32. Of more than MOST_COPIES
+    So is the sum where the kernel does not take the arrays, as float32 and matrices in 4 bits. Of more than MOST_COPIES
     copies, some tokens are summed after the others. Largest buffers: rows of D in float32, of MOST_COPIES copies and a
     tile of every expert. A token's copies are added in the order in which it chose them, whatever the other tokens
     choose.
     """
-    narrow, E = _narrowed(w, x), w["gate"].shape[0]
-    if any(isinstance(m, Quantized) for m in narrow.values()):
-        return by_tiles(x, share, chosen, w, total)
-    rows, matrices = x.astype(narrow["gate"].dtype), (narrow["gate"], narrow["up"], narrow["down"])
-    if not kernel.fits(rows, *matrices):
+    E, rows, matrices = w["gate"].shape[0], x.astype(narrower(x.dtype, w["gate"].dtype)), _matrices(_narrowed(w, x))
+    if not kernel.fits(rows, matrices):
         return by_tiles(x, share, chosen, w, total)
 
     def one(x: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
         tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
-        y = kernel.swiglu(_taken(x, tiles.copies // tiles.k), tiles.owners, *matrices)
+        y = kernel.swiglu(_taken(x, tiles.copies // tiles.k), tiles.owners, matrices)
         return _sums_of_copies(y, share, chosen, tiles)
 
     turns = -(-chosen.size // MOST_COPIES)
@@ -202,6 +200,14 @@ def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, tota
         for a, filler in ((rows, 0), (share, 0), (chosen, E))
     ]
     return jax.lax.map(lambda part: one(*part), parts).reshape(-1, x.shape[1])[: len(x)]
+
+
+def _matrices(w: Params) -> Matrices:
+    """Return the matrices as a kernel takes them."""
+    given = [w[name] for name in ("gate", "up", "down")]
+    if not isinstance(given[0], Quantized):
+        return Matrices(*given)
+    return Matrices(*[m.values for m in given], scales=(given[0].scale, given[1].scale, given[2].scale))
 
 
 def _sums_of_copies(y: jax.Array, share: jax.Array, chosen: jax.Array, tiles: Tiles) -> jax.Array:

@@ -8,10 +8,10 @@ from kernels_pallas.grouped import op, reference
 from specrl_jax.models import grouped
 
 
-def defined(rows, owners, gate, up, down):
+def defined(rows, owners, w):
     """The kernel's definition, which like a kernel leaves anything in tiles that are not used."""
-    out = reference.swiglu(rows, owners, gate, up, down)
-    return jnp.where((owners < len(gate))[:, None, None], out, jnp.nan)
+    out = reference.swiglu(rows, owners, w)
+    return jnp.where((owners < len(w.gate))[:, None, None], out, jnp.nan)
 
 
-by_kernel = functools.partial(grouped.by_kernel, kernel=op.Kernel(defined, lambda x, gate, up, down: True))
+by_kernel = functools.partial(grouped.by_kernel, kernel=op.Kernel(defined, lambda x, w: True))

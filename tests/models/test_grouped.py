@@ -150,14 +150,20 @@ def test_sums_by_the_interpreted_kernel():
 
 
 def test_what_a_kernel_does_not_take_is_summed_by_tiles():
-    """Quantised matrices, and what `fits` says."""
+    x, share, chosen, w = draw("anywhere")
+    arguments = *narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w), TOTAL
+    kernel = op.Kernel(lambda *_: pytest.fail("the kernel ran"), lambda *_: False)
+    np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
     x, share, chosen, w = draw("anywhere")
     x, share, w = narrow((x, share, w))
-    stored = {name: quantize(m, (1,), "int8", jnp.dtype(jnp.float32)) for name, m in w.items()}
-    for matrices, takes in ((stored, True), (w, False)):
-        kernel = op.Kernel(lambda *_: pytest.fail("the kernel ran"), lambda *_, takes=takes: takes)
-        arguments = x, share, jnp.asarray(chosen, jnp.int32), matrices, TOTAL
-        np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
+    stored = {name: quantize(m, (1,), kind, jnp.dtype(jnp.float32)) for name, m in w.items()}
+    plain = {name: m.numbers(jnp.float32) * m.scale for name, m in stored.items()}
+    found = by_kernel(x, share, jnp.asarray(chosen, jnp.int32), stored, TOTAL)
+    np.testing.assert_allclose(found, by_loop(x, share, chosen, plain), atol=1e-5, rtol=0)
 
 
 class Device:
