@@ -204,10 +204,10 @@ def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, tota
 
 def _matrices(w: Params) -> Matrices:
     """Return the matrices as a kernel takes them."""
-    given = [w[name] for name in ("gate", "up", "down")]
-    if not isinstance(given[0], Quantized):
-        return Matrices(*given)
-    return Matrices(*[m.values for m in given], scales=(given[0].scale, given[1].scale, given[2].scale))
+    gate, up, down = w["gate"], w["up"], w["down"]
+    if isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
+        return Matrices(gate.values, up.values, down.values, (gate.scale, up.scale, down.scale))
+    return Matrices(gate, up, down)
 
 
 def _sums_of_copies(y: jax.Array, share: jax.Array, chosen: jax.Array, tiles: Tiles) -> jax.Array:

@@ -22,44 +22,66 @@ from tests.helpers.abstract import inference_weights
 pytestmark = pytest.mark.slow
 
 MODEL, BF16 = qwen3.preset("qwen3_30b_a3b"), jnp.dtype("bfloat16")
-EXPERT = 3 * 2 * MODEL.embed * MODEL.mlp  # bytes
-# Bytes of what else a layer has: query, key, value and output matrices, and the router.
-REST = 2 * MODEL.embed * (2 * (MODEL.heads + MODEL.kv_heads) * MODEL.head_dim + MODEL.experts)
+D, F = MODEL.embed, MODEL.mlp
+
+
+def expert_bytes(quantize="none"):
+    """Bytes of one expert of a layer; of 8-bit ones with their scales."""
+    return 3 * D * F * 2 if quantize == "none" else 3 * D * F + 2 * (2 * F + D)
+
+
+def rest_bytes(quantize="none"):
+    """Bytes of what else a layer has: the router, and query, key, value and output matrices."""
+    return 2 * D * MODEL.experts + 2 * D * (MODEL.heads + MODEL.kv_heads) * MODEL.head_dim * (
+        1 if quantize != "none" else 2
+    )
 
 
 @functools.cache
-def compiled(kind, B, layers):
+def compiled(kind, B, layers, quantize="none"):
     """Return (program, pages of its pool)."""
     if not targets.installed("cuda"):
         pytest.skip("requirements-aot.txt is not installed")
     partition = partitioner(make_mesh({"tensor": 1}, targets.devices("cuda")[:1]), ROLLOUT)
     limits = EngineConfig(B, 512, 1536, 64, sizes=(8,), prefill_rows=8, page_tokens=64, prefill_tokens=512)
     model = dataclasses.replace(MODEL, layers=layers)
-    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
+    config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16, quantize)
     made = make_rollout_engine(model, None, NO_DRAFTER, config, CharTokenizer(), partition)
-    weights = inference_weights(model, None, BF16, partition)
+    weights = inference_weights(model, None, BF16, partition, quantize)
     return made.compiled.lower(Program(kind, B, 0), weights).compile(), made.config.shard_pages
 
 
-def iterations(B):
+def iterations(B, quantize="none"):
     """Return what an iteration of one and of two layers moves, without live pages."""
-    found = [compiled("decode", B, layers) for layers in (1, 2)]
+    found = [compiled("decode", B, layers, quantize) for layers in (1, 2)]
     return [iteration_bytes(program.as_text(), pages) for program, pages in found]
+
+
+def layer(B, quantize="none"):
+    """Return what a layer adds to an iteration: (bytes, kernels)."""
+    one, two = iterations(B, quantize)
+    assert not one.blocks and not two.blocks  # no loop in the loop
+    return two.fixed - one.fixed, two.kernels - one.kernels
+
+
+def needed(B, quantize="none"):
+    return min(MODEL.experts, B * MODEL.experts_per_token) * expert_bytes(quantize) + rest_bytes(quantize)
 
 
 @pytest.mark.parametrize("B", [8, 128])
 def test_a_layer_reads_each_chosen_expert_once(B):
-    """Each row chooses 8 of 128: together 64 at most, or all. One read more of each would be 1.5 or twice as much."""
-    one, two = iterations(B)
-    assert not one.blocks and not two.blocks  # no loop in the loop
-    needed = min(MODEL.experts, B * MODEL.experts_per_token) * EXPERT + REST
-    assert needed < two.fixed - one.fixed < 1.2 * needed
+    """Each row chooses 8 of 128: together 64 at most, or all. Reading each twice would be nearly twice as much."""
+    assert needed(B) < layer(B)[0] < 1.2 * needed(B)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_experts_in_8_bits_save_what_they_are_smaller(quantize):
+    assert layer(128, quantize)[0] < layer(128)[0] - 0.97 * (needed(128) - needed(128, quantize))
 
 
 def test_a_layer_takes_few_kernels():
     """Of the experts five of router and top-k, six that lay out the tiles, a gather, the kernel's two, and the sum."""
-    one, two = iterations(128)
-    assert two.kernels - one.kernels <= 28
+    assert layer(128)[1] <= 28
 
 
 @pytest.mark.parametrize("kind", ["decode", "refill"])
@@ -68,6 +90,6 @@ def test_no_expert_is_copied(kind):
     program, _ = compiled(kind, 128, 2)
     rows = MOST_COPIES + MODEL.experts * LARGEST if kind == "refill" else 0
     # The rows, their results in float32, and between them the hidden ones.
-    expected = 4 * 128 * MODEL.vocab + rows * (6 * MODEL.embed + 2 * MODEL.mlp)
+    expected = 4 * 128 * MODEL.vocab + rows * (6 * D + 2 * F)
     assert "/grouped_matmul/" in program.as_text()
-    assert program.memory_analysis().temp_size_in_bytes < expected + 0.1 * MODEL.experts * EXPERT
+    assert program.memory_analysis().temp_size_in_bytes < expected + 0.1 * MODEL.experts * expert_bytes()
