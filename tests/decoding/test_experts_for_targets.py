@@ -1,8 +1,9 @@
-"""Experts on a GPU: each chosen one is read once, where it lies; two layers of Qwen3-30B-A3B, without a device."""
+"""Experts on accelerators: chosen ones are read once, where they lie; Qwen3-30B-A3B compiled without a device."""
 
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -13,7 +14,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.models import qwen3
-from specrl_jax.models.grouped import LARGEST, MOST_COPIES
+from specrl_jax.models.grouped import LARGEST, MOST_COPIES, by_ragged_dot
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
 from tests.helpers import targets
@@ -93,3 +94,18 @@ def test_no_expert_is_copied(kind):
     expected = 4 * 128 * MODEL.vocab + rows * (6 * D + 2 * F)
     assert "/grouped_matmul/" in program.as_text()
     assert program.memory_analysis().temp_size_in_bytes < expected + 0.1 * MODEL.experts * expert_bytes()
+
+
+def test_a_tpu_copies_no_expert():
+    """Its compiler makes kernels of `ragged_dot`; copies for tiles, or products with all, would be as large as these."""
+    if not targets.installed("tpu"):
+        pytest.skip("requirements-aot.txt is not installed")
+    B, E, k = 128, MODEL.experts, MODEL.experts_per_token
+
+    def of(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    w = {"gate": of(BF16, E, D, F), "up": of(BF16, E, D, F), "down": of(BF16, E, F, D)}
+    given = of(BF16, B, D), of(jnp.float32, B, k), of(jnp.int32, B, k), w
+    found = targets.compiled("tpu", lambda *given: by_ragged_dot(*given, E), *given).memory_analysis()
+    assert found.temp_size_in_bytes < 0.02 * E * expert_bytes()
