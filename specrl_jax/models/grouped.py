@@ -1,4 +1,4 @@
-"""Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in two implementations.
+"""Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in three implementations.
 
     tiles        copies of tokens in tiles of one expert each, batched matmuls of tiles; any platform
     kernel       the same tiles, each read by a kernel that takes its expert's matrices from where they lie
@@ -10,7 +10,7 @@ tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by
 0.10.2, whatever the flags). On a CPU, one matmul of 4,096 copies of width 192 takes 6 ms in tiles and 62 by ragged_dot
 with 8 experts, 7.5 and 517 with 64.
 
-Both map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
+All map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
 share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this device, out of `total`. A copy with
 `chosen` = E belongs to another device and adds nothing.
 """

@@ -97,7 +97,7 @@ def test_no_expert_is_copied(kind):
 
 
 def test_a_tpu_copies_no_expert():
-    """Its compiler makes kernels of `ragged_dot`; copies for tiles, or products with all, would be as large as these."""
+    """Its compiler makes kernels of `ragged_dot`; copies for tiles or products with all would be as large as these."""
     if not targets.installed("tpu"):
         pytest.skip("requirements-aot.txt is not installed")
     B, E, k = 128, MODEL.experts, MODEL.experts_per_token
