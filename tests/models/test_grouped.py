@@ -12,6 +12,7 @@ from specrl_jax.models import grouped
 from specrl_jax.models.quantized import quantize
 from tests.helpers.grouped import by_kernel
 from tests.helpers.interpreted import GPU
+from tests.helpers.slow import slow_but
 
 D, F, E, N, K = 12, 20, 5, 23, 3  # E of TOTAL experts are here
 TOTAL = 8
@@ -123,15 +124,13 @@ def test_rows_of_no_group_reach_nothing(monkeypatch):
 # ---- kernel
 
 
-@pytest.mark.parametrize("fall", FALLS)
+@pytest.mark.parametrize("fall", slow_but(["anywhere"], FALLS))
 def test_more_copies_than_one_call_takes_are_summed_one_part_after_the_other(fall, monkeypatch):
     x, share, chosen, w = draw(fall)
-    x, share, w = narrow((x, share, w))
-    whole = by_kernel(x, share, jnp.asarray(chosen, jnp.int32), w, TOTAL)
-    monkeypatch.setattr(grouped, "MOST_COPIES", 30)  # 10 of the 23 tokens, in three parts of 8
-    parts = by_kernel(x, share, jnp.asarray(chosen, jnp.int32), w, TOTAL)
-    # Tiles of other sizes: sums in another order.
-    np.testing.assert_allclose(parts, whole, atol=1e-5, rtol=0)
+    monkeypatch.setattr(grouped, "MOST_COPIES", 30)  # of 10 of the 23 tokens: three parts of 8
+    run = jax.jit(functools.partial(by_kernel, total=TOTAL))
+    found = run(*narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w))
+    np.testing.assert_allclose(found, by_loop(x, share, chosen, w), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -156,13 +155,13 @@ def test_what_a_kernel_does_not_take_is_summed_by_tiles():
     np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", slow_but(["int8"], ["int8", "fp8"]))
 def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
     x, share, chosen, w = draw("anywhere")
     x, share, w = narrow((x, share, w))
     stored = {name: quantize(m, (1,), kind, jnp.dtype(jnp.float32)) for name, m in w.items()}
     plain = {name: m.numbers(jnp.float32) * m.scale for name, m in stored.items()}
-    found = by_kernel(x, share, jnp.asarray(chosen, jnp.int32), stored, TOTAL)
+    found = jax.jit(functools.partial(by_kernel, total=TOTAL))(x, share, jnp.asarray(chosen, jnp.int32), stored)
     np.testing.assert_allclose(found, by_loop(x, share, chosen, plain), atol=1e-5, rtol=0)
 
 
