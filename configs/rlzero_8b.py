@@ -56,6 +56,7 @@ def get_config(arg: str = ""):
     c.steps = 400
     c.policy.preset = "qwen3_8b"
     c.policy.path = "checkpoints/Qwen3-8B-Base"
+    c.policy.remat = "selective"
     c.rollout.max_response_tokens = 8192
     c.rollout.num_slots = 1024
     c.grpo.prompts_per_step = 64

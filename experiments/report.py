@@ -56,6 +56,7 @@ CLAIM_FOLDERS = {
     "online_adaptation": ClaimFolder("Tables 3 and 5: drafts that learn online", "report"),
     "accuracy_parity": ClaimFolder("accuracy with and without speculation"),
     "async_lag": ClaimFolder("asynchronous rollouts"),
+    "quantized_rollouts": ClaimFolder("rollouts with quantised weights"),
     "verification_rules": ClaimFolder("exact verification rules"),
     "scale_projection": ClaimFolder("235B, simulated", "claims", "large.csv"),
 }

@@ -36,6 +36,7 @@ SWEEPS = {
     "step_breakdown": (ZERO, THINK),
     "draft_length": (ZERO, THINK),
     "async_lag": (TINY,),
+    "quantized_rollouts": (TINY,),
 }
 # These get all cores: the paper's two timed tables, and a sweep that divides devices. The others compare within one
 # process, or compare no times.

@@ -38,7 +38,7 @@ LEARNER = {
 # Decoding reads every weight once per iteration, so weights are split only where the matmul stays local (tensor) and
 # are whole along `embed`: an all-gather per layer and token would cost more than the memory it saves. Its rows are one
 # or a few tokens long, so the devices of the sequence axis take rows too.
-ROLLOUT = LEARNER | {"embed": (), "sequence": (), "batch": ("data", "fsdp", "expert", "sequence")}
+ROLLOUT = LEARNER | {"embed": (), "sequence": (), "batch": ("data", "fsdp", "sequence", "expert")}
 
 
 class Spec(Protocol):
@@ -62,8 +62,7 @@ class Partitioner:
 
         Raises InputError where two dimensions of one array would use the same mesh axis.
         """
-        rules = dict(self.rules)
-        entries = [rules[axis] if axis else () for axis in axes]
+        entries = [self.axes(axis) if axis else () for axis in axes]
         used = [name for entry in entries for name in entry if self.mesh.shape[name] > 1]
         for name in set(used):
             if used.count(name) > 1:
@@ -84,8 +83,12 @@ class Partitioner:
         return NamedSharding(self.mesh, self.spec(axes))
 
     def axes(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes that a logical axis is split over, for collectives inside `shard_map`."""
-        return dict(self.rules)[axis]
+        """Return the mesh axes that a logical axis is split over, for collectives inside `shard_map`.
+
+        Without those of a `shard_map` that is being traced: its arrays are a device's own along them.
+        """
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(name for name in dict(self.rules)[axis] if name not in taken)
 
     def num_shards(self, axis: str) -> int:
         """Return the number of shards of a logical axis."""
@@ -97,7 +100,17 @@ class Partitioner:
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin an activation inside jit to the sharding of its logical axes."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(axes)))
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if context.manual_axes else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(axes)))
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Return the mesh axes whose devices have rows of their own and equal weights."""
+        rules = dict(self.rules)
+        rows = ("batch", "sampled_rows", "sequence")
+        split = {name for axis, names in rules.items() if axis not in rows for name in names}
+        return tuple(name for name in rules["batch"] if name not in split)
 
     def sums(self, dtype: jnp.dtype) -> jnp.dtype | None:
         """Return the dtype in which devices of `heads` and `mlp` add their parts of activations of `dtype`: that dtype.

@@ -8,6 +8,7 @@ import pytest
 
 from specrl_jax import accelerator_flags
 from specrl_jax.accelerator_flags import XLA_FLAGS, find_accelerator, find_unknown, flags_for
+from specrl_jax.dry_run import targets
 from tests.helpers.runs import ROOT
 
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler"
@@ -53,6 +54,32 @@ def test_the_installed_xla_starts_with_the_flags_of_a_gpu_and_dies_of_one_that_i
     assert not found.unknown and start_jax(**found.variables).returncode == 0
     died = start_jax(XLA_FLAGS="--xla_gpu_such_as_none=true")
     assert died.returncode and b"Unknown flag" in died.stderr
+
+
+GATHER = """
+import os, sys
+from specrl_jax.accelerator_flags import flags_for
+from specrl_jax.dry_run.targets import TARGETS
+target = TARGETS[sys.argv[1]]
+os.environ |= flags_for(target.accelerator, {}).variables
+os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(target.devices(4), ("fsdp",))
+x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+jax.jit(jnp.dot, out_shardings=NamedSharding(mesh, PartitionSpec())).trace(x, x).lower().compile()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200", "gb200", "v5p", "v6e"])
+def test_a_gather_compiles_under_the_flags_of_its_accelerator(target):
+    """In a process of its own: libtpu reads its flags once."""
+    if not targets.installed(targets.TARGETS[target]):
+        pytest.skip("requirements-aot.txt is not installed")
+    program = [sys.executable, "-c", GATHER, target]
+    ran = subprocess.run(program, env=os.environ | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_a_flag_that_xla_dropped_or_never_had_is_not_set_and_named(monkeypatch):

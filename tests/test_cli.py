@@ -87,7 +87,7 @@ def assert_refused(call, tmp_path, overrides, words, config=SMOKE):
         (["--config.steps=many"], ["config.steps", "many"]),
         (["--config.steps=1.5"], ["config.steps", "1.5"]),
         (["--config.optimizer.learning_rate=fast"], ["config.optimizer.learning_rate", "fast"]),
-        (["--config.policy.remat=maybe"], ["config.policy.remat", "maybe"]),
+        (["--config.draft.online=maybe"], ["config.draft.online", "maybe"]),
         (["--config.grpo=3"], ["grpo"]),
         (["--workdri=x"], ["workdri", "workdir"]),
         (["steps=3"], ["steps=3", "--config.key=value"]),

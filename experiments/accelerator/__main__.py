@@ -17,6 +17,8 @@ from specrl_jax.errors import fail
 
 TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
 COMPILED = ("decode", "prefill", "rollouts", "learner", "training")  # parts that have programs
+# Heads read three layers of either, as of a whole model: of fewer than three they read fewer, and are smaller.
+DEPTHS = (4, 6)
 # By default XLA launches kernels one by one while it is profiled, and gaps would be those of another program.
 PROFILE = "--xla_enable_command_buffers_during_profiling"
 
@@ -30,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="runs/accelerator", help="folder")
     parser.add_argument("--compile", nargs="+", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument(
-        "--depths", nargs=2, type=int, default=(2, 4), help="layers of what --compile compiles and extends to all"
+        "--depths", nargs=2, type=int, default=DEPTHS, help="layers of what --compile compiles and extends to all"
     )
     parser.add_argument("--parts", nargs="+", choices=COMPILED, default=COMPILED, help="of --compile; all by default")
     a = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ from specrl_jax.dry_run.measure import read_text
 from specrl_jax.dry_run.phases import find_phases
 from specrl_jax.dry_run.run import with_layers
 from specrl_jax.dry_run.targets import TARGETS, HardwareTarget, installed
-from specrl_jax.dry_run.traffic import Pool, traffic
+from specrl_jax.dry_run.traffic import Pool, Traffic, traffic
 from specrl_jax.errors import fail
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import make_plan
@@ -53,7 +53,10 @@ class Task(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the compiler says of a program, in bytes but for `kernels`; None: it does not show its program."""
+    """What the compiler says of a program, in bytes but for `kernels`.
+
+    None: it does not show its program, or attention runs in blocks, a loop whose turns no program says.
+    """
 
     fixed: float | None  # moved with no live page
     most: float | None  # with every page live
@@ -69,14 +72,8 @@ def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int,
     Args:
       depths: layers of programs that are extended.
     """
-    missing = [name for name in targets if not installed(TARGETS[name])]
-    if missing:
-        return fail(f"--compile {' '.join(missing)}: pip install -r requirements-aot.txt has the compilers")
-    # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
-    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
-    for name in targets:
-        os.environ.update(flags_for(TARGETS[name].accelerator, os.environ).variables)
-    jax.config.update("jax_platforms", "cpu")
+    if status := open_compilers(targets):
+        return status
     os.makedirs(output, exist_ok=True)
     failed = 0
     with open(os.path.join(output, "programs.csv"), "w", newline="", encoding="utf-8") as file:
@@ -89,6 +86,19 @@ def compile_for(targets: list[str], output: str, small: bool, depths: tuple[int,
                 failed += bool(row.get("error"))
                 print(name, row, flush=True)
     return 1 if failed else 0
+
+
+def open_compilers(targets: Sequence[str]) -> int:
+    """Set the environment that compiling for the targets needs; return an exit status, 0 where compilers are here."""
+    missing = [name for name in targets if not installed(TARGETS[name])]
+    if missing:
+        return fail(f"{' '.join(missing)}: pip install -r requirements-aot.txt has the compilers")
+    # No driver is here and none is needed; a TPU's compiler need not ask whose machine it is on.
+    os.environ |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    for name in targets:
+        os.environ.update(flags_for(TARGETS[name].accelerator, os.environ).variables)
+    jax.config.update("jax_platforms", "cpu")
+    return 0
 
 
 def target_rows(target: HardwareTarget, small: bool, depths: tuple[int, int], parts: Sequence[str]) -> Iterator[Row]:
@@ -209,11 +219,17 @@ def read(compiled: jax.stages.Compiled, pages: int) -> Found:
         return Found(None, None, None, *memories)
     if pages:
         iteration = iteration_bytes(text, pages)
+        if iteration.blocks:
+            return Found(None, None, None, *memories)
         return Found(iteration.fixed, iteration.most, iteration.kernels, *memories)
-    whole = traffic(text, Pool(1, 1))
-    # Loops of unknown turns count once.
-    total = sum((loop.turn for loop in whole.loops), whole)
-    return Found(total.bytes, total.bytes, total.kernels, *memories)
+    moved, kernels = once(traffic(text, Pool(1, 1)))
+    return Found(moved, moved, kernels, *memories)
+
+
+def once(found: Traffic) -> tuple[int, int]:
+    """Return bytes and kernels where every loop of unknown turns, also one inside another, runs once."""
+    inner = [once(loop.turn) for loop in found.loops]
+    return found.bytes + sum(x for x, _ in inner), found.kernels + sum(n for _, n in inner)
 
 
 def extended(found: list[Found], depths: tuple[int, ...], layers: int) -> Found:

@@ -27,7 +27,7 @@ ROLLOUTS, GROUP, PROMPT, TENSOR = 1024, 16, 200.0, 4
 LIMIT = 16_384.0
 # Table 1's logprob and train seconds are equal for two workloads whose generation differs by a third: rows are padded
 # to one limit. NeMo-RL's logprob phase scores policy and reference; no layer is recomputed.
-SCORED, REMAT = 2, False
+SCORED, REMAT = 2, "none"
 # Concurrent sequences are not limited: vLLM's default (256 or more per engine) exceeds a replica's share, its cache is
 # paged, and the learner is offloaded while it runs.
 SLOTS = 65_536

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen, ungrouped
+from kernels_pallas.attention.types import KEYS, VALUES, find, grouped, last_seen, ungrouped
 
 BLOCK = 64  # positions
 FEWEST_ROWS = 4  # of a group of rows that goes on by itself
@@ -112,7 +112,7 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
       pool: [C, T, ...], or [C, K, 2, T, H] for new [B, Q, K, 2, H].
     """
     axis = 3 if new.ndim == 5 else 1
-    page, offset = _find(table, positions, len(pool), pool.shape[axis])
+    page, offset = find(table, positions, len(pool), pool.shape[axis])
     index: tuple[jax.Array, ...] = page, offset
     if axis == 3:
         # Heads are indices too: of a slice, XLA on a TPU would keep the pool in another layout, and copy it to read it.
@@ -123,13 +123,7 @@ def write(pool: jax.Array, table: jax.Array, positions: jax.Array, new: jax.Arra
 
 def read(pool: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
     """Read `positions` [B, Q] of the rows' pages in a pool [C, T, ...]; zeros where a row has no page."""
-    return loaded(pool.at[_find(table, positions, *pool.shape[:2])].get(mode="fill", fill_value=0))
-
-
-def _find(table: jax.Array, positions: jax.Array, C: int, T: int) -> tuple[jax.Array, jax.Array]:
-    """Return page and offset [B, Q] of each position; page C: none."""
-    column = jnp.where(positions < 0, table.shape[1], positions // T)
-    return jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C), positions % T
+    return loaded(pool.at[find(table, positions, *pool.shape[:2])].get(mode="fill", fill_value=0))
 
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,12 +1,13 @@
 """Attention over pages for NVIDIA GPUs of Hopper: Pallas Mosaic GPU.
 
 One warpgroup adds up every SPLITS-th block of one key/value head of one row, BLOCK positions each, and copies a block
-while it computes another (TMA). The parts of a row are joined by their largest scores. Which positions a part holds
-depends on nothing but the positions, so a row's bits do not depend on the other rows.
+while it computes another (TMA). A second kernel joins the parts of a row by their largest scores. Which positions a
+part holds depends on nothing but the positions, so a row's bits do not depend on the other rows.
 """
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.attention.types import KEYS, VALUES, grouped, last_seen, ungrouped
+from kernels_pallas.attention import heads_gpu
+from kernels_pallas.attention.types import KEYS, VALUES, Heads, Table, grouped, last_seen
 
 BLOCK = 64  # positions
 TILE = 64  # queries: rows of one warpgroup's matmul
 SPLITS = 4  # of a row, so that few rows fill a GPU too
 SLOTS = 2  # blocks copied at once: 64 KiB at H = 128, so that two warpgroups' buffers fit a multiprocessor
 RUN = 16  # positions of the smallest page
+LANES = 128  # of a warpgroup
 
 
 def fits(q: jax.Array, pages: jax.Array, table: jax.Array) -> bool:
@@ -42,18 +45,56 @@ def attend(
 
     Reads 4 K H bytes a position that a row sees, once for each 64 queries of a key/value head.
     """
-    B, Q, N, H = q.shape
-    C, K, _, T, _ = pages.shape
+    K, stored = pages.shape[1], _stored(q.shape[1] * q.shape[2] // pages.shape[1])
+    queries = grouped(q, K, stored).astype(pages.dtype)
+    return _attend(queries, pages, table, positions, q.shape[2], q.dtype, interpret)
+
+
+def attend_fused(
+    fused: jax.Array,
+    heads: Heads,
+    epsilon: float,
+    pages: jax.Array,
+    table: Table,
+    positions: jax.Array,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Place the heads of a fused product [B, Q, K, R + 2, H] (`heads_gpu.place`), then `attend`.
+
+    Returns:
+      [B, Q, N, H] in the dtype of `fused`; the pages.
+    """
+    _, Q, K, parts, _ = fused.shape
+    M = Q * (parts - 2)
+    rows = -(-M // TILE) * _stored(M)
+    queries, pages = heads_gpu.place(fused, heads, epsilon, pages, table.write, positions, rows, interpret)
+    return _attend(queries, pages, table.read, positions, K * (parts - 2), fused.dtype, interpret), pages
+
+
+def _stored(M: int) -> int:
+    """Return the rows of a tile that hold queries, of M of a key/value head; the others hold anything."""
+    return TILE if M > TILE else M + -M % 8
+
+
+def _attend(
+    queries: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    N: int,
+    dtype: jnp.dtype,
+    interpret: object,
+) -> jax.Array:
+    """Attend from the queries [B, K, tiles * stored, H] of N heads; return [B, Q, N, H] of `dtype`."""
+    (B, Q), (C, K, _, T, H) = positions.shape, pages.shape
     seen = last_seen(table, positions, C, T)
     M = Q * N // K
-    tiles = -(-M // TILE)
-    stored = TILE if tiles > 1 else M + -M % 8  # rows of a tile that hold queries; the others hold anything
-    queries = grouped(q, K, stored).astype(pages.dtype)
+    tiles, stored = -(-M // TILE), _stored(M)
     per_query = jnp.pad(jnp.repeat(seen, N // K, axis=1), ((0, 0), (0, tiles * TILE - M)), constant_values=-1)
     found = plgpu.kernel(
         functools.partial(_part, min(T, BLOCK), T, H**-0.5, stored, interpret is not None),
         out_type=(
-            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, tiles, SPLITS, stored, max(H, LANES)), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tiles, SPLITS, TILE), jnp.float32),
         ),
@@ -72,15 +113,36 @@ def attend(
         grid_names=("row", "head", "tile", "split"),
         interpret=interpret,
     )(queries, per_query, seen.max(axis=1) + 1, jnp.minimum(table, C - 1), pages)
-    out, largest, total = found[0], found[1][..., :stored], found[2][..., :stored]
-    # Parts one by one, not as an axis: elementwise work, which XLA makes one kernel.
-    parts = range(SPLITS)
-    top = functools.reduce(jnp.maximum, [largest[:, :, :, i] for i in parts])
-    shrink = [jnp.exp(largest[:, :, :, i] - top) for i in parts]
-    total = sum((total[:, :, :, i] * shrink[i] for i in parts[1:]), total[:, :, :, 0] * shrink[0])[..., None]
-    weighted = [out[:, :, :, i] * shrink[i][..., None] for i in parts]
-    out = sum(weighted[1:], weighted[0]) / jnp.where(total > 0, total, 1)
-    return ungrouped(out.reshape(B, K, tiles * stored, H), Q, N).astype(q.dtype)
+    return _joined(found, Q, N, H, dtype, interpret)
+
+
+def _joined(parts: Sequence[jax.Array], Q: int, N: int, H: int, dtype: jnp.dtype, interpret: object) -> jax.Array:
+    """Join the parts of every query, one warpgroup each, a lane for each number.
+
+    One launch; XLA makes two of it, one for the totals. Lanes beyond H hold anything.
+    """
+    B, K = parts[0].shape[:2]
+    group = N // K
+
+    def body(parts_ref: Any, largest_ref: Any, total_ref: Any, out_ref: Any) -> None:
+        row, query, head = (jax.lax.axis_index(name) for name in ("row", "query", "head"))
+        m = query * group + jax.lax.rem(head, group)  # among the queries of the key/value head
+        where = (row, jax.lax.div(head, group), jax.lax.div(m, TILE))
+        places = [(*where, i, jax.lax.rem(m, TILE)) for i in range(SPLITS)]
+        top = functools.reduce(jnp.maximum, [largest_ref[place] for place in places])
+        shrink = [jnp.exp(largest_ref[place] - top) for place in places]
+        total = functools.reduce(operator.add, [total_ref[place] * s for place, s in zip(places, shrink)])
+        out = functools.reduce(operator.add, [parts_ref[place] * s for place, s in zip(places, shrink)])
+        out_ref[row, query, head] = (out / jnp.where(total > 0, total, 1)).astype(dtype)
+
+    joined = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((B, Q, N, parts[0].shape[-1]), dtype),
+        grid=(B, Q, N),
+        grid_names=("row", "query", "head"),
+        interpret=interpret,
+    )(*parts)
+    return joined[..., :H]
 
 
 def _tiled(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
@@ -171,7 +233,7 @@ def _part(
     sums = filled((TILE,), -1e30, per_row), filled((TILE,), 0, per_row), filled((TILE, H), 0, plgpu.Layout.WGMMA)
     largest_part[...], total_part[...], out[...] = jax.lax.fori_loop(0, count, add, sums)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[place])
+    plgpu.copy_smem_to_gmem(out.at[pl.ds(0, stored)], out_ref.at[*place, :, pl.ds(0, H)])
     plgpu.copy_smem_to_gmem(largest_part, largest_ref.at[place])
     plgpu.copy_smem_to_gmem(total_part, total_ref.at[place])
     plgpu.wait_smem_to_gmem(0)

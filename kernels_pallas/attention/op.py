@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas.attention import blocks, gpu, tpu
-from kernels_pallas.attention.types import Paging, Table
+from kernels_pallas.attention import blocks, gpu, heads_gpu, tpu
+from kernels_pallas.attention.types import Heads, Paging, Table
+from kernels_pallas.mapping import on_each_device
 
-__all__ = ["KERNELS", "Kernel", "Paging", "Table", "attend", "empty_pool"]
-__all__ += ["kernel_of", "loaded", "read_pool", "write", "write_pool"]
+__all__ = ["KERNELS", "Heads", "Kernel", "Paging", "Table", "attend", "attend_fused", "empty_pool"]
+__all__ += ["fused_kernel", "kernel_of", "loaded", "read_pool", "write", "write_pool"]
 
 # (q [B, Q, N, H], pages, table [B, P], positions [B, Q]) -> [B, Q, N, H]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# (fused [B, Q, K, R + 2, H], heads, epsilon, pages, table, positions [B, Q]) -> ([B, Q, N, H], pages)
+AttendFused = Callable[[jax.Array, Heads, float, jax.Array, Table, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +27,13 @@ class Kernel:
 
     attend: Attend
     fits: Callable[[jax.Array, jax.Array, jax.Array], bool]
+    # The same from a layer's fused product, and which (fused, pages) it takes beyond what `fits` asks; None: none.
+    attend_fused: AttendFused | None = None
+    fits_fused: Callable[[jax.Array, jax.Array], bool] = lambda fused, pages: False
 
 
 # By `jax.Device.platform`; other platforms compile `blocks`.
-KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
+KERNELS = {"gpu": Kernel(gpu.attend, gpu.fits, gpu.attend_fused, heads_gpu.fits), "tpu": Kernel(tpu.attend, tpu.fits)}
 HOPPER = 9  # compute capability, major: `gpu.py` multiplies by wgmma, which Blackwell does not have
 MOST_QUERIES = 16  # of a row; more are a piece of a prompt, which `blocks` reads once for all of them
 Axes = str | tuple[str, ...] | None
@@ -69,11 +75,9 @@ def attend(
     """
     kernel = kernel or kernel_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
     fn = functools.partial(_attend, kernel)
-    if mesh is None or mesh.size == 1:
-        return fn(q, pages, table, positions)
     by_head, by_row = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     specs = (by_head, PartitionSpec(rows, heads), by_row, by_row)
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False)(q, pages, table, positions)
+    return on_each_device(fn, mesh, specs, by_head)(q, pages, table, positions)
 
 
 def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -81,6 +85,53 @@ def _attend(kernel: Kernel | None, q: jax.Array, pages: jax.Array, table: jax.Ar
     decode = q.shape[1] <= MOST_QUERIES
     fn = kernel.attend if kernel and decode and kernel.fits(q, pages, table) else blocks.attend
     return fn(q, pages, table, positions)
+
+
+def fused_kernel(fused: jax.Array, pages: jax.Array, table: jax.Array, device: jax.Device) -> AttendFused | None:
+    """Return what attends from a fused product [B, Q, K, R + 2, H] on this device; None: nothing does.
+
+    It takes all shapes or none of what devices hold parts of.
+    """
+    kernel = kernel_of(device)
+    if kernel is None or fused.shape[1] > MOST_QUERIES or not kernel.fits_fused(fused, pages):
+        return None
+    B, Q, K, parts, H = fused.shape
+    q = jax.eval_shape(lambda x: x[..., :-2, :].reshape(B, Q, K * (parts - 2), H), fused)
+    return kernel.attend_fused if kernel.fits(q, pages, table) else None
+
+
+def attend_fused(
+    kernel: AttendFused,
+    fused: jax.Array,
+    heads: Heads,
+    epsilon: float,
+    pages: jax.Array,
+    table: Table,
+    positions: jax.Array,
+    mesh: Mesh | None = None,
+    rows: Axes = None,
+    split: Axes = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Norm and rotate the heads of a fused product, write keys and values, and `attend`, by a `fused_kernel`.
+
+    Args:
+      fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
+      epsilon: of the norm.
+      split: mesh axes that split the heads; the other arguments are those of `attend`.
+    Returns:
+      [B, Q, N, H] in the dtype of `fused`; the pages.
+    """
+
+    def fn(
+        fused: jax.Array, heads: tuple[jax.Array, ...], pages: jax.Array, table: Table, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return kernel(fused, Heads(*heads), epsilon, pages, table, positions)
+
+    arrays = fused, tuple(heads), pages, table, positions
+    by_head, by_row, pool = PartitionSpec(rows, None, split), PartitionSpec(rows), PartitionSpec(rows, split)
+    # A prefix stands for both parts of the table.
+    specs = (by_head, (PartitionSpec(), PartitionSpec(), by_row, by_row), pool, by_row, by_row)
+    return on_each_device(fn, mesh, specs, (by_head, pool))(*arrays)
 
 
 def kernel_of(device: jax.Device) -> Kernel | None:
@@ -118,22 +169,16 @@ def write_pool(
     heads: Axes = None,
 ) -> jax.Array:
     """Write new [B, Q, ...] to one pool: [C, K, 2, T, H] for new [B, Q, K, 2, H], [C, T, ...] otherwise."""
-    if mesh is None or mesh.size == 1:
-        return blocks.write(pool, table, positions, new)
     by_head = new.ndim == 5
     pool_spec = PartitionSpec(rows, heads) if by_head else PartitionSpec(rows)
     new_spec = PartitionSpec(rows, None, heads) if by_head else PartitionSpec(rows)
     specs = (pool_spec, PartitionSpec(rows), PartitionSpec(rows), new_spec)
-    fn = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=pool_spec, check_vma=False)
-    return fn(blocks.write)(pool, table, positions, new)
+    return on_each_device(blocks.write, mesh, specs, pool_spec)(pool, table, positions, new)
 
 
 def read_pool(
     pool: jax.Array, table: jax.Array, positions: jax.Array, mesh: Mesh | None = None, rows: Axes = None
 ) -> jax.Array:
     """Read `positions` [B, Q] of a pool [C, T, ...]: [B, Q, ...]; zeros where the table names no page."""
-    if mesh is None or mesh.size == 1:
-        return blocks.read(pool, table, positions)
     spec = PartitionSpec(rows)
-    fn = jax.shard_map(blocks.read, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
-    return fn(pool, table, positions)
+    return on_each_device(blocks.read, mesh, (spec, spec, spec), spec)(pool, table, positions)

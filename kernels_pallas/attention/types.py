@@ -31,6 +31,21 @@ class Paging(NamedTuple):
     positions: jax.Array  # [B, Q] int32; negative: no token, which reads and writes nothing
 
 
+class Heads(NamedTuple):
+    """What turns a layer's projections into queries and keys: RMSNorm over each head, then a rotation by position."""
+
+    q_scale: jax.Array  # [H]
+    k_scale: jax.Array  # [H]
+    sin: jax.Array  # [B, Q, 1, H / 2] float32
+    cos: jax.Array  # [B, Q, 1, H / 2] float32
+
+
+def find(table: jax.Array, positions: jax.Array, C: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """Return page and offset [B, Q] of each position; page C: none."""
+    column = jnp.where(positions < 0, table.shape[1], positions // T)
+    return jnp.take_along_axis(table, column, axis=1, mode="fill", fill_value=C), positions % T
+
+
 def last_seen(table: jax.Array, positions: jax.Array, C: int, T: int) -> jax.Array:
     """Return the last position [B, Q] that each query sees: its own, or the end of its row's pages; -1: none."""
     held = (table < C).sum(axis=1, keepdims=True, dtype=positions.dtype) * T

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify import gpu, reference, tiled, tpu
 from kernels_pallas.verify.tiled import Kernels
 from kernels_pallas.verify.types import Draft, Noise, Sampling, SamplingMask, Verified, VerifyInputs
@@ -60,12 +61,10 @@ def verify(
         draft = dataclasses.replace(draft, logits=draft.logits.astype(jnp.float32))
     inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32))
     fn = functools.partial(tiled.verify, sampling=sampling, kernels=kernels)
-    if mesh is not None:
-        # XLA cannot split a kernel over devices: each device verifies its own rows, without communication.
-        row, replicated = _spec(rows), _spec(None)
-        specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row)
-        fn = jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(rows), check_vma=False)
-    return fn(inputs)
+    # XLA cannot split a kernel over devices: each device verifies its own rows, without communication.
+    row, replicated = _spec(rows), _spec(None)
+    specs = VerifyInputs(Noise(replicated, row, row), Draft(row, row, row, replicated, row), row)
+    return cast(Verified, on_each_device(fn, mesh, (specs,), PartitionSpec(rows))(inputs))
 
 
 def _spec(rows: str | tuple[str, ...] | None) -> jax.Array:

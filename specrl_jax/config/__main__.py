@@ -1,9 +1,11 @@
 """Write docs/config.md: python -m specrl_jax.config [FILE]."""
 
+import argparse
 import pathlib
-import sys
 
 from specrl_jax.config.page import page
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "docs/config.md").write_text(page())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=pathlib.Path, nargs="?", default="docs/config.md", help="page to write")
+    parser.parse_args().file.write_text(page())

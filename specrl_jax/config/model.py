@@ -25,7 +25,12 @@ class PolicyConfig:
         "attention of the learner; auto = the platform's kernel, else xla",
         choices=("auto", "xla", "cudnn", "splash"),
     )
-    remat: bool = key(True, "recompute layers in the backward pass (less memory; on a CPU also faster)")
+    remat: str = key(
+        "full",
+        "what the backward pass computes again: full = all of a layer, the least memory; selective = what is neither a "
+        "product nor attention; none = nothing",
+        choices=("full", "selective", "none"),
+    )
     vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
     yarn_factor: float = key(
         0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0, high=1000

@@ -152,18 +152,21 @@ class ActiveBatch(Generic[Params, Cache]):
         # The cost of an iteration excludes a refill or compaction that is still running.
         jax.block_until_ready((self.slots, self._carried))
         start = time.perf_counter()
-        inputs = chunk_inputs(self._seed, iterations, self._stop_at_rows(), sync_cache)
+        inputs = chunk_inputs(self._seed, iterations, self._engine.config.shards, self._stop_at_rows(), sync_cache)
         self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs)
         statistics = jax.device_get(statistics)
         return statistics, time.perf_counter() - start
 
-    def _stop_at_rows(self) -> int:
-        """Return the running rows at which a chunk ends: enough slots are free to refill, or a smaller batch fits."""
+    def _stop_at_rows(self) -> np.ndarray:
+        """Return of each shard [D] the running rows at which it stops: enough for a refill, or for a smaller batch."""
+        config, running = self._engine.config, np.asarray(self.scheduler.running_by_shard)
         if self.scheduler.waiting or self._parked:
             # Where pages, not slots, are what is short, fewer rows run than there are slots.
-            return min(self.size - self._engine.config.refill_rows, self.scheduler.running - 1)
-        # Rows are as good as evenly spread over the shards.
-        return next((size for size in self._engine.compiled.sizes if size < self.scheduler.running), 0)
+            free = max(1, config.refill_rows // config.shards)
+            return np.maximum(0, np.minimum(self.size // config.shards - free, running - 1))
+        smaller = next((size for size in self._engine.compiled.sizes if size < self.scheduler.running), 0)
+        # A shard that would fit already goes on: it would wait for those that do not.
+        return np.where(running > smaller // config.shards, smaller // config.shards, 0)
 
     def _collect_mask(self) -> None:
         """Copy the ids that the chunk recorded to the host."""

@@ -178,7 +178,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             decode_chunk, k=program.k, functions=engine_functions, config=config, shardings=self._shardings
         )
         jitted = jax.jit(decode, donate_argnums=1, out_shardings=(self._shardings, None))
-        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), chunk_inputs(seed=0, max_iterations=0))
+        inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
     def _describe_parking(self, program: Program) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:

@@ -1,11 +1,14 @@
 """The decode loop: many fused iterations in one compiled call."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
@@ -19,17 +22,20 @@ from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
 
 
 class ChunkInputs(NamedTuple):
-    """Scalar inputs of one call; changing them compiles nothing."""
+    """Inputs of one call; changing them compiles nothing."""
 
     seed: jax.Array  # [] uint32
     max_iterations: jax.Array  # [] int32
-    stop_at_rows: jax.Array  # [] int32, end early when no more rows than this still run
+    stop_at_rows: jax.Array  # [D] int32, end early when no more rows of the shards than this still run
     sync_cache: jax.Array  # [] bool, the drafter's cache missed tokens and is updated first
 
 
-def chunk_inputs(seed: int, max_iterations: int, stop_at_rows: int = 0, sync_cache: bool = False) -> ChunkInputs:
-    """Convert host numbers to the inputs of a compiled call."""
-    numbers = np.uint32(seed % 2**32), np.int32(max_iterations), np.int32(stop_at_rows), np.bool_(sync_cache)
+def chunk_inputs(
+    seed: int, max_iterations: int, shards: int = 1, stop_at_rows: np.ndarray | int = 0, sync_cache: bool = False
+) -> ChunkInputs:
+    """Convert host numbers to the inputs of a compiled call; `stop_at_rows` of each of D shards, or of all."""
+    rows = np.broadcast_to(stop_at_rows, (shards,)).astype(np.int32)
+    numbers = np.uint32(seed % 2**32), np.int32(max_iterations), rows, np.bool_(sync_cache)
     return ChunkInputs(*(stand_in(x) for x in numbers))
 
 
@@ -45,7 +51,77 @@ def decode_chunk(
 ) -> tuple[Slots[Cache], ChunkStatistics]:
     """Run up to `inputs.max_iterations` iterations with k drafted tokens."""
     drafter, seed = functions.drafter, inputs.seed
+    if k:
+        # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
+        text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
+        slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
+    if slots.mask is not None:
+        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+    before = slots
+    loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
+    count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
+    count, enough = count.max(), enough.all()
+    pool, held = release(slots.pool, slots.held, slots.done)
+    slots = dataclasses.replace(slots, pool=pool, held=held)
+    verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
+    replayed = None
+    # At most half a chunk, so that the other half is left to be replayed.
+    replay_length = min(drafter.length, config.chunk // 2)
+    if drafter.replayable and not k and replay_length:
+        replayed = replay(
+            before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
+        )
+    return slots, ChunkStatistics(
+        slots.done, slots.length, count, verifications, drafted, accepted, pool.count, ~enough, replayed
+    )
+
+
+# (params, slots, inputs) -> (iterations [copies], whether the pages of the next one are there [copies], slots)
+Loop = Callable[[Params, Slots[Cache], ChunkInputs], tuple[jax.Array, jax.Array, Slots[Cache]]]
+
+
+def _of_each_copy(
+    loop: Loop[Params, Cache], config: EngineConfig, shardings: Slots, slots: Slots[Cache]
+) -> Loop[Params, Cache]:
+    """Let the devices of each copy of the weights loop by themselves, over their own rows.
+
+    Else the loop's condition is summed over all devices in each iteration. A lookup cache is shared by all rows.
+    """
+    if not config.copies or slots.lookup_cache is not None:
+        return loop
+    mesh = jax.tree.leaves(shardings)[0].mesh
+
+    def own(sharding: NamedSharding) -> PartitionSpec:
+        """Leave of a sharding what splits it over copies."""
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+        return PartitionSpec(*[tuple(name for name in entry if name in config.copies) or None for entry in entries])
+
+    specs, by_copy = jax.tree.map(own, shardings), PartitionSpec(config.copies)
+    inputs = ChunkInputs(*(stand_in(spec) for spec in (PartitionSpec(), PartitionSpec(), by_copy, PartitionSpec())))
+    return jax.shard_map(
+        loop,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), specs, inputs),
+        out_specs=(by_copy, by_copy, specs),
+        axis_names=set(config.copies),
+        check_vma=False,
+    )
+
+
+def _iterate(
+    params: Params,
+    slots: Slots[Cache],
+    inputs: ChunkInputs,
+    *,
+    k: int,
+    functions: EngineFunctions[Params, Cache],
+    config: EngineConfig,
+    shardings: Slots,
+) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
+    """Run the iterations of a chunk."""
+    drafter, seed = functions.drafter, inputs.seed
     options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
+    shardings = _here(shardings)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
         return functions.decode(params, tokens, paging, cache)
@@ -62,32 +138,28 @@ def decode_chunk(
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
-        goes_on = (i < inputs.max_iterations) & ((~slots.done).sum(dtype=jnp.int32) > inputs.stop_at_rows) & enough
+        running = (~slots.done).sum(dtype=jnp.int32)
+        goes_on = (i < inputs.max_iterations) & (running > inputs.stop_at_rows.sum()) & enough
         if slots.mask is None:
             return goes_on
         return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
 
-    if k:
-        # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
-        text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
-        slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
-    if slots.mask is not None:
-        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
-    before = slots
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserve(slots, k, config)))
-    pool, held = release(slots.pool, slots.held, slots.done)
-    slots = dataclasses.replace(slots, pool=pool, held=held)
-    verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
-    replayed = None
-    # At most half a chunk, so that the other half is left to be replayed.
-    replay_length = min(drafter.length, config.chunk // 2)
-    if drafter.replayable and not k and replay_length:
-        replayed = replay(
-            before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
-        )
-    return slots, ChunkStatistics(
-        slots.done, slots.length, count, verifications, drafted, accepted, pool.count, ~enough, replayed
-    )
+    return count[None], enough[None], slots
+
+
+def _here(shardings: Slots) -> Slots:
+    """Return shardings without the mesh axes of a `shard_map` that is being traced."""
+    context = jax.sharding.get_abstract_mesh()
+    if not context.manual_axes:
+        return shardings
+
+    def left(sharding: NamedSharding) -> NamedSharding:
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+        kept = [tuple(name for name in entry if name and name not in context.manual_axes) for entry in entries]
+        return NamedSharding(context, PartitionSpec(*[entry or None for entry in kept]))
+
+    return jax.tree.map(left, shardings)
 
 
 def _reserve(slots: Slots[Cache], k: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:

@@ -39,6 +39,7 @@ class EngineConfig:
     shards: int = 1  # D, data shards that split the slots
     prefill_tokens: int = 256  # most tokens of a prompt per forward of a prefill
     greedy: bool = False  # each prompt has a greedy rollout beside those that are sampled
+    copies: tuple[str, ...] = ()  # mesh axes whose devices have copies of the weights and rows of their own
 
     @property
     def cache_length(self) -> int:

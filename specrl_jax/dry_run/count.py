@@ -5,13 +5,15 @@ annotation `known_trip_count`, also inside other loops. A loop whose trip count 
 an engine, a refill) is reported separately, with the cost of one iteration.
 
 FLOPs are those of matmuls and convolutions, two per multiply-add, on one device. Bytes of a collective are those of its
-larger side on one device: the result of an all-gather, the operand of everything else. Custom calls are listed by name;
-the FLOPs of cuBLAS matmuls and cuDNN attention are counted.
+larger side on one device: the result of an all-gather, the operand of everything else. Those of a collective that the
+program waits for without a matmul meanwhile are `exposed`, as XLA has ordered its instructions. Custom calls are listed
+by name; the FLOPs of cuBLAS matmuls and cuDNN attention are counted.
 """
 
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -49,6 +51,7 @@ class Count:
     flops: int = 0
     collectives: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # bytes
     custom_calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls
+    exposed: int = 0  # bytes of collectives that no matmul runs beside
     loops: tuple["Loop", ...] = ()  # of unknown trip count; not in the sums
 
     def __add__(self, other: "Count") -> "Count":
@@ -56,6 +59,7 @@ class Count:
             self.flops + other.flops,
             self.collectives + other.collectives,
             self.custom_calls + other.custom_calls,
+            self.exposed + other.exposed,
             _merge_loops((*self.loops, *other.loops)),
         )
 
@@ -64,7 +68,8 @@ class Count:
             return collections.Counter({key: n * value for key, value in counter.items()})
 
         loops = tuple(loop._replace(entered=n * loop.entered) for loop in self.loops)
-        return Count(n * self.flops, scaled(self.collectives), scaled(self.custom_calls), loops if n else ())
+        calls = scaled(self.custom_calls)
+        return Count(n * self.flops, scaled(self.collectives), calls, n * self.exposed, loops if n else ())
 
 
 class Loop(NamedTuple):
@@ -103,9 +108,24 @@ def count(hlo: str) -> Count:
     @functools.cache
     def total(name: str) -> Count:
         symbols = computations[name]
-        return sum((_count_one(i, symbols, total) for i in symbols.values()), Count())
+        counts = {name: _count_one(i, symbols, total) for name, i in symbols.items()}
+        found = sum(counts.values(), Count())
+        return dataclasses.replace(found, exposed=found.exposed - _covered(symbols, counts))
 
     return total(entry)
+
+
+def _covered(symbols: dict[str, Instruction], counts: dict[str, Count]) -> int:
+    """Return the bytes of asynchronous collectives with a matmul between their start and their end."""
+    places = {name: place for place, name in enumerate(symbols)}
+    # Matmuls before each place, and loops, whose turns are not known.
+    work = [0, *itertools.accumulate(count.flops + len(count.loops) for count in counts.values())]
+    covered = 0
+    for name, i in symbols.items():
+        if i.opcode.endswith("-done"):
+            start = i.operands[0]
+            covered += counts[start].exposed if work[places[name]] > work[places[start] + 1] else 0
+    return covered
 
 
 def parse(hlo: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -152,7 +172,8 @@ def _count_one(i: Instruction, symbols: dict[str, Instruction], total: Callable[
     own = Count()
     kind = i.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
-        return Count(collectives=collections.Counter({kind: _collective_bytes(i, kind, symbols)}))
+        size = _collective_bytes(i, kind, symbols)
+        return Count(collectives=collections.Counter({kind: size}), exposed=size)
     if i.opcode == "custom-call":
         target = _attribute(r'custom_call_target="([^"]*)"', i)
         if target in MATMULS:
@@ -177,6 +198,7 @@ def _largest(branches: list[Count]) -> Count:
         max(b.flops for b in branches),
         functools.reduce(lambda a, b: a | b, (b.collectives for b in branches)),
         functools.reduce(lambda a, b: a | b, (b.custom_calls for b in branches)),
+        max(b.exposed for b in branches),
         _merge_loops(sum((b.loops for b in branches), ())),
     )
 

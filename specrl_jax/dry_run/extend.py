@@ -50,6 +50,7 @@ def _count(few: Count, more: Count, times: int) -> Count:
         _number(few.flops, more.flops, times),
         collections.Counter(_numbers(few.collectives, more.collectives, times)),
         collections.Counter(_numbers(few.custom_calls, more.custom_calls, times)),
+        _number(few.exposed, more.exposed, times),
         tuple(Loop(a.name, _number(a.entered, b.entered, times), _count(a.turn, b.turn, times)) for a, b in loops),
     )
 

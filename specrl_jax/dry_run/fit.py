@@ -77,8 +77,8 @@ def _fewer_pages(memory: PhaseMemory, target: HardwareTarget, config: Config) ->
 def _fewer_temporaries(config: Config, num_shards: int) -> str:
     tokens = config.grpo.microbatch_tokens
     least = num_shards * (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens)
-    if not config.policy.remat:
-        return "policy.remat=true"
+    if config.policy.remat != "full":
+        return "policy.remat=full"
     if not tokens or tokens > least:
         return f"grpo.microbatch_tokens={least}: one row for each of the {num_shards} parts of a batch"
     if not config.policy.vocab_tile:

@@ -113,7 +113,8 @@ def memory_row(memory: PhaseMemory, extended: bool) -> str:
 def count_rows(name: str, count: Count, number: str = "") -> list[str]:
     """Return a row for a program, and one for an iteration of each of its open loops."""
     kinds = ", ".join(f"{kind} {shown(n)}" for kind, n in sorted(count.collectives.items()))
-    rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}"]
+    waits = f"; exposed {shown(count.exposed)}" if count.exposed else ""
+    rows = [f"{name:<36}{count.flops:>17.3g}  {kinds or '-'}{waits}"]
     for index, loop in enumerate(count.loops, 1):
         times = f", entered {loop.entered} times" if loop.entered > 1 else ""
         rows += count_rows(f"  a turn of loop {number}{index}{times}", loop.turn, f"{number}{index}.")
@@ -162,7 +163,7 @@ def phase_json(m: CompiledPhase) -> dict[str, object]:
 def count_json(count: Count) -> dict[str, object]:
     loops = [{"name": loop.name, "entered": loop.entered, "turn": count_json(loop.turn)} for loop in count.loops]
     sums = {"flops": count.flops, "collectives": dict(count.collectives), "custom_calls": dict(count.custom_calls)}
-    return sums | {"open_loops": loops}
+    return sums | {"exposed": count.exposed, "open_loops": loops}
 
 
 def say(line: str) -> None:

@@ -2,10 +2,11 @@
 
 Each instruction reads its operands and writes its result, once; what a fusion keeps inside is free. Of an array that is
 only sliced or gathered, the parts count, and of one that is updated in place, the update. A kernel reads of a pool of
-pages those that rows hold, which no program's text says: the caller gives their number. A kernel of experts
+pages those that rows hold, which no program's text says: the caller gives their number. Nor does it say what a kernel
+writes in place, which are new keys and values: only what they are made from counts. A kernel of experts
 (`kernels_pallas.grouped`) reads of each matrix of E experts as many as it has tiles, if those are fewer: the most that
-the rows can choose. That the cache answers the second tile of an expert is assumed. As in `count.py` a loop of
-known turns counts with all of them, any other loop apart. Caches of the device are not known here.
+the rows can choose. That the cache answers the second tile of an expert is assumed. As in `count.py` a loop of known
+turns counts with all of them, any other loop apart. Caches of the device are not known here.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ _FREE = {
     *("opt-barrier", "add-dependency", "domain", "iota"),
 }
 _VIEWS = ("bitcast", "reshape")  # inside a fusion
+_IN_PLACE = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 
@@ -104,8 +106,15 @@ def _alone(i: Instruction, symbols: Computation, pool: Pool) -> int:
     if i.opcode.endswith("-start"):
         # The type of a start holds what it reads and what it writes.
         return type_bytes(i.type)
-    read = sum(_read_by(i, at, symbols, pool) for at in range(len(i.operands)))
-    return read + _written(i, symbols)
+    in_place = _in_place(i)
+    read = sum(_read_by(i, at, symbols, pool) for at in range(len(i.operands)) if at not in in_place)
+    return read + _written(i, symbols) - sum(type_bytes(symbols[i.operands[at]].type) for at in in_place)
+
+
+def _in_place(i: Instruction) -> list[int]:
+    """Return the operands of a kernel that are its results too."""
+    found = _IN_PLACE.search(i.attributes) if i.opcode == "custom-call" else None
+    return [int(at) for at in re.findall(r"\((\d+),", found[1])] if found else []
 
 
 def _fusion(symbols: Computation) -> int:

@@ -27,7 +27,7 @@ class PolicyForward:
 
     model: qwen3.Qwen3Config
     dtype: jnp.dtype  # of activations; parameters are float32
-    remat: bool
+    remat: str  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int  # vocabulary entries unembedded at once; 0 = all
     microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # of every log-prob, the rollout's; the rows say what top-k and top-p kept

@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from specrl_jax.core import Tree
 from specrl_jax.errors import InputError
+from specrl_jax.models.remat import KEPT
 from specrl_jax.sharding import Partitioner
 
 # (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H] in the dtype of q; consecutive query heads share one
@@ -217,4 +218,4 @@ def _splash_kernel(T: int, heads: int, interpret: bool) -> Callable[..., jax.Arr
     )
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((T, T))] * heads)
     make = functools.partial(splash_attention.make_splash_mha, head_shards=1, q_seq_shards=1)
-    return make(mask, block_sizes=sizes, interpret=interpret)
+    return make(mask, block_sizes=sizes, residual_checkpoint_name=KEPT, interpret=interpret)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kernels_pallas.attention import op
-from kernels_pallas.attention.op import Paging, Table
+from kernels_pallas.attention.op import Heads, Paging, Table
 from specrl_jax.sharding import Partitioner
 
-__all__ = ["KVCache", "PageShape", "Paging", "Table"]
+__all__ = ["Heads", "KVCache", "PageShape", "Paging", "Table"]
 
 # One array [C, K, 2, T, H] per layer: inference layers are unrolled; separate buffers are donated and updated in place.
 # Memory: L * 2 * pages * T * K * H * bytes(dtype); Qwen3-8B in bfloat16 takes 147,456 bytes a token.
@@ -26,8 +26,9 @@ GB = 1e9
 ACCELERATOR_SHARE = 1 / 3
 
 # Logical axes of a pool of keys and values, and of one of hidden states; "batch": a shard's rows have its pages.
-PAGE_AXES = ("batch", "kv_heads", None, None, "head_dim")
-TOKEN_AXES = ("batch", None, None)
+Axes = tuple[str | None, ...]
+PAGE_AXES: Axes = ("batch", "kv_heads", None, None, "head_dim")
+TOKEN_AXES: Axes = ("batch", None, None)
 
 
 class PageShape(NamedTuple):
@@ -37,6 +38,11 @@ class PageShape(NamedTuple):
     tokens: int  # T, of a page
     dtype: jnp.dtype
     platform: str  # of the devices
+
+
+def is_axes(node: object) -> bool:
+    """Return whether a node of a cache's tree of axes is the axes of one pool."""
+    return isinstance(node, tuple) and node[:1] == PAGE_AXES[:1]
 
 
 def init_cache(layers: int, kv_heads: int, head_dim: int, shape: PageShape) -> KVCache:
@@ -64,6 +70,23 @@ def attend(
     """
     pages = write(pages, k, v, paging, partition)
     return op.attend(q, pages, paging.table.read, paging.positions, *_where(partition)), pages
+
+
+def attend_fused(
+    fused: jax.Array, heads: Heads, epsilon: float, pages: jax.Array, paging: Paging, partition: Partitioner
+) -> tuple[jax.Array, jax.Array] | None:
+    """Do in few launches what `attend` does of queries, keys and values that are normed and rotated first.
+
+    Returns what `attend` returns; None where no kernel does it.
+
+    Args:
+      fused: [B, Q, K, R + 2, H], not normed and not rotated: of each key/value head R queries, the key, the value.
+      epsilon: of the norm.
+    """
+    kernel = op.fused_kernel(fused, pages, paging.table.read, partition.mesh.devices.flat[0])
+    if kernel is None:
+        return None
+    return op.attend_fused(kernel, fused, heads, epsilon, pages, paging.table, paging.positions, *_where(partition))
 
 
 def _where(partition: Partitioner) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.quantized import Quantized
+from specrl_jax.models.remat import kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def swiglu(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> jax.Array:
     Gate and up stay two matmuls in both layouts: a CPU runs them in parallel, and one of twice the width takes 1.7
     times as long as both (8 to 32 rows, d 192).
     """
-    gate, up = einsum("BTD,DF->BTF", x, w["gate"]), einsum("BTD,DF->BTF", x, w["up"])
+    gate, up = (kept(einsum("BTD,DF->BTF", x, w[name])) for name in ("gate", "up"))
     return einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, w["down"], sums)
 
 

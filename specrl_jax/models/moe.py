@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from kernels_pallas.mapping import on_each_device
 from specrl_jax.core import Mean, Params, at_least_float32, stand_in
 from specrl_jax.models.grouped import sum_of
 from specrl_jax.models.layers import matmul, narrower
@@ -201,7 +202,7 @@ class Exchange:
 
     def mapped(self, fn: Callable[..., Result], ins: object, outs: object) -> Callable[..., Result]:
         """Map fn over the devices, each with its own shards."""
-        return jax.shard_map(fn, mesh=self.partition.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return on_each_device(fn, self.partition.mesh, ins, outs)
 
     def axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes of more than one device that a logical axis is split over."""

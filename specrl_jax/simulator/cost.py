@@ -19,14 +19,10 @@ from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_reduce, all_to_all
 from specrl_jax.simulator.hardware import Array, Hardware
+from specrl_jax.simulator.programs import MIXTURE_KERNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
 STORED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes of a weight under rollout.quantize and draft.quantize
-# Kernels of a layer in a fused decode step: two norms, q/k/v, q/k norms with rotation, cache write,
-# attention, o, gate and up, their product, down; a mixture adds the router, top-k, sort, gather and scatter of tokens.
-LAYER_KERNELS, MIXTURE_KERNELS = 10, 5
-# Kernels of the lm_head, and of sampling or verifying tokens.
-TAIL_KERNELS = 6
 
 
 # ---- dtypes
@@ -113,6 +109,14 @@ class Work(NamedTuple):
     data: Array  # bytes of activations, caches, logits
     kernels: Array = 0
 
+    def times(self, n: Array) -> "Work":
+        """Return the work of n operations."""
+        return Work(n * self.flops, n * self.weights, n * self.data, n * self.kernels)
+
+    def of_program(self, activations: Array, kernels: Array = 0) -> "Work":
+        """Return the work with so many kernels, and so many times the bytes of activations; see `Programs`."""
+        return self._replace(data=self.data * activations, kernels=kernels)
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderCost:
@@ -166,26 +170,34 @@ class DecoderCost:
 
     def iteration_bytes(self, B: Array, k: Array, context: Array) -> Array:
         """Bytes that one device reads and writes in an iteration of B sequences with `context` live tokens each."""
+        layer, last, drafts = self.iteration_work(B, k, context)
+        total = sum(work.weights + work.data for work in (*self.model.layers * layer, last, *drafts))
+        if self.twin:
+            total = total + np.asarray(k) * self.twin.iteration_bytes(B, 0, context)
+        return np.asarray(total)
+
+    def iteration_work(self, B: Array, k: Array, context: Array) -> tuple[list[Work], Work, list[Work]]:
+        """Return the work of a layer, of the lm_head, and of a head's drafts."""
         k = np.asarray(k)
         *layer, last = self._forward_work(B, k + 1, context)
-        total = self.model.layers * sum(work.weights + work.data for work in layer) + last.weights + last.data
-        if self.head:
-            once, *applied = self._draft_work(rank_rows(B, self.split), k, context)
-            total = total + np.where(k > 0, once.weights + once.data, 0.0)
-            total = total + k * sum(work.weights + work.data for work in applied)
-        if self.twin:
-            total = total + k * self.twin.iteration_bytes(B, 0, context)
-        return np.asarray(total)
+        if self.head is None:
+            return layer, last, []
+        once, *applied = self._draft_work(rank_rows(B, self.split), k, context)
+        return layer, last, [once.times(k > 0), *(work.times(k) for work in applied)]
 
     def _forward_work(self, B: Array, Q: Array, context: Array) -> tuple[Work, Work, Work, Work]:
         """Return the work of a layer's projections, attention and MLP, and of the lm_head."""
-        c, s, p = self.model, self.split, self.precision
-        own = rank_rows(B, s)  # sequences of one device
+        c, s, p, programs = self.model, self.split, self.precision, self.hardware.programs
+        own, more = rank_rows(B, s), np.asarray(Q) - 1  # sequences of one device; positions beyond the first
+        first, further = programs.layer_activations
+        layer = (first + further * more) / Q
+        kernels = np.where(more > 0, *programs.layer_kernels[::-1]) + (MIXTURE_KERNELS if c.experts else 0)
         return (
-            attention_projections(c, own * Q, s, p),
+            attention_projections(c, own * Q, s, p).of_program(layer, kernels),
             attention(c, own, Q, context, s, p),
-            self._mlp(own * Q, B * Q),
-            lm_head(c.embed, c.vocab, own * Q, s, p),
+            # No mixture's program has been compiled: its activations are those of its matmuls.
+            self._mlp(own * Q, B * Q).of_program(1.0 if c.experts else layer),
+            lm_head(c.embed, c.vocab, own * Q, s, p).of_program(programs.tail_activations, programs.tail_kernels),
         )
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
@@ -204,13 +216,14 @@ class DecoderCost:
 
     def _draft_work(self, own: Array, k: Array, context: Array) -> tuple[Work, Work, Work, Work]:
         """Return the work of the k + 1 pairs, and of each application's projections, attention and lm_head."""
-        h, s, p = self.head, self.split, self.precision
+        h, s, p, programs = self.head, self.split, self.precision, self.hardware.programs
         assert h, "lookup drafts cost nothing on the device"
+        times = programs.draft_activations
         return (
-            feature_pairs(h, own * (k + 1), s, p),
-            head_projections(h, own, s, p),
+            feature_pairs(h, own * (k + 1), s, p).of_program(times, programs.pair_kernels),
+            head_projections(h, own, s, p).of_program(times, programs.draft_kernels),
             attention(h, own, 1, context, s, p),
-            lm_head(h.embed, h.draft_vocab, own, s, p),
+            lm_head(h.embed, h.draft_vocab, own, s, p).of_program(times),
         )
 
     def prefill(self, tokens: Array, length: Array) -> Array:
@@ -232,7 +245,6 @@ class DecoderCost:
             2 * expert * group_rows * c.experts_per_token * share + 2 * rows * c.embed * c.experts,
             expert * distinct_experts(c, group_rows) * share * p.matrix_bytes + c.embed * c.experts * BYTES[p.weights],
             2 * group_rows * c.experts_per_token * (c.embed + c.mlp) * share * BYTES[p.activations],
-            MIXTURE_KERNELS,
         )
 
     def _exchange(self, rows: Array) -> Array:
@@ -275,9 +287,9 @@ def matmul(inner: Array, outer: Array, rows: Array, p: Precision, stored: float 
 
 
 def attention_projections(c: Qwen3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
-    """Work of q, k, v and o of one layer, with the kernel count of the whole layer."""
+    """Work of q, k, v and o of one layer."""
     outer = (2 * c.heads + 2 * np.maximum(c.kv_heads, split.tensor)) * c.head_dim / split.tensor
-    return matmul(c.embed, outer, rows, p, p.matrix_bytes)._replace(kernels=LAYER_KERNELS)
+    return matmul(c.embed, outer, rows, p, p.matrix_bytes)
 
 
 def attention(
@@ -292,7 +304,7 @@ def attention(
 def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of the logits of all rows, written and read again in float32 to sample or verify tokens."""
     work = matmul(embed, vocab / split.tensor, rows, p, STORED.get(p.lm_head, 0.0))
-    return work._replace(data=work.data + 2 * rows * vocab / split.tensor * BYTES["float32"], kernels=TAIL_KERNELS)
+    return work._replace(data=work.data + 2 * rows * vocab / split.tensor * BYTES["float32"])
 
 
 # ---- the draft head
@@ -306,14 +318,13 @@ def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
 def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of one application: q, o, the MLP, and k and v of its own feature-token pair."""
     outer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
-    return matmul(h.embed, outer / split.tensor, rows, p)._replace(kernels=LAYER_KERNELS)
+    return matmul(h.embed, outer / split.tensor, rows, p)
 
 
 def feature_pairs(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
     """Work of `fc` over its features, and k and v, for `rows` feature-token pairs."""
-    return matmul(
-        h.embed, (len(h.aux_layers) * h.embed + 4 * h.kv_heads * h.head_dim) / split.tensor, rows, p
-    )._replace(kernels=4)
+    outer = len(h.aux_layers) * h.embed + 4 * h.kv_heads * h.head_dim
+    return matmul(h.embed, outer / split.tensor, rows, p)
 
 
 def head_parameters(h: Eagle3Config) -> int:

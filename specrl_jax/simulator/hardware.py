@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specrl_jax.simulator.programs import ASSUMED, Programs, compiled
+
 # A number, or one per configuration.
 Array = float | np.ndarray
 
@@ -119,6 +121,7 @@ class Hardware:
     cache_bytes: float = 0.0
     cache_bandwidth: float = 1.0
     attained: Attained = Attained()
+    programs: Programs = ASSUMED  # of the rollout engine
 
     def flops(self, dtype: str) -> Array:
         """FLOP/s attained by large matmuls."""
@@ -139,10 +142,11 @@ class Hardware:
         return dataclasses.replace(self, attained=dataclasses.replace(self.attained, **values))
 
     def with_engine(self, e: "Engine") -> "Hardware":
-        """Return the machine with the host overheads of a rollout engine; `captured_rows` belongs to DecoderCost."""
-        return self.with_attained(
+        """Return the machine with a rollout engine's host overheads and programs; `captured_rows` is DecoderCost's."""
+        machine = self.with_attained(
             host_seconds=e.host_seconds, draft_seconds=e.draft_seconds, uncaptured_seconds=e.uncaptured_seconds
         )
+        return dataclasses.replace(machine, programs=compiled() if e.compiled else ASSUMED)
 
     def sampled(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
         """Sample [count, 1] values of every uncertain number, with the factors of SPREAD, overridden by `known`."""
@@ -194,21 +198,23 @@ PEAK_FLOPS = {h.device_kind: h.peak.bfloat16 for h in HARDWARE.values() if h.dom
 
 
 class Engine(NamedTuple):
-    """Host overheads of a rollout engine, and the rows of its largest CUDA graph."""
+    """Host overheads of a rollout engine, the rows of its largest CUDA graph, and its programs."""
 
     host_seconds: float
     draft_seconds: float
     uncaptured_seconds: float
     captured_rows: float
+    compiled: bool  # its programs are those of compiled.json, else as assumed
 
 
 ENGINES = {
-    # This project's: drafting, verification and commit are one program for any number of rows. The host synchronises
-    # after 64 iterations (rollout.chunk of the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
-    "fused": Engine(4.1e-3 / 64, float(Attained.draft_seconds), 0.0, np.inf),
+    # This project's: drafting, verification and commit are one program for any number of rows. The host does nothing
+    # for a drafted token, and all kernels are in compiled.json. It synchronises after 64 iterations (rollout.chunk of
+    # the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
+    "fused": Engine(4.1e-3 / 64, 0.0, 0.0, np.inf, True),
     # As fitted to the paper's tables by experiments/scale_projection (arXiv 2604.26779: vLLM, Qwen3-8B): Table 1's
     # speculative column of RL-Zero, and Table 4's two rows of k = 5. vLLM captures CUDA graphs of up to 512 rows.
-    "vllm": Engine(float(Attained.host_seconds), 1.52e-3, 5.2e-4, 512.0),
+    "vllm": Engine(float(Attained.host_seconds), 1.52e-3, 5.2e-4, 512.0, False),
 }
 
 

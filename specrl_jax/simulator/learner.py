@@ -37,7 +37,7 @@ class Workload:
     minibatches: int = 1  # optimizer updates
     microbatch_tokens: float = 0  # of one forward and backward pass over all devices; 0: a minibatch
     packed: bool = False  # rollouts share learner rows; False: each has one, padded to the longest sequence
-    remat: bool = True  # the backward pass recomputes each layer's forward
+    remat: str = "full"  # as policy.remat: the backward pass computes each layer again, or nothing that counts
     gathered: bool = True  # fsdp: every microbatch gathers its parameters; False: each device keeps its shard of a copy
     ttt_steps: int = 0  # unrolled steps of a draft trained in the train phase; 0: frozen or none
     tiled: bool = False  # logits are computed in vocabulary tiles, and again in the backward pass
@@ -73,8 +73,8 @@ class LearnerCost:
         return self._passes(w, devices, w.scored, 0)
 
     def train(self, w: Workload, devices: Array) -> Array:
-        """Seconds of forward and backward of all rows (three forwards, four with remat), draft training and updates."""
-        seconds = self._passes(w, devices, 2 if w.remat else 1, 2)
+        """Seconds of forward and backward of all rows (3 forwards, 4 with full remat), draft training and updates."""
+        seconds = self._passes(w, devices, 2 if w.remat == "full" else 1, 2)
         seconds = seconds + self.draft_training(w, devices)
         # The update reads float32 gradient, both moments and the parameter, and writes all but the gradient.
         state = 7 * 4 * parameters(self.model) / devices

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters, twin_bytes, weight_bytes
 from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.learner import LearnerCost, Workload
@@ -43,8 +44,7 @@ def estimate_bytes(
     total = parameters(c) + head
     microbatch = w.microbatch_tokens or w.learner_tokens()[0] / w.minibatches
     tokens = np.maximum(microbatch * learner.split.tensor / learner_devices, w.longest)
-    kept = c.layers * c.embed if w.remat else 12 * c.layers * c.embed  # without remat, the inputs of every matmul
-    activations = tokens * kept * BYTES[learner.dtype] / learner.split.tensor
+    activations = tokens * c.layers * kept_numbers(c, w.remat) * BYTES[learner.dtype] / learner.split.tensor
     logits = w.longest * c.vocab * BYTES["float32"] / learner.split.tensor
     # Without fsdp a compute copy of the parameters and its gradient are resident all the time.
     copies = 0.0 if w.gathered else (BYTES[learner.dtype] + BYTES["float32"]) * total / learner.split.devices
@@ -54,6 +54,13 @@ def estimate_bytes(
     cache = np.maximum(np.minimum(slots * longest, w.cache_bytes), longest)
     sizes = (16 * total / learner_devices + copies, activations + logits, weights, cache)
     return DeviceBytes(*np.broadcast_arrays(*sizes))
+
+
+def kept_numbers(c: Qwen3Config, remat: str) -> int:
+    """Return the numbers that a layer keeps of a token for its backward pass (models/remat.py)."""
+    products = 2 * (c.heads + c.kv_heads) * c.head_dim + c.embed + (0 if c.experts else 2 * c.mlp)
+    # Nothing repeated: about the inputs of every product.
+    return {"full": c.embed, "selective": c.embed + products, "none": 12 * c.embed}[remat]
 
 
 def sequences_at_once(

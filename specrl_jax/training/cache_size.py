@@ -25,17 +25,24 @@ CPU_SHARE = 1 / 48
 
 
 def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner) -> int:
-    """Return the bytes of one page on one device: of the policy's cache and the draft's."""
+    """Return the bytes of one page on one device: of the policy's cache and the draft's.
+
+    Each pool as it is sharded: keys and values by heads, the hidden states of a draft's head whole on every device.
+    Raises InputError where the heads do not divide over the mesh.
+    """
+    # A page for every device.
+    pages, dtype = partition.num_shards("batch"), jnp.dtype(rollout.cache_dtype)
+    shape = kv.PageShape(pages, rollout.page_tokens, dtype, partition.platform)
 
     def pools() -> object:
-        dtype = jnp.dtype(rollout.cache_dtype)
-        shape = kv.PageShape(1, rollout.page_tokens, dtype, partition.platform)
         target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
         return target, draft.init_cache(shape) if draft else None
 
-    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pools)))
-    # A head's hidden states are whole on every device; they are small beside the rest.
-    return -(-total // partition.num_shards("kv_heads"))
+    def size(axes: kv.Axes, pool: jax.ShapeDtypeStruct) -> int:
+        return math.prod(partition.sharding(axes, pool.shape).shard_shape(pool.shape)) * pool.dtype.itemsize
+
+    axes = (kv.PAGE_AXES,) * model.layers, draft.cache_axes() if draft else None
+    return sum(jax.tree.leaves(jax.tree.map(size, axes, jax.eval_shape(pools), is_leaf=kv.is_axes)))
 
 
 def most_pages(rollout: RolloutConfig, page: int, device: jax.Device, memory: int = 0) -> int | None:

@@ -121,7 +121,8 @@ def make_rollout_engine(
     """
     shards = partition.num_shards("batch")
     limits = config.limits
-    limits = dataclasses.replace(limits, shards=shards, prefill_rows=-(-limits.prefill_rows // shards) * shards)
+    prefill_rows = -(-limits.prefill_rows // shards) * shards
+    limits = dataclasses.replace(limits, shards=shards, prefill_rows=prefill_rows, copies=partition.copies)
     check_cache_length(limits, model)
     target = Target(model, draft, config, partition)
     parts = EngineFunctions(
@@ -208,9 +209,7 @@ class Target:
     def _cache_shardings(self) -> Cache:
         axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
         cache = Caches(axes, self.draft.cache_axes()) if self.draft else axes
-        return jax.tree.map(
-            self.partition.sharding, cache, is_leaf=lambda x: isinstance(x, tuple) and x[:1] == ("batch",)
-        )
+        return jax.tree.map(self.partition.sharding, cache, is_leaf=kv.is_axes)
 
 
 def check_cache_length(limits: EngineConfig, model: qwen3.Qwen3Config, section: str = "rollout") -> None:

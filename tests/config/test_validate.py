@@ -57,7 +57,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(key, value, known):
     [
         ("steps", True, "a whole number"),
         ("steps", 1.5, "a whole number"),
-        ("policy.remat", 1, "True or False"),
+        ("draft.online", 1, "True or False"),
         ("policy.path", None, "text"),
         ("draft.length", None, "a whole number"),
         ("reward.weights", 1.0, "a list of numbers"),

@@ -179,6 +179,7 @@ def test_started_collectives_count_once_by_their_larger_side_and_a_librarys_prod
     found = count(STARTED)
     assert found.collectives == {"all-gather": 2 * 16 * 8, "all-reduce": 4 * 64, "reduce-scatter": 4 * 64}
     assert found.flops == 2 * 4 * 4 * 8 and found.custom_calls == {"mosaic_gpu_v2": 1}
+    assert found.exposed == 4 * 64 + 4 * 64, "the product runs beside the all-gather"
 
 
 def test_bytes_of_types():

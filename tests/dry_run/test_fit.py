@@ -19,6 +19,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.sharding import make_mesh
 
 CONFIG = from_config_dict(rlzero_8b.get_config())
+CONFIG = dataclasses.replace(CONFIG, policy=dataclasses.replace(CONFIG.policy, remat="full"))
 TARGET = dataclasses.replace(TARGETS["h100"], memory=100 * 10**9, share=0.75)
 GB = 10**9
 
@@ -73,7 +74,8 @@ def test_the_largest_part_is_what_should_shrink(phase, words):
 def test_temporaries_shrink_by_rematerialisation_then_microbatches_then_tiles():
     policy, grpo = CONFIG.policy, CONFIG.grpo
     steps = [
-        ({"policy": dataclasses.replace(policy, remat=False)}, "policy.remat=true"),
+        ({"policy": dataclasses.replace(policy, remat="none")}, "policy.remat=full"),
+        ({"policy": dataclasses.replace(policy, remat="selective")}, "policy.remat=full"),
         ({"grpo": dataclasses.replace(grpo, microbatch_tokens=0)}, "grpo.microbatch_tokens=81920"),
         ({"grpo": dataclasses.replace(grpo, microbatch_tokens=163_840)}, "grpo.microbatch_tokens=81920"),
         ({"policy": dataclasses.replace(policy, vocab_tile=0)}, "policy.vocab_tile"),

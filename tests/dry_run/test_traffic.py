@@ -100,6 +100,23 @@ metadata={op_name="jit(f)/NAME/mpmd_map"}
         assert moved(J, "another") == rest + 5 * matrix
 
 
+PLACED = """HloModule m
+
+ENTRY %main (a: bf16[10,2,4,8], b: bf16[2,8]) -> bf16[10,2,4,8] {
+  %a = bf16[10,2,4,8]{3,2,1,0} parameter(0)
+  %b = bf16[2,8]{1,0} parameter(1)
+  %k = (f32[4]{0}, bf16[10,2,4,8]{3,2,1,0}) custom-call(%b, %a), custom_call_target="mosaic_gpu_v2", \
+output_to_operand_aliasing={{1}: (1, {})}, backend_config="{{0}: (0, {})}"
+  ROOT %r = bf16[10,2,4,8]{3,2,1,0} get-tuple-element(%k), index=1
+}
+"""
+
+
+def test_what_a_kernel_writes_in_place_is_not_counted():
+    """Its other operand and its other result are."""
+    assert traffic(PLACED, Pool(10, 3)).bytes == 2 * 2 * 8 + 4 * 4
+
+
 def test_a_compiled_program_of_known_turns():
     """Five products of [16, 32] with [32, 32], whose result goes on."""
 

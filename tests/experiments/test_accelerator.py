@@ -21,6 +21,7 @@ from experiments.accelerator.sizes import FULL, RATES
 from kernels_pallas.verify.op import Draft, Noise, VerifyInputs, verify
 from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.dry_run.traffic import LoopTraffic, Traffic
 from specrl_jax.models.qwen3 import PRESETS
 from tests.helpers.runs import ROOT
 
@@ -78,6 +79,12 @@ def test_parts_for_which_no_time_is_left_are_listed_and_one_that_fails_stops_non
     kept = json.loads((tmp_path / "results.json").read_text())
     assert kept["errors"] == {"first": "RuntimeError: out of memory"}
     assert kept["left_out"] == ["third: 3 s were left, 50 are needed"]
+
+
+def test_a_loop_inside_another_runs_once_too():
+    inner = LoopTraffic("inner", Traffic(100, 3))
+    outer = LoopTraffic("outer", Traffic(10, 2, (inner, inner)))
+    assert deviceless.once(Traffic(1, 1, (outer,))) == (211, 9)
 
 
 def test_programs_are_compiled_while_time_is_left():

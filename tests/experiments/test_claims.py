@@ -138,7 +138,7 @@ def made_up(module, workloads):
 PLOTTED = [name for name, folder in report.CLAIM_FOLDERS.items() if folder.module == "plot"]
 FOLDERS = dict.fromkeys(PLOTTED, ("rlzero_tiny_small", "rlthink_tiny"))
 FOLDERS["draft_init"] = ("rlzero_tiny_small",)
-FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag"), ("rlzero_tiny",))
+FOLDERS |= dict.fromkeys(("accuracy_parity", "async_lag", "quantized_rollouts"), ("rlzero_tiny",))
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kernels_pallas.attention.op import Paging, Table, write_pool
+from kernels_pallas.mapping import on_each_device
 from kernels_pallas.verify.op import Draft, Noise, verify
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.drafters import NO_DRAFTER, Drafter, Text, sample_draft
@@ -70,7 +71,8 @@ def prefill(table, tokens, paging, cache):
 
 def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=1, lengths=None, **functions):
     """Return an engine of the toy, its rows split over `devices`; `functions` replace some of the toy's."""
-    limits = dataclasses.replace(limits, shards=devices, prefill_rows=devices * limits.prefill_rows)
+    copies = ("rows",) if devices > 1 else ()
+    limits = dataclasses.replace(limits, shards=devices, prefill_rows=devices * limits.prefill_rows, copies=copies)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), "rows")
     by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
     everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
@@ -80,7 +82,8 @@ def toy_engine(limits, sampling, eos_ids, pad_id=0, drafter=NO_DRAFTER, devices=
         # Each device has its own pages, numbered from 0.
         inputs, rows_spec = (PartitionSpec(), *[PartitionSpec("rows")] * 3), PartitionSpec("rows")
         for name in ("prefill", "decode"):
-            toy[name] = jax.shard_map(toy[name], mesh=mesh, in_specs=inputs, out_specs=rows_spec, check_vma=False)
+            # Asked anew by each trace: inside a copy's loop the arrays are a device's own already.
+            toy[name] = lambda *arrays, fn=toy[name]: on_each_device(fn, mesh, inputs, rows_spec)(*arrays)
     model = EngineFunctions(drafter=drafter, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id, **toy)
     shardings = Slots(**rows | {"lookup_cache": everywhere if limits.groups else None})
     lengths = lengths or tuple(range(drafter.length + 1))

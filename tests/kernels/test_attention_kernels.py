@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import blocks, gpu, op, reference, tpu
+from specrl_jax.models.layers import rms_norm, rotary_angles, rotate
 from tests.helpers import targets
 from tests.helpers.interpreted import GPU, TPU
 from tests.helpers.paged import draw
@@ -101,6 +102,56 @@ def test_devices_have_the_kernels_of_their_platform():
     assert op.kernel_of(Device("tpu", None)).attend is tpu.attend
 
 
+# --- from a fused product
+
+FUSED = {
+    "one query": {"lengths": [70, 0], "Q": 1, "K": 1, "R": 2, "T": 16},
+    "a page that others read": {"lengths": [3, 20], "Q": 2, "K": 2, "R": 1, "T": 16},
+    "two tiles of queries": {"lengths": [70], "Q": 16, "K": 1, "R": 8, "T": 64},
+}
+
+
+def fused_case(lengths, Q, K, R, T, dtype, H=128):
+    """Return (fused, heads, pages, table, positions); the fused product has unit normals."""
+    _, pages, table, positions = draw(lengths, Q=Q, K=K, N=K * R, H=H, T=T)
+    keys = jax.random.split(jax.random.key(0), 3)
+    fused = jax.random.normal(keys[0], (len(lengths), Q, K, R + 2, H)).astype(dtype)
+    scales = (1 + 0.1 * jax.random.normal(key, (H,)).astype(jnp.bfloat16) for key in keys[1:])
+    own = jnp.where(jnp.arange(table.shape[1])[None] < 1, len(pages), table)
+    heads = op.Heads(*scales, *rotary_angles(positions, H, 1e4))
+    return fused, heads, pages.astype(jnp.bfloat16), op.Table(table, own), positions
+
+
+@jax.jit
+def in_turn(fused, heads, pages, table, positions):
+    """Norm and rotate, write, and attend by the kernel that takes queries."""
+    q = fused[..., :-2, :].reshape(*fused.shape[:2], -1, fused.shape[-1])
+    angles = heads.sin, heads.cos
+    q, k = (rotate(rms_norm(*x, 1e-6), angles) for x in ((q, heads.q_scale), (fused[..., -2, :], heads.k_scale)))
+    pages = op.write(pages, table.write, positions, k, fused[..., -1, :])
+    return INTERPRETED["gpu"].attend(q, pages, table.read, positions), pages
+
+
+@pytest.mark.parametrize(
+    "shape, dtype",
+    slow_but(
+        [("one query", "bfloat16")],
+        FUSED,
+        BOUNDS,
+    ),
+)
+def test_a_fused_product_is_placed_as_in_turn(shape, dtype):
+    """Bits: both round at the same points. A row without a token and a page of others are not written."""
+    arrays = fused_case(dtype=dtype, **FUSED[shape])
+    attend_fused = jax.jit(functools.partial(gpu.attend_fused, epsilon=1e-6, interpret=GPU))
+    fused, heads, *rest = arrays
+    out, pages = attend_fused(fused, heads, pages=rest[0], table=rest[1], positions=rest[2])
+    expected, written = in_turn(*arrays)
+    np.testing.assert_array_equal(pages, written)
+    np.testing.assert_array_equal(out, expected)
+    assert np.any(np.asarray(written) != np.asarray(rest[0]))
+
+
 # --- for devices that are not here
 
 PLATFORMS = {"cuda": "gpu", "tpu": "tpu"}
@@ -137,6 +188,33 @@ SIZES = [(16, 128, 4), (128, 64, 1), (64, 128, 16)]  # T, H, Q
 
 
 BUILT = [("cuda", size) for size in SIZES] + [("tpu", size) for size in SIZES if size[1] == 128]
+
+
+def fused_loop(pages, fused, heads, table, positions):
+    """Write and attend from a fused product as a decoding loop does, pools carried."""
+
+    def body(state):
+        i, fused, pages = state
+        out, pages = gpu.attend_fused(fused, heads, 1e-6, pages, op.Table(table, table), positions + i)
+        R = fused.shape[3] - 2
+        return i + 1, fused.at[..., :R, :].set(out.reshape(*fused.shape[:3], R, -1)), pages
+
+    return jax.lax.while_loop(lambda state: state[0] < 5, body, (jnp.int32(0), fused, pages))[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("Q", [1, 4, 16])
+def test_a_fused_product_compiles_without_a_copy_of_the_pool(Q):
+    if not targets.installed("cuda"):
+        pytest.skip("requirements-aot.txt is not installed")
+    pages, _, table, positions = arguments(64, 128, Q)
+    B, K, R, H = 32, 8, 4, 128
+    shapes = {"fused": ((B, Q, K, R + 2, H), jnp.bfloat16), "scale": ((H,), jnp.bfloat16)}
+    shapes["angle"] = ((B, Q, 1, H // 2), jnp.float32)
+    fused, scale, angle = (jax.ShapeDtypeStruct(*shape) for shape in shapes.values())
+    heads = op.Heads(scale, scale, angle, angle)
+    memory = targets.compiled("cuda", fused_loop, pages, fused, heads, table, positions, donate=0).memory_analysis()
+    assert memory.temp_size_in_bytes < 0.25 * pages.size * pages.dtype.itemsize
 
 
 @pytest.mark.parametrize("platform, size", BUILT)

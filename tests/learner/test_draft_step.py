@@ -129,7 +129,7 @@ def setup_of(kind, online, loss="ce", sizes=ONE):
     config.draft.loss, config.draft.clip = loss, 1e-3
     config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
     config.optimizer.clip = 1e3
-    config.policy.remat = False
+    config.policy.remat = "none"
     config.grpo.prompts_per_step = 2
     return make_run(config, mesh_of(sizes))
 

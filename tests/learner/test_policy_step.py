@@ -22,7 +22,7 @@ from tests.helpers.slow import slow_but
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
 B, T = 8, 16
-PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat=False, vocab_tile=0, microbatch_tokens=0, temperature=1.0)
+PLAIN = PolicyForward(NANO, jnp.dtype("float32"), remat="none", vocab_tile=0, microbatch_tokens=0, temperature=1.0)
 WITH_KL = Objective(0.2, 0.28, 0.1)
 WITHOUT_KL = Objective(0.2, 0.28, 0.0)
 SPLIT = "data 2, tensor 2, fsdp 2"
@@ -112,7 +112,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
     """Against jax.grad of REINFORCE: at ratio 1 and without KL the two are one formula. Only one recomputes layers."""
     rows, inputs = batch()
     logprob_step, _ = step_functions("one", PLAIN, WITH_KL)
-    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
+    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat="full"), WITHOUT_KL)
     state = recording_state("one")
     old, _ = jax.device_get(logprob_step(state.params, rows))
     state, metrics, _ = policy_step(state, rows, LossInputs(old, None, inputs.advantages))
@@ -142,7 +142,7 @@ def test_microbatches_and_devices_change_rounding_only(mesh, microbatch):
 def test_a_row_is_split_along_its_tokens():
     """What a layer leaves for the backward pass, and what a draft learns from: a quarter of the tokens a device."""
     rows, inputs = batch()
-    learner = dataclasses.replace(PLAIN, features=True, remat=True)
+    learner = dataclasses.replace(PLAIN, features=True, remat="full")
     partition = partition_of("sequence 4, fsdp 2")
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     _, _, learnt = step(recording_state("sequence 4, fsdp 2"), rows, inputs.replace(advantages=np.ones((B, T), "f4")))
@@ -196,7 +196,7 @@ def test_padding_and_prompt_positions_carry_no_gradient():
 def test_zero_advantages_give_exactly_no_gradient():
     """Not even through the entropy, which is only reported; Adam turns any gradient, however small, into full steps."""
     rows, inputs = batch()
-    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat=True), WITHOUT_KL)
+    _, policy_step = step_functions("one", dataclasses.replace(PLAIN, remat="full"), WITHOUT_KL)
     state = recording_state("one")
     before = jax.device_get(state.params)
     state, metrics, _ = policy_step(state, rows, LossInputs(inputs.old_logprobs, None, np.zeros((B, 1), np.float32)))

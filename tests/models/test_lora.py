@@ -61,7 +61,7 @@ def test_rollouts_run_on_the_sum():
 def update(mesh, microbatch=0):
     """(gradient of the adapters, frozen weights afterwards) of one step on the host."""
     partition = partitioner(make_mesh(mesh_sizes(mesh), jax.devices()[: 8 if mesh else 1]), LEARNER)
-    learner = dataclasses.replace(PLAIN, lora=ALL, remat=True, microbatch_tokens=microbatch * T)
+    learner = dataclasses.replace(PLAIN, lora=ALL, remat="full", microbatch_tokens=microbatch * T)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     adapters = jax.device_put(random_adapters(PLAIN.model), partition.shardings(learner.trained_specs))
     frozen = jax.device_put(initial_params(), partition.shardings(qwen3.param_specs(PLAIN.model)))
@@ -113,7 +113,7 @@ def test_neither_devices_nor_microbatches_matter(mesh, microbatch):
 def test_the_sum_exists_for_one_layer_at_a_time():
     """No array as large as a stack of summed weights among the temporaries of a step: what would LoRA be for."""
     config = dataclasses.replace(PLAIN.model, layers=24)
-    learner = dataclasses.replace(PLAIN, model=config, lora=ALL, remat=True)
+    learner = dataclasses.replace(PLAIN, model=config, lora=ALL, remat="full")
     partition = partitioner(make_mesh(mesh_sizes(False), jax.devices()[:1]), LEARNER)
     step = make_policy_step(learner, WITH_KL, recorder(), partition)
     abstract = lambda specs: jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), specs)  # noqa: E731

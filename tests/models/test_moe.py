@@ -192,7 +192,7 @@ def test_gradient_is_the_derivative_of_the_float64_formula(config, partition):
 @pytest.mark.slow
 def test_recomputing_layers_changes_nothing(partition):
     params, tokens = random_params(MOE), draw_tokens(0)
-    plain, other = (graded_score(MOE, partition, **static)(params, tokens) for static in ({}, {"remat": True}))
+    plain, other = (graded_score(MOE, partition, **static)(params, tokens) for static in ({}, {"remat": "full"}))
     np.testing.assert_allclose(other[0], plain[0], atol=1e-4, rtol=0)
     for a, b in zip(jax.tree.leaves(other[1]), jax.tree.leaves(plain[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()), rtol=0)
@@ -323,7 +323,7 @@ def test_a_policy_on_a_mesh_is_the_policy_on_one_device(partition):
     over = spread({"expert": 2, "fsdp": 2, "tensor": 2})
     placed = jax.device_put(params, over.shardings(qwen3.param_specs(DIVISIBLE)))
     (one, grad_one), (many, grad_many) = (
-        graded_score(DIVISIBLE, p, remat=True)(w, tokens) for p, w in ((partition, params), (over, placed))
+        graded_score(DIVISIBLE, p, remat="full")(w, tokens) for p, w in ((partition, params), (over, placed))
     )
     np.testing.assert_allclose(many, one, atol=1e-4, rtol=0)  # a sum of 96 log-probs of a few nats
     assert_close(grad_many, grad_one)

@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.attention import gpu, heads_gpu, op
 from kernels_pallas.attention.op import loaded
 from kernels_pallas.attention.types import KEYS, VALUES
+from specrl_jax.dry_run.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn, count_params
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.interpreted import GPU
 from tests.helpers.policies import SMALL, compiled, forward, numpy_forward, numpy_logprobs, random_params, row_positions
 
 TIED = dataclasses.replace(SMALL, tied=True)
@@ -126,6 +129,38 @@ def decode(rollout, config, tokens, blocks, partition, paged=None, **static):
     return jnp.concatenate(logits, axis=1), paged
 
 
+@pytest.mark.slow
+def test_a_kernel_that_takes_the_fused_product_is_the_same_layer(partition, monkeypatch):
+    """Interpreted, with pages of bfloat16: queries and keys differ by a rounding of it where statistics do in float32.
+
+    A rounding is 1 / 256 of a query; scores of unit normals, and so logits of this size, change by about as much.
+    """
+    config, bf16 = dataclasses.replace(SMALL, head_dim=128, layers=2), jnp.dtype("bfloat16")
+    rollout, tokens = qwen3.inference_params(random_params(config), config, bf16), draw_tokens(1, (2, 2))
+    cache = kv.init_cache(config.layers, config.kv_heads, config.head_dim, kv.PageShape(2, 16, bf16, "gpu"))
+    pages = jnp.arange(2, dtype=jnp.int32)[:, None]
+    table = kv.Table(pages, pages)
+    calls = []
+
+    def attend_fused(*arrays):
+        calls.append(arrays)
+        return gpu.attend_fused(*arrays, interpret=GPU)
+
+    def logits(**fused):
+        kernel = op.Kernel(functools.partial(gpu.attend, interpret=GPU), gpu.fits, **fused)
+        monkeypatch.setattr(op, "kernel_of", lambda device: kernel)
+        inputs, options = qwen3.Inputs(tokens, row_positions(tokens)), qwen3.Options()
+        run = functools.partial(qwen3.forward, config=config, inputs=inputs, partition=partition, options=options)
+        out = jax.jit(run)(rollout, cache=cache, table=table)
+        return out.logits
+
+    expected = logits()
+    assert not calls
+    found = logits(attend_fused=attend_fused, fits_fused=heads_gpu.fits)
+    assert len(calls) == config.layers
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1 / 256)
+
+
 # Sizes
 
 
@@ -225,10 +260,11 @@ def test_gradient_is_the_derivative_of_the_float64_formula(params, config, token
     "static",
     [
         pytest.param({"vocab_tile": 16}, marks=pytest.mark.slow),
-        pytest.param({"remat": True}, marks=pytest.mark.slow),
-        {"vocab_tile": 7, "remat": True, "aux_layers": (0, 2)},
+        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"remat": "selective"}, marks=pytest.mark.slow),
+        {"vocab_tile": 7, "remat": "selective", "aux_layers": (0, 2)},
     ],
-    ids=["tiled", "remat", "all-with-features"],
+    ids=["tiled", "full", "selective", "all-with-features"],
 )
 def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config, tokens, partition):
     plain, plain_grad = graded_score(config, partition)(params, tokens)
@@ -243,7 +279,7 @@ def test_schedule_changes_neither_logprobs_nor_gradients(static, params, config,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, option",
-    [({"vocab": 4000, "layers": 1}, {"vocab_tile": 250}), ({"vocab": 40, "layers": 8}, {"remat": True})],
+    [({"vocab": 4000, "layers": 1}, {"vocab_tile": 250}), ({"vocab": 40, "layers": 8}, {"remat": "full"})],
     ids=["tiled", "remat"],
 )
 def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, partition):
@@ -260,6 +296,32 @@ def test_memory_options_lower_the_peak_of_the_backward_pass(sizes, option, parti
         return jax.jit(jax.grad(loss)).lower(params, rows).compile().memory_analysis().temp_size_in_bytes
 
     assert peak(**option) < 0.5 * peak()
+
+
+@pytest.mark.slow
+def test_selective_repeats_no_product_and_holds_less_than_nothing_repeated(partition):
+    """Of a layer with wide matrices: `full` repeats all of its products but that of `down`, which no gradient reads."""
+    config = dataclasses.replace(TIED, vocab=40, layers=8, embed=32, mlp=96)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.float32), qwen3.param_specs(config))
+    B, T = 4, 64
+
+    def step(remat):
+        def loss(params, tokens):
+            at = row_positions(tokens)
+            return forward(params, config, tokens, at, partition, targets=tokens, remat=remat).logprobs.sum()
+
+        return jax.jit(jax.grad(loss)).lower(params, jax.ShapeDtypeStruct((B, T), jnp.int32)).compile()
+
+    full, selective, none = (step(remat) for remat in ("full", "selective", "none"))
+    flops = [count(x.as_text()).flops for x in (full, selective, none)]
+    heads = 2 * (config.heads + config.kv_heads) * config.head_dim  # of q, k, v and o
+    products = config.embed * (heads + 2 * config.mlp)
+    # Scores are computed again by both, and are not counted here; their product with the values only by `full`.
+    values = config.heads * config.head_dim * T
+    assert flops[0] - flops[1] == 2 * B * T * config.layers * (products + values)
+    assert flops[1] - flops[2] == 2 * B * T * config.layers * values
+    held = [x.memory_analysis().temp_size_in_bytes for x in (full, selective, none)]
+    assert held == sorted(held)
 
 
 # Auxiliary features
@@ -282,7 +344,7 @@ def test_both_layouts_give_the_same_features(params, rollout, config, tokens, pa
     np.testing.assert_allclose(decoded.aux, learner.aux, **ROUNDING)
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "selective"])
 def test_features_carry_no_gradient(remat, params, config, tokens, partition):
     def size_of_features(params):
         out = forward(

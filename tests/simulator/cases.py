@@ -38,7 +38,7 @@ def ideal(flops: float = np.inf, bandwidth: float = np.inf, near: Link = FREE) -
 def scenario(hardware: Hardware | None = None, spread: float = 0.8, model: str = "qwen3_8b", **changes) -> Scenario:
     """Qwen3-8B on GB200, 256 responses of 2,000 tokens on average."""
     w = Workload(
-        256, 8, 100.0, 400.0, LogNormalLengths(2000.0, 8000.0, spread), 4096, microbatch_tokens=16 * 8400, remat=False
+        256, 8, 100.0, 400.0, LogNormalLengths(2000.0, 8000.0, spread), 4096, microbatch_tokens=16 * 8400, remat="none"
     )
     policy = PRESETS[model]
     split = Parallelism(4, 8) if policy.experts else Parallelism(2)

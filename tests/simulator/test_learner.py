@@ -47,7 +47,7 @@ def test_flops_are_those_counted_in_the_traced_steps(row):
 def test_without_recomputation_training_is_three_forwards():
     policy, head, w = counted_case(COUNTED[0])
     learner = LearnerCost(policy, head, ideal(flops=1.0))
-    w = dataclasses.replace(w, ttt_steps=0, remat=False, scored=2)
+    w = dataclasses.replace(w, ttt_steps=0, remat="none", scored=2)
     assert learner.train(w, 1.0) == pytest.approx(3 / 2 * learner.logprob(w, 1.0))
 
 
@@ -59,7 +59,7 @@ def test_rows_are_as_long_as_the_longest_sequence():
 def test_gathering_parameters_for_every_microbatch_by_hand():
     """Two devices, fsdp over both, four microbatches: each receives half of all parameters twelve times."""
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch_tokens=40, remat=False)
+    w = Workload(8, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 8, microbatch_tokens=40, remat="none")
     half = parameters(policy) / 2
     learner = LearnerCost(policy, None, machine, dtype="float32")
     assert learner.logprob(w, 2.0) == pytest.approx(half * 4 * 4 / 1e6)
@@ -71,7 +71,7 @@ def test_gathering_parameters_for_every_microbatch_by_hand():
 
 def test_a_microbatch_has_a_row_for_every_device():
     policy, machine = preset("tiny"), ideal(near=Link(1e6, 0.0))
-    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch_tokens=1, remat=False)
+    w = Workload(64, 2, 0.0, 0.0, LogNormalLengths(10.0, 20.0), 64, microbatch_tokens=1, remat="none")
     few, many = (float(LearnerCost(policy, None, machine).logprob(w, n)) for n in (2, 16))
     assert few / many == pytest.approx((1 / 2 * 32) / (15 / 16 * 4))
 

@@ -1,19 +1,25 @@
 """The size of the page pool: what it allows, and what is refused with the number that would do."""
 
+import dataclasses
 import re
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from specrl_jax.config import RolloutConfig
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.cache import GB
+from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from specrl_jax.training import cache_size
-from specrl_jax.training.cache_size import most_pages, with_pages
-from specrl_jax.training.rollouts import check_cache_length
+from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
+from specrl_jax.training.rollouts import InferenceConfig, Target, check_cache_length
 
 PAGE = 3_000_000  # bytes
 LIMITS = EngineConfig(8, 100, 900, chunk=4, page_tokens=64)
@@ -50,6 +56,21 @@ def test_a_pool_too_small_for_the_longest_sequence_is_refused_with_the_size_that
 def test_a_pool_smaller_than_a_page_is_refused_too():
     with pytest.raises(InputError, match=r"^rollout\.cache_gb: 0 GB a device hold 0 tokens; .* or more is needed"):
         with_pages(LIMITS, with_cache(1e-6), PAGE)
+
+
+@pytest.mark.parametrize("kind", ["none", "eagle3", "model"])
+def test_a_page_takes_what_its_arrays_do_on_a_device(kind):
+    mesh, rollout = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4]), RolloutConfig(page_tokens=16)
+    model, partition = qwen3.preset("nano"), partitioner(mesh, ROLLOUT)
+    draft = make_method(DraftOptions(kind, preset="nano" if kind == "model" else ""), model).model
+    found = page_bytes(model, draft, rollout, partition)
+    limits = dataclasses.replace(LIMITS, shards=2)
+    dtypes = jnp.dtype("float32"), jnp.dtype(rollout.cache_dtype)
+    target = Target(model, draft, InferenceConfig(Sampling(), limits, 0, *dtypes), partition)
+    pages = 6
+    pools = jax.device_put(target.init_cache(pages, rollout.page_tokens), target.slots_shardings().cache)
+    first = [s.data.nbytes for x in jax.tree.leaves(pools) for s in x.addressable_shards if s.device.id == 0]
+    assert sum(first) == found * pages // 2
 
 
 def test_memory_that_is_unknown_bounds_nothing():

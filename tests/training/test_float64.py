@@ -80,7 +80,7 @@ def test_packed_rows(name):
 @pytest.mark.parametrize("packing", [None, PACKING])
 def test_microbatches_with_recomputed_layers(packing):
     batch = batch_of(packing)
-    parts = dataclasses.replace(WIDE, microbatch_tokens=2 * T, remat=True, vocab_tile=48)
+    parts = dataclasses.replace(WIDE, microbatch_tokens=2 * T, remat="full", vocab_tile=48)
     assert_same(gradient("token", parts, batch)[0], gradient("token", WIDE, batch)[0])
 
 
@@ -99,7 +99,7 @@ def test_minibatches():
 @pytest.mark.slow
 def test_adapters():
     """dA = scale dW B^T and dB = scale A^T dW, with dW the gradient of weights that are the sum."""
-    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch_tokens=2 * T, remat=True)
+    learner = dataclasses.replace(WIDE, lora=ADAPTERS, microbatch_tokens=2 * T, remat="full")
     frozen, rng = wide(initial_params()), np.random.default_rng(3)
     adapters = jax.tree.map(
         lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape)), init_adapters(jax.random.key(0), learner.trained_specs)

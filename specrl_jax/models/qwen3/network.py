@@ -16,6 +16,7 @@ from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, ro
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
 from specrl_jax.models.qwen3.config import Qwen3Config
+from specrl_jax.models.remat import NONE, kept, rematerialised
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
 
@@ -40,7 +41,7 @@ class Options:
     dtype: jnp.dtype = jnp.float32  # of the activations; weights are cast to it
     aux_layers: tuple[int, ...] = ()  # return the residual stream entering these layers (EAGLE-3's convention)
     attention: RowAttention = by_xla  # one of `attention.ATTENTION`; for the training layout
-    remat: bool = False  # recompute each layer in the backward pass instead of keeping its activations
+    remat: str = NONE  # what the backward pass of a layer computes again, one of `remat.REMAT`
     vocab_tile: int = 0  # with targets: lm_head entries at a time, so that [B, T, V] never exists; 0: all at once
     temperature: float = 1.0  # of the targets' log-probs and the entropy
     return_logits: bool = True  # False skips the lm_head: prefill needs the cache only
@@ -82,8 +83,10 @@ def forward(
     angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
     mlp = feed_forward(config, partition, inputs.counted)
 
-    def block(x: jax.Array, w: Params, attend: AttendRows) -> tuple[jax.Array, jax.Array | None]:
-        return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype))
+    def block(
+        x: jax.Array, w: Params, attend: AttendRows, attend_fused: AttendFused | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype), attend_fused)
 
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
@@ -93,7 +96,9 @@ def forward(
     else:
         assert table is not None, "a cache is read by a table"
         layers, paging = branches(params, "layers"), kv.Paging(table, inputs.positions)
-        x, aux, routing, cache = _unrolled(layers, x, block, paging, cache, options.aux_layers, partition)
+        x, aux, routing, cache = _unrolled(
+            layers, x, block, paging, cache, options.aux_layers, partition, config.norm_epsilon
+        )
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
     logits = logprobs = entropy = normaliser = None
     if inputs.targets is not None:
@@ -134,8 +139,11 @@ def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array
     return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
 
 
+# From the fused product [B, T, K, R + 2, H] of the inference layout and how its heads are normed and rotated to
+# attention's output [B, T, N, H]; None where no kernel does all of it.
+AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
 # (x [B, T, D], layer, attention) -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
-Block = Callable[[jax.Array, Params, AttendRows], tuple[jax.Array, jax.Array | None]]
+Block = Callable[[jax.Array, Params, AttendRows, AttendFused | None], tuple[jax.Array, jax.Array | None]]
 
 
 def _scanned(
@@ -145,11 +153,10 @@ def _scanned(
 
     def apply(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
         # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
-        x, copies = block(x, merged(w), attend)
+        x, copies = block(x, merged(w), attend, None)
         return partition.constrain(x, "batch", "sequence", None), copies
 
-    if options.remat:
-        apply = jax.checkpoint(apply)
+    apply = rematerialised(apply, options.remat)
     wanted = jnp.array(options.aux_layers, jnp.int32)
 
     Carry = tuple[jax.Array, jax.Array]
@@ -176,6 +183,7 @@ def _unrolled(
     cache: kv.KVCache,
     aux_layers: tuple[int, ...],
     partition: Partitioner,
+    epsilon: float,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
     written: list[jax.Array] = []
@@ -188,7 +196,14 @@ def _unrolled(
             written.append(pages)
             return out
 
-        x, got = block(x, w, attend)
+        def attend_fused(fused: jax.Array, heads: kv.Heads, index: int = index) -> jax.Array | None:
+            found = kv.attend_fused(fused, heads, epsilon, cache[index], paging, partition)
+            if found is None:
+                return None
+            written.append(found[1])
+            return found[0]
+
+        x, got = block(x, w, attend, attend_fused)
         if got is not None:
             copies.append(got)
     aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
@@ -203,34 +218,47 @@ def layer(
     attend: AttendRows,
     mlp: FeedForward = dense,
     sums: jnp.dtype | None = None,
+    attend_fused: AttendFused | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
 
-    `sums`: as of `matmul`, of attention's output.
+    Args:
+      attend_fused: first choice for the fused product of the inference layout; else, and where it gives None, `attend`.
+      sums: as of `matmul`, of attention's output.
     """
     normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
-    x = x + project_heads(attend(*_qkv(normed, w, config, angles)), w["o"], sums)
+    attended = kept(_attended(normed, w, config, angles, attend, attend_fused))
+    x = x + kept(project_heads(attended, w["o"], sums))
     added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
     return x + added, copies
 
 
-def _qkv(
-    x: jax.Array, w: Params, config: Qwen3Config, angles: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q [B, T, N, H], and k and v [B, T, K, H], from either layout; q and k normed and rotated."""
+def _attended(
+    x: jax.Array,
+    w: Params,
+    config: Qwen3Config,
+    angles: tuple[jax.Array, jax.Array],
+    attend: AttendRows,
+    attend_fused: AttendFused | None,
+) -> jax.Array:
+    """Project x [B, T, D] to heads, from either layout, and attend: [B, T, N, H]."""
 
     def turned(x: jax.Array, scale: jax.Array) -> jax.Array:
         normed = rms_norm(x, scale, config.norm_epsilon)
         return rotate(normed.reshape(*x.shape[:2], -1, config.head_dim), angles).reshape(x.shape)
 
     if "qkv" not in w:
-        q, k, v = (einsum("BTD,DNH->BTNH", x, w[name]) for name in "qkv")
-        return turned(q, w["q_norm"]), turned(k, w["k_norm"]), v
+        q, k, v = (kept(einsum("BTD,DNH->BTNH", x, w[name])) for name in "qkv")
+        return attend(turned(q, w["q_norm"]), turned(k, w["k_norm"]), v)
     fused = einsum("BTD,DKRH->BTKRH", x, w["qkv"])
+    if attend_fused is not None:
+        out = attend_fused(fused, kv.Heads(w["q_norm"], w["k_norm"], *angles))
+        if out is not None:
+            return out
     # All at once, the values too, which are not kept: one kernel on a GPU in place of two for each of q and k.
     R = config.queries_per_kv
     part = jnp.arange(R + 2)[:, None]
     both = turned(fused, jnp.where(part < R, w["q_norm"][None], w["k_norm"][None]))
     fused = jnp.where((part <= R)[None, None, None], both, fused)
     q = fused[..., :R, :].reshape(*x.shape[:2], config.heads, config.head_dim)
-    return q, fused[..., R, :], fused[..., R + 1, :]
+    return attend(q, fused[..., R, :], fused[..., R + 1, :])

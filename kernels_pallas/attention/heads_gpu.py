@@ -1,0 +1,122 @@
+"""New queries, keys and values on NVIDIA GPUs of Hopper, from a layer's fused product to where attention reads them.
+
+One launch for what XLA makes three of: the norm, the rotation of queries, and the write of keys and values. A warpgroup
+takes one key/value head of one token, a lane for each of its H numbers.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.attention.types import KEYS, VALUES, Heads, find
+
+LANES = 128  # of a warpgroup
+HALF = LANES // 2
+
+
+def fits(fused: jax.Array, pages: jax.Array) -> bool:
+    """Return whether `place` takes these arrays: heads of 128, and no float64, as the kernel of attention."""
+    return pages.dtype == jnp.bfloat16 and fused.shape[-1] == LANES and fused.dtype != jnp.float64
+
+
+def place(
+    fused: jax.Array,
+    heads: Heads,
+    epsilon: float,
+    pages: jax.Array,
+    table: jax.Array,
+    positions: jax.Array,
+    rows: int,
+    interpret: object = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Norm and rotate queries and keys, and write keys and values to the rows' pages.
+
+    Computes as RMSNorm over H and `rotate` of a network do: statistics and rotation in float32, each result rounded to
+    the dtype of `fused`.
+
+    Args:
+      fused: [B, Q, K, R + 2, H]: of each key/value head R queries, the key, the value.
+      table: [B, P] int32, the pages that may be written.
+      rows: of the result, for the Q R queries of a key/value head.
+    Returns:
+      [B, K, rows, H] in the dtype of the pages, of which those beyond Q R hold anything; the pages [C, K, 2, T, H].
+    """
+    B, Q, K, parts, H = fused.shape
+    page, offset = find(table, positions, len(pages), pages.shape[3])
+    sin, cos = (x.reshape(B, Q, HALF) for x in (heads.sin, heads.cos))
+    # Lane i is turned with lane i + 64, and that with -sin. All layers share this array, and what says which is which.
+    low = jnp.concatenate([jnp.ones_like(sin), jnp.zeros_like(sin)], -1)
+    turn = jnp.stack([jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1), low], axis=2)
+    scales = (scale.astype(fused.dtype) for scale in (heads.q_scale, heads.k_scale))
+    pool = jax.new_ref(pages, memory_space=plgpu.GMEM)
+    scratch = [
+        # Half a vector more at both ends: `_other_half` reads from the middle of one to the middle of the next.
+        plgpu.SMEM(((parts + 1) * LANES,), fused.dtype),
+        plgpu.SMEM((3 * LANES,), fused.dtype),
+        plgpu.Barrier(num_arrivals=parts + 2),
+    ]
+    # Not `plgpu.kernel`, which takes no reference that it could write to.
+    queries = pl.kernel(
+        lambda *refs: pl.run_scoped(functools.partial(_place, epsilon, *refs), *scratch),
+        out_type=jax.ShapeDtypeStruct((B, K, rows, H), pages.dtype),
+        mesh=plgpu.Mesh(grid=(B, Q, K), grid_names=("row", "query", "head")),
+        interpret=interpret,
+    )(fused, *scales, turn, page, offset, pool)
+    return queries, jax.freeze(pool)
+
+
+def _place(
+    epsilon: float,
+    fused_ref: Any,
+    q_scale_ref: Any,
+    k_scale_ref: Any,
+    turn_ref: Any,
+    page_ref: Any,
+    offset_ref: Any,
+    pages_ref: Any,
+    out_ref: Any,
+    vectors: Any,
+    scales: Any,
+    barrier: Any,
+) -> None:
+    row, query, head = (jax.lax.axis_index(name) for name in ("row", "query", "head"))
+    parts = fused_ref.shape[3]
+    R = parts - 2
+    for i in range(parts):
+        plgpu.copy_gmem_to_smem(fused_ref.at[row, query, head, i], _vector(vectors, i), barrier)
+    for i, ref in enumerate((q_scale_ref, k_scale_ref)):
+        plgpu.copy_gmem_to_smem(ref, _vector(scales, i), barrier)
+    plgpu.barrier_wait(barrier)
+    cos, sin, low = (turn_ref[row, query, i] for i in range(3))
+    low = low > 0
+
+    def turned(i: int, which: int) -> jax.Array:
+        x, scale = (_vector(*at)[...] for at in ((vectors, i), (scales, which)))
+        wide = x.astype(jnp.float32)
+        shrink = jax.lax.rsqrt(jnp.sum(wide * wide) / LANES + epsilon)
+        normed = (scale * (wide * shrink).astype(x.dtype)).astype(jnp.float32)
+        x, scale = (_other_half(*at, low) for at in ((vectors, i), (scales, which)))
+        across = (scale * (x.astype(jnp.float32) * shrink).astype(x.dtype)).astype(jnp.float32)
+        return (normed * cos + across * sin).astype(x.dtype).astype(out_ref.dtype)
+
+    for r in range(R):
+        out_ref[row, head, query * R + r] = turned(r, 0)
+    page, offset = page_ref[row, query], offset_ref[row, query]
+
+    @pl.when(page < pages_ref.shape[0])
+    def _() -> None:
+        pages_ref[page, head, KEYS, offset] = turned(R, 1)
+        pages_ref[page, head, VALUES, offset] = _vector(vectors, R + 1)[...].astype(out_ref.dtype)
+
+
+def _vector(buffer: Any, i: int, shift: int = 0) -> Any:
+    return buffer.at[pl.ds(HALF + i * LANES + shift, LANES)]
+
+
+def _other_half(buffer: Any, i: int, low: jax.Array) -> jax.Array:
+    """Return in each lane the number that is half a vector away."""
+    return jnp.where(low, _vector(buffer, i, HALF)[...], _vector(buffer, i, -HALF)[...])
