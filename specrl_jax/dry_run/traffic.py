@@ -3,7 +3,9 @@
 Each instruction reads its operands and writes its result, once; what a fusion keeps inside is free. Of an array that is
 only sliced or gathered, the parts count, and of one that is updated in place, the update. A kernel reads of a pool of
 pages those that rows hold, which no program's text says: the caller gives their number. Nor does it say what a kernel
-writes in place, which are new keys and values: only what they are made from counts. As in `count.py` a loop of known
+writes in place, which are new keys and values: only what they are made from counts. A kernel of experts
+(`kernels_pallas.grouped`) reads of each matrix of E experts as many as it has tiles, if those are fewer: the most that
+the rows can choose. That the cache answers the second tile of an expert is assumed. As in `count.py` a loop of known
 turns counts with all of them, any other loop apart. Caches of the device are not known here.
 """
 
@@ -33,6 +35,8 @@ class Pool(NamedTuple):
 
 
 NO_PAGES = Pool(0, 0)
+# The name of a kernel that multiplies each tile of its first operand by one of the matrices of the later ones.
+_GROUPED = re.compile(r'op_name="[^"]*/grouped_matmul/')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +158,9 @@ def _read_by(i: Instruction, at: int, symbols: Computation, pool: Pool = NO_PAGE
         return 0
     if i.opcode == "custom-call" and pool.pages and _is_pool(symbols[i.operands[at]].type, pool):
         return whole * pool.live // pool.pages
+    if i.opcode == "custom-call" and at and _GROUPED.search(i.attributes):
+        tiles, shape = (dimensions(symbols[name].type) for name in (i.operands[0], i.operands[at]))
+        return whole * min(tiles[0], shape[0]) // shape[0] if len(shape) == 3 else whole
     return whole
 
 

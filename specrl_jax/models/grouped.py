@@ -1,14 +1,16 @@
-"""Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in two implementations.
+"""Grouped matmuls of a mixture of experts: the weighted sum of one device's experts, in three implementations.
 
     tiles        copies of tokens in tiles of one expert each, batched matmuls of tiles; any platform
-    ragged_dot   copies sorted by expert, `jax.lax.ragged_dot`; TPU, where that is a kernel
+    kernel       the same tiles, each read by a kernel that takes its expert's matrices from where they lie
+                 (`kernels_pallas.grouped`); GPUs of Hopper
+    ragged_dot   copies sorted by expert, `jax.lax.ragged_dot`; TPU, where that is such a kernel
 
 Off TPU, XLA expands a ragged_dot to the matmul of every copy with every expert. At the sizes of Qwen3-30B-A3B, 8,192
 tokens of 8 experts each in bfloat16, one operand then takes 32 GiB on a GPU (by its compiler's memory analysis, jax
 0.10.2, whatever the flags). On a CPU, one matmul of 4,096 copies of width 192 takes 6 ms in tiles and 62 by ragged_dot
 with 8 experts, 7.5 and 517 with 64.
 
-Both map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
+All map (x [n, D], share [n, k] float32, chosen [n, k] int32, w, total) to [n, D] float32 and are differentiable in x,
 share and w: `gate` and `up` [E, D, F], `down` [E, F, D] of the E experts on this device, out of `total`. A copy with
 `chosen` = E belongs to another device and adds nothing.
 """
@@ -20,6 +22,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.grouped import op
+from kernels_pallas.grouped.types import Matrices
 from specrl_jax.core import Params, at_least_float32
 from specrl_jax.models.layers import einsum, matmul, narrower
 from specrl_jax.models.quantized import Quantized
@@ -34,6 +38,9 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array, Params]  # (x, share, chosen, w)
 SMALLEST, LARGEST = 8, 128
 # Copies in the tiles of one batched matmul, which copies the matrices of each tile: enough to fill a GPU.
 AT_ONCE = 4096
+# Copies that one call of a kernel sums: more than decoding has, and a tile of LARGEST for each of 128 experts. Its rows
+# take 450 MB where D is 2,048.
+MOST_COPIES = 16_384
 
 
 # ---- tiles
@@ -97,7 +104,7 @@ class Tiles(NamedTuple):
     """n k copies of tokens, laid out by expert; the tiles in use come first."""
 
     copies: jax.Array  # [J, M] int32, token * k + which of its experts; n k in empty rows
-    owners: jax.Array  # [J] int32, the expert of each tile
+    owners: jax.Array  # [J] int32, the expert of each tile; E: not used
     used: jax.Array  # [] int32, tiles that hold a copy
     k: int
     at_once: int  # tiles of one batched matmul; divides J
@@ -126,17 +133,23 @@ def lay_out(chosen: jax.Array, E: int, total: int, at_once: int = AT_ONCE) -> Ti
     J = -(-J // at_once) * at_once
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
-    sizes = jnp.zeros(E, jnp.int32).at[chosen].add(1, mode="drop")
+    # Comparisons, not scatters and scans: each is one kernel of a GPU.
+    expert, tile = jnp.arange(E, dtype=jnp.int32), jnp.arange(J, dtype=jnp.int32)
+    sizes = (chosen[None] == expert[:, None]).sum(axis=1, dtype=jnp.int32)
     tiles = -(-sizes // M)
-    end = jnp.cumsum(tiles)
-    tile = jnp.arange(J, dtype=jnp.int32)
-    owners = jnp.minimum((tile[:, None] >= end[None]).sum(axis=1, dtype=jnp.int32), E - 1)
+    earlier = expert[None] < expert[:, None]
+    first, start = (jnp.where(earlier, a[None], 0).sum(axis=1, dtype=jnp.int32) for a in (tiles, sizes))
+    owners = (tile[:, None] >= (first + tiles)[None]).sum(axis=1, dtype=jnp.int32)
+
+    def of_tile(a: jax.Array) -> jax.Array:
+        return a.at[owners].get(mode="fill", fill_value=0)[:, None]
+
     # For each row: the number of copies of its expert before it.
-    before = ((tile - (end - tiles)[owners]) * M)[:, None] + jnp.arange(M, dtype=jnp.int32)[None]
-    place = (jnp.cumsum(sizes) - sizes)[owners][:, None] + before
+    before = (tile[:, None] - of_tile(first)) * M + jnp.arange(M, dtype=jnp.int32)[None]
     # Rows past the last copy, those of unused tiles too.
-    empty = before >= sizes[owners][:, None]
-    return Tiles(jnp.where(empty, copies, order[jnp.minimum(place, copies - 1)]), owners, end[-1], k, at_once)
+    empty = before >= of_tile(sizes)
+    place = jnp.minimum(of_tile(start) + before, copies - 1)
+    return Tiles(jnp.where(empty, copies, order[place]), owners, tiles.sum(), k, at_once)
 
 
 def _outputs(rows: jax.Array, share: jax.Array, w: Params) -> jax.Array:
@@ -157,6 +170,74 @@ def _narrowed(w: Params, x: jax.Array) -> Params:
     """
     return {name: m if isinstance(m, Quantized) else m.astype(narrower(x.dtype, m.dtype)) for name, m in w.items()}
 
+
+# ---- kernel
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def by_kernel(x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel) -> jax.Array:
+    """Sum by a kernel, which reads each chosen expert where it lies. The gradient is that of `by_tiles`.
+
+    So is the sum where the kernel does not take the arrays, as float32 and matrices in 4 bits. Of more than MOST_COPIES
+    copies, some tokens are summed after the others. Largest buffers: rows of D in float32, of MOST_COPIES copies and a
+    tile of every expert. A token's copies are added in the order in which it chose them, whatever the other tokens
+    choose.
+    """
+    E, rows, matrices = w["gate"].shape[0], x.astype(narrower(x.dtype, w["gate"].dtype)), _matrices(_narrowed(w, x))
+    if not kernel.fits(rows, matrices):
+        return by_tiles(x, share, chosen, w, total)
+
+    def one(x: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+        tiles = lay_out(chosen, E, total, chosen.size * LARGEST)
+        y = kernel.swiglu(_taken(x, tiles.copies // tiles.k), tiles.owners, matrices)
+        return _sums_of_copies(y, share, chosen, tiles)
+
+    turns = -(-chosen.size // MOST_COPIES)
+    if turns == 1:
+        return one(rows, share, chosen)
+    parts = [
+        jnp.pad(a, ((0, -len(a) % turns), (0, 0)), constant_values=filler).reshape(turns, -1, a.shape[1])
+        for a, filler in ((rows, 0), (share, 0), (chosen, E))
+    ]
+    return jax.lax.map(lambda part: one(*part), parts).reshape(-1, x.shape[1])[: len(x)]
+
+
+def _matrices(w: Params) -> Matrices:
+    """Return the matrices as a kernel takes them."""
+    gate, up, down = w["gate"], w["up"], w["down"]
+    if isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
+        return Matrices(gate.values, up.values, down.values, (gate.scale, up.scale, down.scale))
+    return Matrices(gate, up, down)
+
+
+def _sums_of_copies(y: jax.Array, share: jax.Array, chosen: jax.Array, tiles: Tiles) -> jax.Array:
+    """Add up each token's rows of y [J, M, D] times its share: [n, D]. Rows of no copy may hold anything."""
+    n, k = chosen.shape
+    rows = jnp.arange(tiles.copies.size, dtype=jnp.int32)
+    place = jnp.full(n * k, -1, jnp.int32).at[tiles.copies.reshape(-1)].set(rows, mode="drop").reshape(n, k)
+
+    def part(i: int) -> jax.Array:
+        at = place[:, i]
+        taken = y.reshape(-1, y.shape[-1]).at[jnp.maximum(at, 0)].get(mode="promise_in_bounds")
+        return jnp.where(at[:, None] >= 0, taken * share[:, i, None], 0)
+
+    # One by one, not as a sum over an axis: in the order of the choices, and one kernel of a GPU.
+    return functools.reduce(jnp.add, [part(i) for i in range(k)])
+
+
+def _by_kernel_forward(
+    x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params, total: int, kernel: op.Kernel
+) -> tuple[jax.Array, Inputs]:
+    return by_kernel(x, share, chosen, w, total, kernel), (x, share, chosen, w)
+
+
+def _by_kernel_backward(
+    total: int, kernel: op.Kernel, saved: Inputs, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, Params]:
+    return _by_tiles_backward(total, AT_ONCE, saved, gradient)
+
+
+by_kernel.defvjp(_by_kernel_forward, _by_kernel_backward)
 
 # ---- ragged_dot
 
@@ -216,3 +297,10 @@ grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 # By `jax.Device.platform`; other platforms use `by_tiles`. A CPU multiplies one tile at a time: copying the matrices of
 # several experts costs more than the matmuls (16 copies among 32 experts, 384 x 288: 2.4 against 14 ms).
 SUMS: dict[str, ExpertSum] = {"cpu": functools.partial(by_tiles, at_once=1), "tpu": by_ragged_dot}
+
+
+def sum_of(device: jax.Device) -> ExpertSum:
+    """Return how a device sums its experts: by its kernel, where it has one."""
+    if kernel := op.kernel_of(device):
+        return functools.partial(by_kernel, kernel=kernel)
+    return SUMS.get(device.platform, by_tiles)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from kernels_pallas.mapping import on_each_device
 from specrl_jax.core import Mean, Params, at_least_float32, stand_in
-from specrl_jax.models.grouped import SUMS, by_tiles
+from specrl_jax.models.grouped import sum_of
 from specrl_jax.models.layers import matmul, narrower
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import Partitioner
@@ -252,12 +252,12 @@ class Exchange:
         return jax.lax.psum(x, names) if names else x
 
     def sum_experts(self, x: jax.Array, share: jax.Array, chosen: jax.Array, w: Params) -> jax.Array:
-        """Sum the outputs of this device's experts, [b, T, D] float32, as `grouped` does on its platform."""
+        """Sum the outputs of this device's experts, [b, T, D] float32, as `grouped` does on such a device."""
         here = w["gate"].shape[0]
         total = here * self.partition.num_shards("experts")
         names = self.axes("experts")
-        mine = chosen - (here * jax.lax.axis_index(names) if names else 0)
-        mine = jnp.where((mine >= 0) & (mine < here), mine, here)
-        expert_sum = SUMS.get(self.partition.platform, by_tiles)
-        rows, share, mine = (a.reshape(-1, a.shape[-1]) for a in (x, share, mine))
-        return expert_sum(rows, share, mine, w, total).reshape(x.shape)
+        if names:
+            mine = chosen - here * jax.lax.axis_index(names)
+            chosen = jnp.where((mine >= 0) & (mine < here), mine, here)
+        rows, share, chosen = (a.reshape(-1, a.shape[-1]) for a in (x, share, chosen))
+        return sum_of(self.partition.mesh.devices.flat[0])(rows, share, chosen, w, total).reshape(x.shape)

@@ -78,6 +78,28 @@ def test_an_iteration_is_linear_in_the_live_pages():
     assert [found.of(live) for live in (0, 3, 10)] == [turn(0), turn(3), turn(10)] and not found.blocks
 
 
+def test_a_kernel_of_experts_reads_those_that_it_has_tiles_for():
+    """Of matrices [E, 4, 6] as many as the tiles of its rows [J, 8, 4], and rows, owners and results whole."""
+    text = """HloModule m
+
+ENTRY %main (a: bf16[J,8,4], b: s32[J], c: bf16[5,4,6]) -> f32[J,8,6] {
+  %a = bf16[J,8,4]{2,1,0} parameter(0)
+  %b = s32[J]{0} parameter(1)
+  %c = bf16[5,4,6]{2,1,0} parameter(2)
+  ROOT %k = f32[J,8,6]{2,1,0} custom-call(%a, %b, %c), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(f)/NAME/mpmd_map"}
+}
+"""
+
+    def moved(J, name="grouped_matmul"):
+        return traffic(text.replace("J", str(J)).replace("NAME", name)).bytes
+
+    for J in (3, 5, 9):
+        rest, matrix = J * (8 * 4 * 2 + 4 + 8 * 6 * 4), 4 * 6 * 2
+        assert moved(J) == rest + min(J, 5) * matrix
+        assert moved(J, "another") == rest + 5 * matrix
+
+
 PLACED = """HloModule m
 
 ENTRY %main (a: bf16[10,2,4,8], b: bf16[2,8]) -> bf16[10,2,4,8] {

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.grouped import gpu, op
 from specrl_jax.models import grouped
+from specrl_jax.models.quantized import quantize
+from tests.helpers.grouped import by_kernel
+from tests.helpers.interpreted import GPU
+from tests.helpers.slow import slow_but
 
 D, F, E, N, K = 12, 20, 5, 23, 3  # E of TOTAL experts are here
 TOTAL = 8
@@ -15,6 +20,7 @@ WAYS = {
     "tiles": grouped.by_tiles,
     "tile by tile": functools.partial(grouped.by_tiles, at_once=1),
     "ragged_dot": grouped.by_ragged_dot,
+    "kernel": by_kernel,
 }
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -115,6 +121,63 @@ def test_rows_of_no_group_reach_nothing(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+# ---- kernel
+
+
+@pytest.mark.parametrize("fall", slow_but(["anywhere"], FALLS))
+def test_more_copies_than_one_call_takes_are_summed_one_part_after_the_other(fall, monkeypatch):
+    x, share, chosen, w = draw(fall)
+    monkeypatch.setattr(grouped, "MOST_COPIES", 30)  # of 10 of the 23 tokens: three parts of 8
+    run = jax.jit(functools.partial(by_kernel, total=TOTAL))
+    found = run(*narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w))
+    np.testing.assert_allclose(found, by_loop(x, share, chosen, w), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_sums_by_the_interpreted_kernel():
+    """Widths that the kernel has, in bfloat16, and experts elsewhere; float32 there is not its to take."""
+    rng = np.random.default_rng(0)
+    x, share, chosen = rng.normal(size=(N, 128)), rng.uniform(0.1, 1, size=(N, K)), FALLS["anywhere"](rng)
+    w = {"gate": (E, 128, 64), "up": (E, 128, 64), "down": (E, 64, 128)}
+    w = narrow({name: rng.normal(size=size) / np.sqrt(size[1]) for name, size in w.items()}, jnp.bfloat16)
+    x, share, chosen = narrow(x, jnp.bfloat16), narrow(share), jnp.asarray(chosen, jnp.int32)
+    kernel = op.Kernel(functools.partial(gpu.swiglu, interpret=GPU), gpu.fits)
+    found = grouped.by_kernel(x, share, chosen, w, TOTAL, kernel)
+    exact = by_loop(narrow(x), share, chosen, narrow(w))
+    # The product before the last is rounded to 8 bits.
+    assert np.abs(found - exact).max() < 2**-7 * np.abs(exact).max() and np.any(found != exact)
+
+
+def test_what_a_kernel_does_not_take_is_summed_by_tiles():
+    x, share, chosen, w = draw("anywhere")
+    arguments = *narrow((x, share)), jnp.asarray(chosen, jnp.int32), narrow(w), TOTAL
+    kernel = op.Kernel(lambda *_: pytest.fail("the kernel ran"), lambda *_: False)
+    np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
+
+
+@pytest.mark.parametrize("kind", slow_but(["int8"], ["int8", "fp8"]))
+def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
+    x, share, chosen, w = draw("anywhere")
+    x, share, w = narrow((x, share, w))
+    stored = {name: quantize(m, (1,), kind, jnp.dtype(jnp.float32)) for name, m in w.items()}
+    plain = {name: m.numbers(jnp.float32) * m.scale for name, m in stored.items()}
+    found = jax.jit(functools.partial(by_kernel, total=TOTAL))(x, share, jnp.asarray(chosen, jnp.int32), stored)
+    np.testing.assert_allclose(found, by_loop(x, share, chosen, plain), atol=1e-5, rtol=0)
+
+
+class Device:
+    def __init__(self, platform, capability=None):
+        self.platform, self.compute_capability = platform, capability
+
+
+def test_devices_sum_by_what_they_have():
+    hopper = grouped.sum_of(Device("gpu", "9.0"))
+    assert hopper.func is grouped.by_kernel and hopper.keywords == {"kernel": op.KERNEL}
+    assert grouped.sum_of(Device("gpu", "10.0")) is grouped.by_tiles
+    assert grouped.sum_of(Device("tpu")) is grouped.by_ragged_dot
+    assert grouped.sum_of(Device("cpu")).keywords == {"at_once": 1}
+
+
 # ---- tiles
 
 
@@ -156,10 +219,11 @@ def test_work_is_proportional_to_the_copies_that_are_here():
     assert rounds(few) == 0 and rounds(all_here) == -(-int(all_here.used) // all_here.at_once)
 
 
-def test_a_token_keeps_its_bits_whatever_its_neighbours_choose():
+@pytest.mark.parametrize("way", [grouped.by_tiles, by_kernel], ids=["tiles", "kernel"])
+def test_a_token_keeps_its_bits_whatever_its_neighbours_choose(way):
     x, share, chosen, w = draw("anywhere")
     share, w = narrow((share, w))
-    run = jax.jit(lambda x, chosen: grouped.by_tiles(x, share, chosen, w, TOTAL))
+    run = jax.jit(lambda x, chosen: way(x, share, chosen, w, TOTAL))
     before = run(narrow(x), jnp.asarray(chosen, jnp.int32))
     for seed, fall in enumerate(FALLS):
         others = draw(fall, seed + 5)

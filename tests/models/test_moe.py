@@ -12,6 +12,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models import grouped, moe, qwen3
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
+from tests.helpers.grouped import by_kernel
 from tests.helpers.policies import (
     MOE,
     SMALL,
@@ -309,9 +310,10 @@ def test_rows_that_do_not_divide_over_the_devices(one_device):
 
 
 @pytest.mark.slow
-def test_sums_by_ragged_dot_over_a_mesh(one_device, monkeypatch):
-    """What a TPU takes, with copies that belong to the experts of other devices."""
-    monkeypatch.setitem(grouped.SUMS, "cpu", grouped.by_ragged_dot)
+@pytest.mark.parametrize("way", [grouped.by_ragged_dot, by_kernel], ids=["ragged_dot", "kernel"])
+def test_sums_of_accelerators_over_a_mesh(way, one_device, monkeypatch):
+    """What a TPU and a GPU take, with copies that belong to the experts of other devices."""
+    monkeypatch.setitem(grouped.SUMS, "cpu", way)
     assert_close(mixture_and_gradients(spread({"expert": 2, "fsdp": 2, "tensor": 2}), 8), one_device[8])
 
 
