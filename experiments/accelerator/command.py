@@ -174,7 +174,9 @@ class Measurement:
 
             def chunk(count: int = count) -> None:
                 nonlocal slots
-                slots, statistics = engine.compiled.decode(weights, slots, cell.k, chunk_inputs(0, count))
+                slots, statistics = engine.compiled.decode(
+                    weights, slots, cell.k, chunk_inputs(0, count, engine.config.shards)
+                )
                 jax.block_until_ready(statistics)
 
             if count == 2:
