@@ -14,7 +14,7 @@ Expected: unknown, since this project has not run this config on an accelerator.
 59.6 % on GSM8K with four examples (Qwen3 technical report, 2505.09388); without examples it starts lower. The paper
 (arXiv 2604.26779) has no run of this size or on this data, so the values below are ours.
 
-Time, by this project's simulator: 17 s a step without drafts (14 to 20), 200 steps in 0.9 hours,
+Time, by this project's simulator: 16 s a step without drafts (14 to 20), 200 steps in 0.9 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_0p6b.py --devices 1 --hardware h100
 

@@ -1,6 +1,7 @@
 """Scores, draft terms and gradients over the tokens that top-k and top-p kept, against whole logits in float64."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ def test_the_policy_gradient_is_that_of_the_truncated_distribution(sampling, flo
 def largest_array(jaxpr):
     """Elements of the largest array that a jaxpr computes, those of its loops and branches included."""
     sizes = [np.prod(v.aval.shape, dtype=int) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "shape")]
-    inner = [largest_array(sub) for eqn in jaxpr.eqns for sub in jax.core.jaxprs_in_params(eqn.params)]
+    inner = [largest_array(sub) for eqn in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
     return max([0, *sizes, *inner])
 
 
