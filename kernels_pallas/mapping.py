@@ -17,8 +17,9 @@ def on_each_device(fn: Callable, mesh: Mesh | None, in_specs: object, out_specs:
     context = jax.sharding.get_abstract_mesh()
     taken = set(context.manual_axes)
     left = {name for name in mesh.axis_names if name not in taken}
-    if all(mesh.shape[name] == 1 for name in left):
+    if not left or (not taken and mesh.size == 1):
         return fn
     if taken:
+        # Over axes of one device, too: a TPU's kernels want every axis mapped.
         return jax.shard_map(fn, mesh=context, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

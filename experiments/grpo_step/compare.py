@@ -3,8 +3,8 @@
     python -m experiments.grpo_step.compare --trl VENV_TRL/bin/python --tunix VENV_TUNIX/bin/python --rounds 3
 
 The two arguments are the interpreters of environments made as peer_trl.py and peer_tunix.py say. Each round starts each
-program again; every measured step is a row of results.csv. Read the ratios, and use an idle machine: torch's threads
-spin for each other, so another busy process makes TRL many times slower.
+program again; every measured step is a row of results.csv, which is written after each round. Read the ratios, and use
+an idle machine: torch's threads spin for each other, so another busy process makes TRL many times slower.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
                 row = {"round": round_number, "system": name, "step": step, "seconds": seconds} | phases
                 rows.append(row | {"peak_memory": result["peak_memory"]})
             print(f"round {round_number} {name}: {statistics.median(result['seconds_per_step']):.3f} s", flush=True)
-    write(rows)
+        write(rows)
     for name in commands:
         seconds = [row["seconds"] for row in rows if row["system"] == name]
         low, middle, high = statistics.quantiles(seconds, n=4)

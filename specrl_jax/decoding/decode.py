@@ -87,9 +87,9 @@ def _of_each_copy(
 
     Else the loop's condition is summed over all devices in each iteration. A lookup cache is shared by all rows.
     """
-    if not config.copies or slots.lookup_cache is not None:
+    mesh = jax.tree.leaves(shardings)[0].mesh if config.copies else None
+    if mesh is None or slots.lookup_cache is not None or all(mesh.shape[name] == 1 for name in config.copies):
         return loop
-    mesh = jax.tree.leaves(shardings)[0].mesh
 
     def own(sharding: NamedSharding) -> PartitionSpec:
         """Leave of a sharding what splits it over copies."""

@@ -40,7 +40,7 @@ def test_a_live_token_moves_what_its_program_reads(way):
 
 
 def test_a_longer_draft_moves_and_launches_more():
-    """A plain layer launches two kernels more: products of few rows are split, and their parts are added by themselves."""
+    """A plain layer launches two kernels more: products of few rows are split, and a kernel adds their parts."""
     each = [decoder(kernel_seconds=1.0).speculative(8, k, 0.0) for k in range(1, 8)]
     assert (np.diff(each) > 0).all()
     assert (np.diff(decoder().iteration_bytes(8, np.arange(8), 0.0)) > 0).all()
