@@ -141,3 +141,8 @@ def test_temporaries_are_small_beside_the_pool(platform, kind, k):
     memory = compiled(platform, kind, k).memory_analysis()
     # Copies of the pools of four layers would be 4 / 36 of it.
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(k)
+
+
+def test_copies_on_tpus_compile():
+    """A TPU's kernels want every axis of the mesh mapped, inside the map of the copies' loop too."""
+    assert compiled("tpu", "decode", 3, copies=4).memory_analysis().temp_size_in_bytes < 0.05 * pool_bytes(3)
