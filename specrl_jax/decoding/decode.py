@@ -85,10 +85,14 @@ def _of_each_copy(
 ) -> Loop[Params, Cache]:
     """Let the devices of each copy of the weights loop by themselves, over their own rows.
 
-    Else the loop's condition is summed over all devices in each iteration. A lookup cache is shared by all rows.
+    Else the loop's condition is summed over all devices in each iteration. A lookup cache is shared by all rows. Where
+    the weights of a copy are split, all copies loop together: inside a map XLA splits a copy's rows over its devices,
+    and gathers their text in each iteration.
     """
     mesh = jax.tree.leaves(shardings)[0].mesh if config.copies else None
-    if mesh is None or slots.lookup_cache is not None or all(mesh.shape[name] == 1 for name in config.copies):
+    if mesh is None or slots.lookup_cache is not None or mesh.size == 1:
+        return loop
+    if any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in config.copies):
         return loop
 
     def own(sharding: NamedSharding) -> PartitionSpec:

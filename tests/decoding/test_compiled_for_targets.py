@@ -109,14 +109,11 @@ def collectives_of_loops(hlo):
     return [re.search(r"replica_groups=(.*?), ", i.attributes)[1] for i in inside]
 
 
-@pytest.mark.parametrize("copies, tensor", [(8, 1), (4, 2)])
-def test_a_copy_loops_by_itself(copies, tensor):
+def test_a_copy_loops_by_itself():
     """A loop has no collective with another copy, its condition included, and moves and holds what that of one does."""
-    program, alone = compiled("cuda", "decode", 0, tensor, copies), compiled("cuda", "decode", 0, tensor)
-    assert set(collectives_of_loops(program.as_text())) == (
-        {f"[{copies},{tensor}]<=[{copies * tensor}]"} if tensor > 1 else set()
-    )
-    made, _ = engine("cuda", 0, tensor, copies)
+    program, alone = compiled("cuda", "decode", 0, copies=8), compiled("cuda", "decode", 0)
+    assert not collectives_of_loops(program.as_text())
+    made, _ = engine("cuda", 0, copies=8)
     loops = [iteration_bytes(p.as_text(), made.config.shard_pages) for p in (program, alone)]
     assert loops[0].most < 1.001 * loops[1].most and loops[0].kernels <= loops[1].kernels
     sizes = [p.memory_analysis().temp_size_in_bytes for p in (program, alone)]
