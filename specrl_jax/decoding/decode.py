@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -94,13 +94,8 @@ def _of_each_copy(
         return loop
     if any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in config.copies):
         return loop
-
-    def own(sharding: NamedSharding) -> PartitionSpec:
-        """Leave of a sharding what splits it over copies."""
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-        return PartitionSpec(*[tuple(name for name in entry if name in config.copies) or None for entry in entries])
-
-    specs, by_copy = jax.tree.map(own, shardings), PartitionSpec(config.copies)
+    specs = jax.tree.map(lambda sharding: _over(sharding.spec, config.copies), shardings)
+    by_copy = PartitionSpec(config.copies)
     inputs = ChunkInputs(*(stand_in(spec) for spec in (PartitionSpec(), PartitionSpec(), by_copy, PartitionSpec())))
     return jax.shard_map(
         loop,
@@ -157,13 +152,14 @@ def _here(shardings: Slots) -> Slots:
     context = jax.sharding.get_abstract_mesh()
     if not context.manual_axes:
         return shardings
+    left = [name for name in context.axis_names if name not in context.manual_axes]
+    return jax.tree.map(lambda sharding: NamedSharding(context, _over(sharding.spec, left)), shardings)
 
-    def left(sharding: NamedSharding) -> NamedSharding:
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
-        kept = [tuple(name for name in entry if name and name not in context.manual_axes) for entry in entries]
-        return NamedSharding(context, PartitionSpec(*[entry or None for entry in kept]))
 
-    return jax.tree.map(left, shardings)
+def _over(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
+    """Return what a spec splits over these mesh axes."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return PartitionSpec(*[tuple(name for name in entry if name in names) or None for entry in entries])
 
 
 def _reserve(slots: Slots[Cache], k: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
