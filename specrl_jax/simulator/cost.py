@@ -156,7 +156,7 @@ class DecoderCost:
             return self.draft(B, k, context)
         if self.twin:
             return k * (self.twin.forward(B, 1, context) + a.draft_seconds)
-        return (k > 0) * B * context * a.lookup_seconds
+        return np.zeros_like(np.asarray(k), float)
 
     def forward(self, B: Array, Q: Array, context: Array) -> Array:
         """Device seconds of the policy over Q positions of B sequences with their caches."""

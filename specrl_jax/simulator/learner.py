@@ -79,8 +79,7 @@ class LearnerCost:
         # The update reads float32 gradient, both moments and the parameter, and writes all but the gradient.
         state = 7 * 4 * parameters(self.model) / devices
         h = self.hardware
-        seconds = seconds + w.minibatches * state / (h.memory_bandwidth * h.attained.memory)
-        return seconds + h.attained.learner_seconds
+        return seconds + w.minibatches * state / (h.memory_bandwidth * h.attained.memory)
 
     def draft_training(self, w: Workload, devices: Array) -> Array:
         """Seconds of the head's forward and backward over all rows, once per unrolled step; fc once.
