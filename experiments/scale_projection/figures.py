@@ -18,7 +18,7 @@ PANELS = {
 
 
 PHASES = ("data", "prepare", "generate", "logprob", "train", "total")
-VIEWS = {"free verification": "o", "this project's loop": "s", "as measured in vLLM at 8B": "v"}
+VIEWS = {"free verification": "o", "this project's loop": "s", "vLLM by public sweeps": "v"}
 
 
 def plot_ours(path: str, rows: Sequence[Row]) -> None:
@@ -59,57 +59,52 @@ def _against(axis: plt.Axes, rows: Sequence[Row], title: str) -> None:
     axis.legend(fontsize=8, loc="upper left")
 
 
-def plot_paper(path: str, predicted: Sequence[Row], effects: Sequence[Any], large: Sequence[Row]) -> None:
-    """Plot predicted / measured without and with the named effects (left) and three views of the 235B rows (right)."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7), layout="constrained", width_ratios=(3, 2))
-    _measured_rows(left, predicted, effects)
+def plot_paper(path: str, predicted: Sequence[Row], large: Sequence[Row]) -> None:
+    """Plot predicted / measured with the nulls (left) and three views of the 235B rows (right); numbers are printed."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(17, 8), layout="constrained", width_ratios=(5, 4))
+    _measured_rows(left, predicted)
     _large_rows(right, [r for r in large if r["lengths"] == "zero" and r["use"] == "predicted"])
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _measured_rows(axis: plt.Axes, predicted: Sequence[Row], effects: Sequence[Any]) -> None:
-    best: dict[tuple[str, str], Row] = {}
-    for r in (r for e in effects for r in e.rows if r["use"] != "solved on"):
-        key = (r["table"], r["row"])
-        best[key] = min(r, best.get(key, r), key=lambda x: abs(x["error"]))
-    for i, r in enumerate(predicted):
-        first = i == 0
-        axis.plot(np.array([r["low"], r["high"]]) / r["measured"], [i, i], "-", color="0.6", linewidth=4)
-        axis.plot(1 + r["error"], i, "o", color="black", label="4 fitted constants" if first else None)
-        if found := best.get((r["table"], r["row"])):
-            axis.plot(1 + found["error"], i, "^", color="black", markerfacecolor="white", markersize=9)
-    hollow = {"color": "black", "markerfacecolor": "white", "markersize": 9}
-    axis.plot([], [], "^", **hollow, label="with the effect that was left out")
-    axis.plot([], [], "-", color="0.6", linewidth=4, label="90 %, assumptions and noise drawn, constants fitted anew")
+def _measured_rows(axis: plt.Axes, rows: Sequence[Row]) -> None:
+    for i, r in enumerate(rows):
+        axis.plot(np.array([r["low"], r["high"]]) / r["measured"], [i, i], "-", color="0.6", linewidth=5, zorder=1)
+        axis.plot(1 + r["error"], i, "o", color="black", zorder=3)
+        axis.plot(1 + r["null_error"], i, "x", color="black", markersize=8, zorder=2)
+        shown = f"{r['predicted']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+        axis.text(6.2, i, shown, fontsize=9, va="center", ha="left")
+    axis.plot([], [], "o", color="black", label="predicted, median of the draws")
+    axis.plot([], [], "-", color="0.6", linewidth=5, label="90 % of the draws")
+    axis.plot([], [], "x", color="black", markersize=8, label="null: ideal speculation, Amdahl's law")
     axis.axvspan(0.9, 1.1, color="0.9", zorder=0, label="within 10 %")
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(predicted)), [f"{r['table']}: {r['row']}" for r in predicted], fontsize=9)
+    axis.set_yticks(range(len(rows)), [f"{r['row']}: {r['measured']:.2f}" for r in rows], fontsize=9)
     axis.invert_yaxis()
-    axis.set(xscale="log", xlabel="predicted / measured", title="the paper's measured rows that nothing was fitted to")
-    axis.set_xticks([0.7, 1, 1.5, 2, 3, 4], ["0.7", "1", "1.5", "2", "3", "4"])
+    axis.set(xscale="log", xlim=(0.6, 14), xlabel="predicted / measured", title="measured by the paper, 8B; value beside each name")
+    axis.set_xticks([0.7, 1, 1.5, 2, 3, 5], ["0.7", "1", "1.5", "2", "3", "5"])
     axis.minorticks_off()
     axis.grid(alpha=0.3, axis="x")
-    axis.legend(fontsize=9, loc="upper right")
+    axis.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, -0.17), ncols=2)
 
 
 def _large_rows(axis: plt.Axes, rows: Sequence[Row]) -> None:
     names = list(dict.fromkeys((r["table"], r["row"]) for r in rows))
-    for view, marker in VIEWS.items():
-        kept = {(r["table"], r["row"]): r["predicted"] for r in rows if r["view"] == view}
-        y = [kept[name] for name in names]
-        axis.plot(y, range(len(y)), marker, color="black", markerfacecolor="white", markersize=9, label=view)
-        for r in (r for r in rows if r["view"] == view):
-            at = names.index((r["table"], r["row"]))
-            axis.plot([r["low"], r["high"]], [at, at], "-", color="0.4", linewidth=1.5, zorder=1)
+    for offset, (view, marker) in zip((-0.22, 0.0, 0.22), VIEWS.items()):
+        for i, r in enumerate(r for r in rows if r["view"] == view):
+            y = i + offset
+            axis.plot([r["low"], r["high"]], [y, y], "-", color="0.6", linewidth=3, zorder=1)
+            label = view if i == 0 else None
+            axis.plot(r["predicted"], y, marker, color="black", markerfacecolor="white", markersize=7, label=label, zorder=3)
+            axis.text(max(r["high"], r["predicted"]) + 0.08, y, f"{r['predicted']:.2f}", fontsize=8, va="center")
     paper = {(r["table"], r["row"]): r["measured"] for r in rows}
     for i, name in enumerate(names):
-        axis.barh(i, 0.3 * paper[name], left=0.85 * paper[name], height=0.5, color="0.85", zorder=0)
-    x = [paper[name] for name in names]
-    axis.plot(x, range(len(names)), "x", color="black", markersize=9, label="its simulator")
-    axis.set_yticks(range(len(names)), [f"{case}:\n{row}" for case, row in names], fontsize=9)
+        axis.barh(i, 0.3 * paper[name], left=0.85 * paper[name], height=0.8, color="0.9", zorder=0)
+        axis.plot([paper[name]] * 2, [i - 0.4, i + 0.4], "-", color="black", label=None if i else "the paper's simulator")
+    axis.set_yticks(range(len(names)), [f"{case}:\n{row}, {paper[case, row]:.2f}" for case, row in names], fontsize=9)
     axis.invert_yaxis()
     title = "Qwen3-235B-A22B, simulated by both"
-    axis.set(xlabel="speedup (lines 90 %, bands 15 % around the paper's)", title=title, xlim=(1, 5.2))
+    axis.set(xlabel="speedup (lines: 90 % of the draws; bands: 15 % around the paper's)", title=title, xlim=(1, 8.6))
     axis.grid(alpha=0.3, axis="x")
     axis.legend(fontsize=9, loc="lower right")

@@ -2,9 +2,9 @@
 
     python -m experiments.scale_projection.validate
 
-Prints every constant with its interval, every comparison, and the targets; writes validation.csv, effects.csv,
-large.csv, sensitivity.csv, constants.csv and two figures beside this file. Takes a minute on one core; nothing is timed
-and no device is used.
+Prints every constant with its interval, every comparison, and the targets; writes validation.csv, scores.csv,
+tables_out.csv, asynchronous.csv, large.csv, sensitivity.csv, constants.csv, public.csv and two figures beside this file.
+Takes some minutes on one core; nothing is timed and no device is used.
 """
 
 import argparse
@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.scale_projection import apart, effects, figures, large, ours, paper
+from experiments.scale_projection import apart, figures, large, ours, paper, public, score
 from experiments.scale_projection.calibrate import Calibration, errors
 from specrl_jax.simulator.grid import write_rows
-from specrl_jax.simulator.hardware import HARDWARE
 
 HERE = pathlib.Path(__file__).parent
 Row = dict[str, Any]
@@ -52,108 +51,132 @@ def print_ours(rows: list[Row], fits: list[Calibration]) -> None:
         print(f"    {r['set']}, {r['cell']}: {r['measured']:.4f} s, predicted {r['predicted']:.4f}")
 
 
-def print_paper(rows: list[Row], target: float) -> None:
-    for r in rows:
-        shown = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r else ""
-        verdict = "" if r["use"] in ("fitted", "solved on") else f"  {_verdict(abs(r['error']) <= target)}"
-        name = f"{r['table']}: {r['row']}"
-        line = f"  {name:<52} {r['use']:<15} {r['measured']:8.2f} {r['predicted']:8.2f}{shown} {r['error']:+6.0%}"
-        print(line + verdict)
-
-
 def _verdict(reached: bool) -> str:
     return "reached" if reached else "missed"
 
 
-def with_intervals(rows: list[Row], low: np.ndarray, high: np.ndarray) -> list[Row]:
-    return [r | {"low": round(float(a), 4), "high": round(float(b), 4)} for r, a, b in zip(rows, low, high)]
+def print_public(fit: Calibration, left: Sequence[public.Left]) -> None:
+    print("\nPUBLIC EAGLE-3 SWEEPS ON ONE H100")
+    print("\n".join(fit.lines()))
+    for x in left:
+        print(f"  {x.sweep:<20} {x.cells:3} numbers, median error {x.fitted:.1%}, left out of the fit {x.left_out:.1%}")
 
 
-def effect_rows(found: Sequence[effects.Effect]) -> list[Row]:
-    shared = ("effect", "constant", "value", "solved_on")
-    return [dict(zip(shared, (e.name, e.constant, f"{e.value:.4g}", e.solved_on))) | r for e in found for r in e.rows]
+def print_scores(rows: Sequence[Row], target: float) -> None:
+    for r in rows:
+        name = f"{r['table']}: {r['row']}"
+        line = f"  {name:<42} {r['measured']:8.2f} {r['predicted']:8.2f} ({r['low']:.2f} to {r['high']:.2f})"
+        line += f" {r['error']:+6.0%} {'inside ' if r['inside'] else 'outside'}  null {r['null']:.2f} {r['null_error']:+.0%}"
+        print(line + f"  {_verdict(abs(r['error']) <= target)}")
+    for r in score.summary(rows):
+        print(f"  {r['rows']:<14} {r['count']:2} rows, {r['inside']} inside; median |ln| {r['model']:.3f}, null {r['null']:.3f}")
 
 
-def large_views(c: paper.Calibrated, graphs: effects.Effect) -> list[Row]:
+def middle(sampled: Sequence[Sequence[Row]], seed: int) -> list[Row]:
+    """Return the rows with the median over worlds as prediction, and 90 % intervals."""
+    rows = []
+    for world in zip(*sampled):
+        first = world[0]
+        values = {"predicted": float(np.median([r["predicted"] for r in world]))}
+        if "share" in first:
+            values["share"] = float(np.median([r["share"] for r in world]))
+        rows.append(first | {n: round(x, 4) for n, x in values.items()})
+    rows = [r | {"error": round(r["predicted"] / r["measured"] - 1, 4)} for r in rows]
+    # What the paper simulated has no noise.
+    return paper.with_intervals(rows, sampled, 0.0 if "share" in rows[0] else paper.NOISE, seed)
+
+
+def large_views(kept: Sequence[paper.Calibrated]) -> list[Row]:
     """Compute the 235B rows under three views of verification with the lengths of each workload."""
-    views = {
-        "free verification": (large.assumed(c), True),
-        "this project's loop": (large.fused(c), False),
-        "as measured in vLLM at 8B": (large.vllm(c, graphs), False),
-    }
-    out = []
-    for view, (calibrated, free) in views.items():
-        for workload in paper.WORKLOADS:
-            found = large.large_rows(calibrated, workload, free)
-            out += [{"view": view, "lengths": workload} | r for r in found]
-    return out
+    return [
+        {"view": view.name, "lengths": workload} | r
+        for view in large.VIEWS
+        for workload in paper.WORKLOADS
+        for r in middle([large.view_rows(c, view, workload) for c in kept], seed=0)
+    ]
 
 
 def print_large(rows: list[Row]) -> None:
     for view, lengths in dict.fromkeys((r["view"], r["lengths"]) for r in rows):
         print(f"\n235B, {view}, lengths of {lengths}")
-        kept = [r for r in rows if (r["view"], r["lengths"]) == (view, lengths)]
-        if view == "free verification":
-            print_paper(kept, LARGE_TARGET)
-            continue
-        for r in kept:
-            interval = f" ({r['low']:.2f} to {r['high']:.2f})" if "low" in r else ""
-            print(f"  {r['table']}: {r['row']:<36} {r['predicted']:.2f}{interval}; its simulator {r['measured']:.2f}")
+        for r in (r for r in rows if (r["view"], r["lengths"]) == (view, lengths)):
+            line = f"  {r['table']}: {r['row']:<36} {r['predicted']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+            print(f"{line}; its simulator {r['measured']:.2f}, {r['error']:+.0%}")
+
+
+def allowed(found: paper.Worlds) -> list[str]:
+    """Return, for each undisclosed number, how many of the kept draws have each value."""
+    lines = [f"  Table 1 allows {len(found.kept)} of {found.drawn} draws:"]
+    for name, values in paper.PRIORS.items():
+        counts = {v: sum(getattr(c.undisclosed, name) == v for c in found.kept) for v in values}
+        lines.append(f"    {name}: " + ", ".join(f"{v:g} in {n}" for v, n in counts.items()))
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=60, help="draws of the assumptions for the paper's rows")
+    parser.add_argument("--draws", type=int, default=100, help="draws behind every interval that Table 1 allows")
     draws = parser.parse_args().draws
+
+    hosts, left = public.calibrate(), public.leave_one_sweep_out()
+    print_public(hosts, left)
+
+    print("\nTHE PAPER'S TABLES (arXiv 2604.26779), fitted to Table 1's plain columns")
+    c = paper.calibrate()
+    print("\n".join(c.fit.lines()))
+    found = paper.worlds(draws, {name: hosts.factors[name] for name in hosts.values})
+    print("\n".join(allowed(found)))
+    predicted = score.with_nulls(middle([paper.predicted_rows(x) for x in found.kept], seed=0))
+    print_scores(predicted, PAPER_TARGET)
+
+    print("\nONE TABLE LEFT OUT OF A FIT TO THE PAPER'S TABLES")
+    tables = score.leave_one_table_out(c)
+    for r in tables:
+        numbers = "".join(f"{n} {r[n]:.2f}  " for n in ("measured", "public", "all_tables", "without_it"))
+        print(f"  {r['table']}: {r['row']:<26} {numbers}")
+    print("\nTHE ASYNCHRONOUS RUN, FOUR READINGS")
+    readings = score.asynchronous_variants(found.kept)
+    for r in readings:
+        print(f"  {r['reading']:<52} {r['row']:<20} {r['measured']:7.2f} {r['predicted']:7.2f} {r['error']:+.0%}")
+
+    big = large_views(found.kept)
+    print_large(big)
+    changed = large.sensitivity()
+    print("\nONE ASSUMPTION CHANGED, free verification: " + "; ".join(list(changed[0])[1:]))
+    for r in changed:
+        print(f"  {r['changed']:<34}" + "".join(f"{value:7.2f}" for value in list(r.values())[1:]))
 
     machine, pace, fits = ours.calibrated()
     rows = ours.check_iterations(machine) + ours.check_rollouts(machine) + ours.check_steps(machine, pace)
     ahead = apart.measured()
     contention = apart.solve_contention(ahead)
     rows += apart.check(ahead, contention)
+    print()
     print_ours(rows, fits)
     print(f"  contention of the fake devices {contention:.2f}, solved on one run with lag 1")
 
-    print("\nTHE PAPER'S TABLES (arXiv 2604.26779)")
-    gb200 = HARDWARE["gb200"]
-    c = paper.calibrate(gb200)
-    print("\n".join(c.fit.lines()))
-    fitted = paper.fitted_rows(c)
-    predicted = with_intervals(paper.predicted_rows(c), *paper.intervals(gb200, draws))
-    print_paper(fitted + predicted, PAPER_TARGET)
-    near = sum(abs(r["error"]) <= PAPER_TARGET for r in predicted)
-    print(f"  {len(c.fit.values)} fitted constants, {len(predicted)} rows predicted, {near} within {PAPER_TARGET:.0%}")
-    inside = sum(r["low"] <= r["measured"] <= r["high"] for r in predicted)
-    print(f"  {inside} of {len(predicted)} measured rows inside the 90 % interval, which leaves out missing effects")
-
-    print("\nEFFECTS THAT WERE LEFT OUT, ADDED ONE BY ONE")
-    added = [effects.captured_graphs(c), *effects.lookups(c), *effects.learner_floor(c)]
-    for e in added:
-        print(f"{e.name}: {e.constant} = {e.value:.3g}, solved on {e.solved_on}")
-        print_paper(e.rows, PAPER_TARGET)
-
-    big = large_views(c, added[0])
-    print_large(big)
-
-    changed = large.sensitivity()
-    print("\nONE ASSUMPTION CHANGED, free verification: " + "; ".join(list(changed[0])[1:]))
-    for r in changed:
-        print(f"  {r['changed']:<40}" + "".join(f"{value:8.2f}" for value in list(r.values())[1:]))
-
-    write_rows(str(HERE / "validation.csv"), [_as_csv(r) for r in rows] + [_as_csv(r) for r in fitted + predicted])
-    write_rows(str(HERE / "effects.csv"), effect_rows(added))
-    write_rows(str(HERE / "large.csv"), [dict.fromkeys(LARGE_COLUMNS, "") | r for r in big])
+    write_rows(str(HERE / "validation.csv"), [_as_csv(r) for r in [*rows, *paper.fitted_rows(c), *predicted]])
+    write_rows(str(HERE / "scores.csv"), predicted)
+    write_rows(str(HERE / "tables_out.csv"), tables)
+    write_rows(str(HERE / "asynchronous.csv"), readings)
+    write_rows(str(HERE / "large.csv"), [{name: r[name] for name in LARGE_COLUMNS} for r in big])
     write_rows(str(HERE / "sensitivity.csv"), changed)
-    solved = {
-        "fitted_to": "apart",
-        "points": 1,
-        "constant": "contention",
-        "value": f"{contention:.5g}",
-        "factor_90": "",
-    }
-    write_rows(str(HERE / "constants.csv"), [*constant_rows([*fits, c.fit]), solved])
+    write_rows(str(HERE / "public.csv"), public_rows(hosts))
+    solved = {"fitted_to": "apart", "points": 1, "constant": "contention", "value": f"{contention:.5g}"}
+    fitted = constant_rows(dict(zip(("iterations", "rollouts", "steps"), fits)) | {"public": hosts, "paper": c.fit})
+    write_rows(str(HERE / "constants.csv"), [*fitted, solved | {"factor_90": ""}])
     figures.plot_ours(str(HERE / "ours.png"), rows)
-    figures.plot_paper(str(HERE / "paper.png"), predicted, added, big)
+    figures.plot_paper(str(HERE / "paper.png"), predicted, big)
+
+
+def public_rows(fit: Calibration) -> list[Row]:
+    cells = public.cells()
+    found = public.predict(fit.values, cells)
+    return [
+        {"sweep": x.sweep, "kind": x.kind, "layers": x.model.layers, "context": x.context, "batch": x.batch, "k": x.k}
+        | {"published": f"{x.value:.5g}", "predicted": f"{y:.5g}", "error": round(float(y / x.value - 1), 4)}
+        for x, y in zip(cells, found)
+    ]
 
 
 def _as_csv(r: Row) -> Row:
@@ -165,12 +188,11 @@ def _as_csv(r: Row) -> Row:
     return {"set": name, "cell": cell, "use": r["use"]} | numbers | interval | {"error": error}
 
 
-def constant_rows(fits: Sequence[Calibration]) -> list[Row]:
-    names = ("iterations", "rollouts", "steps", "paper")
+def constant_rows(fits: dict[str, Calibration]) -> list[Row]:
     return [
         {"fitted_to": name, "points": fit.points, "constant": key, "value": f"{fit.values[key]:.5g}"}
         | {"factor_90": f"{fit.factors[key]:.3f}"}
-        for name, fit in zip(names, fits)
+        for name, fit in fits.items()
         for key in fit.values
     ]
 
