@@ -2,26 +2,26 @@
 
     python -m experiments.scale_projection.grid
 
-Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups with intervals over GPUs
-and lag, and over k and acceptance, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's
-host constants as fitted to the paper's 8B runs. Workloads are those of `paper.py` and `large.py`, except for the number
-of sequences: as many as find pages for their live tokens in the memory that the learner leaves. Takes a minute on one
-core.
+Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups over GPUs and lag, and over
+k and acceptance, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's host constants.
+Values are medians and intervals 90 % of the draws of `paper.py` that Table 1 allows. Workloads are those of `paper.py`
+and `large.py`, except for the number of sequences: as many as find pages for their live tokens in the memory that the
+learner leaves. Takes some minutes on one core.
 """
 
+import argparse
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.scale_projection import effects, large, paper
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_rows, scale_rows, write_rows
-from specrl_jax.simulator.hardware import HARDWARE
-from specrl_jax.simulator.heatmaps import heatmaps
-from specrl_jax.simulator.scenario import Scenario, points, predict
+from experiments.scale_projection import large, paper, public
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_cells, scale_cells, write_rows
+from specrl_jax.simulator.heatmaps import Marks, heatmaps
+from specrl_jax.simulator.scenario import Points, Scenario, compare, points, predict
 
 HERE = pathlib.Path(__file__).parent
 
@@ -55,21 +55,62 @@ CASES = (
 )
 
 
-def grids(c: paper.Calibrated, graphs: effects.Effect) -> tuple[list[Row], list[Row]]:
+LOOPS = {"our loop": large.fused, "vLLM": lambda c: c}
+# The paper's cells: column -> (case, x, y) -> its value. Of the draft grid the cells of nearest acceptance.
+SCALE_MARKS = {
+    "rollout_speedup": {("8B, vLLM", 32, 0): "paper 1.77", ("235B, our loop", 2048, 2): "paper 3.5"},
+    "end_to_end_speedup": {("8B, vLLM", 32, 0): "paper 1.41", ("235B, our loop", 2048, 2): "paper 2.5"},
+}
+DRAFT_MARKS = {
+    "rollout_speedup": {
+        ("8B, vLLM", 0.9, 3): "paper 1.77",
+        ("8B, vLLM", 0.85, 5): "paper 1.44",
+        ("8B, vLLM", 0.85, 7): "paper 1.21",
+        ("235B, our loop", 0.8, 3): "paper 2.72",
+        ("235B, our loop", 0.85, 7): "paper 4.07",
+    },
+    "end_to_end_speedup": {
+        ("8B, vLLM", 0.9, 3): "paper 1.41",
+        ("235B, our loop", 0.8, 3): "paper 1.70",
+        ("235B, our loop", 0.85, 7): "paper 1.96",
+    },
+}
+
+
+def drawn_rows(scenarios: Sequence[Scenario], cells: Sequence[Row], p: Points) -> list[Row]:
+    """Return the cells with medians over the scenarios, and their 90 % intervals."""
+    found = [compare(s, p) for s in scenarios]
+    speedups = {"rollout": np.array([x.rollout for x in found]), "end_to_end": np.array([x.end_to_end for x in found])}
+    columns = {
+        f"{name}_{what}": np.quantile(values, share, axis=0)
+        for name, values in speedups.items()
+        for what, share in (("speedup", 0.5), ("low", 0.05), ("high", 0.95))
+    }
+    columns["plain_step_s"] = np.median([x.plain.step.total for x in found], axis=0)
+    columns["step_s"] = np.median([x.speculative.step.total for x in found], axis=0)
+    columns["generation_share"] = np.median([x.plain.phases.share() for x in found], axis=0)
+    fits = np.mean([x.plain.fits & x.speculative.fits for x in found], axis=0) > 0.5
+    return [
+        cell | {name: round(float(x[i]), 4) for name, x in columns.items()} | {"fits": bool(fits[i])}
+        for i, cell in enumerate(cells)
+    ]
+
+
+def grids(kept: Sequence[paper.Calibrated]) -> tuple[list[Row], list[Row]]:
     """Compute the rows of the scale grid and of the draft grid; column `case` names the model and the loop."""
     scale, draft = [], []
     for case in CASES:
-        for loop, calibrated in (("our loop", large.fused(c)), ("vLLM", large.vllm(c, graphs))):
-            s, name = case.scenario(calibrated), {"case": f"{case.name}, {loop}"}
-            known = large.constant_errors(calibrated)
-            scale += [name | r for r in scale_rows(s, case.all_devices, LAGS, case.k, case.acceptance, known)]
-            draft += [name | r for r in draft_rows(s, case.devices, 0, DRAFTED, RATES, known)]
+        for loop, view in LOOPS.items():
+            scenarios, name = [case.scenario(view(c)) for c in kept], {"case": f"{case.name}, {loop}"}
+            cells = scale_cells(case.all_devices, LAGS, case.k, case.acceptance)
+            scale += [name | r for r in drawn_rows(scenarios, *cells)]
+            draft += [name | r for r in drawn_rows(scenarios, *draft_cells(case.devices, 0, DRAFTED, RATES))]
     return scale, draft
 
 
-def plot(path: str, rows: list[Row], axes: tuple[str, str]) -> None:
+def plot(path: str, rows: list[Row], axes: tuple[str, str], marks: Marks) -> None:
     names = list(dict.fromkeys(r["case"] for r in rows))
-    heatmaps(path, names, [[r for r in rows if r["case"] == name] for name in names], axes)
+    heatmaps(path, names, [[r for r in rows if r["case"] == name] for name in names], axes, marks)
 
 
 def timed(s: Scenario, count: int) -> Row:
@@ -87,13 +128,16 @@ def timed(s: Scenario, count: int) -> Row:
 
 
 def main() -> None:
-    c = paper.calibrate(HARDWARE["gb200"])
-    scale, draft = grids(c, effects.captured_graphs(c))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=60, help="draws behind every interval that Table 1 allows")
+    hosts = public.calibrate()
+    kept = paper.worlds(parser.parse_args().draws, {name: hosts.factors[name] for name in hosts.values}).kept
+    scale, draft = grids(kept)
     write_rows(str(HERE / "scale.csv"), scale)
     write_rows(str(HERE / "draft.csv"), draft)
-    plot(str(HERE / "scale.png"), scale, ("devices", "lag"))
-    plot(str(HERE / "draft.png"), draft, ("kept", "k"))
-    speed = [{"case": case.name} | timed(case.scenario(c), 10_000) for case in CASES]
+    plot(str(HERE / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
+    plot(str(HERE / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
+    speed = [{"case": case.name} | timed(case.scenario(paper.calibrate()), 10_000) for case in CASES]
     write_rows(str(HERE / "speed.csv"), speed)
     for r in speed:
         print(f"{r['case']}: {r['configurations']} configurations in {r['seconds']} s")

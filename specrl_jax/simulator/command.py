@@ -13,7 +13,7 @@ from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import BYTES, Precision, head_config, twin_bytes, weight_bytes
-from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_rows, scale_rows, write_rows
+from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_rows, scale_cells, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.learner import Workload
@@ -166,8 +166,8 @@ def write_grid(folder: str, s: Scenario, point: Points) -> list[str]:
     k = int(point.k[0]) or DRAFTED[0]
     tokens = 1 + float(np.sum(cumulative_acceptance(point.acceptance, point.measured_at)[0, :k]))
     tables = {
-        "scale": (scale_rows(s, around or [devices], LAGS, k, tokens), ("devices", "lag")),
-        "draft": (draft_rows(s, devices, int(point.lag[0]), DRAFTED, RATES), ("kept", "k")),
+        "scale": (grid_rows(s, *scale_cells(around or [devices], LAGS, k, tokens)), ("devices", "lag")),
+        "draft": (grid_rows(s, *draft_cells(devices, int(point.lag[0]), DRAFTED, RATES)), ("kept", "k")),
     }
     lines = []
     for name, (rows, axes) in tables.items():

@@ -10,45 +10,43 @@ from specrl_jax.simulator.rollout import LENGTHS
 from specrl_jax.simulator.scenario import Comparison, Points, Scenario, compare, points, sample_speedups
 
 Row = dict[str, float]  # counts are int, `fits` is bool
-Known = dict[str, float] | None
 LAGS = (0, 1, 2, 4)
 DRAWS = 100  # Monte Carlo samples of the assumptions for a cell's intervals
 DRAFTED = tuple(k for k in LENGTHS if k)
 RATES = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts accepted at a position, 0.5 to 0.95
 
 
-def scale_rows(
-    s: Scenario, devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float, known: Known = None
-) -> list[Row]:
-    """Return rows over devices and lag, at one k; `known` as in Hardware.sampled."""
+def scale_cells(
+    devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float
+) -> tuple[list[Row], Points]:
+    """Return cells over devices and lag, at one k, and their points."""
     n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
     cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]
-    return _rows(s, cells, points(n, k, acceptance, lag=lag), known)
+    return cells, points(n, k, acceptance, lag=lag)
 
 
-def draft_rows(
-    s: Scenario, devices: int, lag: int, drafted: Sequence[int], rates: Sequence[float], known: Known = None
-) -> list[Row]:
-    """Return rows over k and the share r of drafts accepted at each position: acceptance length 1 + r + ... + r^k."""
+def draft_cells(devices: int, lag: int, drafted: Sequence[int], rates: Sequence[float]) -> tuple[list[Row], Points]:
+    """Return cells over k and the share r of drafts accepted at each position: acceptance length 1 + r + ... + r^k."""
     k, r = (x.ravel() for x in np.meshgrid(drafted, rates))
     acceptance = (r[:, None] ** np.arange(max(drafted) + 1) * (np.arange(max(drafted) + 1) <= k[:, None])).sum(1)
     cells = [
         {"devices": devices, "lag": lag, "k": int(a), "kept": float(b), "acceptance": round(x, 4)}
         for a, b, x in zip(k, r, acceptance)
     ]
-    return _rows(s, cells, points(devices, k, acceptance, lag=lag), known)
+    return cells, points(devices, k, acceptance, lag=lag)
 
 
-def _rows(s: Scenario, cells: Sequence[Row], p: Points, known: Known) -> list[Row]:
+def grid_rows(s: Scenario, cells: Sequence[Row], p: Points) -> list[Row]:
+    """Return the cells with their speedups, and intervals from the machine's uncertain numbers."""
     found = compare(s, p)
     each = ((x, jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], (p, found))) for i, x in enumerate(cells))
-    return [cell | _columns(s, point, one, known) for cell, (point, one) in each]
+    return [cell | _columns(s, point, one) for cell, (point, one) in each]
 
 
-def _columns(s: Scenario, p: Points, found: Comparison, known: Known) -> Row:
+def _columns(s: Scenario, p: Points, found: Comparison) -> Row:
     """Return the computed columns of one point, N = 1."""
     plain, fast = found.plain, found.speculative
-    rollout, end_to_end, *_ = sample_speedups(s, p, found, DRAWS, known).intervals()
+    rollout, end_to_end, *_ = sample_speedups(s, p, found, DRAWS).intervals()
     return {
         "rollout_speedup": round(float(found.rollout[0]), 4),
         "rollout_low": round(rollout[0], 4),

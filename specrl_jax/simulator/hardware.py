@@ -145,12 +145,11 @@ class Hardware:
         )
         return dataclasses.replace(machine, programs=compiled() if e.compiled else ASSUMED)
 
-    def sampled(self, count: int, seed: int = 0, known: dict[str, float] | None = None) -> "Hardware":
-        """Sample [count, 1] values of every uncertain number, with the factors of SPREAD, overridden by `known`."""
+    def sampled(self, count: int, seed: int = 0) -> "Hardware":
+        """Sample [count, 1] values of every uncertain number, with the factors of SPREAD."""
         rng = np.random.default_rng(seed)
         values = {}
-        for name, factor in (SPREAD | (known or {})).items():
-            # Every name samples, whatever its factor: `known` does not change the samples of other names.
+        for name, factor in SPREAD.items():
             noise = np.exp(np.log(factor) / 1.645 * rng.standard_normal((count, 1)))
             value = getattr(self.attained, name) * noise
             values[name] = np.minimum(value, 1.0) if name in SHARES else value

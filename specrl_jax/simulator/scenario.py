@@ -168,10 +168,10 @@ def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
 
 
 def sample_speedups(
-    s: Scenario, p: Points, found: Comparison, draws: int, known: dict[str, float] | None = None
+    s: Scenario, p: Points, found: Comparison, draws: int
 ) -> SpeedupSamples:
     """Evaluate one point, N = 1, on `draws` machines (Hardware.sampled), its devices divided as in `found`."""
-    sampled = s.on(s.hardware.sampled(draws, known=known))
+    sampled = s.on(s.hardware.sampled(draws))
     fast = p._replace(rollout_devices=found.rollout_devices).repeat(draws)
     same = fast._replace(k=np.zeros_like(fast.k))
     slow = same._replace(rollout_devices=np.repeat(found.plain_rollout_devices, draws))
