@@ -14,7 +14,7 @@ Expected: unknown, since this project has not run this config on an accelerator.
 75.4 % on GSM8K with four examples (Qwen3 technical report, 2505.09388); without examples it starts lower. The paper
 (arXiv 2604.26779) has no run of this size or on this data, so the values below are ours.
 
-Time, by this project's simulator: 27 s a step without drafts (23 to 33), 200 steps in 1.5 hours,
+Time, by this project's simulator: 28 s a step without drafts (24 to 34), 200 steps in 1.5 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_1p7b.py --devices 1 --hardware h100
 

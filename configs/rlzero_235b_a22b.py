@@ -21,7 +21,7 @@ Expected, by the paper's simulator: rollouts 2.72 times and steps 1.70 times as 
 3.5 and 2.5 times with 2,048 GPUs and two versions of lag at k = 5 and acceptance length 4. It assumes a rollout batch
 of 4,096 in FP8; here it is bfloat16. The paper does not disclose what configs/rlzero_8b.py lists. Nobody has run this.
 
-Time, by this project's simulator: 123 s a step without drafts (106 to 163), 400 steps in 13.7 hours,
+Time, by this project's simulator: 124 s a step without drafts (107 to 164), 400 steps in 13.8 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_235b_a22b.py --devices 512 --hardware gb200
 

@@ -15,7 +15,7 @@ Weights and data are read from local folders:
 Expected: unknown. The paper (arXiv 2604.26779) has no numbers for this model, and this project has not run the config
 on such hardware. Lengths and batch are those of configs/rlzero_8b.py, which says what the paper does not disclose.
 
-Time, by this project's simulator: 72 s a step without drafts (62 to 93), 400 steps in 8.0 hours,
+Time, by this project's simulator: 72 s a step without drafts (63 to 93), 400 steps in 8.0 hours,
 
     python -m specrl_jax.simulator --config configs/rlzero_30b_a3b.py --devices 32 --hardware gb200
 

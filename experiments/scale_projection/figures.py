@@ -80,9 +80,14 @@ def _measured_rows(axis: plt.Axes, rows: Sequence[Row]) -> None:
     axis.plot([], [], "x", color="black", markersize=8, label="null: ideal speculation, Amdahl's law")
     axis.axvspan(0.9, 1.1, color="0.9", zorder=0, label="within 10 %")
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(rows)), [f"{r['row']}: {r['measured']:.2f}" for r in rows], fontsize=9)
+    axis.set_yticks(range(len(rows)), [f"{r['table']}: {r['row']}, {r['measured']:.2f}" for r in rows], fontsize=9)
     axis.invert_yaxis()
-    axis.set(xscale="log", xlim=(0.6, 14), xlabel="predicted / measured", title="measured by the paper, 8B; value beside each name")
+    axis.set(
+        xscale="log",
+        xlim=(0.6, 14),
+        xlabel="predicted / measured",
+        title="measured by the paper, 8B; value beside each name",
+    )
     axis.set_xticks([0.7, 1, 1.5, 2, 3, 5], ["0.7", "1", "1.5", "2", "3", "5"])
     axis.minorticks_off()
     axis.grid(alpha=0.3, axis="x")
@@ -96,12 +101,16 @@ def _large_rows(axis: plt.Axes, rows: Sequence[Row]) -> None:
             y = i + offset
             axis.plot([r["low"], r["high"]], [y, y], "-", color="0.6", linewidth=3, zorder=1)
             label = view if i == 0 else None
-            axis.plot(r["predicted"], y, marker, color="black", markerfacecolor="white", markersize=7, label=label, zorder=3)
+            axis.plot(
+                r["predicted"], y, marker, color="black", markerfacecolor="white", markersize=7, label=label, zorder=3
+            )
             axis.text(max(r["high"], r["predicted"]) + 0.08, y, f"{r['predicted']:.2f}", fontsize=8, va="center")
     paper = {(r["table"], r["row"]): r["measured"] for r in rows}
     for i, name in enumerate(names):
         axis.barh(i, 0.3 * paper[name], left=0.85 * paper[name], height=0.8, color="0.9", zorder=0)
-        axis.plot([paper[name]] * 2, [i - 0.4, i + 0.4], "-", color="black", label=None if i else "the paper's simulator")
+        axis.plot(
+            [paper[name]] * 2, [i - 0.4, i + 0.4], "-", color="black", label=None if i else "the paper's simulator"
+        )
     axis.set_yticks(range(len(names)), [f"{case}:\n{row}, {paper[case, row]:.2f}" for case, row in names], fontsize=9)
     axis.invert_yaxis()
     title = "Qwen3-235B-A22B, simulated by both"

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.scale_projection.paper import (
+    CENTRE,
     DRAFT_VOCAB,
     EAGLE,
     PRIORS,
     TABLE_4,
     Calibrated,
     Row,
-    Undisclosed,
     calibrate,
     learner_work,
     machine,
@@ -143,8 +143,8 @@ def sensitivity() -> list[Row]:
     rows = [changed_row("as assumed", calibrate())]
     for name, values in PRIORS.items():
         for value in values:
-            if value != getattr(Undisclosed(), name):
-                rows.append(changed_row(f"{name} {value:g}", calibrate(undisclosed=Undisclosed()._replace(**{name: value}))))
+            if value != getattr(CENTRE, name):
+                rows.append(changed_row(f"{name} {value:g}", calibrate(undisclosed=CENTRE._replace(**{name: value}))))
     attained = {
         "overlap 1": {"overlap": 1.0},
         "host_seconds 2 ms": {"host_seconds": 2e-3},

@@ -36,9 +36,11 @@ class Undisclosed(NamedTuple):
     large_tensor: int = 4  # of the 32 devices of a replica, 235B; the rest splits the experts
 
 
-# Equally likely values. NeMo-RL, the paper's framework, publishes recipes (examples/configs/recipes/llm): 64 x 32 = 2,048
-# responses on TP 1 (Llama 3.1 8B), 32 x 32 = 1,024 on TP 2 (Qwen3-30B-A3B), 16 x 32 = 512 on TP 8 (Qwen3-235B-A22B, 4
-# GPUs a node); for DAPO-Math-17K, the paper's data, 16,384 tokens on TP 2 (Qwen2.5-7B); others have 4,096 to 40,960.
+CENTRE = Undisclosed()
+# Equally likely values. NeMo-RL, the paper's framework, publishes recipes (examples/configs/recipes/llm): 64 x 32 =
+# 2,048 responses on TP 1 (Llama 3.1 8B), 32 x 32 = 1,024 on TP 2 (Qwen3-30B-A3B), 16 x 32 = 512 on TP 8
+# (Qwen3-235B-A22B, 4 GPUs a node); for DAPO-Math-17K, the paper's data, 16,384 tokens on TP 2 (Qwen2.5-7B); others have
+# 4,096 to 40,960.
 # Spreads as lengths.LogNormalLengths. Draws that Table 1 rules out are dropped (`possible`).
 PRIORS: dict[str, tuple[float, ...]] = {
     "rollouts": (512, 768, 1024, 1536, 2048),
@@ -47,8 +49,8 @@ PRIORS: dict[str, tuple[float, ...]] = {
     "spread": (0.6, 0.8, 1.1),
     "large_tensor": (2, 4, 8),
 }
-# A draw is possible if its fit gives the plain columns' generation within 5 %, and a learner that attains 0.15 to 0.6 of
-# the peak in bfloat16. Published: 0.32 to 0.39 in FP8 (hardware.Attained.learner).
+# A draw is possible if its fit gives the plain columns' generation within 5 %, and a learner that attains 0.15 to 0.6
+# of the peak in bfloat16. Published: 0.32 to 0.39 in FP8 (hardware.Attained.learner).
 GENERATION_NEAR, LEARNER_SHARE = 0.05, (0.15, 0.6)
 # Table 1's logprob and train seconds are equal for two workloads whose generation differs by a third: rows are padded
 # to one limit. NeMo-RL's logprob phase scores policy and reference; no layer is recomputed.
@@ -98,7 +100,7 @@ class Calibrated(NamedTuple):
     hardware: Hardware
     means: dict[str, float]  # tokens
     fit: Calibration | None = None
-    undisclosed: Undisclosed = Undisclosed()
+    undisclosed: Undisclosed = CENTRE
     captured_rows: float = ENGINES["vllm"].captured_rows
 
     def lengths(self, workload: str) -> LogNormalLengths:
@@ -158,7 +160,7 @@ def machine() -> Hardware:
 
 def calibrate(
     hardware: Hardware | None = None,
-    undisclosed: Undisclosed = Undisclosed(),
+    undisclosed: Undisclosed = CENTRE,
     noise: float | np.ndarray = 1.0,
     captured_rows: float = ENGINES["vllm"].captured_rows,
 ) -> Calibrated:
@@ -265,7 +267,9 @@ def draws(known: dict[str, float], seed: int = 0) -> Iterator[Calibrated]:
         mixture = np.exp(np.log(SPREAD["mixture"]) / NINETY * rng.standard_normal())
         values["mixture"] = float(min(machine().attained.mixture * mixture, 1.0))
         undisclosed = Undisclosed(*(rng.choice(PRIORS[name]).item() for name in Undisclosed._fields))
-        undisclosed = undisclosed._replace(**{n: int(getattr(undisclosed, n)) for n in ("rollouts", "tensor", "large_tensor")})
+        undisclosed = undisclosed._replace(
+            **{n: int(getattr(undisclosed, n)) for n in ("rollouts", "tensor", "large_tensor")}
+        )
         yield calibrate(machine().with_attained(**values), undisclosed, np.exp(NOISE * rng.standard_normal(len(PLAIN))))
 
 
@@ -287,7 +291,9 @@ def worlds(count: int, known: dict[str, float], seed: int = 0) -> Worlds:
     raise AssertionError("draws do not end")
 
 
-def with_intervals(rows: Sequence[Row], sampled: Sequence[Sequence[Row]], noise: float = NOISE, seed: int = 0) -> list[Row]:
+def with_intervals(
+    rows: Sequence[Row], sampled: Sequence[Sequence[Row]], noise: float = NOISE, seed: int = 0
+) -> list[Row]:
     """Add `low` and `high`, 5 and 95 % of the same rows in every world, each with the noise of a measurement."""
     rng = np.random.default_rng(seed)
     values = np.array([[r["predicted"] for r in world] for world in sampled])

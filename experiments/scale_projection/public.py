@@ -47,8 +47,8 @@ VLLM_ONE = {
     6: (4.20, 3.46),
     7: (4.29, 3.54),
 }
-# EAGLE-3 (arXiv 2503.01840v3), Table 3: SGLang 0.4.4, H100, Llama 3.1 8B, MT-bench, chain of 3: batch -> throughput over
-# plain. The acceptance length is that of VLLM_ONE at k = 3: same policy, head, benchmark and k.
+# EAGLE-3 (arXiv 2503.01840v3), Table 3: SGLang 0.4.4, H100, Llama 3.1 8B, MT-bench, chain of 3: batch -> throughput
+# over plain. The acceptance length is that of VLLM_ONE at k = 3: same policy, head, benchmark and k.
 SGLANG = {2: 1.81, 4: 1.82, 8: 1.62, 16: 1.48, 24: 1.39, 32: 1.32, 48: 1.38, 56: 1.34, 64: 1.38}
 # SpecDecode-Bench (arXiv 2601.11580, Figure 1, read off to +- 0.02): vLLM 0.10.1, H100, EAGLE-3, k = 3: throughput over
 # plain at 1, 16, 64 and 128 sequences. Acceptance lengths are not printed, so ratios to one sequence are fitted.

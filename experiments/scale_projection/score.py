@@ -40,7 +40,11 @@ def null(name: str) -> float:
     step = {w: amdahl(TABLE_1[w]["generate"] / TABLE_1[w]["total"], EAGLE[w]) for w in WORKLOADS}
     plain = TABLE_1["think"]["total"] * DEVICES / ASYNC_DEVICES
     others = {f"{w}, step": float(step[w]) for w in WORKLOADS}
-    others |= {"plain, step s": plain, "speculative, step s": plain / float(step["think"]), "speedup": float(step["think"])}
+    others |= {
+        "plain, step s": plain,
+        "speculative, step s": plain / float(step["think"]),
+        "speedup": float(step["think"]),
+    }
     return others[name]
 
 
@@ -157,7 +161,7 @@ ASYNC_VARIANTS = {
 
 
 def asynchronous_variants(kept: Sequence[Calibrated]) -> list[Row]:
-    """Return medians over worlds of the asynchronous rows under four readings of the run, none with its own constant."""
+    """Return medians over worlds of the asynchronous rows under four readings, none with a constant of its own."""
     out = []
     for name, reading in ASYNC_VARIANTS.items():
         for world in zip(*(async_rows(c, *reading) for c in kept)):

@@ -1,1 +1,1 @@
-"""A performance model of a step on other machines; runs nothing."""
+"""A roofline of a step on other machines with labelled overheads; runs nothing."""

@@ -23,7 +23,7 @@ from specrl_jax.simulator.report import report
 from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import Points, Scenario, points
 
-# Mean response over the limit, fitted to the paper's RL-Zero by experiments/scale_projection.
+# Mean response over the limit of RL-Zero: median of the draws of experiments/scale_projection.
 MEAN_SHARE = 0.47
 # Acceptance length of an EAGLE-3 head at a k: the paper's RL-Zero (arXiv 2604.26779, Table 2).
 ACCEPTANCE, ACCEPTED_AT = 3.32, 3

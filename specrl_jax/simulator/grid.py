@@ -16,9 +16,7 @@ DRAFTED = tuple(k for k in LENGTHS if k)
 RATES = tuple(round(0.5 + 0.05 * i, 2) for i in range(10))  # share of drafts accepted at a position, 0.5 to 0.95
 
 
-def scale_cells(
-    devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float
-) -> tuple[list[Row], Points]:
+def scale_cells(devices: Sequence[int], lags: Sequence[int], k: int, acceptance: float) -> tuple[list[Row], Points]:
     """Return cells over devices and lag, at one k, and their points."""
     n, lag = (x.ravel() for x in np.meshgrid(devices, lags))
     cells = [{"devices": int(a), "lag": int(b), "k": k, "acceptance": round(acceptance, 4)} for a, b in zip(n, lag)]

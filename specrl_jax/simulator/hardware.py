@@ -208,8 +208,8 @@ ENGINES = {
     # for a drafted token, and all kernels are in compiled.json. It synchronises after 64 iterations (rollout.chunk of
     # the Qwen3 configs), for 4.1 ms as fitted to our CPU runs (chunk_seconds).
     "fused": Engine(4.1e-3 / 64, 0.0, 0.0, np.inf, True),
-    # As fitted to public sweeps of vLLM and SGLang by experiments/scale_projection/public.py; launches above the largest
-    # captured graph, 512 rows, as traced there.
+    # As fitted to public sweeps of vLLM and SGLang by experiments/scale_projection/public.py; launches above its
+    # largest captured graph, of 512 rows, as in a trace cited there.
     "vllm": Engine(float(Attained.host_seconds), 9.3e-4, 2.3e-4, 512.0, False),
 }
 

@@ -19,7 +19,10 @@ LABELS = {
 }
 
 
-BOUNDS = {"rollout_speedup": ("rollout_low", "rollout_high"), "end_to_end_speedup": ("end_to_end_low", "end_to_end_high")}
+BOUNDS = {
+    "rollout_speedup": ("rollout_low", "rollout_high"),
+    "end_to_end_speedup": ("end_to_end_low", "end_to_end_high"),
+}
 # Cells of another's results: ((case, x, y) -> text printed in the cell, by the column shown); the cell gets a frame.
 Marks = dict[str, dict[tuple[str, float, float], str]]
 

@@ -167,9 +167,7 @@ def compare(s: Scenario, p: Points, optimize_split: bool = True) -> Comparison:
     return Comparison(slow, fast, same / fast.phases.generate, slow.step.total / fast.step.total, off, on)
 
 
-def sample_speedups(
-    s: Scenario, p: Points, found: Comparison, draws: int
-) -> SpeedupSamples:
+def sample_speedups(s: Scenario, p: Points, found: Comparison, draws: int) -> SpeedupSamples:
     """Evaluate one point, N = 1, on `draws` machines (Hardware.sampled), its devices divided as in `found`."""
     sampled = s.on(s.hardware.sampled(draws))
     fast = p._replace(rollout_devices=found.rollout_devices).repeat(draws)
