@@ -212,6 +212,11 @@ def judge_simulated(text: str, paper: float, place: str, ours: Interval, why: st
     return claim._replace(paper_ratio=paper, ratio=ours, simulated=True)
 
 
+def cost_of(ours: float | np.floating, paper: float) -> str:
+    """Say what a verification costs: tokens per verification over the speed relative to plain decoding."""
+    return f"an iteration in plain ones: {ours:.2f} here, {paper:.2f} in the paper"
+
+
 def paired(count: int, by: str = "seed") -> str:
     return f"paired by {by}, {count} {by}{'s' * (count != 1)}"
 

@@ -41,6 +41,6 @@ def draw(found: Sequence[tuple[str, Claim]], path: pathlib.Path) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_yticks(range(len(lines)), [claim.text for _, claim in lines], fontsize=9)
     axis.grid(alpha=0.3, axis="x")
-    axis.legend(fontsize=9, loc="lower center", ncols=3, bbox_to_anchor=(0.5, 1.0))
+    axis.legend(fontsize=9, loc="lower right", ncols=3, bbox_to_anchor=(0.98, 1.0))
     figure.savefig(path, dpi=100)
     plt.close(figure)

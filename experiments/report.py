@@ -78,24 +78,23 @@ CLAIM_FOLDERS = {
 
 
 class Asked(NamedTuple):
-    """A row of README.md: the claims of a folder whose text has the pattern, side by side, and why they are so."""
+    """A row of README.md: the claims of a folder whose text has the pattern, side by side.
+
+    `why` explains them where the claims themselves do not.
+    """
 
     folder: str
     pattern: str
-    why: str
+    why: str = ""
 
 
-# What a reader asks for. Claims that differ in the words before their first colon stand in one row.
+# What a reader asks for. Claims that differ in the words before their last colon stand in one row.
 ASKED = (
-    Asked(
-        "step_breakdown",
-        "generation over plain",
-        "with one sequence at a time a verification costs little more than a plain step",
-    ),
+    Asked("step_breakdown", "generation over plain"),
     Asked("step_breakdown", "step over plain", "generation's gain, and its share of a plain step"),
-    Asked("drafting_method", "n-gram, k = 3, generation", "nothing to copy here; slow drafting in the paper"),
-    Asked("draft_length", "^(?!.*tiny base).*k = 7 over", "one sequence leaves the cores room for more rows"),
-    Asked("draft_length", "tiny base.*k = 7 over", "many sequences fill the cores, as batches fill a GPU"),
+    Asked("drafting_method", "n-gram, k = 3, generation"),
+    Asked("draft_length", "^(?!.*tiny base).*k = 7 over"),
+    Asked("draft_length", "tiny base.*k = 7 over"),
     Asked("online_adaptation", "share of a generic head's gap", "the generic head starts further away here"),
     Asked("accuracy_parity", "minus plain, rejection", "the rule is exact; under `coupled` runs are equal bit by bit"),
     Asked("scale_projection", "512 .*end to end", "both simulated; an end-to-end value hangs on its assumptions"),
@@ -157,14 +156,18 @@ def asked_table() -> str:
         for what, pairs in groups.items():
             names = " / ".join(name for name, _ in pairs if name)
             cells = [joined(getattr(c, field) for _, c in pairs) for field in ("paper", "here", "direction", "size")]
-            lines.append([f"{names}: {what}" if names else what, *cells, row.why])
+            why = row.why or joined(claim.why for _, claim in pairs)
+            lines.append([f"{names}: {what}" if names else what, *cells, why])
     return markdown(["claim", "paper", "here (interval)", "direction", "size", "why"], lines)
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Join texts with slashes, equal ones once."""
+    """Join texts with slashes; equal ones, and what stands before the last colon of all, once."""
     texts = list(texts)
-    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+    starts, ends = zip(*(text.rpartition(": ")[::2] for text in texts))
+    if len(set(texts)) == 1:
+        return texts[0]
+    return f"{starts[0]}: {' / '.join(ends)}" if len(set(starts)) == 1 and starts[0] else " / ".join(texts)
 
 
 def summary(found: Sequence[tuple[str, Claim]]) -> str:

@@ -9,6 +9,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import (
+    COLOURS,
+    STYLES,
     Claim,
     Row,
     benchmark_keys,
@@ -24,7 +26,9 @@ from experiments.claims import (
     save,
 )
 from experiments.draft_init.sweep import HEADS, LENGTHS, get_sweep, paths
+from experiments.engine.bench import distinct, matching, read_rows
 
+OFFLINE = pathlib.Path(__file__).parent / "offline.csv"
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]
 KEYS = benchmark_keys(SIDES)
 # RL-Zero at k = 3: (acceptance length, generation speedup).
@@ -98,6 +102,31 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         axis.set_ylabel(text)
         axis.margins(y=0.1)
     axes[0, 0].legend(fontsize=8, loc="upper left")
+    save(figure, path)
+    draw_positions(read_rows(str(OFFLINE)), path.with_name("offline.png"))
+
+
+def draw_positions(rows: list[Row], path: pathlib.Path) -> None:
+    """Draw one panel a way of training: the share of verifications that keep draft i, by position i and seed."""
+    longest = max(row["k"] for row in rows)
+    rows = matching(rows, k=longest)
+    trained, positions = distinct(rows, "prompts", "loss", "ttt_steps"), np.arange(1, longest + 1)
+    columns = 3
+    lines = -(-len(trained) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(13, 3.2 * lines), layout="constrained", sharey=True)
+    for axis, (prompts, loss, steps) in zip(axes.flat, trained):
+        found = matching(rows, prompts=prompts, loss=loss, ttt_steps=steps)
+        for i, row in enumerate(found):
+            kept = [row[f"kept_{n}"] for n in positions]
+            axis.plot(positions, kept, STYLES[i], color=COLOURS[i], ms=4, label=f"seed {row['seed']}")
+        mean = interval([row["acceptance_length"] for row in found]).mean
+        title = f"{prompts}, {loss}, {steps} unrolled step{'s' * (steps != 1)}"
+        axis.set_title(f"{title}\n{mean:.2f} tokens per verification", fontsize=9)
+        axis.set(ylim=(0, 1.02), xlabel="position of the draft token", xticks=positions)
+        axis.legend(fontsize=8)
+    for axis in axes.flat[len(trained) :]:
+        axis.set_visible(False)
+    figure.supylabel("share of verifications that keep it and all before it", fontsize=10)
     save(figure, path)
 
 

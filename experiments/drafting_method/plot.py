@@ -16,6 +16,7 @@ from experiments.claims import (
     bars,
     benchmark_keys,
     by_seed,
+    cost_of,
     interval,
     judge_level,
     judge_ratio,
@@ -74,11 +75,13 @@ def claims(rows: list[Row]) -> list[Claim]:
             tokens, paper = PAPER.get((workload_name(w), method), (None, None))
             speed, lengths = (metric(rows, w, method, f"k_3_{x}") for x in ("over_plain", "acceptance_length"))
             claim = judge_ratio(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", speed)
-            if claim.direction == SHOWN:
+            if tokens:
                 cost = ratio_interval(lengths / speed).mean
+                why = cost_of(cost, tokens / paper)
                 # Would the paper's acceptance length at our cost of a verification give another direction?
-                if (tokens / cost > 1) != (paper > 1):
-                    claim = claim._replace(why="for another reason: at our cost the paper's tokens would pay")
+                if claim.direction == SHOWN and (tokens / cost > 1) != (paper > 1):
+                    why = f"for another reason, few tokens: {why}"
+                claim = claim._replace(why=why)
             made.append(claim)
             if tokens:
                 text = f"{name}: {method}, k = 3, tokens per verification"

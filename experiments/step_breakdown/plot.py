@@ -15,6 +15,7 @@ from experiments.claims import (
     Interval,
     Row,
     by_seed,
+    cost_of,
     error,
     interval,
     judge_level,
@@ -106,7 +107,8 @@ def claims(rows: list[Row]) -> list[Claim]:
     for w, label in workload_labels(rows).items():
         saved, (_, generation, step, *_, length) = Saved(rows, w), PAPER_SAVED[workload_name(w)]
         name = f"{label}: EAGLE-3, k = 3, "
-        found.append(judge_ratio(name + "generation over plain", generation, "Table 1", saved.generation))
+        why = cost_of(ratio_interval(saved.acceptance / saved.generation).mean, length / generation)
+        found.append(judge_ratio(name + "generation over plain", generation, "Table 1", saved.generation, why=why))
         found.append(judge_ratio(name + "step over plain", step, "Table 1", saved.step))
         found.append(judge_level(name + "tokens per verification in RL", length, "Table 2", saved.acceptance))
     return found
