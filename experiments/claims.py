@@ -186,7 +186,7 @@ def judge_level(text: str, paper: float, place: str, values: Sequence[float] | n
     """Judge the size of a level; it has no direction."""
     ours = interval(values)
     what = NOT_RUN if np.isnan(ours.mean) else ""
-    sample = f"{len(values)} seeds"
+    sample = f"{len(values)} seed{'s' * (len(values) != 1)}"
     return Claim(text, _paper(paper, place), f"{ours}", what, size(paper, ours), sample, values=tuple(values))
 
 

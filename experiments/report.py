@@ -174,7 +174,7 @@ def summary(found: Sequence[tuple[str, Claim]]) -> str:
     """Return how many claims of the paper have each direction and each size."""
     counts = []
     for field, values in (("direction", (SHOWN, OPPOSITE, UNDECIDED)), ("size", SIZES)):
-        of = collections.Counter(getattr(claim, field) for _, claim in found if claim.paper)
+        of = collections.Counter(getattr(claim, field) for _, claim in found)
         counts.append(f"{field}: " + ", ".join(f"{of[value]} {value}" for value in values))
     return f"Claims by {'; by '.join(counts)}."
 
