@@ -4,12 +4,14 @@
     python -m experiments.report --run runs/rlzero_tiny --output runs/rlzero_tiny.html
 
 The first command collects claims, tables and figures of every folder in experiments/; with --docs it also writes the
-table of claims into docs/results.md. The second one shows a workdir: phases, reward, accuracy, acceptance by position,
-draft lengths, and sample rollouts of the first and the last step with accepted drafts in colour. Nothing is measured.
+claims into docs/results.md, the rows of ASKED into README.md, and their summary and figure into experiments/README.md.
+The second one shows a workdir: phases, reward, accuracy, acceptance by position, draft lengths, and sample rollouts of
+the first and the last step with accepted drafts in colour. Nothing is measured.
 """
 
 import argparse
 import base64
+import collections
 import datetime
 import html
 import importlib
@@ -17,7 +19,7 @@ import itertools
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jinja2
@@ -26,7 +28,19 @@ import pydantic
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from experiments.claims import VERDICTS, Claim, finished_rows, markdown, put_table
+from experiments import forest
+from experiments.claims import (
+    OPPOSITE,
+    RULE,
+    SHOWN,
+    SIZES,
+    UNDECIDED,
+    Claim,
+    finished_rows,
+    mark_shared,
+    markdown,
+    put_table,
+)
 from specrl_jax.core import PHASES
 from specrl_jax.errors import InputError, fail
 from specrl_jax.io import rollout_html
@@ -36,6 +50,7 @@ from specrl_jax.io.workdir import versions
 from specrl_jax.json_files import MEBIBYTE, Checked, check, parse_json, read_lines
 
 HERE = pathlib.Path(__file__).parent
+ROOT, FOREST = HERE.parent, HERE / "claims.png"
 TEMPLATE = HERE / "run.html"
 SAMPLE_BYTES = 64 * MEBIBYTE  # of a sample rollout: 30 bytes a token
 
@@ -60,6 +75,30 @@ CLAIM_FOLDERS = {
     "verification_rules": ClaimFolder("exact verification rules"),
     "scale_projection": ClaimFolder("235B, simulated", "claims", "large.csv"),
 }
+
+
+class Asked(NamedTuple):
+    """A row of README.md: the claims of a folder whose text has the pattern, side by side.
+
+    `why` explains them where the claims themselves do not.
+    """
+
+    folder: str
+    pattern: str
+    why: str = ""
+
+
+# What a reader asks for. Claims that differ in the words before their last colon stand in one row.
+ASKED = (
+    Asked("step_breakdown", "generation over plain"),
+    Asked("step_breakdown", "step over plain", "generation's gain, and its share of a plain step"),
+    Asked("drafting_method", "n-gram, k = 3, generation"),
+    Asked("draft_length", "^(?!.*tiny base).*k = 7 over"),
+    Asked("draft_length", "tiny base.*k = 7 over"),
+    Asked("online_adaptation", "share of a generic head's gap", "the generic head starts further away here"),
+    Asked("accuracy_parity", "minus plain, rejection", "the rule is exact; under `coupled` runs are equal bit by bit"),
+    Asked("scale_projection", "512 .*end to end", "both simulated; an end-to-end value hangs on its assumptions"),
+)
 OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;
@@ -86,24 +125,74 @@ def all_claims() -> list[tuple[str, Claim]]:
     for name, folder in CLAIM_FOLDERS.items():
         path = HERE / name / folder.rows
         if not path.exists():
-            found.append((name, Claim(folder.question, "", "", "not run")))
+            found.append((name, Claim(folder.question)))
             continue
         module = importlib.import_module(f"experiments.{name}.{folder.module}")
         found += [(name, claim) for claim in module.claims(finished_rows(path))]
-    return found
+    return mark_shared(found)
 
 
 def claims_table(link: str) -> str:
     """Return the claims as a Markdown table; {} in `link` stands for the folder's name."""
-    lines = [(f"[{f}]({link.format(f)})", c.text, c.paper, c.ours, c.verdict) for f, c in all_claims()]
-    return markdown(["folder", "what", "the paper", "here", ""], lines)
+    lines = [
+        (f"[{f}]({link.format(f)})", c.text, c.paper, c.here, c.direction, c.size, c.sample, c.why)
+        for f, c in all_claims()
+    ]
+    header = ["folder", "claim", "the paper", "here (interval)", "direction", "size", "over what", "why"]
+    return markdown(header, lines)
+
+
+def asked_table() -> str:
+    """Return the rows of README.md as a Markdown table. Raises ValueError for a pattern without a claim."""
+    found, lines = all_claims(), []
+    for row in ASKED:
+        groups: dict[str, list[tuple[str, Claim]]] = {}
+        for folder, claim in found:
+            if folder == row.folder and re.search(row.pattern, claim.text):
+                name, _, what = claim.text.rpartition(": ")
+                groups.setdefault(what, []).append((name, claim))
+        if not groups:
+            raise ValueError(f"README.md: no claim of {row.folder} has the pattern {row.pattern!r}")
+        for what, pairs in groups.items():
+            names = " / ".join(name for name, _ in pairs if name)
+            cells = [joined(getattr(c, field) for _, c in pairs) for field in ("paper", "here", "direction", "size")]
+            why = row.why or joined(claim.why for _, claim in pairs)
+            lines.append([f"{names}: {what}" if names else what, *cells, why])
+    return markdown(["claim", "paper", "here (interval)", "direction", "size", "why"], lines)
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Join texts with slashes; equal ones, and what stands before the last colon of all, once."""
+    texts = list(texts)
+    starts, ends = zip(*(text.rpartition(": ")[::2] for text in texts))
+    if len(set(texts)) == 1:
+        return texts[0]
+    return f"{starts[0]}: {' / '.join(ends)}" if len(set(starts)) == 1 and starts[0] else " / ".join(texts)
+
+
+def summary(found: Sequence[tuple[str, Claim]]) -> str:
+    """Return how many claims of the paper have each direction and each size."""
+    counts = []
+    for field, values in (("direction", (SHOWN, OPPOSITE, UNDECIDED)), ("size", SIZES)):
+        of = collections.Counter(getattr(claim, field) for _, claim in found)
+        counts.append(f"{field}: " + ", ".join(f"{of[value]} {value}" for value in values))
+    return f"Claims by {'; by '.join(counts)}."
+
+
+def write_pages() -> None:
+    """Write the claims into docs/results.md, README.md and experiments/README.md, and the figure of the latter."""
+    found = all_claims()
+    put_table(ROOT / "docs" / "results.md", f"{RULE}\n\n{claims_table('../experiments/{}/README.md')}")
+    put_table(ROOT / "README.md", asked_table())
+    put_table(HERE / "README.md", f"{summary(found)}\n\n![every ratio beside the paper's]({FOREST.name})\n\n{RULE}")
+    forest.draw(found, FOREST)
 
 
 def folders_page() -> str:
     """Return the page of the whole reproduction as HTML."""
     now = datetime.date.today().isoformat()
     parts = [f"<h1>specrl_jax: the reproduction of arXiv 2604.26779</h1><p>{now}; {version_text()}</p>"]
-    parts.append(f"<p>{VERDICTS} Claims that need an accelerator were not tested.</p>")
+    parts.append(render(f"{RULE} Claims that need an accelerator were not tested.", HERE))
     parts.append(render(claims_table("#{}"), HERE))
     for folder in (*CLAIM_FOLDERS, *OTHER_FOLDERS):
         if (readme := HERE / folder / "README.md").exists():
@@ -247,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", required=True, type=pathlib.Path, help="an HTML file")
     parser.add_argument("--run", type=pathlib.Path, help="a run's workdir; default: all folders of experiments/")
-    parser.add_argument("--docs", action="store_true", help="also write the table of claims into docs/results.md")
+    parser.add_argument("--docs", action="store_true", help="also write the claims into docs/ and README files")
     a = parser.parse_args()
     if a.run and a.docs:
         parser.error("--docs cannot be combined with --run")
@@ -258,7 +347,7 @@ def main() -> None:
     except (InputError, OSError) as error:
         sys.exit(fail(str(error)))
     if a.docs:
-        put_table(HERE.parent / "docs" / "results.md", claims_table("../experiments/{}/README.md"))
+        write_pages()
     print(f"{a.output}: {len(text) / 2**20:.1f} MiB")
 
 

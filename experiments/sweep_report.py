@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments.engine.bench import read_rows
 from experiments.sweeps import make_name
 from specrl_jax.io.metrics import read_metrics
 
@@ -19,6 +20,11 @@ def collect_rows(sweep: Sequence[dict[str, Any]], workdir: str) -> Table:
     return [run | row for run in sweep for row in read_metrics(os.path.join(workdir, make_name(run)))]
 
 
+def stored_rows(path: pathlib.Path) -> Table:
+    """Return the rows of a results.csv without their empty cells."""
+    return [{name: value for name, value in row.items() if value != ""} for row in read_rows(str(path))]
+
+
 def run_report(
     doc: str,
     folder: pathlib.Path,
@@ -27,20 +33,21 @@ def run_report(
     collect: Callable[[str], Table],
     shows: Sequence[Callable[[Table], None]],
 ) -> None:
-    """Read the launcher's `--workdir`, write results.csv in `folder` and call each of `shows` with the rows.
+    """Read the launcher's `--workdir`, write results.csv in `folder` and call each of `shows` with its rows.
 
-    A missing run ends the command with one line.
+    Without `--workdir` the rows are those of results.csv. A missing run ends the command with one line.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--workdir", required=True, help="the launcher's workdir")
+    parser.add_argument("--workdir", default="", help="the launcher's workdir; rewrites results.csv")
     workdir = parser.parse_args().workdir
-    for run in sweep:
-        if not read_metrics(os.path.join(workdir, make_name(run))):
-            parser.error(f"--workdir {workdir}: the run {make_name(run)} is missing; launch the sweep first")
-    rows = collect(workdir)
-    with open(folder / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    if workdir:
+        for run in sweep:
+            if not read_metrics(os.path.join(workdir, make_name(run))):
+                parser.error(f"--workdir {workdir}: the run {make_name(run)} is missing; launch the sweep first")
+        with open(folder / "results.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(collect(workdir))
+    rows = stored_rows(folder / "results.csv")
     for show in shows:
         show(rows)

@@ -1,12 +1,15 @@
 """Load a sweep file (a list of overrides) and name the folder of each run."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import pathlib
 import re
 import runpy
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from experiments.runs import Run
 from specrl_jax.errors import InputError
@@ -21,6 +24,17 @@ def default_workdir(config: str, sweep: pathlib.Path) -> pathlib.Path:
     """
     name = os.path.basename(config).replace(".py", "", 1).replace(":", "_")
     return pathlib.Path("runs/sweeps", f"{name}_{sweep.parent.name if sweep.stem == 'sweep' else sweep.stem}")
+
+
+def config_of(workload: str) -> ConfigDict:
+    """Return the config of a workload as default_workdir names it, a_smoke for configs/a.py:smoke."""
+    variant = ""
+    while importlib.util.find_spec(f"configs.{workload}") is None:
+        workload, _, last = workload.rpartition("_")
+        if not workload:
+            raise InputError("no file in configs/ has the name of this workload")
+        variant = f"{last}_{variant}".strip("_")
+    return importlib.import_module(f"configs.{workload}").get_config(variant)
 
 
 def load_sweep(path: pathlib.Path) -> list[dict[str, Any]]:

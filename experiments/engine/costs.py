@@ -25,6 +25,7 @@ import numpy as np
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, Case, build, fc, forward, head, iteration, rest
 from experiments.engine.peers import MODELS
+from specrl_jax.io.plots import COLOURS
 from specrl_jax.models import qwen3
 
 FIELDS = ("batch", "dtype", "part", "k", "round", "seconds")
@@ -87,8 +88,8 @@ def plot_costs(path: str, figure_path: str) -> None:
             lines = table(bench.matching(rows, batch=batch, dtype=dtype))
             k, c = [line["k"] for line in lines], np.array([line["c"] for line in lines])
             bars = (c[:, 1] - c[:, 0], c[:, 2] - c[:, 1])
-            axis.errorbar(k, c[:, 1], bars, fmt="o-", color=f"C{color}", capsize=3, label=f"{batch} sequences")
-            axis.plot(k, [line["sum"].median for line in lines], "--", color=f"C{color}")
+            axis.errorbar(k, c[:, 1], bars, fmt="o-", color=COLOURS[color], capsize=3, label=f"{batch} sequences")
+            axis.plot(k, [line["sum"].median for line in lines], "--", color=COLOURS[color])
         axis.set(title=f"{dtype} (dashed: sum of the parts)", xlabel="k, drafted tokens", ylabel="c, plain iterations")
         axis.grid(alpha=0.3)
         axis.legend()

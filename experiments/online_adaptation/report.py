@@ -3,7 +3,8 @@
     python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/online_adaptation/sweep.py
     python -m experiments.online_adaptation.report --workdir runs/sweeps/rlzero_tiny_online_adaptation
 
-Writes results.csv (one row per step and run) and acceptance.png beside this file.
+Writes results.csv (one row per step and run) and acceptance.png beside this file; without --workdir the figure alone,
+from results.csv.
 """
 
 import os
@@ -16,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import STYLES, Claim, interval, judge_ratio
+from experiments.claims import COLOURS, STYLES, Claim, judge_ratio, judge_share, save
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 from experiments.sweep_report import run_report
 from experiments.sweeps import make_name
@@ -24,7 +25,8 @@ from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent
 LENGTH = "spec/acceptance_length"
-FIELDS = ["draft", "seed", "step", LENGTH, *[f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]]
+POSITIONS = [f"spec/acceptance_rate_pos_{i}" for i in (1, 2, 3)]
+FIELDS = ["draft", "seed", "step", LENGTH, *POSITIONS]
 FIELDS += ["spec/acceptance_predicted", "draft/loss", "draft/target_entropy", "draft/kl", "draft/seconds", "time/train"]
 FIELDS += ["spec/draft_length_mean", "time/generate", "reward/mean"]
 # Tables 3 and 5 of arXiv 2604.26779, acceptance length at k = 3: Zero, Think.
@@ -36,7 +38,6 @@ PAPER = {
 }
 WINDOW = 5  # steps averaged
 ON = 0.5  # drafted tokens per verification; the probes of a controller that does not draft stay below it
-ENDS = 62  # x position of the paper's values in the figure
 CLOSED_AT = 30  # RL step at which the gap of the generic head is measured
 
 
@@ -78,17 +79,25 @@ def gap_closed(rows: list[dict[str, Any]]) -> list[float]:
     return closed
 
 
+def paper_gap_closed() -> float:
+    """Return the share of the gap between the two heads that online learning closes in the paper, RL-Zero."""
+    best, low, online = (PAPER[name][0] for name in ("in-domain, offline", "generic, offline", "generic, online"))
+    return round((online - low) / (best - low), 2)
+
+
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Judge Tables 3 and 5 of arXiv 2604.26779 (RL-Zero) by rows of results.csv, which may have empty cells."""
     rows = [{name: value for name, value in row.items() if value != ""} for row in rows]
+    seeds = sorted({row["seed"] for row in rows})
     text = f"Zero: share of a generic head's gap that online learning closes in {CLOSED_AT} steps"
-    made = [judge_ratio(text, 0.36, "Table 3", interval(gap_closed(rows)), even=0)]
-    series = {d: [lengths(rows, d, s) for s in sorted({row["seed"] for row in rows})] for d in PAPER}
+    made = [judge_share(text, paper_gap_closed(), "Table 5", gap_closed(rows))]
+    series = {d: [lengths(rows, d, s) for s in seeds] for d in PAPER}
     for step in (CLOSED_AT, len(series["in-domain, online"][0])):
         pairs = zip(series["in-domain, online"], series["in-domain, offline"])
-        ours = interval([window_mean(online, step) / window_mean(offline, step) for online, offline in pairs])
+        ours = [window_mean(online, step) / window_mean(offline, step) for online, offline in pairs]
         text = f"Zero: tokens per verification of an in-domain head, online over offline, after {step} steps"
-        made.append(judge_ratio(text, 0.99, "Table 5", ours))
+        paper = round(PAPER["in-domain, online"][0] / PAPER["in-domain, offline"][0], 2)
+        made.append(judge_ratio(text, paper, "Table 5", ours))
     return made
 
 
@@ -120,22 +129,37 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             print(f"draft learning's share of the train phase, {draft}: {np.median(timed):.3f}")
 
 
+def by_position(rows: list[dict[str, Any]], draft: str, name: str) -> tuple[list[int], np.ndarray]:
+    """Return (steps, [3, steps]: mean, lowest and highest seed) of a metric of one draft, at the steps that have it.
+
+    A controller that does not draft in some step leaves its seed out there.
+    """
+    found: dict[int, list[float]] = {}
+    for row in (row for row in rows if row["draft"] == draft and name in row):
+        found.setdefault(row["step"], []).append(row[name])
+    steps = sorted(found)
+    return steps, np.array([[of(found[step]) for step in steps] for of in (np.mean, np.min, np.max)])
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    for i, draft in enumerate(DRAFTS):
-        for seed in sorted({row["seed"] for row in rows}):
-            series = lengths(rows, draft, seed)
-            style, at = STYLES[i], range(1, len(series) + 1)
-            label = draft if seed == 0 else None
-            axis.plot(at, series, style, color=str(0.13 * i), markevery=6, ms=4, lw=1, label=label)
-        if draft in PAPER:
-            axis.plot(ENDS, PAPER[draft][0], STYLES[i][0], color=str(0.13 * i), mfc="none", ms=8)
-    axis.set(xlabel="RL step", ylabel="tokens per verification, k = 3 (adaptive: as chosen)", ylim=(0.9, 4))
-    axis.set_title("three seeds; hollow: the paper's RL-Zero, Qwen3-8B", fontsize=9)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(HERE / "acceptance.png", dpi=110)
-    plt.close(figure)
+    """Draw one panel a draft: the share of verifications that keep each draft token, by RL step."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 7), layout="constrained", sharex=True, sharey=True)
+    for axis, draft in zip(axes.flat, DRAFTS):
+        for i, name in enumerate(POSITIONS):
+            steps, values = by_position(rows, draft, name)
+            style = {"color": COLOURS[i], "ms": 4, "markevery": 6, "label": f"draft {i + 1}"}
+            axis.plot(steps, values[0], STYLES[i], **style)
+            axis.fill_between(steps, *values[1:], color=COLOURS[i], alpha=0.25, lw=0)
+        series = by_position(rows, draft, LENGTH)[1][0]
+        shown = ", ".join(f"{window_mean(series, at):.2f}" for at in (WINDOW, CLOSED_AT, len(series)))
+        paper = f" (the paper {PAPER[draft][0]})" if draft in PAPER else ""
+        axis.set_title(f"{draft}\ntokens per verification: {shown}{paper}", fontsize=9)
+    axes[0, 0].set_ylim(0, 1.02)
+    axes[0, 0].legend(fontsize=9, loc="lower left")
+    at = f"tokens are means of {WINDOW} steps: the first, those before step {CLOSED_AT}, the last"
+    figure.supxlabel(f"RL step (line: mean over seeds, band: all of them; {at})", fontsize=10)
+    figure.supylabel("share of verifications that keep the draft token and all before it", fontsize=10)
+    save(figure, HERE / "acceptance.png")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,20 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.accuracy_parity.plot import ACCURACY, curve
-from experiments.claims import STYLES, Claim, Interval, Row, interval, judge_difference, line, main, markdown, save
+from experiments.accuracy_parity.plot import ACCURACY, SCORE, curve, trained
+from experiments.claims import (
+    COLOURS,
+    Claim,
+    Interval,
+    Row,
+    interval,
+    judge_difference,
+    line,
+    main,
+    markdown,
+    paired,
+    save,
+)
 from experiments.quantized_rollouts.sweep import WEIGHTS, get_sweep
 
 KL, WEIGHT = "rollout_vs_learner/kl", "policy/correction"
@@ -18,9 +30,9 @@ KEYS = [ACCURACY, "eval/accuracy_greedy", "reward/mean", KL, "rollout_vs_learner
 
 
 def differences(rows: list[Row], name: str) -> tuple[Interval, Interval]:
-    """Return the accuracy minus that with float32 weights, at the end and over the run, paired by seed."""
-    mine, theirs = (curve(rows, WEIGHTS[x])[1] for x in (name, "float32"))
-    return interval((mine - theirs)[:, -1]), interval((mine - theirs).mean(axis=1))
+    """Return the accuracy at the end and the SCORE, each minus that with float32 weights, paired by seed."""
+    mine, theirs = (curve(rows, WEIGHTS[x])[1][:, -1] for x in (name, "float32"))
+    return interval(mine - theirs), interval(trained(rows, WEIGHTS[name]) - trained(rows, WEIGHTS["float32"]))
 
 
 def table(rows: list[Row]) -> str:
@@ -28,23 +40,22 @@ def table(rows: list[Row]) -> str:
     for name, weights in WEIGHTS.items():
         accuracy, kl, weight = (curve(rows, weights, key)[1] for key in (ACCURACY, KL, WEIGHT))
         gaps = differences(rows, name)
-        shown = ["" if name == "float32" else f"{gap.mean:+.3f} +- {gap.half:.3f}" for gap in gaps]
+        shown = ["" if name == "float32" else gap.text("+.3f") for gap in gaps]
         numbers = (f"{kl.mean():.1e}", f"{kl.max():.1e}", f"{weight.mean():.4f}")
         lines.append([name, f"{interval(accuracy[:, -1])}", *shown, *numbers])
     header = ["rollouts' weights", "accuracy at the end", "minus float32 (95 %, paired by seed)"]
     header += [
-        "over the run, minus float32",
+        "score, minus float32",
         "KL to the learner, nats a token: mean",
         "largest step",
         "importance weight",
     ]
-    return markdown(header, lines)
+    return f"{SCORE}\n\n{markdown(header, lines)}"
 
 
 def claims(rows: list[Row]) -> list[Claim]:
-    text = "Zero, int8 rollouts: validation accuracy over the run minus float32 rollouts"
-    gap = differences(rows, "int8")[1]
-    return [judge_difference(text, "", gap.mean, gap.half)]
+    text, base = "Zero, int8 rollouts: accuracy over the run minus float32 rollouts", trained(rows, WEIGHTS["float32"])
+    return [judge_difference(text, "", differences(rows, "int8")[1], float(base.mean()), paired(len(base)))]
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
@@ -52,9 +63,9 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
     for i, (name, weights) in enumerate(WEIGHTS.items()):
         steps, values = curve(rows, weights)
         at = np.array(steps) + 0.3 * (i - 1)
-        line(axes[0], at, [interval(column) for column in values.T], STYLES[i], str(0.3 * i), name)
+        line(axes[0], at, [interval(column) for column in values.T], i, name)
         steps, values = curve(rows, weights, KL)
-        axes[1].plot(steps, values.mean(axis=0), color=str(0.3 * i), label=name)
+        axes[1].plot(steps, values.mean(axis=0), "-", color=COLOURS[i], label=name)
     axes[0].set(xlabel="RL step", ylabel="validation accuracy, sampled", ylim=(0, 1.05))
     axes[1].set(xlabel="RL step", ylabel="KL to the learner, nats a token", yscale="log")
     axes[0].legend(fontsize=8, loc="lower right")

@@ -3,7 +3,8 @@
     python -m experiments.launch --config configs/rlzero_tiny.py --sweep experiments/rlzero_tiny/sweep.py
     python -m experiments.rlzero_tiny.report --workdir runs/sweeps/rlzero_tiny_rlzero_tiny
 
-Writes results.csv (one row per step and run) and learning.png beside this file.
+Writes results.csv (one row per step and run) and learning.png beside this file; without --workdir the figure alone,
+from results.csv.
 """
 
 import functools
@@ -16,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import welch
+from experiments.claims import COLOURS, welch
 from experiments.rlzero_tiny.sweep import get_sweep
 from experiments.sweep_report import collect_rows, run_report
 from specrl_jax.core import PHASES
@@ -45,9 +46,11 @@ def plot(rows: list[dict[str, Any]]) -> None:
     for seed in seeds(rows):
         for kind, style in (("eagle3", "o-"), ("none", "x--")):
             points = [(r["step"], r["eval/accuracy"]) for r in run_rows(rows, kind, seed) if "eval/accuracy" in r]
-            learning.plot(*zip(*points, strict=True), style, color=f"C{seed}", label=f"seed {seed}, {KINDS[kind]}")
+            label = f"seed {seed}, {KINDS[kind]}"
+            learning.plot(*zip(*points, strict=True), style, color=COLOURS[seed], label=label)
         steps = run_rows(rows, "eagle3", seed)[1:]
-        acceptance.plot([r["step"] for r in steps], [r["spec/acceptance_length"] for r in steps], label=f"seed {seed}")
+        lengths = [r["spec/acceptance_length"] for r in steps]
+        acceptance.plot([r["step"] for r in steps], lengths, color=COLOURS[seed], label=f"seed {seed}")
     learning.set(xlabel="RL step", ylabel="validation accuracy, sampled, 256 problems", ylim=(0, 1.02))
     acceptance.set(xlabel="RL step", ylabel="tokens per verification, k = 3", ylim=(1, 4))
     for axis in (learning, acceptance):
@@ -65,8 +68,8 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
             after[kind] = np.array([last for _, last in ends])
             shown = "  ".join(f"{first:.3f} -> {last:.3f} ({last - first:+.3f})" for first, last in ends)
             print(f"{name}  {KINDS[kind]:<12} {shown}")
-        difference, half = welch(after["eagle3"], after["none"])
-        print(f"{name}  speculation - plain at the end: {difference:+.4f} +- {half:.4f} (95 %)")
+        difference = welch(after["eagle3"], after["none"]).text("+.4f")
+        print(f"{name}  speculation - plain at the end: {difference} (95 %)")
     for seed in seeds(rows):
         steps = run_rows(rows, "eagle3", seed)[1:]
         last = steps[-1]

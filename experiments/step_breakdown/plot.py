@@ -15,11 +15,16 @@ from experiments.claims import (
     Interval,
     Row,
     by_seed,
+    cost_of,
+    error,
     interval,
+    judge_level,
     judge_ratio,
     main,
     markdown,
+    ratio_interval,
     save,
+    workload_labels,
     workload_name,
 )
 from experiments.engine.bench import distinct, matching
@@ -90,44 +95,56 @@ def table(rows: list[Row]) -> str:
     }
     second = []
     for i, (name, text) in enumerate(names.items()):
+        of = interval if name in ("share", "acceptance") else ratio_interval
         second.append(
-            [text, *[f"{interval(getattr(s, name))} ({PAPER_SAVED[workload_name(w)][i]})" for w, s in saved.items()]]
+            [text, *[f"{of(getattr(s, name))} ({PAPER_SAVED[workload_name(w)][i]})" for w, s in saved.items()]]
         )
     return markdown(header, lines) + "\n\n" + markdown(["", *[f"{w} (paper)" for w in workloads]], second)
 
 
 def claims(rows: list[Row]) -> list[Claim]:
     found = []
-    for (w,) in distinct(rows, "workload"):
-        saved, (_, generation, step, *_) = Saved(rows, w), PAPER_SAVED[workload_name(w)]
-        name = f"{workload_name(w)}: EAGLE-3, k = 3, "
-        found.append(judge_ratio(name + "generation over plain", generation, "Table 1", interval(saved.generation)))
-        found.append(judge_ratio(name + "step over plain", step, "Table 1", interval(saved.step)))
+    for w, label in workload_labels(rows).items():
+        saved, (_, generation, step, *_, length) = Saved(rows, w), PAPER_SAVED[workload_name(w)]
+        name = f"{label}: EAGLE-3, k = 3, "
+        why = cost_of(ratio_interval(saved.acceptance / saved.generation).mean, length / generation)
+        found.append(judge_ratio(name + "generation over plain", generation, "Table 1", saved.generation, why=why))
+        found.append(judge_ratio(name + "step over plain", step, "Table 1", saved.step))
+        found.append(judge_level(name + "tokens per verification in RL", length, "Table 2", saved.acceptance))
     return found
 
 
 def draw(rows: list[Row], path: pathlib.Path) -> None:
-    workloads = [w for (w,) in distinct(rows, "workload")]
-    bars = [(w, k) for w in workloads for k in KINDS]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 0.6 * len(bars) + 1.8), layout="constrained", sharey=True)
-    places, labels = range(len(bars)), [f"{workload_name(w)}, {KINDS[k]}" for w, k in bars]
+    """Draw the phases, ours and the paper's, with the seconds of a step and the speedups at the ends of the bars."""
+    labels = workload_labels(rows)
+    bars = [(w, k) for w in labels for k in KINDS]
+    figure, axes = plt.subplots(1, 2, figsize=(13, 0.6 * len(bars) + 1.8), layout="constrained", sharey=True)
+    places, names = range(len(bars)), [f"{labels[w]}, {KINDS[k]}" for w, k in bars]
     ours = {p: [seconds(rows, w, k, p).mean for w, k in bars] for p in PHASES}
     theirs = {p: [PAPER[workload_name(w), KINDS[k]][i] for w, k in bars] for i, p in enumerate(PHASES)}
-    titles = ("here: " + ", ".join(workloads), "arXiv 2604.26779: Qwen3-8B, 32 GB200")
+    titles = ("here: " + ", ".join(labels), "arXiv 2604.26779: Qwen3-8B, 32 GB200")
     for axis, found, title in zip(axes, (ours, theirs), titles):
         left = np.zeros(len(bars))
         for i, phase in enumerate(PHASES):
             grey, hatch = GREYS[i], HATCHES[i]
             axis.barh(places, found[phase], left=left, color=grey, hatch=hatch, edgecolor="k", label=phase)
             left += found[phase]
-        axis.set(xlabel="seconds of a step", title=title, yticks=list(places), yticklabels=labels)
+        axis.set(xlabel="seconds of a step", title=title, yticks=list(places), yticklabels=names)
         axis.title.set_fontsize(9)
+        axis.set_xlim(0, 1.35 * left.max())
     total = [seconds(rows, w, k, "total") for w, k in bars]
-    axes[0].errorbar(
-        [t.mean for t in total], places, xerr=np.nan_to_num([t.half for t in total]), fmt="none", color="k"
-    )
+    axes[0].errorbar([t.mean for t in total], places, xerr=error(total), fmt="none", color="k", capsize=3)
+    for at, (w, kind) in enumerate(bars):
+        saved, (_, generation, step, *_) = Saved(rows, w), PAPER_SAVED[workload_name(w)]
+        ratios = [(ratio_interval(saved.generation).mean, ratio_interval(saved.step).mean), (generation, step)]
+        ends = [np.nanmax(total[at]), PAPER[workload_name(w), KINDS[kind]][-1]]
+        shown = [total[at].mean, ends[1]]
+        for axis, end, value, ratio in zip(axes, ends, shown, ratios):
+            gains = "" if KINDS[kind] == "AR" else "\ngeneration {:.2f}x, step {:.2f}x".format(*ratio)
+            style = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+            axis.annotate(f"{value:.1f} s{gains}", (end, at), (5, 0), **style)
     axes[0].invert_yaxis()
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc="upper right")
     save(figure, path)
 
 

@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from specrl_jax.core import PHASES
 from specrl_jax.io.metrics import Row
 
-# Okabe and Ito's, which colour-blind readers tell apart.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+# Okabe and Ito's, which colour-blind readers tell apart, with a grey for their green: no red stands beside a green.
+COLOURS = ("#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#999999")
 # Metric and label of the left and of the right axis.
 PAIRS = (
     ("rollout/response_length_mean", "response length, tokens", "policy/entropy", "entropy, nats per token"),
