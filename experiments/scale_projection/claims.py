@@ -10,12 +10,13 @@ HERE = pathlib.Path(__file__).parent
 VIEW, LENGTHS = "free verification", "zero"  # the paper's assumption; the first of two length models
 # The learner's constant that was looked up after a first comparison (README.md) at its earlier value.
 WITHOUT = "mixture 1"
+ASYNC_WHY = "of four readings of the asynchronous run, the one that fits these rows best"
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Judge the rows of large.csv, to which nothing was fitted, and the asynchronous row of validation.csv.
 
-    A claim that is near the paper's value only with the constant looked up afterwards says so.
+    A claim that is near the paper's value only by a choice made after a comparison says so.
     """
     before = matching(read_rows(str(HERE / "sensitivity.csv")), changed=WITHOUT)[0]
     found = []
@@ -28,7 +29,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         found.append(judge_simulated(text, row["measured"], "simulated", simulated(row), why))
     (row,) = matching(read_rows(str(HERE / "validation.csv")), set="async", cell="speedup")
     text = "8B, 16 nodes, lag 1: speculation over plain"
-    return [*found, judge_simulated(text, round(row["measured"], 2), "measured", simulated(row))]
+    return [*found, judge_simulated(text, round(row["measured"], 2), "measured", simulated(row), ASYNC_WHY)]
 
 
 def near(ours: float, paper: float) -> bool:
