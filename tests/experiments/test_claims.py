@@ -230,7 +230,7 @@ def test_a_claim_that_depends_on_a_constant_chosen_afterwards_says_so(tmp_path, 
     assert [claim.why for claim in found] == [
         "",
         "a constant was chosen after a first comparison (1.00 without it)",
-        "",
+        "of four readings of the asynchronous run, the one that fits these rows best",
     ]
 
 
