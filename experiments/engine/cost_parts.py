@@ -96,6 +96,7 @@ def loop(body: Callable[[Any, jax.Array, Any], Any], weights: Any, state: Any, c
     """Run body(weights, i, state) -> state `count` times on the device."""
     turns = jax.jit(lambda w, s: jax.lax.fori_loop(0, count, lambda i, s: body(w, i, s), s), donate_argnums=1)
     turns = turns.lower(weights, state).compile()
+    state = jax.tree.map(jnp.copy, state)  # two leaves may be one array, which cannot be donated twice
 
     def run() -> float:
         nonlocal state

@@ -1,0 +1,102 @@
+"""Seconds of a rollout phase from recorded traces and a clock, the seconds of an iteration of B sequences at length k.
+
+Acceptance comes from real rollouts, costs from any machine. The schedule is the simulator's (`simulator.rollout`), with
+a response's length in iterations instead of tokens: slots are refilled at once, the batch thins out at the end.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.traces.counts import Trace
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.rollout import EngineSchedule, profile
+
+# (B, k, context tokens) -> seconds of an iteration, arrays of one shape
+Clock = Callable[[np.ndarray, int, np.ndarray], np.ndarray]
+
+
+def seconds(
+    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | None = None
+) -> float:
+    """Return the seconds to generate the rollouts of `traces`, all of one k, started in this order in `slots` slots.
+
+    Args:
+      prompt: tokens of each prompt.
+      stretch: [R] factors on the lengths; acceptance along a longer response repeats the recorded one. None: 1.
+    """
+    factors = np.ones(len(traces)) if stretch is None else stretch
+    iterations = np.maximum(np.array([t.iterations for t in traces]) * factors, 1.0)
+    each = (np.array([t.tokens for t in traces]) * factors).sum() / iterations.sum()
+    p = profile(iterations, slots, prompt / each, EngineSchedule(), 1.0)
+    return float((p.tokens * clock(p.batch, traces[0].k, each * p.context)).sum())
+
+
+def tokens_per_second(
+    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | None = None
+) -> float:
+    """Return the response tokens a second of `seconds`."""
+    factors = np.ones(len(traces)) if stretch is None else stretch
+    total = (np.array([t.tokens for t in traces]) * factors).sum()
+    return float(total / seconds(traces, slots, clock, prompt, stretch))
+
+
+def roofline(decoder: DecoderCost, host_per_draft: float = 0.0) -> Clock:
+    """Return the clock of a simulated decoder, with so many seconds of host time added for each drafted token."""
+
+    def clock(batch: np.ndarray, k: int, context: np.ndarray) -> np.ndarray:
+        return np.asarray(decoder.speculative(batch, k, context)) + k * host_per_draft
+
+    return clock
+
+
+class Measured(NamedTuple):
+    """Iterations measured at some batch sizes, seconds; between them interpolated in the logarithm of both."""
+
+    batches: np.ndarray  # [n], ascending
+    seconds: dict[int, np.ndarray]  # k -> [n]
+
+    def __call__(self, batch: np.ndarray, k: int, context: np.ndarray) -> np.ndarray:
+        """Return seconds; a batch outside the measured ones costs as the nearest."""
+        return np.exp(np.interp(np.log(np.maximum(batch, 1.0)), np.log(self.batches), np.log(self.seconds[k])))
+
+
+def heavy_tail(count: int, spread: float, seed: int) -> np.ndarray:
+    """Return [count] log-normal factors of mean 1, whose logarithm has standard deviation `spread`."""
+    logs = spread * np.random.default_rng(seed).standard_normal(count)
+    factors = np.exp(logs)
+    return factors / factors.mean()
+
+
+class Ratio(NamedTuple):
+    """A bootstrap over rollouts."""
+
+    middle: float
+    low: float  # 95 % percentile interval
+    high: float
+
+
+def resampled(
+    by_k: dict[int, list[Trace]],
+    slots: int,
+    clock: Clock,
+    prompt: float,
+    draws: int,
+    seed: int = 0,
+    stretch: float = 1.0,
+) -> dict[int, np.ndarray]:
+    """Return k -> [draws] tokens a second, each draw a resample of the rollouts, independent for each k."""
+    rng = np.random.default_rng(seed)
+
+    def speed(traces: list[Trace]) -> float:
+        chosen = [traces[i] for i in rng.integers(len(traces), size=len(traces))]
+        return tokens_per_second(chosen, slots, clock, prompt, np.full(len(chosen), stretch))
+
+    return {k: np.array([speed(traces) for _ in range(draws)]) for k, traces in by_k.items()}
+
+
+def ratio(over: np.ndarray, under: np.ndarray) -> Ratio:
+    """Return the ratio of two bootstrapped speeds, [draws] each."""
+    low, middle, high = np.quantile(over / under, (0.025, 0.5, 0.975))
+    return Ratio(float(middle), float(low), float(high))
