@@ -99,7 +99,7 @@ ASKED = (
     Asked("accuracy_parity", "minus plain, rejection", "the rule is exact; under `coupled` runs are equal bit by bit"),
     Asked("scale_projection", "512 .*end to end", "both simulated; an end-to-end value hangs on its assumptions"),
 )
-OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
+OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny", "traces")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;
        background: #fff; overflow-wrap: anywhere }
@@ -132,19 +132,18 @@ def all_claims() -> list[tuple[str, Claim]]:
     return mark_shared(found)
 
 
-def claims_table(link: str) -> str:
+def claims_table(found: Sequence[tuple[str, Claim]], link: str) -> str:
     """Return the claims as a Markdown table; {} in `link` stands for the folder's name."""
     lines = [
-        (f"[{f}]({link.format(f)})", c.text, c.paper, c.here, c.direction, c.size, c.sample, c.why)
-        for f, c in all_claims()
+        (f"[{f}]({link.format(f)})", c.text, c.paper, c.here, c.direction, c.size, c.sample, c.why) for f, c in found
     ]
     header = ["folder", "claim", "the paper", "here (interval)", "direction", "size", "over what", "why"]
     return markdown(header, lines)
 
 
-def asked_table() -> str:
+def asked_table(found: Sequence[tuple[str, Claim]]) -> str:
     """Return the rows of README.md as a Markdown table. Raises ValueError for a pattern without a claim."""
-    found, lines = all_claims(), []
+    lines = []
     for row in ASKED:
         groups: dict[str, list[tuple[str, Claim]]] = {}
         for folder, claim in found:
@@ -179,21 +178,20 @@ def summary(found: Sequence[tuple[str, Claim]]) -> str:
     return f"Claims by {'; by '.join(counts)}."
 
 
-def write_pages() -> None:
+def write_pages(found: Sequence[tuple[str, Claim]]) -> None:
     """Write the claims into docs/results.md, README.md and experiments/README.md, and the figure of the latter."""
-    found = all_claims()
-    put_table(ROOT / "docs" / "results.md", f"{RULE}\n\n{claims_table('../experiments/{}/README.md')}")
-    put_table(ROOT / "README.md", asked_table())
+    put_table(ROOT / "docs" / "results.md", f"{RULE}\n\n{claims_table(found, '../experiments/{}/README.md')}")
+    put_table(ROOT / "README.md", asked_table(found))
     put_table(HERE / "README.md", f"{summary(found)}\n\n![every ratio beside the paper's]({FOREST.name})\n\n{RULE}")
     forest.draw(found, FOREST)
 
 
-def folders_page() -> str:
+def folders_page(found: Sequence[tuple[str, Claim]]) -> str:
     """Return the page of the whole reproduction as HTML."""
     now = datetime.date.today().isoformat()
     parts = [f"<h1>specrl_jax: the reproduction of arXiv 2604.26779</h1><p>{now}; {version_text()}</p>"]
     parts.append(render(f"{RULE} Claims that need an accelerator were not tested.", HERE))
-    parts.append(render(claims_table("#{}"), HERE))
+    parts.append(render(claims_table(found, "#{}"), HERE))
     for folder in (*CLAIM_FOLDERS, *OTHER_FOLDERS):
         if (readme := HERE / folder / "README.md").exists():
             body = render(readme.read_text(), readme.parent)
@@ -341,13 +339,14 @@ def main() -> None:
     if a.run and a.docs:
         parser.error("--docs cannot be combined with --run")
     try:
-        text = run_page(a.run) if a.run else folders_page()
+        found = [] if a.run else all_claims()
+        text = run_page(a.run) if a.run else folders_page(found)
         a.output.parent.mkdir(parents=True, exist_ok=True)
         a.output.write_text(text, encoding="utf-8")
     except (InputError, OSError) as error:
         sys.exit(fail(str(error)))
     if a.docs:
-        write_pages()
+        write_pages(found)
     print(f"{a.output}: {len(text) / 2**20:.1f} MiB")
 
 

@@ -267,9 +267,6 @@ def draws(known: dict[str, float], seed: int = 0) -> Iterator[Calibrated]:
         mixture = np.exp(np.log(SPREAD["mixture"]) / NINETY * rng.standard_normal())
         values["mixture"] = float(min(machine().attained.mixture * mixture, 1.0))
         undisclosed = Undisclosed(*(rng.choice(PRIORS[name]).item() for name in Undisclosed._fields))
-        undisclosed = undisclosed._replace(
-            **{n: int(getattr(undisclosed, n)) for n in ("rollouts", "tensor", "large_tensor")}
-        )
         yield calibrate(machine().with_attained(**values), undisclosed, np.exp(NOISE * rng.standard_normal(len(PLAIN))))
 
 

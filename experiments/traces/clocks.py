@@ -15,11 +15,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import markdown, put_table, write_rows
+from experiments.claims import Interval, markdown, put_table, write_rows
 from experiments.engine import bench
 from experiments.scale_projection.paper import DRAFT_VOCAB
 from experiments.traces.counts import Trace, read_traces
-from experiments.traces.replay import Clock, Measured, heavy_tail, ratio, resampled, roofline, tokens_per_second
+from experiments.traces.replay import Clock, Measured, heavy_tail, ratio, resampled, tokens_per_second
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.cost import DecoderCost, head_config
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
@@ -46,12 +46,11 @@ def measured() -> Measured:
     )
 
 
-def gb200(engine: str, host_per_draft: float | None = None) -> Clock:
-    """Return the roofline of an 8B policy on one GB200, with an engine's host times, or `host_per_draft` seconds."""
+def gb200(engine: str, host_per_draft: float = 0.0) -> Clock:
+    """Return the roofline of an 8B policy on one GB200: an engine's host times, and so many seconds more a draft."""
     e, model = ENGINES[engine], PRESETS["qwen3_8b"]
-    hardware = HARDWARE["gb200"].with_engine(e)
-    decoder = DecoderCost(model, head_config(model, DRAFT_VOCAB), hardware, captured_rows=e.captured_rows)
-    return roofline(decoder, host_per_draft or 0.0)
+    hardware = HARDWARE["gb200"].with_engine(e).with_attained(draft_seconds=e.draft_seconds + host_per_draft)
+    return DecoderCost(model, head_config(model, DRAFT_VOCAB), hardware, captured_rows=e.captured_rows).speculative
 
 
 # Name -> (clock, factor on all lengths)
@@ -74,8 +73,8 @@ def speed_rows(by_k: dict[int, list[Trace]]) -> Iterator[Row]:
             found = resampled(by_k, slots, clock, PROMPT, DRAWS, stretch=stretch)
             for k in by_k:
                 over, against = ratio(found[k], found[0]), ratio(found[k], found[3])
-                row = {"clock": name, "slots": slots, "k": k, "over_plain": over.middle, "low": over.low}
-                row |= {"high": over.high, "over_3": against.middle, "over_3_low": against.low}
+                row = {"clock": name, "slots": slots, "k": k, "over_plain": over.mean, "low": over.low}
+                row |= {"high": over.high, "over_3": against.mean, "over_3_low": against.low}
                 yield row | {"over_3_high": against.high}
 
 
@@ -99,10 +98,7 @@ def table(rows: Sequence[Row]) -> str:
     for name in dict.fromkeys(row["clock"] for row in rows):
         for slots in SLOTS:
             cells = {row["k"]: row for row in rows if row["clock"] == name and row["slots"] == slots}
-            relative = [
-                f"{cells[k]['over_3']:.2f} ({cells[k]['over_3_low']:.2f} to {cells[k]['over_3_high']:.2f})"
-                for k in COMPARED
-            ]
+            relative = [Interval(*(cells[k][f"over_3{end}"] for end in ("", "_low", "_high"))) for k in COMPARED]
             lines.append([name, slots, f"{cells[3]['over_plain']:.2f}", *relative])
     return markdown(["clock", "at once", "k = 3 over plain", *(f"k = {k} over 3" for k in COMPARED)], lines)
 

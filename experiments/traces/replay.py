@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.claims import Interval
 from experiments.traces.counts import Trace
-from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.rollout import EngineSchedule, profile
 
 # (B, k, context tokens) -> seconds of an iteration, arrays of one shape
@@ -18,37 +18,29 @@ Clock = Callable[[np.ndarray, int, np.ndarray], np.ndarray]
 
 
 def seconds(
-    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | None = None
+    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | float = 1.0
 ) -> float:
     """Return the seconds to generate the rollouts of `traces`, all of one k, started in this order in `slots` slots.
 
     Args:
       prompt: tokens of each prompt.
-      stretch: [R] factors on the lengths; acceptance along a longer response repeats the recorded one. None: 1.
+      stretch: factor on the lengths, or [R] factors; acceptance along a longer response repeats the recorded one.
     """
-    factors = np.ones(len(traces)) if stretch is None else stretch
-    iterations = np.maximum(np.array([t.iterations for t in traces]) * factors, 1.0)
-    each = (np.array([t.tokens for t in traces]) * factors).sum() / iterations.sum()
+    iterations = np.maximum(stretch * np.array([t.iterations for t in traces]), 1.0)
+    each = response_tokens(traces, stretch) / iterations.sum()
     p = profile(iterations, slots, prompt / each, EngineSchedule(), 1.0)
     return float((p.tokens * clock(p.batch, traces[0].k, each * p.context)).sum())
 
 
+def response_tokens(traces: Sequence[Trace], stretch: np.ndarray | float) -> float:
+    return float((stretch * np.array([t.tokens for t in traces])).sum())
+
+
 def tokens_per_second(
-    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | None = None
+    traces: Sequence[Trace], slots: int, clock: Clock, prompt: float, stretch: np.ndarray | float = 1.0
 ) -> float:
     """Return the response tokens a second of `seconds`."""
-    factors = np.ones(len(traces)) if stretch is None else stretch
-    total = (np.array([t.tokens for t in traces]) * factors).sum()
-    return float(total / seconds(traces, slots, clock, prompt, stretch))
-
-
-def roofline(decoder: DecoderCost, host_per_draft: float = 0.0) -> Clock:
-    """Return the clock of a simulated decoder, with so many seconds of host time added for each drafted token."""
-
-    def clock(batch: np.ndarray, k: int, context: np.ndarray) -> np.ndarray:
-        return np.asarray(decoder.speculative(batch, k, context)) + k * host_per_draft
-
-    return clock
+    return response_tokens(traces, stretch) / seconds(traces, slots, clock, prompt, stretch)
 
 
 class Measured(NamedTuple):
@@ -69,14 +61,6 @@ def heavy_tail(count: int, spread: float, seed: int) -> np.ndarray:
     return factors / factors.mean()
 
 
-class Ratio(NamedTuple):
-    """A bootstrap over rollouts."""
-
-    middle: float
-    low: float  # 95 % percentile interval
-    high: float
-
-
 def resampled(
     by_k: dict[int, list[Trace]],
     slots: int,
@@ -91,12 +75,12 @@ def resampled(
 
     def speed(traces: list[Trace]) -> float:
         chosen = [traces[i] for i in rng.integers(len(traces), size=len(traces))]
-        return tokens_per_second(chosen, slots, clock, prompt, np.full(len(chosen), stretch))
+        return tokens_per_second(chosen, slots, clock, prompt, stretch)
 
     return {k: np.array([speed(traces) for _ in range(draws)]) for k, traces in by_k.items()}
 
 
-def ratio(over: np.ndarray, under: np.ndarray) -> Ratio:
-    """Return the ratio of two bootstrapped speeds, [draws] each."""
+def ratio(over: np.ndarray, under: np.ndarray) -> Interval:
+    """Return the median ratio of two bootstrapped speeds, [draws] each, and its 95 % percentile interval."""
     low, middle, high = np.quantile(over / under, (0.025, 0.5, 0.975))
-    return Ratio(float(middle), float(low), float(high))
+    return Interval(float(middle), float(low), float(high))
