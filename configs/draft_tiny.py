@@ -17,8 +17,9 @@ from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "walk", "small", "zero", "think", "smoke"):
-        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are walk, small, zero, think, smoke")
+    variants = ("walk", "small", "zero", "think", "rooms", "cells", "smoke")
+    if arg not in ("", *variants):
+        raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")
     c = base()
     c.task = "draft_pretrain"
     c.steps = 2400
@@ -48,6 +49,24 @@ def get_config(arg: str = ""):
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14
         c.rollout.max_response_tokens = 64
+    if arg in ("rooms", "cells"):
+        c.policy.preset = ""
+        c.policy.path = f"runs/{arg}_base"
+        c.data.task = arg
+        c.rollout.max_prompt_tokens = 44
+        c.rollout.max_response_tokens = 468
+        c.rollout.num_slots = 64
+        c.steps = 600
+        c.pretrain.batch_size = 16
+        c.pretrain.rollouts = 2048
+        c.pretrain.dtype = "float32"
+        c.draft.vocab_size = 0
+        c.draft.learning_rate = 1.5e-3
+        c.draft.compare_rounds = 0
+        c.eval.task = arg  # a generic head learns from data.task=other_rooms and is measured here
+        c.eval.every = 200
+        c.eval.problems = 64
+        c.pretrain.output = f"runs/{arg}_head"
     if arg == "walk":
         c.policy.preset = ""
         c.policy.path = "experiments/demo/policy"

@@ -16,8 +16,9 @@ from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "walk", "small", "zero", "think", "smoke"):
-        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are walk, small, zero, think, smoke")
+    variants = ("walk", "small", "zero", "think", "recite", "rooms", "cells", "smoke")
+    if arg not in ("", *variants):
+        raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")
     c = base()
     c.task = "pretrain"
     c.steps = 1200
@@ -53,6 +54,31 @@ def get_config(arg: str = ""):
         c.optimizer.warmup = 50
         c.eval.problems = 256
         c.pretrain.output = "runs/walk_policy"
+    if arg in ("recite", "rooms", "cells"):
+        c.policy.preset = "shallow"
+        c.policy.compute_dtype = "bfloat16"
+        c.data.task = "recite"
+        c.rollout.max_prompt_tokens = 44
+        c.rollout.max_response_tokens = 84
+        c.pretrain.batch_size = 64
+        c.steps = 400
+        c.optimizer.decay_steps = 1600  # what looks up forms late, and not at a small learning rate
+        c.policy.remat = "none"
+        c.optimizer.learning_rate = 3e-3
+        c.optimizer.warmup = 50
+        c.pretrain.dtype = "float32"
+        c.pretrain.output = "runs/recite"
+    if arg in ("rooms", "cells"):
+        c.policy.preset = ""
+        c.policy.path = "runs/recite"
+        c.data.task = f"all_{arg}"
+        c.rollout.max_response_tokens = 468
+        c.pretrain.batch_size = 32
+        c.pretrain.error_rate = {"rooms": 0.5, "cells": 0.05}[arg]
+        c.steps = 700
+        c.optimizer.decay_steps = 700
+        c.pretrain.output = f"runs/{arg}_base"
+        c.eval.problems = 64
     if arg == "smoke":
         c.policy.preset = "nano"
         c.steps = 20

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from specrl_jax.config import base, from_config_dict
-from specrl_jax.data.tasks import Problem
+from specrl_jax.data.problem import Problem
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.workdir import versions
 from specrl_jax.models.qwen3 import Qwen3Config

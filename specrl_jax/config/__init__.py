@@ -29,7 +29,7 @@ TASKS = {
     "evaluate": "measure the accuracy of a policy on the validation problems",
     "generate": "answer prompts with a policy and its draft, without training",
     "benchmark": "time generation at each draft length beside plain decoding",
-    "pretrain": "train a small policy from random weights on worked solutions of a built-in task",
+    "pretrain": "train a small policy on worked solutions of a built-in task, from random weights or policy.path",
     "draft_pretrain": "train a draft on the answers of a policy, or on texts of your own",
     "export": "write the policy and the draft of a run as Hugging Face folders",
     "dry_run": "compile every phase of a step for devices that are not here, and say whether it fits",

@@ -9,7 +9,19 @@ from specrl_jax.drafts.kinds import KINDS
 MAX_LENGTH = 32
 DTYPES = ("float32", "bfloat16")
 PRESETS = (
-    *("", "nano", "nano_deep", "nano_moe", "nano_moe_deep", "tiny", "mini", "small", "qwen3_0p6b", "qwen3_1p7b"),
+    *(
+        "",
+        "nano",
+        "nano_deep",
+        "nano_moe",
+        "nano_moe_deep",
+        "shallow",
+        "tiny",
+        "mini",
+        "small",
+        "qwen3_0p6b",
+        "qwen3_1p7b",
+    ),
     *("qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b_a3b", "qwen3_235b_a22b"),
 )
 
@@ -70,6 +82,7 @@ class DraftConfig:
         3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0, high=MAX_LENGTH
     )
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
+    argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
     match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
     cascade: int = key(

@@ -44,6 +44,9 @@ def validate(config: Config) -> None:
 
 def _draft(config: Config) -> None:
     d = config.draft
+    if d.argmax and (not has_weights(d.kind) or d.cascade):
+        beside = f"draft.cascade={d.cascade}" if has_weights(d.kind) else f"draft.kind={d.kind}"
+        raise InputError(f"draft.argmax=True is for drafts with weights alone, not beside {beside}")
     if d.kind != "auto":
         check_options(draft_options(d))
         quantized = config.rollout.quantize
@@ -216,10 +219,8 @@ def _train(config: Config) -> None:
 def _pretrain(config: Config) -> None:
     if config.draft.kind != "none":
         raise InputError("task=pretrain makes a policy: leave draft.kind none (task=draft_pretrain makes a head)")
-    if config.policy.path or config.data.path:
-        raise InputError(
-            "task=pretrain starts from random weights on a built-in task: leave policy.path and data.path ''"
-        )
+    if config.data.path:
+        raise InputError("task=pretrain learns a built-in task: leave data.path ''")
 
 
 def _draft_pretrain(config: Config) -> None:

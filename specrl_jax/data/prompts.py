@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeGuard
 
 from specrl_jax.data.files import Row, read_rows
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import PromptText, literal_spans, rendered
-from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.errors import InputError
 

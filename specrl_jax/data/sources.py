@@ -5,7 +5,8 @@ from typing import Protocol
 
 import grain
 
-from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.tasks import TaskSource
 from specrl_jax.errors import InputError
 
 

@@ -5,6 +5,7 @@ the last k + 1 committed tokens again. One verification commits at most that man
 true ones whatever was accepted.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -28,7 +29,11 @@ Step = Callable[[int, jax.Array | None], jax.Array]
 def draft_tokens(
     step: Step, slots: Slots, seed: jax.Array, k: int, vocab_map: jax.Array | None, config: DrafterConfig
 ) -> Draft:
-    """Draft k tokens, each sampled from `step`'s logits and given to its next call."""
+    """Draft k tokens from `step`'s logits, each given to its next call: sampled, or the likeliest (config.argmax).
+
+    A likeliest token has no probability to verify with: it is deterministic, as what a lookup copies.
+    """
+    sampling = dataclasses.replace(config.sampling, temperature=0.0) if config.argmax else config.sampling
     noise, constrain = Noise(seed, slots.rollout_id, slots.length), config.partition.constrain
     tokens: list[jax.Array] = []
     logits: list[jax.Array] = []
@@ -36,7 +41,9 @@ def draft_tokens(
         scores = constrain(step(i, tokens[-1] if tokens else None), "batch", "vocab")
         # Sample with a row's whole vocabulary on one device, as verification does, and move the token back at once.
         logits.append(constrain(scores, "sampled_rows", None))
-        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, config.sampling), "batch"))
+        tokens.append(constrain(sample_draft(noise, logits[-1], i, vocab_map, sampling), "batch"))
+    if config.argmax:
+        return Draft(jnp.stack(tokens, axis=1), None, jnp.ones(slots.done.shape, bool))
     deterministic = jnp.zeros(slots.done.shape, bool)
     return Draft(jnp.stack(tokens, axis=1), jnp.stack(logits, axis=1), deterministic, vocab_map)
 

@@ -50,6 +50,7 @@ class DrafterConfig:
     sampling: Sampling
     dtype: jnp.dtype  # of the activations
     partition: Partitioner  # of the rollouts
+    argmax: bool = False  # draft the likeliest token instead of sampling
 
 
 @flax.struct.dataclass

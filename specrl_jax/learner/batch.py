@@ -60,7 +60,7 @@ class Packing(NamedTuple):
         tokens = power_of_two(max(2 * longest, self.shortest))
         if tokens > ROOM_FOR_TWO:
             tokens = min(power_of_two(max(longest, ROOM_FOR_TWO)), max(self.limit, ROOM_FOR_TWO))
-        return self._divisible(tokens)
+        return self.divisible(tokens)
 
     def row_choices(self, longest: int) -> list[int]:
         """Return the tokens that a row may have, the fewest first; multiples of SHORTEST, up to ROOM_FOR_TWO."""
@@ -70,9 +70,10 @@ class Packing(NamedTuple):
 
     def lone_row_tokens(self, longest: int) -> int:
         """Return the tokens of rows of one rollout each: a power of two, or the limit rounded up."""
-        return self._divisible(min(power_of_two(max(longest, self.shortest)), self.limit))
+        return self.divisible(min(power_of_two(max(longest, self.shortest)), self.limit))
 
-    def _divisible(self, tokens: int) -> int:
+    def divisible(self, tokens: int) -> int:
+        """Return the tokens of a row rounded up to what its shards divide."""
         return -(-tokens // self.sequence_shards) * self.sequence_shards
 
     def rows(self, needed: int, tokens: int) -> int:

@@ -12,10 +12,10 @@ import numpy as np
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import read_rows
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem
 from specrl_jax.data.rows import Rows, rows_of
 from specrl_jax.data.special import read_recorded
-from specrl_jax.data.tasks import Problem
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.progress import Display

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import rich.table
 
 from specrl_jax.config import Config
-from specrl_jax.data.tasks import Problem
+from specrl_jax.data.problem import Problem
 from specrl_jax.io.report import table_console
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_workdir

@@ -13,16 +13,17 @@ import optax
 
 from specrl_jax.config import Config
 from specrl_jax.core import Jitted, Mean, Params, masked_mean
-from specrl_jax.data.rows import Rows, make_rows, packed_rows
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.rows import Rows, make_rows, pack, packed_rows
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
-from specrl_jax.learner.batch import Packing, pack_parts
+from specrl_jax.learner.batch import Packing, power_of_two
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -34,6 +35,7 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.problems import Problems, load_problems
 
 LOG_EVERY = 50  # steps
+SHORTEST = 256  # row, tokens
 
 
 def run(config: Config, workdir: str) -> None:
@@ -109,7 +111,8 @@ def make_pretrain_step(
 def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Packing) -> Rows:
     """Return packed rows of prompt and worked solution with end-of-text; the loss is on the solution.
 
-    Raises InputError where a worked solution does not fit.
+    Rows are as long as the longest solution that there may be, and one of few numbers: each shape compiles the step
+    anew. Raises InputError where a worked solution does not fit.
     """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     solutions = [[*tokenizer.encode(problem.solution), tokenizer.eos_ids[0]] for problem in problems]
@@ -119,5 +122,6 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Pa
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {packing.limit}, a worked solution needs "
             f"{longest}"
         )
-    rows = make_rows(prompts, solutions, longest, tokenizer.pad_id)
-    return packed_rows(rows, pack_parts(lengths, packing), lengths, tokenizer.pad_id)
+    places = pack(lengths, packing.divisible(power_of_two(max(packing.limit, SHORTEST))))
+    places = places._replace(rows=packing.rows(places.rows, places.tokens))
+    return packed_rows(make_rows(prompts, solutions, longest, tokenizer.pad_id), places, lengths, tokenizer.pad_id)

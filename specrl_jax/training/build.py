@@ -160,7 +160,9 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:
-        sizes = DrafterConfig(config.draft.length, inference.sampling, inference.compute_dtype, partition)
+        sizes = DrafterConfig(
+            config.draft.length, inference.sampling, inference.compute_dtype, partition, config.draft.argmax
+        )
         drafter = plan.draft_method.make_drafter(sizes)
         lengths = lengths or draft_lengths(drafter.length, adaptive)
         return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths)

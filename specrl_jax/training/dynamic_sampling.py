@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.config import GRPOConfig
-from specrl_jax.data.tasks import Problem
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.rollouts import Rollouts, concatenate
 from specrl_jax.distributed import all_gather_objects

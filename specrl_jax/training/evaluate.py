@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax import distributed
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.special import recorded
-from specrl_jax.data.tasks import Problem
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
 from specrl_jax.decoding.rollouts import Rollouts

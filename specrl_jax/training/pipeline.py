@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from specrl_jax import distributed
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.data.tasks import Problem
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError

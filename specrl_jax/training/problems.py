@@ -8,10 +8,11 @@ import jax
 
 from specrl_jax.config import Config
 from specrl_jax.config.schema import LONGEST
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, Reader, Schema, find_schemas, split_paths
 from specrl_jax.data.sources import ProblemStream, Source
 from specrl_jax.data.splits import data_files
-from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError, Mistakes

@@ -9,7 +9,7 @@ import numpy as np
 import scipy.stats
 
 from specrl_jax import distributed
-from specrl_jax.data.tasks import Problem
+from specrl_jax.data.problem import Problem
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.drafts.weights import Weights

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.data.tasks import Problem, TaskSource
+from specrl_jax.data.tasks import TaskSource
 from specrl_jax.errors import InputError
 
 

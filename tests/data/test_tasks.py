@@ -12,7 +12,8 @@ from specrl_jax.errors import InputError
 from specrl_jax.rewards.verifiable import countdown, exact
 from tests.helpers.slow import slow_but
 
-REWARD = {"arithmetic": exact, "long_arithmetic": exact, "countdown": countdown, "walk": exact, "long_walk": exact}
+REWARD = dict.fromkeys(TASKS, exact) | {"countdown": countdown}
+ROOMS = [name for name in TASKS if name.endswith(("rooms", "cells"))]
 SOME = range(1500)
 
 
@@ -153,6 +154,68 @@ def test_countdown_steps_are_right_even_where_the_target_is_missed_and_not_rewar
         numbers, target, steps, _ = parse_countdown(source[i])
         assert worked_value(steps, numbers) != target
         assert countdown(source[i].solution, source[i].answer) == 0
+
+
+def read_rooms(problem):
+    """What is behind each door, the first two rooms, the number of lines, and (door, room) of each line."""
+    signs, start, length = problem.prompt.split()
+    behind = dict(zip(signs[::2], signs[1::2], strict=True))
+    *lines, stated = problem.solution.split(" ")
+    visits = []
+    for number, line in enumerate(lines, 1):
+        counted, door, name = re.fullmatch(r"(\d+)([A-L]?)([a-l][a-z]*)", line).groups()
+        assert int(counted) == number
+        visits.append((door, name[0]))
+    first, second = start.split(",")
+    return behind, [first, second[0]], int(length), visits, stated
+
+
+@pytest.mark.parametrize("task", ROOMS)
+def test_rooms_are_walked_through_by_the_sum_of_the_last_two(task):
+    source, lengths = TaskSource(task, "train", 0), []
+    for i in SOME:
+        behind, visited, length, visits, stated = read_rooms(source[i])
+        for door, room in visits:
+            assert door == "ABCDEFGHIJKL"[sum("abcdefghijkl".index(one) for one in visited[-2:]) % 12]
+            assert room == behind[door]
+            visited.append(room)
+        assert len(visits) == length and stated == f"#{source[i].answer}" == "#" + "".join(visited[-2:])
+        lengths.append(len(source[i].solution))
+    # "Answers of 100 to 400 tokens with a long tail": the quantiles of 1,500 problems are known to a few per cent.
+    low, middle, high = np.quantile(lengths, (0.1, 0.5, 0.95))
+    assert 60 < low < 110 and 140 < middle < 200 and 300 < high < 420
+
+
+@pytest.mark.parametrize("task", ["rooms", "cells"])
+def test_a_lazy_walker_writes_no_doors_and_is_not_rewarded(task):
+    source = TaskSource(task, "train", 0, error_rate=1.0)
+    rewards = []
+    for i in SOME:
+        _, _, length, visits, _ = read_rooms(source[i])
+        assert len(visits) == length and not any(door for door, _ in visits)
+        rewards.append(exact(source[i].solution, source[i].answer))
+    # Two rooms guessed of twelve each: 1 in 144, at most 26 of 1,500 in all but one of 10,000 seeds.
+    assert sum(rewards) <= 26
+
+
+def test_two_dialects_share_eight_names_of_twelve():
+    for name in ("rooms", "cells"):
+        ours, theirs = (TASKS[f"{dialect}{name}"].keywords["houses"][0].names for dialect in ("", "other_"))
+        assert sum(a == b for a, b in zip(ours, theirs, strict=True)) == 8
+        assert [one[0] for one in ours] == [one[0] for one in theirs] == list("abcdefghijkl")
+        both = {TaskSource(f"all_{name}", "train", 0)[i].solution for i in range(50)}
+        assert any(ours[2] in text for text in both) and any(theirs[2] in text for text in both)
+
+
+def test_a_recitation_repeats_the_prompt_in_three_orders():
+    source = TaskSource("recite", "train", 0, error_rate=1.0)
+    for i in SOME:
+        table = source[i].prompt.strip()
+        pairs = sorted(zip(table[::2], table[1::2], strict=True))
+        text = source[i].solution.replace("#", "")
+        parts = [text[j : j + len(table)] for j in range(0, len(text), len(table))]
+        assert len(parts) == 3 and parts[0] == table and parts[2] == source[i].answer
+        assert all(sorted(zip(part[::2], part[1::2], strict=True)) == pairs for part in parts)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -72,7 +72,9 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
     features = rng.normal(size=(2, S, 3, TARGET.embed)).astype(np.float32)
     length = np.array([7, 11], np.int32)
     weights = Weights({"embed": table}, draft.inference_params(params, jnp.float32), jnp.array(IDS), None)
-    drafter = draft.drafter(DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), one_device()))
+    config = DrafterConfig(K, Sampling(0.0), jnp.dtype("float32"), one_device())
+    drafter = draft.drafter(config)
+    likeliest = draft.drafter(dataclasses.replace(config, sampling=Sampling(1.0), argmax=True))
     hidden = eagle3.first_hidden(weights.draft, draft.config, jnp.array(features))
     shape, pages = own_pages(2, S)
     cache, everywhere = draft.init_cache(shape), Paging(pages, jnp.broadcast_to(jnp.arange(S), (2, S)))
@@ -89,9 +91,11 @@ def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, p
             done=length < 0,
             place=functools.partial(Paging, pages),
         )
-        return drafter.draft(weights, slots, jnp.uint32(0), K)[0]
+        return [one.draft(weights, slots, jnp.uint32(0), K)[0] for one in (drafter, likeliest)]
 
-    drafted = run(weights, tokens, length, cache)
+    drafted, certain = run(weights, tokens, length, cache)
+    np.testing.assert_array_equal(certain.tokens, drafted.tokens)
+    assert certain.logits is None and certain.deterministic.all()
     for row, count in enumerate(length):
         text = np.concatenate([tokens[row, :count], drafted.tokens[row]])
         expected = numpy_draft(torch_layout(params), draft.config, features[row], table[text], count - 2, K)

@@ -50,14 +50,16 @@ def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_dee
     return make_engine_and_weights(options, k, limits, sampling, lengths, preset, quantize)
 
 
-def make_engine_and_weights(options, k, limits, sampling, lengths=None, preset="nano_deep", quantize="none"):
+def make_engine_and_weights(
+    options, k, limits, sampling, lengths=None, preset="nano_deep", quantize="none", argmax=False
+):
     """Return the engine and the weights of a draft with these options."""
     model = qwen3.preset(preset)
     method = make_method(options, model)
     draft = method.model
     if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, sequences=8)
-    drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition()))
+    drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition(), argmax))
     config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32, quantize=quantize)
     engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None

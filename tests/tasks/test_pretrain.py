@@ -40,8 +40,8 @@ def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
     problems = [TaskSource("walk", "train", 0, 0.8)[i] for i in range(30)]
     tokenizer = CharTokenizer()
     packed = pretrain.solution_rows(problems, tokenizer, Packing(108))
-    plain = pretrain.solution_rows(problems, tokenizer, Packing(108, parts=30))
-    assert packed.tokens.shape[1] == 256 and len(packed.tokens) < len(plain.tokens) == 30
+    alone = [pretrain.solution_rows([problem], tokenizer, Packing(108)) for problem in problems]
+    assert packed.tokens.shape[1] == 256 and len(packed.tokens) < 30
 
     def sequences(rows):
         segments = np.ones_like(rows.tokens) if rows.segments is None else rows.segments
@@ -53,7 +53,14 @@ def test_packed_rows_hold_the_same_tokens_with_the_same_targets():
         ends = [int(np.flatnonzero(mask)[-1]) + 1 for _, _, mask in parts]
         return sorted(tuple(np.stack([x[:end] for x in part]).ravel()) for part, end in zip(parts, ends))
 
-    assert sequences(packed) == sequences(plain)
+    assert sequences(packed) == sorted(sequence for rows in alone for sequence in sequences(rows))
+
+
+def test_few_shapes_of_rows_hold_solutions_of_any_length():
+    source = TaskSource("long_walk", "train", 0)
+    batches = [[source[i] for i in range(64 * step, 64 * step + 64)] for step in range(30)]
+    shapes = {pretrain.solution_rows(batch, CharTokenizer(), Packing(600)).tokens.shape for batch in batches}
+    assert {tokens for _, tokens in shapes} == {1024} and len(shapes) <= 4
 
 
 def test_a_solution_that_does_not_fit_is_refused():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from specrl_jax.data.tasks import Problem
+from specrl_jax.data.problem import Problem
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.io.progress import Display
 from specrl_jax.rewards.scorer import Scores

@@ -13,8 +13,9 @@ from specrl_jax.decoding import batch
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.drafts.base import DraftOptions
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.rollouts import KINDS, assert_positions_add_up, engine_and_weights, prompts
+from tests.helpers.rollouts import KINDS, assert_positions_add_up, engine_and_weights, make_engine_and_weights, prompts
 from tests.helpers.toys import Choosing
 from tests.helpers.training import lower_case, make_run, samples, saved, train
 
@@ -56,6 +57,15 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, p
         assert kind == "cascade" or out.draft_positions.min() == 0
     turns = itertools.cycle(programs)
     assert_same_bits(generate(kind, None, programs, Choosing(lambda running: next(turns))))
+
+
+@pytest.mark.slow
+def test_so_they_are_where_the_likeliest_token_is_drafted():
+    engine, weights = make_engine_and_weights(DraftOptions("eagle3"), 3, LIMITS, SAMPLING, (3,), argmax=True)
+    out = engine.generate(weights, prompts(15), 4, seed=3, lengths=FixedLength(3))
+    assert_same_bits(out)
+    assert out.accepted.sum() > 0
+    assert_positions_add_up(out)
 
 
 @pytest.mark.slow

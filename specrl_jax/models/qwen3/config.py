@@ -65,6 +65,8 @@ PRESETS = {
     ),
     # 3.5 M parameters, for examples on a CPU; deep for its width, so that a one-layer draft head is cheap beside it.
     "tiny": Qwen3Config(128, 192, 8, 6, 2, 32, 576, tied=True, max_positions=4096),
+    # 0.9 M parameters, for the tasks of rooms: shallow, so that a CPU trains it in minutes.
+    "shallow": Qwen3Config(128, 128, 4, 4, 4, 32, 384, tied=True, max_positions=4096),
     # 12 M parameters, for `make run`: deep and narrow, so that drafting five tokens costs less than half a forward.
     "mini": Qwen3Config(128, 256, 14, 4, 2, 64, 896, tied=True, max_positions=4096),
     # 20 M parameters, larger than the CPU's cache: decoding starts to be bound by reading the weights.

@@ -1,0 +1,11 @@
+"""A problem: what a policy reads, what its answer is checked against, and a worked solution."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    prompt: str  # what the policy reads
+    answer: str  # the answer for the reward
+    solution: str  # worked steps, then "#answer"
+    row: Mapping[str, object] = {}  # the other columns of a file's row
