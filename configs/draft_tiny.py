@@ -51,7 +51,7 @@ def get_config(arg: str = ""):
         c.rollout.max_response_tokens = 64
     if arg in ("rooms", "cells"):
         c.policy.preset = ""
-        c.policy.path = f"runs/{arg}_base"
+        c.policy.path = f"runs/{arg}_base_0"
         c.data.task = arg
         c.rollout.max_prompt_tokens = 44
         c.rollout.max_response_tokens = 468
@@ -66,7 +66,7 @@ def get_config(arg: str = ""):
         c.eval.task = arg  # a generic head learns from data.task=other_rooms and is measured here
         c.eval.every = 200
         c.eval.problems = 64
-        c.pretrain.output = f"runs/{arg}_head"
+        c.pretrain.output = f"runs/{arg}_head_0"
     if arg == "walk":
         c.policy.preset = ""
         c.policy.path = "experiments/demo/policy"

@@ -10,6 +10,9 @@ About 9 minutes on 2 CPU cores. Expected at the end (log.jsonl): accuracy betwee
 The other variants have 20 M parameters, more than a CPU's cache holds, and differ in the mistakes of the worked
 solutions: `small` few, `zero` as many as the tiny base, `think` hardly any, on longer numbers. The last two are the
 bases of rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
+
+`rooms` and `cells`, of rlzero_tiny.py:rooms and rlthink_tiny.py:cells, have 0.9 M parameters and go on from the policy
+of `recite`, which learned to look up what its prompt says.
 """
 
 from specrl_jax.config import base
@@ -62,22 +65,21 @@ def get_config(arg: str = ""):
         c.rollout.max_response_tokens = 84
         c.pretrain.batch_size = 64
         c.steps = 400
-        c.optimizer.decay_steps = 1600  # what looks up forms late, and not at a small learning rate
+        c.optimizer.name = "muon"  # AdamW needs more than twice as many steps before the policy looks up
         c.policy.remat = "none"
         c.optimizer.learning_rate = 3e-3
         c.optimizer.warmup = 50
         c.pretrain.dtype = "float32"
-        c.pretrain.output = "runs/recite"
+        c.pretrain.output = "runs/recite_0"
     if arg in ("rooms", "cells"):
         c.policy.preset = ""
-        c.policy.path = "runs/recite"
+        c.policy.path = "runs/recite_0"
         c.data.task = f"all_{arg}"
         c.rollout.max_response_tokens = 468
         c.pretrain.batch_size = 32
         c.pretrain.error_rate = {"rooms": 0.5, "cells": 0.05}[arg]
-        c.steps = 700
-        c.optimizer.decay_steps = 700
-        c.pretrain.output = f"runs/{arg}_base"
+        c.steps = 500
+        c.pretrain.output = f"runs/{arg}_base_0"
         c.eval.problems = 64
     if arg == "smoke":
         c.policy.preset = "nano"

@@ -13,8 +13,12 @@ from configs import rlzero_tiny
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "smoke"):
-        raise ValueError(f"configs/rlthink_tiny.py: no variant '{arg}'; there is smoke")
+    if arg not in ("", "cells", "smoke"):
+        raise ValueError(f"configs/rlthink_tiny.py: no variant '{arg}'; there are cells, smoke")
+    if arg == "cells":
+        c = rlzero_tiny.get_config("rooms")
+        c.policy.path, c.draft.path, c.data.task = "runs/cells_base_0", "runs/cells_head_0", "cells"
+        return c
     c = rlzero_tiny.get_config(arg or "small")
     c.data.task = "long_arithmetic"
     c.rollout.max_prompt_tokens = 14

@@ -4,17 +4,23 @@
 
 Hardware: 2 CPU cores, 4 GiB. Time: 5 minutes. Expected: validation accuracy +0.30 sampled at temperature 1 and +0.15
 greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the first step to the last. `:smoke` runs the
-same steps with a random seven-layer policy and a random head, in seconds. `:small` measures what speculation saves: one
-sequence at a time, with a base of 20 M parameters and its head, made by the commands in rlthink_tiny.py (`:zero` for
-`:think`).
+same steps with a random seven-layer policy and a random head, in seconds.
+
+`:small` measures what speculation saves: one sequence at a time, with a base of 20 M parameters and its head, made by
+the commands in rlthink_tiny.py (`:zero` for `:think`). `:rooms` has answers of 60 to 460 tokens that are hard to draft:
+
+    python main.py --config configs/pretrain_tiny.py:recite
+    python main.py --config configs/pretrain_tiny.py:rooms
+    python main.py --config configs/draft_tiny.py:rooms
+    python main.py --config configs/rlzero_tiny.py:rooms
 """
 
 from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    if arg not in ("", "small", "smoke"):
-        raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, smoke")
+    if arg not in ("", "small", "rooms", "smoke"):
+        raise ValueError(f"configs/rlzero_tiny.py: no variant '{arg}'; there are small, rooms, smoke")
     c = base()
     c.steps = 60
     c.policy.path = "experiments/tiny_base/checkpoint"
@@ -34,6 +40,18 @@ def get_config(arg: str = ""):
         c.optimizer.learning_rate = 2e-5
         c.draft.learning_rate = 1e-4  # 5e-4 costs a head that is good half a token in twelve steps of 32 rollouts
         c.grpo.prompts_per_step = 4
+        c.eval.problems = 64
+        c.checkpoint.keep = 1
+    if arg == "rooms":
+        c.policy.preset = ""
+        c.policy.path = "runs/rooms_base_0"
+        c.draft.path = "runs/rooms_head_0"
+        c.data.task = "rooms"
+        c.rollout.max_prompt_tokens = 44
+        c.rollout.max_response_tokens = 468
+        c.rollout.num_slots = 32
+        c.grpo.prompts_per_step = 8
+        c.grpo.group_size = 8
         c.eval.problems = 64
         c.checkpoint.keep = 1
     if arg == "smoke":

@@ -34,7 +34,6 @@ from specrl_jax.io.plots import COLOURS
 
 Row = dict[str, Any]
 SEEDS = range(3)
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 # Lines and bars that stay distinct without colour.
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "x--")
 GREYS = ("0.15", "0.4", "0.65", "0.85", "1.0")
@@ -320,13 +319,19 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
-def put_table(page: pathlib.Path, text: str) -> None:
-    """Replace what stands between the two marks of a page. Raises ValueError unless it has each mark once."""
+def marks(name: str = "results") -> tuple[str, str]:
+    """Return the lines between which a page has what is written by a command."""
+    return f"<!-- {name} -->", f"<!-- end of {name} -->"
+
+
+def put_table(page: pathlib.Path, text: str, name: str = "results") -> None:
+    """Replace what stands between the two marks `name` of a page. Raises ValueError unless it has each once."""
+    begin, end = marks(name)
     old = page.read_text()
-    if old.count(BEGIN) != 1 or old.count(END) != 1:
-        raise ValueError(f"{page}: expected {BEGIN} and {END} once each")
-    before, after = old.split(BEGIN)[0], old.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text.strip()}\n{END}{after}")
+    if old.count(begin) != 1 or old.count(end) != 1:
+        raise ValueError(f"{page}: expected {begin} and {end} once each")
+    before, after = old.split(begin)[0], old.split(end)[1]
+    page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
 
 
 def error(found: Sequence[Interval]) -> np.ndarray:

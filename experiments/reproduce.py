@@ -43,8 +43,12 @@ SWEEPS = {
 ALONE = ("step_breakdown", "draft_length", "async_lag")
 # Folders with one workload, whose table and figure `report --workdir` makes.
 REPORTED = ("online_adaptation",)
-# Folder -> modules that compute its results from the rows of other folders.
-COMPUTED = {"scale_projection": ("validate", "grid")}
+# Folder -> its modules, with arguments, that measure or compute its results without a sweep.
+COMPUTED = {
+    "rooms": ("acceptance",),
+    "traces": ("record", "clocks", *(f"predict {part}" for part in ("costs", "predict", "measure", "judge"))),
+    "scale_projection": ("validate", "grid"),
+}
 FOLDERS = (*SWEEPS, *COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
@@ -64,6 +68,27 @@ MADE: dict[str, list[str]] = {
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
+# The policies of the rooms and their heads, by seed: each is made from one before it.
+ROOMS: dict[int, dict[str, list[str]]] = {
+    seed: {
+        f"runs/recite_{seed}": ["configs/pretrain_tiny.py:recite"],
+        **{
+            f"runs/{task}_base_{seed}": [f"configs/pretrain_tiny.py:{task}", f"policy.path=runs/recite_{seed}"]
+            for task in ("rooms", "cells")
+        },
+        **{
+            f"runs/{task}_{head}_{seed}": [
+                f"configs/draft_tiny.py:{task}",
+                f"policy.path=runs/{task}_base_{seed}",
+                f"data.task={dialect}{task}",
+            ]
+            for task in ("rooms", "cells")
+            for head, dialect in (("head", ""), ("generic", "other_"))
+        },
+    }
+    for seed in range(3)
+}
+USE_ROOMS = ("rooms", "traces")
 # Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
 # learn; at its rate the in-domain head would forget its own. Policy and draft are exported to this folder.
 ADAPTED = {
@@ -97,11 +122,31 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
     shared = [launches(folder, [config]) for folder in sweeps if folder not in alone for config in sweeps[folder]]
     written = [
         *(table(folder, configs) for folder, configs in sweeps.items()),
-        *([sys.executable, "-m", f"experiments.{f}.{module}"] for f in folders for module in COMPUTED.get(f, ())),
+        *(
+            [sys.executable, "-m", *f"experiments.{f}.{words}".split()]
+            for f in folders
+            for words in COMPUTED.get(f, ())
+        ),
         [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--docs"],
     ]
     apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
-    return [*prerequisites(sweeps), shared, [apart], [written]]
+    first, heads = prerequisites(sweeps)
+    if set(USE_ROOMS) & set(folders):
+        first += rooms()
+    return [first, heads, shared, [apart], [written]]
+
+
+def rooms() -> list[Chain]:
+    """Return a chain for each seed of the policies of the rooms that are not there yet."""
+    chains = [
+        [
+            run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
+            for path, (config, *overrides) in made.items()
+            if not (REPOSITORY / path / "config.json").exists()
+        ]
+        for seed, made in ROOMS.items()
+    ]
+    return [chain for chain in chains if chain]
 
 
 def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list[Chain]]:

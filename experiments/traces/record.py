@@ -1,9 +1,9 @@
 """Record the accepted drafts of every verification, in rollouts of their own for each draft length.
 
-    python -m experiments.traces.record --workloads rlzero_tiny --seeds 3 --output experiments/traces/traces.csv
+    python -m experiments.traces.record
 
-A seed changes prompts and sampling; policy and head are the config's. Cutting the drafts of k = 7 short would not give
-the traces of k = 3: a shorter draft ends elsewhere in the text, so each length has its own rollouts.
+A seed is that of the base: policy, head, prompts and sampling change with it. Cutting the drafts of k = 7 short would
+not give the traces of k = 3: a shorter draft ends elsewhere in the text, so each length has its own rollouts.
 """
 
 import argparse
@@ -11,9 +11,9 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
-from ml_collections import ConfigDict
 
-from experiments.sweeps import config_of
+from experiments.claims import SEEDS
+from experiments.rooms.bases import WORKLOADS, config_of
 from experiments.traces.counts import Trace, traces_of, write_traces
 from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
@@ -22,17 +22,19 @@ from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import step_workload
 
+HERE = pathlib.Path(__file__).parent
 LENGTHS = (0, 1, 2, 3, 5, 7)
+PROMPTS = 16
 
 
-def record(config: ConfigDict, workload: str, seed: int) -> Iterator[Trace]:
-    """Yield the traces of one step's rollouts at each of LENGTHS, with the config's policy and head."""
-    config.draft.length = LENGTHS[-1]
-    config.seed = config.rollout.seed = seed
+def record(workload: str, seed: int) -> Iterator[Trace]:
+    """Yield the traces of PROMPTS problems' rollouts at each of LENGTHS."""
+    config = config_of(workload, seed)
+    config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], PROMPTS
     learner, rollout = build(from_config_dict(config), lengths=LENGTHS)
     weights = initial_weights(learner, rollout)
     problems = load_problems(learner.plan.config, rollout.tokenizer)
-    work = step_workload(rollout, next(problems.stream(config.grpo.prompts_per_step)))
+    work = step_workload(rollout, next(problems.stream(PROMPTS)))
     for k in LENGTHS:
         # Each length has noise of its own, so that their rollouts are independent.
         found = rollout.engine.generate(
@@ -43,14 +45,14 @@ def record(config: ConfigDict, workload: str, seed: int) -> Iterator[Trace]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=["rlzero_tiny"], help="files of configs/, with _VARIANT")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=pathlib.Path, required=True, help="CSV file")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
     traces = []
     for workload in a.workloads:
-        for seed in range(a.seeds):
-            traces += record(config_of(workload), workload, seed)
+        for seed in a.seeds:
+            traces += record(workload, seed)
             jax.clear_caches()
             print(f"{workload}, seed {seed}: {len(traces)} rollouts", flush=True)
     write_traces(a.output, traces)

@@ -54,10 +54,9 @@ class Measured(NamedTuple):
         return np.exp(np.interp(np.log(np.maximum(batch, 1.0)), np.log(self.batches), np.log(self.seconds[k])))
 
 
-def heavy_tail(count: int, spread: float, seed: int) -> np.ndarray:
+def heavy_tail(count: int, spread: float, rng: np.random.Generator) -> np.ndarray:
     """Return [count] log-normal factors of mean 1, whose logarithm has standard deviation `spread`."""
-    logs = spread * np.random.default_rng(seed).standard_normal(count)
-    factors = np.exp(logs)
+    factors = np.exp(spread * rng.standard_normal(count))
     return factors / factors.mean()
 
 
@@ -69,13 +68,18 @@ def resampled(
     draws: int,
     seed: int = 0,
     stretch: float = 1.0,
+    spread: float = 0.0,
 ) -> dict[int, np.ndarray]:
-    """Return k -> [draws] tokens a second, each draw a resample of the rollouts, independent for each k."""
+    """Return k -> [draws] tokens a second, each draw a resample of the rollouts, independent for each k.
+
+    Each response is `stretch` times as long; with `spread` above 0 also by a factor of its own, of `heavy_tail`.
+    """
     rng = np.random.default_rng(seed)
 
     def speed(traces: list[Trace]) -> float:
         chosen = [traces[i] for i in rng.integers(len(traces), size=len(traces))]
-        return tokens_per_second(chosen, slots, clock, prompt, stretch)
+        factors = stretch * heavy_tail(len(traces), spread, rng)
+        return tokens_per_second(chosen, slots, clock, prompt, factors)
 
     return {k: np.array([speed(traces) for _ in range(draws)]) for k, traces in by_k.items()}
 

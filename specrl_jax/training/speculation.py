@@ -39,14 +39,15 @@ class Speculation:
     def __init__(self, plan: Plan, engine: Engine, saved: HostState | None = None) -> None:
         draft, has_weights = plan.config.draft, plan.draft is not None  # a lookup draft has none
         self._draft, self._engine, self._lock = draft, engine, threading.RLock()
-        self._sampled = plan.config.rollout.temperature > 0
+        # 1 - TV is the acceptance of sampled drafts.
+        self._predictable = plan.config.rollout.temperature > 0 and not draft.argmax
         self._untrained = has_weights and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
             self.controller = Controller(engine.compiled.lengths, engine.compiled.sizes)
         # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
-        longest = max(draft.length, 1) if self._sampled else 1
+        longest = max(draft.length, 1) if self._predictable else 1
         self.alarm = Alarm(longest=longest) if has_weights else None
         self.history = History(draft.history, HISTORY_PROMPTS) if engine.config.groups else None
         self._trains = has_weights and draft.online
@@ -129,8 +130,8 @@ class Speculation:
 
     def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
-        # Greedy acceptance differs from what sampled training predicts.
-        predicted = diagnostics.acceptance if diagnostics is not None and self._sampled else None
+        # That of greedy rollouts and of the likeliest drafts is another.
+        predicted = diagnostics.acceptance if diagnostics is not None and self._predictable else None
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))

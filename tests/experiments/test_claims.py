@@ -260,9 +260,9 @@ def test_rows_of_unfinished_runs_are_kept(tmp_path):
 
 def test_a_new_table_replaces_the_old_one(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{claims.BEGIN}\nold\n{claims.END}\nafter\n")
+    readme.write_text(f"before\n{claims.marks()[0]}\nold\n{claims.marks()[1]}\nafter\n")
     put_table(readme, "new\n")
-    assert readme.read_text() == f"before\n{claims.BEGIN}\nnew\n{claims.END}\nafter\n"
+    assert readme.read_text() == f"before\n{claims.marks()[0]}\nnew\n{claims.marks()[1]}\nafter\n"
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="once each"):
         put_table(readme, "new")
@@ -363,7 +363,7 @@ def test_the_pages_say_what_the_rows_say():
     """Whoever changes rows or the rule runs `python -m experiments.report --output FILE --docs`."""
 
     def between(page):
-        return (ROOT / page).read_text().split(claims.BEGIN)[1].split(claims.END)[0].strip()
+        return (ROOT / page).read_text().split(claims.marks()[0])[1].split(claims.marks()[1])[0].strip()
 
     found = report.all_claims()
     table = report.claims_table(found, "../experiments/{}/README.md")

@@ -1,0 +1,164 @@
+"""Measure which drafts the policies of the rooms accept: by position, head, kind of draft and base.
+
+    python -m experiments.rooms.acceptance
+
+Writes acceptance.csv, one row per drafted position, and acceptance.png beside this file; --plot draws the figure from
+the rows. A base is pretrained from a seed of its own; heads, prompts and sampling have that seed too.
+"""
+
+import argparse
+import csv
+import itertools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.claims import COLOURS, SEEDS, STYLES, save
+from experiments.rooms.bases import HEADS, NAMES, WORKLOADS, config_of
+from specrl_jax.config import from_config_dict
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.learner.batch import TrainingBatch, learner_batch
+from specrl_jax.learner.state import RunState
+from specrl_jax.training.build import Learner, build, prepare
+from specrl_jax.training.initial import initial_state
+from specrl_jax.training.problems import load_problems
+from specrl_jax.training.speedup import step_workload
+
+HERE = pathlib.Path(__file__).parent
+ROWS = HERE / "acceptance.csv"
+# Acceptance of a draft whose predecessors were accepted, from the paper's acceptance lengths at k = 3.
+PAPER = {"rooms": 0.87, "cells": 0.75}
+LENGTHS = (3, 7)
+# Prompts of a measurement; each is answered grpo.group_size times.
+PROMPTS = 32
+
+
+class Position(NamedTuple):
+    """One drafted position of one run."""
+
+    workload: str
+    seed: int
+    head: str
+    drafts: str  # sampled, argmax
+    k: int
+    position: int  # from 1
+    reached: int  # drafts at it whose predecessors were accepted
+    accepted: int
+    tokens_per_verification: float  # of the run
+    total_variation: float  # of draft and policy at this step, mean over drafts that start at any token
+
+
+def measure(workload: str, seed: int, head: str, argmax: bool) -> Iterator[Position]:
+    """Yield the positions at each of LENGTHS, each in rollouts of its own."""
+    config = config_of(workload, seed, head)
+    config.draft.length = config.draft.ttt_steps = LENGTHS[-1]
+    config.draft.argmax = argmax
+    config.grpo.prompts_per_step = PROMPTS
+    learner, rollout = build(from_config_dict(config), lengths=LENGTHS)
+    state = initial_state(learner)
+    weights = prepare(learner, rollout, state)[0]
+    work = step_workload(rollout, next(load_problems(learner.plan.config, rollout.tokenizer).stream(PROMPTS)))
+    for k in LENGTHS:
+        found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
+        distances = total_variation(learner, state, found, rollout.tokenizer.pad_id)
+        yield from positions_of(found, (workload, seed, head, "argmax" if argmax else "sampled", k), distances)
+
+
+def total_variation(learner: Learner, state: RunState, rollouts: Rollouts, pad_id: int) -> np.ndarray:
+    """Return [steps], the total variation of draft and policy at each draft step, mean over drafts from every token.
+
+    The text is the rollouts'. 1 - TV of a step is the chance that a draft sampled there is accepted once those before
+    it were.
+    """
+    assert state.draft is not None and learner.predict_step is not None
+    batch = TrainingBatch(rollouts, np.zeros(len(rollouts.length), np.float32), np.ones(len(rollouts.length), bool))
+    rows = learner.place(learner_batch(batch, pad_id, learner.packing).rows)
+    params = learner.merged(state.policy)
+    tables, features = learner.read_tables(params, state.vocab_map), learner.feature_step(params, rows)
+    reached = np.asarray(learner.predict_step(state.draft.params, tables, features, rows).acceptance)
+    return 1 - reached / np.array([1.0, *reached[:-1]])
+
+
+def positions_of(rollouts: Rollouts, run: tuple[str, int, str, str, int], distances: np.ndarray) -> Iterator[Position]:
+    """Yield the positions of rollouts that drafted a fixed number of tokens, the last entry of `run`."""
+    drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
+    length = float(rollouts.response_length.sum() / rollouts.verifications.sum())
+    for i, reached in enumerate([drafted[0], *accepted[: run[-1] - 1]]):
+        yield Position(*run, i + 1, int(reached), int(accepted[i]), length, float(distances[i]))
+
+
+def write_rows(rows: Sequence[Position]) -> None:
+    with open(ROWS, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Position._fields)
+        writer.writerows(rows)
+
+
+def read_rows() -> list[Position]:
+    kinds: dict[str, Any] = Position.__annotations__
+    with open(ROWS, newline="") as file:
+        return [Position(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(file)]
+
+
+def chances(rows: Sequence[Position], **wanted: object) -> np.ndarray:
+    """Return [seeds, k], the share of the drafts accepted of those reached, of the rows with these values."""
+    found = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    seeds = sorted({row.seed for row in found})
+    return np.array([[row.accepted / row.reached for row in found if row.seed == seed] for seed in seeds])
+
+
+def describe(rows: Sequence[Position]) -> str:
+    """Return a line on one run: tokens per verification, then the chance of each position."""
+    first = rows[0]
+    shown = " ".join(f"{row.accepted / max(row.reached, 1):.3f}" for row in rows)
+    return (
+        f"{first.workload} {first.seed} {first.head}, {first.drafts}, k = {first.k}: "
+        f"{first.tokens_per_verification:.2f} tokens a verification; accepted of those reached {shown}; "
+        f"TV of the first {first.total_variation:.3f}"
+    )
+
+
+def plot(rows: Sequence[Position]) -> None:
+    """Draw the chance of each position: a panel per workload, a line per head and kind of draft."""
+    workloads = [name for name in WORKLOADS if any(row.workload == name for row in rows)]
+    figure, axes = plt.subplots(1, len(workloads), figsize=(6 * len(workloads), 4), sharey=True, squeeze=False)
+    for axis, workload in zip(axes[0], workloads, strict=True):
+        for i, (head, drafts) in enumerate(itertools.product(HEADS, ("sampled", "argmax"))):
+            found = chances(rows, workload=workload, head=head, drafts=drafts, k=LENGTHS[-1])
+            if len(found):
+                x, label = range(1, LENGTHS[-1] + 1), f"{head} head, {drafts} drafts"
+                axis.plot(x, found.mean(axis=0), STYLES[i], color=COLOURS[i], label=label, ms=5)
+                axis.fill_between(x, found.min(axis=0), found.max(axis=0), color=COLOURS[i], alpha=0.15, lw=0)
+        axis.axhline(PAPER[workload], color="0.4", ls=":", label="the paper's, if all positions were equal")
+        axis.set(title=f"{workload} ({NAMES[workload]})", xlabel="drafted position", ylim=(0, 1))
+    axes[0][0].set_ylabel("accepted, of those whose predecessors were")
+    axes[0][0].legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    save(figure, HERE / "acceptance.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
+    a = parser.parse_args()
+    rows = read_rows() if a.plot else []
+    for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
+        rows += measure(*run)
+        jax.clear_caches()
+        write_rows(rows)
+        print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
+    plot(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Predict which draft length is faster with refills and long tails, and then measure it.
+
+    python -m experiments.traces.predict costs      # the seconds of an iteration at a fixed number of sequences
+    python -m experiments.traces.predict predict    # predictions.csv, from those and traces.csv alone
+    python -m experiments.traces.predict measure    # measured.csv: the engine itself, its slots refilled
+    python -m experiments.traces.predict judge      # the table in README.md
+
+A prediction is contradicted where the measured interval excludes it and the two differ by more than 5 %.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from experiments.claims import Interval, markdown, put_table, ratio_interval, write_rows
+from experiments.engine import bench
+from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
+from experiments.rooms.bases import WORKLOADS, config_of
+from experiments.traces.counts import read_traces
+from experiments.traces.replay import Measured, ratio, resampled
+from specrl_jax.config import from_config_dict
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.training.build import build as build_run
+from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.problems import load_problems
+from specrl_jax.training.speedup import step_workload, timed
+
+HERE = pathlib.Path(__file__).parent
+MODEL = "shallow"  # of both
+SLOTS = (1, 8, 64)
+LENGTHS, REFERENCE = (3, 5, 7), 3
+PROMPT, DRAWS, DIFFERENT = 40.0, 500, 0.05
+SEED = 0  # of the measured base
+PROMPTS = 24  # of a measured round; each is answered grpo.group_size times
+
+
+def measure_costs(rounds: int) -> None:
+    """Time iterations of random weights of the policies' sizes at each of SLOTS, all rows running."""
+    model = PRESETS[MODEL]
+    count = RESPONSE // (max(LENGTHS) + 1) - WARM
+    with bench.csv_writer(str(HERE / "predict_costs.csv"), ("batch", "k", "round", "seconds")) as write:
+        for batch in SLOTS:
+            case = build(model, model.vocab, batch, "float32", LENGTHS)
+            runs = {k: iteration(case, k, count) for k in LENGTHS}
+            for run in runs.values():
+                run()
+            for i, k in bench.in_turn(list(runs), rounds):
+                write({"batch": batch, "k": k, "round": i, "seconds": runs[k]()})
+
+
+def predictions() -> Iterator[bench.Row]:
+    """Yield the predicted ratio to k = 3 for each workload, number of slots and k, with intervals over rollouts."""
+    costs = bench.read_rows(str(HERE / "predict_costs.csv"))
+    by_k = {k: np.array([np.median(bench.by_round(costs, "seconds", k=k, batch=b)) for b in SLOTS]) for k in LENGTHS}
+    clock = Measured(np.array(SLOTS, float), by_k)
+    traces = read_traces(HERE / "traces.csv")
+    for workload in WORKLOADS:
+        mine = {k: [t for t in traces if (t.workload, t.seed, t.k) == (workload, SEED, k)] for k in LENGTHS}
+        for slots in SLOTS:
+            found = resampled(mine, slots, clock, PROMPT, DRAWS)
+            for k in LENGTHS[1:]:
+                predicted = ratio(found[k], found[REFERENCE])
+                names = ("predicted", "predicted_low", "predicted_high")
+                yield {"workload": workload, "slots": slots, "k": k} | dict(zip(names, predicted, strict=True))
+
+
+def measure(rounds: int) -> None:
+    """Time the engine with refills: every length answers the same prompts once a round, in random order."""
+    with bench.csv_writer(
+        str(HERE / "measured.csv"), ("workload", "slots", "k", "round", "tokens", "seconds")
+    ) as write:
+        for workload in WORKLOADS:
+            for slots in SLOTS:
+                for row in measured_rounds(workload, slots, rounds):
+                    write({"workload": workload, "slots": slots} | row)
+
+
+def measured_rounds(workload: str, slots: int, rounds: int) -> Iterator[dict[str, Any]]:
+    config = config_of(workload, SEED)
+    config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, PROMPTS
+    learner, rollout = build_run(from_config_dict(config), lengths=LENGTHS)
+    weights = initial_weights(learner, rollout)
+    problems = load_problems(learner.plan.config, rollout.tokenizer)
+    work = step_workload(rollout, next(problems.stream(PROMPTS)))
+    for k in LENGTHS:
+        timed(rollout.engine, weights, work, FixedLength(k))
+    for i, k in bench.in_turn(LENGTHS, rounds):
+        found, seconds = timed(rollout.engine, weights, work._replace(seed=i), FixedLength(k))
+        yield {"k": k, "round": i, "tokens": int(found.response_length.sum()), "seconds": seconds}
+
+
+def judge() -> str:
+    """Return the Markdown table of predictions beside measurements."""
+    rows, lines = bench.read_rows(str(HERE / "measured.csv")), []
+    for p in bench.read_rows(str(HERE / "predictions.csv")):
+        cell = {"workload": p["workload"], "slots": p["slots"]}
+        speed = {
+            k: bench.by_round(rows, "tokens", k=k, **cell) / bench.by_round(rows, "seconds", k=k, **cell)
+            for k in (p["k"], REFERENCE)
+        }
+        found = ratio_interval(speed[p["k"]] / speed[REFERENCE])
+        predicted = Interval(p["predicted"], p["predicted_low"], p["predicted_high"])
+        lines.append([p["workload"], p["slots"], p["k"], predicted, found, verdict(predicted.mean, found)])
+    return markdown(["workload", "at once", "k over 3", "predicted", "measured", "verdict"], lines)
+
+
+def verdict(predicted: float, found: Interval) -> str:
+    """Return whether a measured ratio contradicts the predicted one, and whether both are on one side of 1."""
+    excluded = not found.low <= predicted <= found.high
+    contradicted = excluded and abs(found.mean / predicted - 1) > DIFFERENT
+    side = "one side of 1" if (predicted > 1) == (found.mean > 1) else "other sides of 1"
+    return f"{'contradicted' if contradicted else 'holds'}; {side}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("costs", "predict", "measure", "judge"))
+    parser.add_argument("--rounds", type=int, default=7)
+    a = parser.parse_args()
+    if a.part == "costs":
+        measure_costs(a.rounds)
+    elif a.part == "predict":
+        write_rows(HERE / "predictions.csv", list(predictions()))
+    elif a.part == "measure":
+        measure(a.rounds)
+    else:
+        put_table(HERE / "README.md", judge(), "predictions")
+
+
+if __name__ == "__main__":
+    main()
