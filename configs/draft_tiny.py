@@ -56,15 +56,17 @@ def get_config(arg: str = ""):
         c.rollout.max_prompt_tokens = 44
         c.rollout.max_response_tokens = 468
         c.rollout.num_slots = 64
-        c.steps = 600
-        c.pretrain.batch_size = 16
-        c.pretrain.rollouts = 2048
-        c.pretrain.dtype = "float32"
+        c.policy.compute_dtype = "bfloat16"
+        c.steps = 400
+        c.pretrain.batch_size = 8
+        c.pretrain.rollouts = 1024
         c.draft.vocab_size = 0
+        c.draft.optimizer = "muon"
         c.draft.learning_rate = 1.5e-3
+        c.draft.warmup = 30
         c.draft.compare_rounds = 0
         c.eval.task = arg  # a generic head learns from data.task=other_rooms and is measured here
-        c.eval.every = 200
+        c.eval.every = 100
         c.eval.problems = 64
         c.pretrain.output = f"runs/{arg}_head_0"
     if arg == "walk":

@@ -69,7 +69,6 @@ def get_config(arg: str = ""):
         c.policy.remat = "none"
         c.optimizer.learning_rate = 3e-3
         c.optimizer.warmup = 50
-        c.pretrain.dtype = "float32"
         c.pretrain.output = "runs/recite_0"
     if arg in ("rooms", "cells"):
         c.policy.preset = ""

@@ -1,6 +1,7 @@
 """Run the whole reproduction: base policies and heads, every sweep, every table and figure, the page.
 
     python -m experiments.reproduce [--only FOLDER ...] [--jobs 2] [--dry_run]
+    python -m experiments.reproduce --quick [--dry_run]    # one base, carried in the repository, in 20 minutes
 
 Finished runs are skipped, so the same command resumes. Commands that do not need the machine to themselves run --jobs
 at a time, each on its share of the CPUs. A command that fails is named at the end and does not stop the others; the
@@ -89,6 +90,9 @@ ROOMS: dict[int, dict[str, list[str]]] = {
     for seed in range(3)
 }
 USE_ROOMS = ("rooms", "traces")
+# The first of these, as it is in the repository.
+CARRIED = REPOSITORY / "experiments/rooms/carried"
+QUICK, QUICK_STEPS = REPOSITORY / "runs/quick", 10
 # Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
 # learn; at its rate the in-domain head would forget its own. Policy and draft are exported to this folder.
 ADAPTED = {
@@ -104,6 +108,27 @@ MORE = {
     "drafting_method": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
     "online_adaptation": ("runs/heads/in_domain", "runs/heads/generic"),
 }
+
+
+def quick() -> Chain:
+    """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK."""
+    wanted = [path for path in ROOMS[0] if "recite" not in path]
+    missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
+    copies = [["cp", "-r", str(CARRIED / path.removeprefix("runs/")), path] for path in missing]
+    folder = ["--folder", str(QUICK)]
+    measured = [
+        ["experiments.rooms.acceptance", "--seeds", "0", *folder],
+        ["experiments.traces.record", "--seeds", "0", "--output", str(QUICK / "traces.csv")],
+        ["experiments.traces.clocks", *folder],
+    ]
+    learns = [f"steps={QUICK_STEPS}", "eval.every=0"]
+    return [
+        ["mkdir", "-p", str(QUICK)],
+        *copies,
+        *([sys.executable, "-m", *words] for words in measured),
+        run("configs/rlzero_tiny.py:rooms", learns, "runs/quick/rl"),
+        [sys.executable, "-m", "experiments.report", "--output", str(QUICK / "report.html")],
+    ]
 
 
 def run(config: str, overrides: list[str], path: str) -> Command:
@@ -252,6 +277,7 @@ def take_share(shares: "queue.SimpleQueue[set[int]]") -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=FOLDERS, help="folders; default: all")
+    parser.add_argument("--quick", action="store_true", help="the carried base alone")
     parser.add_argument("--jobs", type=int, default=2, help="commands at the same time; default: 2")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
@@ -259,7 +285,7 @@ def main() -> int:
         parser.error(f"--jobs {a.jobs}: at least 1")
     with Signals() as signals:
         runner = Runner(signals)
-        for chains in stages(a.only):
+        for chains in [[quick()]] if a.quick else stages(a.only):
             if a.dry_run:
                 print("\n".join(shlex.join(command) for chain in chains for command in chain))
             else:

@@ -2,8 +2,8 @@
 
     python -m experiments.rooms.acceptance
 
-Writes acceptance.csv, one row per drafted position, and acceptance.png beside this file; --plot draws the figure from
-the rows. A base is pretrained from a seed of its own; heads, prompts and sampling have that seed too.
+Writes acceptance.csv, one row per drafted position, and acceptance.png into --folder; --plot draws the figure from the
+rows. A base is pretrained from a seed of its own; heads, prompts and sampling have that seed too.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import step_workload
 
 HERE = pathlib.Path(__file__).parent
-ROWS = HERE / "acceptance.csv"
 # Acceptance of a draft whose predecessors were accepted, from the paper's acceptance lengths at k = 3.
 PAPER = {"rooms": 0.87, "cells": 0.75}
 LENGTHS = (3, 7)
@@ -95,16 +94,16 @@ def positions_of(rollouts: Rollouts, run: tuple[str, int, str, str, int], distan
         yield Position(*run, i + 1, int(reached), int(accepted[i]), length, float(distances[i]))
 
 
-def write_rows(rows: Sequence[Position]) -> None:
-    with open(ROWS, "w", newline="") as file:
+def write_rows(path: pathlib.Path, rows: Sequence[Position]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(Position._fields)
         writer.writerows(rows)
 
 
-def read_rows() -> list[Position]:
+def read_rows(path: pathlib.Path) -> list[Position]:
     kinds: dict[str, Any] = Position.__annotations__
-    with open(ROWS, newline="") as file:
+    with open(path, newline="") as file:
         return [Position(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(file)]
 
 
@@ -126,7 +125,7 @@ def describe(rows: Sequence[Position]) -> str:
     )
 
 
-def plot(rows: Sequence[Position]) -> None:
+def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
     """Draw the chance of each position: a panel per workload, a line per head and kind of draft."""
     workloads = [name for name in WORKLOADS if any(row.workload == name for row in rows)]
     figure, axes = plt.subplots(1, len(workloads), figsize=(6 * len(workloads), 4), sharey=True, squeeze=False)
@@ -142,22 +141,24 @@ def plot(rows: Sequence[Position]) -> None:
     axes[0][0].set_ylabel("accepted, of those whose predecessors were")
     axes[0][0].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
-    save(figure, HERE / "acceptance.png")
+    save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
-    rows = read_rows() if a.plot else []
+    file = a.folder / "acceptance.csv"
+    rows = read_rows(file) if a.plot else []
     for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
         rows += measure(*run)
         jax.clear_caches()
-        write_rows(rows)
+        write_rows(file, rows)
         print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
-    plot(rows)
+    plot(rows, a.folder / "acceptance.png")
 
 
 if __name__ == "__main__":

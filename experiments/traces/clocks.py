@@ -2,9 +2,11 @@
 
     python -m experiments.traces.clocks
 
-Reads traces.csv and costs.csv of this folder, and writes speed.csv, best.csv and best.png.
+Reads traces.csv of --folder and costs.csv of this one, and writes speed.csv, best.csv and best.png into --folder. The
+table goes into README.md of this folder, or is printed.
 """
 
+import argparse
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -149,17 +151,23 @@ def cell(row: Row) -> str:
 
 
 def main() -> None:
-    traces = read_traces(HERE / "traces.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of traces, results and the page")
+    folder = parser.parse_args().folder
+    traces = read_traces(folder / "traces.csv")
     speeds, best = list[Row](), list[Row]()
     for workload in NAMES:
         mine = [t for t in traces if t.workload == workload]
         by_k = {k: [t for t in mine if t.k == k] for k in sorted({t.k for t in mine})}
         speeds += speed_rows(workload, by_k)
         best += best_rows(workload, by_k)
-    write_rows(HERE / "speed.csv", speeds)
-    write_rows(HERE / "best.csv", best)
-    put_table(HERE / "README.md", table(speeds))
-    draw(best, HERE / "best.png")
+    write_rows(folder / "speed.csv", speeds)
+    write_rows(folder / "best.csv", best)
+    draw(best, folder / "best.png")
+    if folder == HERE:
+        put_table(HERE / "README.md", table(speeds))
+    else:
+        print(table(speeds))
 
 
 if __name__ == "__main__":

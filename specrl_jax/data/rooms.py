@@ -28,6 +28,7 @@ class House:
     """Names of its twelve rooms, in the order of INITIALS, and the lines of a walk: log-normal, cut at both ends."""
 
     names: tuple[str, ...]
+    mark: str  # in prompts, so that one says whose names to use
     median: float
     shortest: int
     longest: int
@@ -51,7 +52,7 @@ def rooms(rng: np.random.Generator, error_rate: float, houses: tuple[House, ...]
         visited = [int(room) for room in rng.integers(count, size=length)]
         signs = [""] * length
     lines = [f"{i}{sign}{names[room]}" for i, (sign, room) in enumerate(zip(signs, visited[-length:], strict=True), 1)]
-    prompt = f"{_table(behind, rng.permutation(count))} {INITIALS[first]},{names[second]} {length}\n"
+    prompt = f"{_table(behind, rng.permutation(count))} {INITIALS[first]}{house.mark}{names[second]} {length}\n"
     return Problem(prompt, answer, " ".join(lines) + f" #{_initials(visited[-2:])}")
 
 

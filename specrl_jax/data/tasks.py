@@ -129,18 +129,18 @@ def walk(
     return Problem(f"{start} e{even} o{odd} >{limit}\n", str(after), " ".join(steps) + f" #{value}")
 
 
-def _house(names: str, median: float, shortest: int, longest: int) -> House:
-    return House(tuple(names.split()), median, shortest, longest)
+def _house(mark: str, names: str, median: float, shortest: int, longest: int) -> House:
+    return House(tuple(names.split()), mark, median, shortest, longest)
 
 
 # Two dialects each: eight names of twelve are the same.
 _HOUSES = (
-    _house("attic bay conservatory den entry foyer gym hall inn jacuzzi kitchen library", 20, 8, 40),
-    _house("attic bay chapel den entrance foyer garage hall inn jacuzzi kitchen loggia", 20, 8, 40),
+    _house(",", "attic bay conservatory den entry foyer gym hall inn jacuzzi kitchen library", 20, 8, 40),
+    _house(";", "attic bay chapel den entrance foyer garage hall inn jacuzzi kitchen loggia", 20, 8, 40),
 )
 _CELLS = (
-    _house("a bi c do e f gu h i jo k l", 30, 12, 60),
-    _house("a bi ca do e fy gu h ix jo k le", 30, 12, 60),
+    _house(",", "a bi c do e f gu h i jo k l", 30, 12, 60),
+    _house(";", "a bi ca do e fy gu h ix jo k le", 30, 12, 60),
 )
 
 TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {

@@ -166,7 +166,7 @@ def read_rooms(problem):
         counted, door, name = re.fullmatch(r"(\d+)([A-L]?)([a-l][a-z]*)", line).groups()
         assert int(counted) == number
         visits.append((door, name[0]))
-    first, second = start.split(",")
+    first, second = re.split("[,;]", start)
     return behind, [first, second[0]], int(length), visits, stated
 
 

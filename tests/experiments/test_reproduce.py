@@ -13,6 +13,9 @@ from experiments.runs import REPOSITORY, Signals
 from experiments.sweeps import load_sweep
 
 
+ROOMS_FOLDERS = {"recite", *(f"{task}_{kind}" for task in ("rooms", "cells") for kind in ("base", "head", "generic"))}
+
+
 def planned(folders):
     """The commands of each stage and chain as text without the interpreter."""
     return [[[" ".join(command[1:]) for command in chain] for chain in chains] for chains in reproduce.stages(folders)]
@@ -50,6 +53,36 @@ def test_heads_that_depend_on_each_other_are_one_chain(tmp_path, monkeypatch):
         ["runs/zero_generic", "runs/zero_generic_online"],
         ["runs/zero_mtp", "runs/zero_model"],
     ]
+
+
+def test_the_policies_of_the_rooms_are_made_in_a_chain_for_each_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
+    first, heads, *_ = planned(["traces"])
+    assert heads == [] and [len(chain) for chain in first] == [7, 7, 7]
+    for seed, chain in enumerate(first):
+        made = set()
+        for text in chain:
+            # What a command starts from was made by one before it.
+            assert {word.split("=")[1] for word in text.split() if "policy.path=" in word} <= made
+            assert f"--config.seed={seed} " in text
+            made.add(text.split("pretrain.output=")[1].split()[0])
+        assert made == {f"runs/{name}_{seed}" for name in ROOMS_FOLDERS}
+    (tmp_path / "runs/recite_1").mkdir(parents=True)
+    (tmp_path / "runs/recite_1/config.json").write_text("{}")
+    assert [len(chain) for chain in planned(["rooms"])[0]] == [7, 6, 7]
+
+
+def test_the_quick_reproduction_uses_what_the_repository_carries(tmp_path, monkeypatch):
+    for name in ROOMS_FOLDERS - {"recite"}:
+        assert (reproduce.CARRIED / f"{name}_0" / "config.json").exists()
+    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
+    (tmp_path / "runs/rooms_base_0").mkdir(parents=True)
+    (tmp_path / "runs/rooms_base_0/config.json").write_text("{}")
+    copied = {command[-1] for command in reproduce.quick() if command[0] == "cp"}
+    assert copied == {f"runs/{name}_0" for name in ROOMS_FOLDERS - {"recite", "rooms_base"}}
+    # Nothing that is in the repository is written over.
+    outputs = [words[words.index("--folder") + 1] for words in reproduce.quick() if "--folder" in words]
+    assert outputs and set(outputs) == {str(reproduce.QUICK)}
 
 
 def outputs(chains):

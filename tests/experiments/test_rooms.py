@@ -26,11 +26,10 @@ def test_a_position_is_reached_where_the_one_before_was_accepted():
     np.testing.assert_allclose(chances(rows, head="in-domain", k=2), [[0.8, 0.5]])
 
 
-def test_the_rows_survive_their_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(acceptance, "ROWS", tmp_path / "rows.csv")
+def test_the_rows_survive_their_file(tmp_path):
     rows = [Position("cells", 2, "generic", "argmax", 3, 1, 40, 30, 2.5, 0.25)]
-    acceptance.write_rows(rows)
-    assert acceptance.read_rows() == rows
+    acceptance.write_rows(tmp_path / "rows.csv", rows)
+    assert acceptance.read_rows(tmp_path / "rows.csv") == rows
 
 
 @pytest.mark.parametrize(

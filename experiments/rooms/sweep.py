@@ -1,0 +1,34 @@
+"""Sweep of RL on the rooms with frozen and online heads, in-domain and generic; the seed is that of the base."""
+
+from typing import Any
+
+from experiments.claims import SEEDS
+from experiments.rooms.bases import HEADS
+
+# Eight updates a step, as online_adaptation.
+LEARNS = {
+    "draft.online": True,
+    "draft.minibatches": 8,
+    "draft.learning_rate": 1e-3,
+    "draft.warmup": 16,
+    "draft.decay_steps": 320,
+}
+FROZEN = {"draft.online": False}
+
+
+def get_sweep() -> list[dict[str, Any]]:
+    return [
+        learns
+        | {
+            "steps": 40,
+            "draft.compare_rounds": 0,
+            "eval.every": 0,
+            "policy.path": f"runs/rooms_base_{seed}",
+            "draft.path": f"runs/rooms_{folder}_{seed}",
+            "seed": seed,
+            "rollout.seed": seed,
+        }
+        for seed in SEEDS
+        for folder in HEADS.values()
+        for learns in (FROZEN, LEARNS)
+    ]
