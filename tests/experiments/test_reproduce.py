@@ -12,7 +12,6 @@ from experiments import reproduce
 from experiments.runs import REPOSITORY, Signals
 from experiments.sweeps import load_sweep
 
-
 ROOMS_FOLDERS = {"recite", *(f"{task}_{kind}" for task in ("rooms", "cells") for kind in ("base", "head", "generic"))}
 
 
