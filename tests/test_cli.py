@@ -118,7 +118,7 @@ def test_a_variant_is_another_run_by_default(monkeypatch, variant, folder):
 
 
 def test_an_unknown_variant_is_named_with_the_known_ones(call, tmp_path, no_work):
-    line_words = ["smok'", "there are small, smoke"]
+    line_words = ["smok'", "there are small, rooms, smoke"]
     assert_refused(call, tmp_path, [], line_words, config=SMOKE.replace(":smoke", ":smok"))
 
 

@@ -30,10 +30,11 @@ def setup_of(
     online=True,
     every=1,
     path="",
+    argmax=False,
 ):
     """Return as much of a plan and an engine as speculation reads."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
-    draft.update_every, draft.min_coverage = every, 0.9
+    draft.update_every, draft.min_coverage, draft.argmax = every, 0.9, argmax
     engine = types.SimpleNamespace(
         draft_length=length,
         compiled=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
@@ -94,8 +95,9 @@ def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
 
 
 @pytest.mark.parametrize("diagnostics", [None, DIAGNOSTICS], ids=["none", "known"])
-def test_greedy_rollouts_have_no_prediction(diagnostics):
-    speculation = Speculation(*setup_of(temperature=0.0))
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"argmax": True}], ids=["greedy", "argmax"])
+def test_greedy_rollouts_and_likeliest_drafts_have_no_prediction(setting, diagnostics):
+    speculation = Speculation(*setup_of(**setting))
     assert speculation.observe(rollouts_of(GONE), diagnostics) == {"spec/alarm": 0.0}
 
 
