@@ -1,6 +1,7 @@
 """The run at Weights & Biases: by the real package, offline, where it is installed."""
 
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def use(workdir, steps):
 def test_an_offline_run_is_kept_and_a_second_start_has_the_same_id(tmp_path, offline):
     use(tmp_path, [1, 2])
     first = (tmp_path / "wandb_id").read_text()
+    time.sleep(1)  # a folder is named by its second; a second one of the same second would be named by a number too
     use(tmp_path, [2, 3])
     assert (tmp_path / "wandb_id").read_text() == first
     folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
