@@ -6,9 +6,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from specrl_jax.config import from_config_dict
-from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.training.build import Learner, Rollout, build, make_learner, make_rollout
+from specrl_jax.training.initial import initial_weights
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems
+from specrl_jax.training.speedup import Workload, step_workload
 
 
 class Parts(NamedTuple):
@@ -22,3 +25,18 @@ def make_parts(config: ConfigDict, mesh: Mesh) -> Parts:
     plan = make_plan(from_config_dict(config), mesh)
     rollout = make_rollout(plan)
     return Parts(make_learner(plan), rollout, load_problems(plan.config, rollout.tokenizer))
+
+
+class Prepared(NamedTuple):
+    """What generates, and what is generated."""
+
+    rollout: Rollout
+    weights: Weights
+    work: Workload
+
+
+def prepared(config: ConfigDict, lengths: tuple[int, ...]) -> Prepared:
+    """Return engines with programs for these draft lengths, weights, and the rollouts of a step's problems."""
+    learner, rollout = build(from_config_dict(config), lengths=lengths)
+    problems = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
+    return Prepared(rollout, initial_weights(learner, rollout), step_workload(rollout, next(problems)))

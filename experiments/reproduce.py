@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from experiments.rooms import bases
 from experiments.runs import POLL, REPOSITORY, Signals
 from experiments.sweeps import default_workdir
 
@@ -69,28 +70,8 @@ MADE: dict[str, list[str]] = {
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
-# The policies of the rooms and their heads, by seed: each is made from one before it.
-ROOMS: dict[int, dict[str, list[str]]] = {
-    seed: {
-        f"runs/recite_{seed}": ["configs/pretrain_tiny.py:recite"],
-        **{
-            f"runs/{task}_base_{seed}": [f"configs/pretrain_tiny.py:{task}", f"policy.path=runs/recite_{seed}"]
-            for task in ("rooms", "cells")
-        },
-        **{
-            f"runs/{task}_{head}_{seed}": [
-                f"configs/draft_tiny.py:{task}",
-                f"policy.path=runs/{task}_base_{seed}",
-                f"data.task={dialect}{task}",
-            ]
-            for task in ("rooms", "cells")
-            for head, dialect in (("head", ""), ("generic", "other_"))
-        },
-    }
-    for seed in range(3)
-}
 USE_ROOMS = ("rooms", "traces")
-# The first of these, as it is in the repository.
+# The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
 QUICK, QUICK_STEPS = REPOSITORY / "runs/quick", 10
 # Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
@@ -112,7 +93,7 @@ MORE = {
 
 def quick() -> Chain:
     """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK."""
-    wanted = [path for path in ROOMS[0] if "recite" not in path]
+    wanted = [path for path in rooms_made(0) if "recite" not in path]
     missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
     copies = [["cp", "-r", str(CARRIED / path.removeprefix("runs/")), path] for path in missing]
     folder = ["--folder", str(QUICK)]
@@ -161,15 +142,28 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
     return [first, heads, shared, [apart], [written]]
 
 
+def rooms_made(seed: int) -> dict[str, list[str]]:
+    """Return what MADE holds, of the policies of the rooms and their heads: each is made from one before it."""
+    start = f"runs/recite_{seed}"
+    made = {start: ["configs/pretrain_tiny.py:recite"]}
+    for task in bases.WORKLOADS:
+        base = bases.folder(task, "base", seed)
+        made[base] = [f"configs/pretrain_tiny.py:{task}", f"policy.path={start}"]
+        for kind, learned in (("head", task), ("generic", f"other_{task}")):
+            head = [f"configs/draft_tiny.py:{task}", f"policy.path={base}", f"data.task={learned}"]
+            made[bases.folder(task, kind, seed)] = head
+    return made
+
+
 def rooms() -> list[Chain]:
     """Return a chain for each seed of the policies of the rooms that are not there yet."""
     chains = [
         [
             run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
-            for path, (config, *overrides) in made.items()
+            for path, (config, *overrides) in rooms_made(seed).items()
             if not (REPOSITORY / path / "config.json").exists()
         ]
-        for seed, made in ROOMS.items()
+        for seed in bases.SEEDS
     ]
     return [chain for chain in chains if chain]
 

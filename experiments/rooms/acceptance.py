@@ -7,11 +7,10 @@ rows. A base is pretrained from a seed of its own; heads, prompts and sampling h
 """
 
 import argparse
-import csv
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import matplotlib
@@ -20,8 +19,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import COLOURS, SEEDS, STYLES, save
-from experiments.rooms.bases import HEADS, NAMES, WORKLOADS, config_of
+from experiments.claims import COLOURS, STYLES, save, write_rows
+from experiments.engine import bench
+from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
 from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
@@ -94,19 +94,6 @@ def positions_of(rollouts: Rollouts, run: tuple[str, int, str, str, int], distan
         yield Position(*run, i + 1, int(reached), int(accepted[i]), length, float(distances[i]))
 
 
-def write_rows(path: pathlib.Path, rows: Sequence[Position]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Position._fields)
-        writer.writerows(rows)
-
-
-def read_rows(path: pathlib.Path) -> list[Position]:
-    kinds: dict[str, Any] = Position.__annotations__
-    with open(path, newline="") as file:
-        return [Position(**{name: kinds[name](text) for name, text in row.items()}) for row in csv.DictReader(file)]
-
-
 def chances(rows: Sequence[Position], **wanted: object) -> np.ndarray:
     """Return [seeds, k], the share of the drafts accepted of those reached, of the rows with these values."""
     found = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
@@ -152,11 +139,11 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
     file = a.folder / "acceptance.csv"
-    rows = read_rows(file) if a.plot else []
+    rows = [Position(**row) for row in bench.read_rows(str(file))] if a.plot else []
     for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
         rows += measure(*run)
         jax.clear_caches()
-        write_rows(file, rows)
+        write_rows(file, [row._asdict() for row in rows])
         print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
     plot(rows, a.folder / "acceptance.png")
 

@@ -4,17 +4,23 @@ from ml_collections import ConfigDict
 
 from configs import rlthink_tiny, rlzero_tiny
 
+SEEDS = range(3)  # of the bases
 WORKLOADS = {"rooms": rlzero_tiny.get_config, "cells": rlthink_tiny.get_config}
 # The paper's workload that each stands for.
 NAMES = {"rooms": "Zero", "cells": "Think"}
-# Head -> the middle of its folder's name. A generic head learned from the base's answers in the other dialect.
+# Head -> `kind` of its folder. A generic head learned from the base's answers in the other dialect.
 HEADS = {"in-domain": "head", "generic": "generic"}
+
+
+def folder(workload: str, kind: str, seed: int) -> str:
+    """Return the folder of a base (`base`) or of a head (a value of HEADS)."""
+    return f"runs/{workload}_{kind}_{seed}"
 
 
 def config_of(workload: str, seed: int, head: str = "in-domain") -> ConfigDict:
     """Return the config of a workload with base, head, prompts and sampling of one seed."""
     config = WORKLOADS[workload](workload)
-    config.policy.path = f"runs/{workload}_base_{seed}"
-    config.draft.path = f"runs/{workload}_{HEADS[head]}_{seed}"
+    config.policy.path = folder(workload, "base", seed)
+    config.draft.path = folder(workload, HEADS[head], seed)
     config.seed = config.rollout.seed = seed
     return config

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import COLOURS, STYLES, save
-from experiments.rooms.bases import HEADS
+from experiments.rooms.bases import HEADS, folder
 from experiments.rooms.sweep import get_sweep
 from experiments.sweep_report import run_report
 from experiments.sweeps import make_name
@@ -34,7 +34,7 @@ def collect(workdir: str) -> list[dict[str, Any]]:
     """Return the metrics rows of every run with its head and base."""
     rows = []
     for run in get_sweep():
-        (head,) = [name for name, folder in HEADS.items() if f"_{folder}_" in run["draft.path"]]
+        (head,) = [name for name, kind in HEADS.items() if run["draft.path"] == folder("rooms", kind, run["seed"])]
         which = {"head": head, "online": int(run["draft.online"]), "seed": run["seed"]}
         rows += [which | row for row in read_metrics(os.path.join(workdir, make_name(run)))]
     return rows

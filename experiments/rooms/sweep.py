@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from experiments.claims import SEEDS
-from experiments.rooms.bases import HEADS
+from experiments.rooms.bases import HEADS, SEEDS, folder
 
 # Eight updates a step, as online_adaptation.
 LEARNS = {
@@ -23,12 +22,12 @@ def get_sweep() -> list[dict[str, Any]]:
             "steps": 40,
             "draft.compare_rounds": 0,
             "eval.every": 0,
-            "policy.path": f"runs/rooms_base_{seed}",
-            "draft.path": f"runs/rooms_{folder}_{seed}",
+            "policy.path": folder("rooms", "base", seed),
+            "draft.path": folder("rooms", kind, seed),
             "seed": seed,
             "rollout.seed": seed,
         }
         for seed in SEEDS
-        for folder in HEADS.values()
+        for kind in HEADS.values()
         for learns in (FROZEN, LEARNS)
     ]

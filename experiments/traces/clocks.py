@@ -44,9 +44,9 @@ TAILS = {"recorded": 0.0, "heavy": SPREAD}
 BEST_DRAWS = 60
 
 
-def measured() -> Measured:
-    """Return the clock of this engine, from the medians of costs.csv."""
-    rows = bench.read_rows(str(HERE / "costs.csv"))
+def measured(path: pathlib.Path) -> Measured:
+    """Return the clock of an engine, from the medians of a file of `costs.measure_costs`."""
+    rows = bench.read_rows(str(path))
     batches = sorted({row["batch"] for row in rows})
     lengths = sorted({row["k"] for row in rows})
     return Measured(
@@ -65,7 +65,7 @@ def gb200(engine: str, host_per_draft: float = 0.0) -> Clock:
 # Name -> (clock, factor on all lengths)
 def clocks() -> dict[str, tuple[Clock, float]]:
     return {
-        "measured, 107 M, two CPU cores": (measured(), 1.0),
+        "measured, 107 M, two CPU cores": (measured(HERE / "costs.csv"), 1.0),
         "8B on a GB200, this project's loop, roofline": (gb200("fused"), GPU_STRETCH),
         "the same with the host time of a draft in public sweeps": (
             gb200("fused", ENGINES["vllm"].draft_seconds),

@@ -6,30 +6,45 @@ The random 107 M policy and head of experiments/engine/costs.py, float32; writes
 """
 
 import argparse
+import pathlib
+from collections.abc import Sequence
 
 from experiments.engine import bench
 from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
 from experiments.engine.peers import MODELS
 from experiments.traces.clocks import HERE, SLOTS
 from experiments.traces.record import LENGTHS
+from specrl_jax.models.qwen3 import Qwen3Config
 
 DRAFT_VOCAB = 4000
 FIELDS = ("batch", "k", "round", "seconds")
 
 
+def measure_costs(
+    path: pathlib.Path,
+    model: Qwen3Config,
+    draft_vocab: int,
+    slots: Sequence[int],
+    lengths: tuple[int, ...],
+    rounds: int,
+) -> None:
+    """Write the seconds of an iteration of random weights of these sizes, all rows running, for each of `slots`."""
+    count = RESPONSE // (max(lengths) + 1) - WARM
+    with bench.csv_writer(str(path), FIELDS) as write:
+        for batch in slots:
+            case = build(model, draft_vocab, batch, "float32", lengths)
+            runs = {k: iteration(case, k, count) for k in lengths}
+            for run in runs.values():
+                run()
+            for i, k in bench.in_turn(list(runs), rounds):
+                write({"batch": batch, "k": k, "round": i, "seconds": runs[k]()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    a = parser.parse_args()
-    count = RESPONSE // (max(LENGTHS) + 1) - WARM
-    with bench.csv_writer(str(HERE / "costs.csv"), FIELDS) as write:
-        for batch in SLOTS:
-            case = build(MODELS["medium"], DRAFT_VOCAB, batch, "float32", LENGTHS)
-            runs = {k: iteration(case, k, count) for k in LENGTHS}
-            for run in runs.values():
-                run()
-            for i, k in bench.in_turn(list(runs), a.rounds):
-                write({"batch": batch, "k": k, "round": i, "seconds": runs[k]()})
+    rounds = parser.parse_args().rounds
+    measure_costs(HERE / "costs.csv", MODELS["medium"], DRAFT_VOCAB, SLOTS, LENGTHS, rounds)
 
 
 if __name__ == "__main__":

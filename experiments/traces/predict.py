@@ -9,54 +9,33 @@ A prediction is contradicted where the measured interval excludes it and the two
 """
 
 import argparse
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from experiments.claims import Interval, markdown, put_table, ratio_interval, write_rows
 from experiments.engine import bench
-from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
+from experiments.parts import prepared
 from experiments.rooms.bases import WORKLOADS, config_of
+from experiments.traces.clocks import HERE, PROMPT, measured
+from experiments.traces.costs import measure_costs
 from experiments.traces.counts import read_traces
-from experiments.traces.replay import Measured, ratio, resampled
-from specrl_jax.config import from_config_dict
+from experiments.traces.replay import ratio, resampled
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.training.build import build as build_run
-from specrl_jax.training.initial import initial_weights
-from specrl_jax.training.problems import load_problems
-from specrl_jax.training.speedup import step_workload, timed
+from specrl_jax.training.speedup import timed
 
-HERE = pathlib.Path(__file__).parent
+COSTS = HERE / "predict_costs.csv"
 MODEL = "shallow"  # of both
 SLOTS = (1, 8, 64)
 LENGTHS, REFERENCE = (3, 5, 7), 3
-PROMPT, DRAWS, DIFFERENT = 40.0, 500, 0.05
+DRAWS, DIFFERENT = 500, 0.05
 SEED = 0  # of the measured base
 PROMPTS = 24  # of a measured round; each is answered grpo.group_size times
 
 
-def measure_costs(rounds: int) -> None:
-    """Time iterations of random weights of the policies' sizes at each of SLOTS, all rows running."""
-    model = PRESETS[MODEL]
-    count = RESPONSE // (max(LENGTHS) + 1) - WARM
-    with bench.csv_writer(str(HERE / "predict_costs.csv"), ("batch", "k", "round", "seconds")) as write:
-        for batch in SLOTS:
-            case = build(model, model.vocab, batch, "float32", LENGTHS)
-            runs = {k: iteration(case, k, count) for k in LENGTHS}
-            for run in runs.values():
-                run()
-            for i, k in bench.in_turn(list(runs), rounds):
-                write({"batch": batch, "k": k, "round": i, "seconds": runs[k]()})
-
-
 def predictions() -> Iterator[bench.Row]:
     """Yield the predicted ratio to k = 3 for each workload, number of slots and k, with intervals over rollouts."""
-    costs = bench.read_rows(str(HERE / "predict_costs.csv"))
-    by_k = {k: np.array([np.median(bench.by_round(costs, "seconds", k=k, batch=b)) for b in SLOTS]) for k in LENGTHS}
-    clock = Measured(np.array(SLOTS, float), by_k)
+    clock = measured(COSTS)
     traces = read_traces(HERE / "traces.csv")
     for workload in WORKLOADS:
         mine = {k: [t for t in traces if (t.workload, t.seed, t.k) == (workload, SEED, k)] for k in LENGTHS}
@@ -82,10 +61,7 @@ def measure(rounds: int) -> None:
 def measured_rounds(workload: str, slots: int, rounds: int) -> Iterator[dict[str, Any]]:
     config = config_of(workload, SEED)
     config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, PROMPTS
-    learner, rollout = build_run(from_config_dict(config), lengths=LENGTHS)
-    weights = initial_weights(learner, rollout)
-    problems = load_problems(learner.plan.config, rollout.tokenizer)
-    work = step_workload(rollout, next(problems.stream(PROMPTS)))
+    rollout, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         timed(rollout.engine, weights, work, FixedLength(k))
     for i, k in bench.in_turn(LENGTHS, rounds):
@@ -122,7 +98,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     a = parser.parse_args()
     if a.part == "costs":
-        measure_costs(a.rounds)
+        model = PRESETS[MODEL]
+        measure_costs(COSTS, model, model.vocab, SLOTS, LENGTHS, a.rounds)
     elif a.part == "predict":
         write_rows(HERE / "predictions.csv", list(predictions()))
     elif a.part == "measure":

@@ -12,15 +12,10 @@ from collections.abc import Iterator
 
 import jax
 
-from experiments.claims import SEEDS
-from experiments.rooms.bases import WORKLOADS, config_of
+from experiments.parts import prepared
+from experiments.rooms.bases import SEEDS, WORKLOADS, config_of
 from experiments.traces.counts import Trace, traces_of, write_traces
-from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
-from specrl_jax.training.build import build
-from specrl_jax.training.initial import initial_weights
-from specrl_jax.training.problems import load_problems
-from specrl_jax.training.speedup import step_workload
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (0, 1, 2, 3, 5, 7)
@@ -31,10 +26,7 @@ def record(workload: str, seed: int) -> Iterator[Trace]:
     """Yield the traces of PROMPTS problems' rollouts at each of LENGTHS."""
     config = config_of(workload, seed)
     config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], PROMPTS
-    learner, rollout = build(from_config_dict(config), lengths=LENGTHS)
-    weights = initial_weights(learner, rollout)
-    problems = load_problems(learner.plan.config, rollout.tokenizer)
-    work = step_workload(rollout, next(problems.stream(PROMPTS)))
+    rollout, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         # Each length has noise of its own, so that their rollouts are independent.
         found = rollout.engine.generate(
