@@ -4,8 +4,10 @@
 
 About 12 minutes on 2 CPU cores. Expected at the end (log.jsonl): acceptance length above 3.4 at k = 3, temperature 1.
 
-`walk` trains the head of configs/demo.py. Variants `small`, `zero`, `think` train a head for the base of the same name
-(see `configs/pretrain_tiny.py`) in 5 to 15 minutes. Drafts of other kinds for the last two:
+`walk` trains the head of configs/demo.py, `rooms` and `careful` those of rlzero_tiny.py:rooms and
+rlthink_tiny.py:rooms.
+Variants `small`, `zero`, `think` train a head for the base of the same name (see `configs/pretrain_tiny.py`) in 5 to 15
+minutes. Drafts of other kinds for the last two:
 
     python main.py --config configs/draft_tiny.py:zero --config.draft.kind=mtp --config.draft.vocab_size=0 \
         --workdir runs/zero_mtp_run
@@ -17,7 +19,7 @@ from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    variants = ("walk", "small", "zero", "think", "rooms", "cells", "smoke")
+    variants = ("walk", "small", "zero", "think", "rooms", "careful", "smoke")
     if arg not in ("", *variants):
         raise ValueError(f"configs/draft_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")
     c = base()
@@ -49,10 +51,10 @@ def get_config(arg: str = ""):
         c.data.task = "long_arithmetic"
         c.rollout.max_prompt_tokens = 14
         c.rollout.max_response_tokens = 64
-    if arg in ("rooms", "cells"):
+    if arg in ("rooms", "careful"):
         c.policy.preset = ""
         c.policy.path = f"runs/{arg}_base_0"
-        c.data.task = arg
+        c.data.task = "rooms"
         c.rollout.max_prompt_tokens = 44
         c.rollout.max_response_tokens = 468
         c.rollout.num_slots = 64
@@ -64,8 +66,9 @@ def get_config(arg: str = ""):
         c.draft.optimizer = "muon"
         c.draft.learning_rate = 1.5e-3
         c.draft.warmup = 30
+        c.draft.ttt_steps = 7
         c.draft.compare_rounds = 0
-        c.eval.task = arg  # a generic head learns from data.task=other_rooms and is measured here
+        c.eval.task = "rooms"  # a generic head learns from data.task=other_rooms and is measured here
         c.eval.every = 100
         c.eval.problems = 64
         c.pretrain.output = f"runs/{arg}_head_0"

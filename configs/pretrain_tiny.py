@@ -11,15 +11,16 @@ The other variants have 20 M parameters, more than a CPU's cache holds, and diff
 solutions: `small` few, `zero` as many as the tiny base, `think` hardly any, on longer numbers. The last two are the
 bases of rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
 
-`rooms` and `cells`, of rlzero_tiny.py:rooms and rlthink_tiny.py:cells, have 0.9 M parameters and go on from the policy
-of `recite`, which learned to look up what its prompt says.
+`careful` and `rooms`, the bases of rlthink_tiny.py:rooms and rlzero_tiny.py:rooms, have 0.9 M parameters. `careful`
+goes on from the policy of `recite`, which learned to look up what its prompt says, and `rooms` from `careful`: it
+guesses in half of its walks.
 """
 
 from specrl_jax.config import base
 
 
 def get_config(arg: str = ""):
-    variants = ("walk", "small", "zero", "think", "recite", "rooms", "cells", "smoke")
+    variants = ("walk", "small", "zero", "think", "recite", "careful", "rooms", "smoke")
     if arg not in ("", *variants):
         raise ValueError(f"configs/pretrain_tiny.py: no variant '{arg}'; there are {', '.join(variants)}")
     c = base()
@@ -57,12 +58,12 @@ def get_config(arg: str = ""):
         c.optimizer.warmup = 50
         c.eval.problems = 256
         c.pretrain.output = "runs/walk_policy"
-    if arg in ("recite", "rooms", "cells"):
+    if arg in ("recite", "careful", "rooms"):
         c.policy.preset = "shallow"
         c.policy.compute_dtype = "bfloat16"
         c.data.task = "recite"
         c.rollout.max_prompt_tokens = 44
-        c.rollout.max_response_tokens = 84
+        c.rollout.max_response_tokens = 168
         c.pretrain.batch_size = 64
         c.steps = 400
         c.optimizer.name = "muon"  # AdamW needs more than twice as many steps before the policy looks up
@@ -70,16 +71,22 @@ def get_config(arg: str = ""):
         c.optimizer.learning_rate = 3e-3
         c.optimizer.warmup = 50
         c.pretrain.output = "runs/recite_0"
-    if arg in ("rooms", "cells"):
+    if arg in ("careful", "rooms"):
         c.policy.preset = ""
         c.policy.path = "runs/recite_0"
-        c.data.task = f"all_{arg}"
+        c.data.task = "all_rooms"
         c.rollout.max_response_tokens = 468
         c.pretrain.batch_size = 32
-        c.pretrain.error_rate = {"rooms": 0.5, "cells": 0.05}[arg]
+        c.pretrain.error_rate = 0.05
         c.steps = 500
-        c.pretrain.output = f"runs/{arg}_base_0"
+        c.pretrain.output = "runs/careful_base_0"
         c.eval.problems = 64
+    if arg == "rooms":
+        c.policy.path = "runs/careful_base_0"
+        c.pretrain.error_rate = 0.5
+        c.steps = 120
+        c.optimizer.learning_rate = 1e-3
+        c.pretrain.output = "runs/rooms_base_0"
     if arg == "smoke":
         c.policy.preset = "nano"
         c.steps = 20

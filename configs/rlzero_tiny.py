@@ -7,9 +7,10 @@ greedy over the base, every seed; acceptance length above 3.0 (k = 3) from the f
 same steps with a random seven-layer policy and a random head, in seconds.
 
 `:small` measures what speculation saves: one sequence at a time, with a base of 20 M parameters and its head, made by
-the commands in rlthink_tiny.py (`:zero` for `:think`). `:rooms` has answers of 60 to 460 tokens that are hard to draft:
+the commands in rlthink_tiny.py (`:zero` for `:think`). `:rooms` has answers of 47 to 460 tokens that are hard to draft:
 
     python main.py --config configs/pretrain_tiny.py:recite
+    python main.py --config configs/pretrain_tiny.py:careful
     python main.py --config configs/pretrain_tiny.py:rooms
     python main.py --config configs/draft_tiny.py:rooms
     python main.py --config configs/rlzero_tiny.py:rooms

@@ -9,7 +9,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullLocator
 
-from experiments.claims import COLOURS, EQUAL, Claim, error
+from experiments.claims import COLOURS, error
+from experiments.verdicts import EQUAL, Claim
 
 PAPER, MEASURED, SIMULATED = "D", "o", "s"
 TICKS = (0.4, 0.5, 0.6, 0.7, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7)
@@ -34,7 +35,7 @@ def draw(found: Sequence[tuple[str, Claim]], path: pathlib.Path) -> None:
     axis.axvline(1, color="k", lw=0.8)
     axis.plot([], [], PAPER, color="k", mfc="none", ms=7, label="the paper")
     axis.plot([], [], MEASURED, color=COLOURS[0], label="measured here, 95 %")
-    axis.plot([], [], SIMULATED, color=COLOURS[1], label="simulated here, 90 % of the draws")
+    axis.plot([], [], SIMULATED, color=COLOURS[1], label="simulated here")
     axis.set(xscale="log", xlabel=f"ratio (grey: no difference, {100 * EQUAL:.0f} %)", ylim=(len(lines) - 0.4, -0.7))
     low, high = axis.get_xlim()
     axis.set_xticks(ticks := [t for t in TICKS if low < t < high], [f"{t:g}" for t in ticks])

@@ -29,18 +29,8 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from experiments import forest
-from experiments.claims import (
-    OPPOSITE,
-    RULE,
-    SHOWN,
-    SIZES,
-    UNDECIDED,
-    Claim,
-    finished_rows,
-    mark_shared,
-    markdown,
-    put_table,
-)
+from experiments.claims import finished_rows, markdown, put_table
+from experiments.verdicts import OPPOSITE, RULE, SHOWN, SIZES, UNDECIDED, Claim, mark_shared
 from specrl_jax.core import PHASES
 from specrl_jax.errors import InputError, fail
 from specrl_jax.io import rollout_html
@@ -67,6 +57,8 @@ CLAIM_FOLDERS = {
     "step_breakdown": ClaimFolder("Table 1: seconds of a step by phase"),
     "drafting_method": ClaimFolder("Table 2: kinds of draft"),
     "draft_length": ClaimFolder("Table 4: draft lengths"),
+    "rooms": ClaimFolder("drafts that are hard", "acceptance", "acceptance.csv"),
+    "traces": ClaimFolder("Tables 1 and 4 on the clock of a GPU", "clocks", "speed.csv"),
     "draft_init": ClaimFolder("Tables 3 and 5 by draft length"),
     "online_adaptation": ClaimFolder("Tables 3 and 5: drafts that learn online", "report"),
     "accuracy_parity": ClaimFolder("accuracy with and without speculation"),
@@ -99,7 +91,7 @@ ASKED = (
     Asked("accuracy_parity", "minus plain, rejection", "the rule is exact; under `coupled` runs are equal bit by bit"),
     Asked("scale_projection", "512 .*end to end", "both simulated; an end-to-end value hangs on its assumptions"),
 )
-OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny", "traces")
+OTHER_FOLDERS = ("engine", "kernels", "grpo_step", "robustness", "unembedding", "rlzero_tiny")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #111;
        background: #fff; overflow-wrap: anywhere }

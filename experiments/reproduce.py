@@ -28,8 +28,10 @@ Command = list[str]
 Chain = list[Command]  # run one after the other
 
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
+ROOMS = "configs/rlzero_tiny.py:rooms"
 # Folder -> workloads of its sweep. The longest first, so that it does not run alone at the end.
 SWEEPS = {
+    "rooms": (ROOMS,),
     "online_adaptation": (TINY,),
     "draft_init": (ZERO,),
     "accuracy_parity": (TINY,),
@@ -43,15 +45,15 @@ SWEEPS = {
 # These get all cores: the paper's two timed tables, and a sweep that divides devices. The others compare within one
 # process, or compare no times.
 ALONE = ("step_breakdown", "draft_length", "async_lag")
-# Folders with one workload, whose table and figure `report --workdir` makes.
-REPORTED = ("online_adaptation",)
+# Folder with one workload -> its module that makes table and figure from --workdir.
+REPORTED = {"online_adaptation": "report", "rooms": "drift"}
 # Folder -> its modules, with arguments, that measure or compute its results without a sweep.
 COMPUTED = {
     "rooms": ("acceptance",),
     "traces": ("record", "clocks", *(f"predict {part}" for part in ("costs", "predict", "measure", "judge"))),
     "scale_projection": ("validate", "grid"),
 }
-FOLDERS = (*SWEEPS, *COMPUTED)
+FOLDERS = tuple(SWEEPS | COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
@@ -83,7 +85,7 @@ ADAPTED = {
 LEARNS = ["steps=30", "draft.compare_rounds=0", "eval.every=0", "draft.minibatches=8"]
 LEARNS += ["draft.warmup=16", "draft.decay_steps=240"]
 # Folders that a workload needs, and folders that a sweep needs beside them.
-NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3"), TINY: ()}
+NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3")}
 MORE = {
     "draft_init": ("runs/zero_generic", *ADAPTED),
     "drafting_method": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
@@ -91,23 +93,26 @@ MORE = {
 }
 
 
-def quick() -> Chain:
-    """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK."""
+def quick(smoke: bool = False) -> Chain:
+    """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK.
+
+    With `smoke` one prompt each and one step.
+    """
     wanted = [path for path in rooms_made(0) if "recite" not in path]
     missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
     copies = [["cp", "-r", str(CARRIED / path.removeprefix("runs/")), path] for path in missing]
-    folder = ["--folder", str(QUICK)]
+    folder, prompts = ["--folder", str(QUICK)], ["--prompts", "1"] if smoke else []
     measured = [
-        ["experiments.rooms.acceptance", "--seeds", "0", *folder],
-        ["experiments.traces.record", "--seeds", "0", "--output", str(QUICK / "traces.csv")],
+        ["experiments.rooms.acceptance", "--seeds", "0", *prompts, *folder],
+        ["experiments.traces.record", "--seeds", "0", *prompts, "--output", str(QUICK / "traces.csv")],
         ["experiments.traces.clocks", *folder],
     ]
-    learns = [f"steps={QUICK_STEPS}", "eval.every=0"]
+    learns = [f"steps={1 if smoke else QUICK_STEPS}", "eval.every=0", *["grpo.prompts_per_step=2"] * smoke]
     return [
         ["mkdir", "-p", str(QUICK)],
         *copies,
         *([sys.executable, "-m", *words] for words in measured),
-        run("configs/rlzero_tiny.py:rooms", learns, "runs/quick/rl"),
+        run(ROOMS, learns, "runs/quick/rl"),
         [sys.executable, "-m", "experiments.report", "--output", str(QUICK / "report.html")],
     ]
 
@@ -146,12 +151,13 @@ def rooms_made(seed: int) -> dict[str, list[str]]:
     """Return what MADE holds, of the policies of the rooms and their heads: each is made from one before it."""
     start = f"runs/recite_{seed}"
     made = {start: ["configs/pretrain_tiny.py:recite"]}
-    for task in bases.WORKLOADS:
+    for task in ("careful", "rooms"):
         base = bases.folder(task, "base", seed)
         made[base] = [f"configs/pretrain_tiny.py:{task}", f"policy.path={start}"]
-        for kind, learned in (("head", task), ("generic", f"other_{task}")):
+        for kind, learned in (("head", "rooms"), ("generic", "other_rooms")):
             head = [f"configs/draft_tiny.py:{task}", f"policy.path={base}", f"data.task={learned}"]
             made[bases.folder(task, kind, seed)] = head
+        start = base
     return made
 
 
@@ -173,7 +179,7 @@ def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list
 
     A head trained in RL follows its initial head in the chain; heads that share stored features follow each other.
     """
-    wanted = dict.fromkeys(path for configs in sweeps.values() for config in configs for path in NEEDS[config])
+    wanted = dict.fromkeys(path for configs in sweeps.values() for config in configs for path in NEEDS.get(config, ()))
     wanted |= dict.fromkeys(path for folder in sweeps for path in MORE.get(folder, ()))
     first: dict[str, Chain] = {}
     heads: dict[str, Chain] = {}
@@ -203,7 +209,7 @@ def table(folder: str, configs: Sequence[str]) -> Command:
     sweep = REPOSITORY / "experiments" / folder / "sweep.py"
     workdirs = [str(default_workdir(config, sweep)) for config in configs]
     if folder in REPORTED:
-        return [sys.executable, "-m", f"experiments.{folder}.report", "--workdir", *workdirs]
+        return [sys.executable, "-m", f"experiments.{folder}.{REPORTED[folder]}", "--workdir", *workdirs]
     return [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
 
 
@@ -272,14 +278,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FOLDERS, default=FOLDERS, help="folders; default: all")
     parser.add_argument("--quick", action="store_true", help="the carried base alone")
+    parser.add_argument("--smoke", action="store_true", help="with --quick: one prompt of everything, as a test")
     parser.add_argument("--jobs", type=int, default=2, help="commands at the same time; default: 2")
     parser.add_argument("--dry_run", action="store_true", help="print the commands only")
     a = parser.parse_args()
     if a.jobs < 1:
         parser.error(f"--jobs {a.jobs}: at least 1")
+    if a.smoke and not a.quick:
+        parser.error("--smoke is of --quick")
     with Signals() as signals:
         runner = Runner(signals)
-        for chains in [[quick()]] if a.quick else stages(a.only):
+        for chains in [[quick(a.smoke)]] if a.quick else stages(a.only):
             if a.dry_run:
                 print("\n".join(shlex.join(command) for chain in chains for command in chain))
             else:

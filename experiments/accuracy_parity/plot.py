@@ -11,24 +11,9 @@ import numpy as np
 from scipy import stats
 
 from experiments.accuracy_parity.sweep import RUNS, get_sweep
-from experiments.claims import (
-    EQUAL,
-    GREYS,
-    STYLES,
-    Claim,
-    Interval,
-    Row,
-    error,
-    interval,
-    judge_difference,
-    line,
-    main,
-    markdown,
-    percent,
-    save,
-    welch,
-)
+from experiments.claims import GREYS, STYLES, Row, error, line, main, markdown, save
 from experiments.engine.bench import distinct, matching
+from experiments.verdicts import EQUAL, Claim, Interval, interval, judge_difference, percent, welch
 
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
 KEYS = [

@@ -12,22 +12,8 @@ import numpy as np
 
 from experiments.accuracy_parity.plot import ACCURACY, curve, gap
 from experiments.async_lag.sweep import PIPELINES, get_sweep
-from experiments.claims import (
-    GREYS,
-    HATCHES,
-    Claim,
-    Interval,
-    Row,
-    by_seed,
-    error,
-    interval,
-    judge_difference,
-    line,
-    main,
-    markdown,
-    ratio_interval,
-    save,
-)
+from experiments.claims import GREYS, HATCHES, Row, by_seed, error, line, main, markdown, save
+from experiments.verdicts import Claim, Interval, interval, judge_difference, ratio_interval
 
 TIMES = [f"time/{name}" for name in ("total", "generate", "exposed_generation", "idle_rollout", "prepare")]
 TIMES += ["time/data", "time/logprob", "time/train"]

@@ -8,25 +8,10 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import (
-    COLOURS,
-    STYLES,
-    Claim,
-    Row,
-    benchmark_keys,
-    by_seed,
-    interval,
-    judge_level,
-    judge_ratio,
-    line,
-    main,
-    markdown,
-    numbers,
-    ratio_interval,
-    save,
-)
+from experiments.claims import COLOURS, STYLES, Row, benchmark_keys, by_seed, line, main, markdown, numbers, save
 from experiments.draft_init.sweep import HEADS, LENGTHS, get_sweep, paths
 from experiments.engine.bench import distinct, matching, read_rows
+from experiments.verdicts import Claim, interval, judge_level, judge_ratio, ratio_interval
 
 OFFLINE = pathlib.Path(__file__).parent / "offline.csv"
 SIDES = [*[f"k_{k}" for k in LENGTHS], "adaptive"]

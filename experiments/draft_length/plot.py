@@ -10,20 +10,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import (
-    Claim,
-    Interval,
     Row,
     benchmark_keys,
     by_seed,
-    cost_of,
-    interval,
-    judge_level,
-    judge_ratio,
     line,
     main,
     markdown,
     numbers,
-    ratio_interval,
     save,
     workload_labels,
     workload_name,
@@ -31,6 +24,7 @@ from experiments.claims import (
 from experiments.draft_length.sweep import LENGTHS, get_sweep
 from experiments.engine.bench import by_round, distinct, matching, read_rows
 from experiments.sweeps import config_of
+from experiments.verdicts import Claim, Interval, cost_of, interval, judge_level, judge_ratio, ratio_interval
 
 BY_SEQUENCES = pathlib.Path(__file__).parents[1] / "engine" / "controller.csv"
 DRAFTER, BASE, LONG = "eagle3", 3, (5, 7)  # Table 4 has these lengths relative to k = BASE

@@ -9,27 +9,20 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.claims import (
-    SHOWN,
-    Claim,
-    Interval,
     Row,
     bars,
     benchmark_keys,
     by_seed,
-    cost_of,
-    interval,
-    judge_level,
-    judge_ratio,
     main,
     markdown,
     numbers,
-    ratio_interval,
     save,
     workload_labels,
     workload_name,
 )
 from experiments.drafting_method.sweep import METHODS, get_sweep
 from experiments.engine.bench import distinct
+from experiments.verdicts import SHOWN, Claim, Interval, cost_of, interval, judge_level, judge_ratio, ratio_interval
 
 SIDES = {"k_3": "k = 3", "adaptive": "adaptive"}
 KEYS = benchmark_keys(SIDES)

@@ -17,10 +17,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import COLOURS, STYLES, Claim, judge_ratio, judge_share, save
+from experiments.claims import COLOURS, STYLES, save
 from experiments.online_adaptation.sweep import DRAFTS, get_sweep
 from experiments.sweep_report import run_report
 from experiments.sweeps import make_name
+from experiments.verdicts import Claim, judge_ratio, judge_share
 from specrl_jax.io.metrics import read_metrics
 
 HERE = pathlib.Path(__file__).parent

@@ -10,20 +10,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.accuracy_parity.plot import ACCURACY, SCORE, curve, trained
-from experiments.claims import (
-    COLOURS,
-    Claim,
-    Interval,
-    Row,
-    interval,
-    judge_difference,
-    line,
-    main,
-    markdown,
-    paired,
-    save,
-)
+from experiments.claims import COLOURS, Row, line, main, markdown, save
 from experiments.quantized_rollouts.sweep import WEIGHTS, get_sweep
+from experiments.verdicts import Claim, Interval, interval, judge_difference, paired
 
 KL, WEIGHT = "rollout_vs_learner/kl", "policy/correction"
 KEYS = [ACCURACY, "eval/accuracy_greedy", "reward/mean", KL, "rollout_vs_learner/logprob_abs_max", WEIGHT]

@@ -17,9 +17,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import COLOURS, welch
+from experiments.claims import COLOURS
 from experiments.rlzero_tiny.sweep import get_sweep
 from experiments.sweep_report import collect_rows, run_report
+from experiments.verdicts import welch
 from specrl_jax.core import PHASES
 
 HERE = pathlib.Path(__file__).parent

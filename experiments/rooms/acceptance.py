@@ -10,7 +10,7 @@ import argparse
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib
@@ -22,6 +22,7 @@ import numpy as np
 from experiments.claims import COLOURS, STYLES, save, write_rows
 from experiments.engine import bench
 from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
+from experiments.verdicts import Claim, judge_level, judge_ratio
 from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
@@ -33,11 +34,12 @@ from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import step_workload
 
 HERE = pathlib.Path(__file__).parent
-# Acceptance of a draft whose predecessors were accepted, from the paper's acceptance lengths at k = 3.
-PAPER = {"rooms": 0.87, "cells": 0.75}
+# The paper's tokens per verification at k = 3 with offline heads (Tables 2, 3 and 5), and the acceptance of a draft
+# whose predecessors were accepted that would give those of the in-domain head at every position.
+PAPER_TOKENS = {("rooms", "in-domain"): 3.32, ("careful", "in-domain"): 2.77}
+PAPER_TOKENS |= {("rooms", "generic"): 2.88, ("careful", "generic"): 2.40}
+PAPER_CHANCE = {"rooms": 0.87, "careful": 0.75}
 LENGTHS = (3, 7)
-# Prompts of a measurement; each is answered grpo.group_size times.
-PROMPTS = 32
 
 
 class Position(NamedTuple):
@@ -55,16 +57,16 @@ class Position(NamedTuple):
     total_variation: float  # of draft and policy at this step, mean over drafts that start at any token
 
 
-def measure(workload: str, seed: int, head: str, argmax: bool) -> Iterator[Position]:
-    """Yield the positions at each of LENGTHS, each in rollouts of its own."""
+def measure(workload: str, seed: int, head: str, argmax: bool, prompts: int) -> Iterator[Position]:
+    """Yield the positions at each of LENGTHS, each in rollouts of its own, grpo.group_size to a prompt."""
     config = config_of(workload, seed, head)
     config.draft.length = config.draft.ttt_steps = LENGTHS[-1]
     config.draft.argmax = argmax
-    config.grpo.prompts_per_step = PROMPTS
+    config.grpo.prompts_per_step = prompts
     learner, rollout = build(from_config_dict(config), lengths=LENGTHS)
     state = initial_state(learner)
     weights = prepare(learner, rollout, state)[0]
-    work = step_workload(rollout, next(load_problems(learner.plan.config, rollout.tokenizer).stream(PROMPTS)))
+    work = step_workload(rollout, next(load_problems(learner.plan.config, rollout.tokenizer).stream(prompts)))
     for k in LENGTHS:
         found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
         distances = total_variation(learner, state, found, rollout.tokenizer.pad_id)
@@ -101,6 +103,28 @@ def chances(rows: Sequence[Position], **wanted: object) -> np.ndarray:
     return np.array([[row.accepted / row.reached for row in found if row.seed == seed] for seed in seeds])
 
 
+def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
+    """Judge tokens per verification at k = 3, and those of a generic head over the in-domain head's, over bases."""
+    found = []
+    for workload, head in PAPER_TOKENS:
+        for drafts in ("argmax", "sampled"):
+            text = f"{NAMES[workload]}, rooms: tokens a verification, k = 3, {head} head, {drafts} drafts"
+            values = lengths_of(rows, workload, head, drafts)
+            found.append(judge_level(text, PAPER_TOKENS[workload, head], "Tables 2, 3, 5", values))
+    for workload, name in NAMES.items():
+        paper = PAPER_TOKENS[workload, "generic"] / PAPER_TOKENS[workload, "in-domain"]
+        ratios = np.divide(*(lengths_of(rows, workload, head, "argmax") for head in ("generic", "in-domain")))
+        text = f"{name}, rooms: tokens a verification, generic head over in-domain head, argmax drafts"
+        found.append(judge_ratio(text, round(paper, 2), "Tables 2, 3, 5", ratios, by="base"))
+    return found
+
+
+def lengths_of(rows: Sequence[dict[str, Any]], workload: str, head: str, drafts: str) -> np.ndarray:
+    """Return [bases], tokens per verification at k = 3."""
+    first = bench.matching(rows, workload=workload, head=head, drafts=drafts, k=3, position=1)
+    return np.array([row["tokens_per_verification"] for row in sorted(first, key=lambda row: row["seed"])])
+
+
 def describe(rows: Sequence[Position]) -> str:
     """Return a line on one run: tokens per verification, then the chance of each position."""
     first = rows[0]
@@ -123,7 +147,7 @@ def plot(rows: Sequence[Position], path: pathlib.Path) -> None:
                 x, label = range(1, LENGTHS[-1] + 1), f"{head} head, {drafts} drafts"
                 axis.plot(x, found.mean(axis=0), STYLES[i], color=COLOURS[i], label=label, ms=5)
                 axis.fill_between(x, found.min(axis=0), found.max(axis=0), color=COLOURS[i], alpha=0.15, lw=0)
-        axis.axhline(PAPER[workload], color="0.4", ls=":", label="the paper's, if all positions were equal")
+        axis.axhline(PAPER_CHANCE[workload], color="0.4", ls=":", label="the paper's, if all positions were equal")
         axis.set(title=f"{workload} ({NAMES[workload]})", xlabel="drafted position", ylim=(0, 1))
     axes[0][0].set_ylabel("accepted, of those whose predecessors were")
     axes[0][0].legend(fontsize=8, loc="lower left")
@@ -135,13 +159,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--prompts", type=int, default=32, help="of a measurement")
     parser.add_argument("--folder", type=pathlib.Path, default=HERE, help="of rows and figure")
     parser.add_argument("--plot", action="store_true", help="draw the figure from the rows alone")
     a = parser.parse_args()
     file = a.folder / "acceptance.csv"
     rows = [Position(**row) for row in bench.read_rows(str(file))] if a.plot else []
     for run in () if a.plot else itertools.product(a.workloads, a.seeds, HEADS, (False, True)):
-        rows += measure(*run)
+        rows += measure(*run, a.prompts)
         jax.clear_caches()
         write_rows(file, [row._asdict() for row in rows])
         print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)

@@ -5,9 +5,9 @@ from ml_collections import ConfigDict
 from configs import rlthink_tiny, rlzero_tiny
 
 SEEDS = range(3)  # of the bases
-WORKLOADS = {"rooms": rlzero_tiny.get_config, "cells": rlthink_tiny.get_config}
+WORKLOADS = {"rooms": rlzero_tiny.get_config, "careful": rlthink_tiny.get_config}
 # The paper's workload that each stands for.
-NAMES = {"rooms": "Zero", "cells": "Think"}
+NAMES = {"rooms": "Zero", "careful": "Think"}
 # Head -> `kind` of its folder. A generic head learned from the base's answers in the other dialect.
 HEADS = {"in-domain": "head", "generic": "generic"}
 
@@ -19,7 +19,7 @@ def folder(workload: str, kind: str, seed: int) -> str:
 
 def config_of(workload: str, seed: int, head: str = "in-domain") -> ConfigDict:
     """Return the config of a workload with base, head, prompts and sampling of one seed."""
-    config = WORKLOADS[workload](workload)
+    config = WORKLOADS[workload]("rooms")
     config.policy.path = folder(workload, "base", seed)
     config.draft.path = folder(workload, HEADS[head], seed)
     config.seed = config.rollout.seed = seed

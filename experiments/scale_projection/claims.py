@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
-from experiments.claims import NEAR, Claim, Interval, judge_simulated
 from experiments.engine.bench import matching, read_rows
+from experiments.verdicts import NEAR, Claim, Interval, judge_simulated
 
 HERE = pathlib.Path(__file__).parent
 VIEW, LENGTHS = "free verification", "zero"  # the paper's assumption; the first of two length models

@@ -4,6 +4,7 @@
 
 Writes scale.csv and draft.csv, a heat map of each, and speed.csv beside this file: speedups over GPUs and lag, and over
 k and acceptance, for Qwen3-8B and Qwen3-235B-A22B on GB200, with this project's loop and with vLLM's host constants.
+Puts the table of speculation and lag into README.md.
 Values are medians and intervals 90 % of the draws of `paper.py` that Table 1 allows. Workloads are those of `paper.py`
 and `large.py`, except for the number of sequences: as many as find pages for their live tokens in the memory that the
 learner leaves. Takes some minutes on one core.
@@ -18,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.claims import markdown, put_table
 from experiments.scale_projection import large, paper, public
+from experiments.verdicts import Interval
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, Row, draft_cells, scale_cells, write_rows
 from specrl_jax.simulator.heatmaps import Marks, heatmaps
 from specrl_jax.simulator.scenario import Points, Scenario, compare, points, predict
@@ -108,6 +111,31 @@ def grids(kept: Sequence[paper.Calibrated]) -> tuple[list[Row], list[Row]]:
     return scale, draft
 
 
+def lag_table(scale: Sequence[Row]) -> str:
+    """Return the Markdown table of what speculation gains at each lag, and lag with and without speculation."""
+    lines = []
+    for case in CASES:
+        for loop in LOOPS:
+            name = f"{case.name}, {loop}"
+            first, *_ = own = [r for r in scale if (r["case"], r["devices"]) == (name, case.devices)]
+            for r in own[:3]:
+                gain = Interval(*(r[f"end_to_end_{end}"] for end in ("speedup", "low", "high")))
+                plain, fast = r["plain_step_s"], r["step_s"]
+                over = [first["plain_step_s"] / plain, first["step_s"] / fast, first["plain_step_s"] / fast]
+                shown = (f"{x:.2f}" for x in over)
+                lines.append([f"{name}, {case.devices} GPUs", r["lag"], f"{plain:.0f}", f"{fast:.0f}", gain, *shown])
+    head = [
+        "",
+        "lag",
+        "plain step, s",
+        "speculative, s",
+        "speculation gains",
+        "lag gains, plain",
+        "lag gains, speculative",
+    ]
+    return markdown([*head, "both"], lines)
+
+
 def plot(path: str, rows: list[Row], axes: tuple[str, str], marks: Marks) -> None:
     names = list(dict.fromkeys(r["case"] for r in rows))
     heatmaps(path, names, [[r for r in rows if r["case"] == name] for name in names], axes, marks)
@@ -135,6 +163,7 @@ def main() -> None:
     scale, draft = grids(kept)
     write_rows(str(HERE / "scale.csv"), scale)
     write_rows(str(HERE / "draft.csv"), draft)
+    put_table(HERE / "README.md", lag_table(scale), "lag")
     plot(str(HERE / "scale.png"), scale, ("devices", "lag"), SCALE_MARKS)
     plot(str(HERE / "draft.png"), draft, ("kept", "k"), DRAFT_MARKS)
     speed = [{"case": case.name} | timed(case.scenario(paper.calibrate()), 10_000) for case in CASES]

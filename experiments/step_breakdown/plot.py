@@ -8,27 +8,10 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import (
-    GREYS,
-    HATCHES,
-    Claim,
-    Interval,
-    Row,
-    by_seed,
-    cost_of,
-    error,
-    interval,
-    judge_level,
-    judge_ratio,
-    main,
-    markdown,
-    ratio_interval,
-    save,
-    workload_labels,
-    workload_name,
-)
+from experiments.claims import GREYS, HATCHES, Row, by_seed, error, main, markdown, save, workload_labels, workload_name
 from experiments.engine.bench import distinct, matching
 from experiments.step_breakdown.sweep import get_sweep
+from experiments.verdicts import Claim, Interval, cost_of, interval, judge_level, judge_ratio, ratio_interval
 from specrl_jax.core import PHASES
 
 SPEED = "rollout/tokens_per_second"

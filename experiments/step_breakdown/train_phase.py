@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from configs import rlzero_tiny
-from experiments.claims import interval
 from experiments.engine import bench
 from experiments.grpo_step.packing import make_training_batch
 from experiments.parts import Parts, make_parts
+from experiments.verdicts import interval
 from specrl_jax.data.rows import Rows
 from specrl_jax.learner.batch import learner_batch
 from specrl_jax.rl.objectives import LossInputs

@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from experiments.claims import Interval, markdown, put_table, ratio_interval, write_rows
+from experiments.claims import markdown, put_table, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
 from experiments.rooms.bases import WORKLOADS, config_of
@@ -20,6 +20,7 @@ from experiments.traces.clocks import HERE, PROMPT, measured
 from experiments.traces.costs import measure_costs
 from experiments.traces.counts import read_traces
 from experiments.traces.replay import ratio, resampled
+from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.training.speedup import timed

@@ -19,13 +19,12 @@ from specrl_jax.decoding.engine import FixedLength
 
 HERE = pathlib.Path(__file__).parent
 LENGTHS = (0, 1, 2, 3, 5, 7)
-PROMPTS = 16
 
 
-def record(workload: str, seed: int) -> Iterator[Trace]:
-    """Yield the traces of PROMPTS problems' rollouts at each of LENGTHS."""
+def record(workload: str, seed: int, prompts: int) -> Iterator[Trace]:
+    """Yield the traces of the rollouts of so many prompts at each of LENGTHS."""
     config = config_of(workload, seed)
-    config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], PROMPTS
+    config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], prompts
     rollout, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         # Each length has noise of its own, so that their rollouts are independent.
@@ -39,12 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
+    parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "traces.csv", help="CSV file")
     a = parser.parse_args()
     traces = []
     for workload in a.workloads:
         for seed in a.seeds:
-            traces += record(workload, seed)
+            traces += record(workload, seed, a.prompts)
             jax.clear_caches()
             print(f"{workload}, seed {seed}: {len(traces)} rollouts", flush=True)
     write_traces(a.output, traces)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.claims import Interval
 from experiments.traces.counts import Trace
+from experiments.verdicts import Interval
 from specrl_jax.simulator.rollout import EngineSchedule, profile
 
 # (B, k, context tokens) -> seconds of an iteration, arrays of one shape

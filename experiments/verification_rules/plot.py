@@ -8,22 +8,9 @@ import pathlib
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import (
-    Claim,
-    Interval,
-    Row,
-    bars,
-    benchmark_keys,
-    by_seed,
-    interval,
-    judge_ratio,
-    main,
-    markdown,
-    ratio_interval,
-    save,
-    workload_labels,
-)
+from experiments.claims import Row, bars, benchmark_keys, by_seed, main, markdown, save, workload_labels
 from experiments.engine.bench import distinct
+from experiments.verdicts import Claim, Interval, interval, judge_ratio, ratio_interval
 from experiments.verification_rules.sweep import LENGTHS, RULES, get_sweep
 
 KEYS = benchmark_keys(f"k_{k}" for k in LENGTHS)

@@ -5,7 +5,7 @@ import dataclasses
 from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.schema import INT32, LONGEST, key
 
-ROOMS = ("recite", *(f"{dialect}{task}" for task in ("rooms", "cells") for dialect in ("", "other_", "all_")))
+ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
 BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", *ROOMS)
 
 

@@ -79,8 +79,8 @@ def pack(length: np.ndarray, row_length: int) -> Places:
 
 
 def packed(values: Array, places: Places, length: np.ndarray, empty: int | float | bool) -> np.ndarray:
-    """Move per-token values [R, S] of sequences to packed rows [B, T], padded with `empty`."""
-    out = np.full((places.rows, places.tokens), empty, values.dtype)
+    """Move per-token values [R, S, ...] of sequences to packed rows [B, T, ...], padded with `empty`."""
+    out = np.full((places.rows, places.tokens, *values.shape[2:]), empty, values.dtype)
     for i, (row, start) in enumerate(zip(places.row, places.start)):
         out[row, start : start + length[i]] = values[i, : length[i]]
     return out

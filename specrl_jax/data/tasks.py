@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.rooms import House, recite, rooms
+from specrl_jax.data.rooms import OTHER, OURS, recite, rooms
 from specrl_jax.errors import InputError
 
 
@@ -129,33 +129,16 @@ def walk(
     return Problem(f"{start} e{even} o{odd} >{limit}\n", str(after), " ".join(steps) + f" #{value}")
 
 
-def _house(mark: str, names: str, median: float, shortest: int, longest: int) -> House:
-    return House(tuple(names.split()), mark, median, shortest, longest)
-
-
-# Two dialects each: eight names of twelve are the same.
-_HOUSES = (
-    _house(",", "attic bay conservatory den entry foyer gym hall inn jacuzzi kitchen library", 20, 8, 40),
-    _house(";", "attic bay chapel den entrance foyer garage hall inn jacuzzi kitchen loggia", 20, 8, 40),
-)
-_CELLS = (
-    _house(",", "a bi c do e f gu h i jo k l", 30, 12, 60),
-    _house(";", "a bi ca do e fy gu h ix jo k le", 30, 12, 60),
-)
-
 TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {
     "arithmetic": arithmetic,
     "long_arithmetic": functools.partial(arithmetic, shortest=5, longest=6),
     "countdown": countdown,
     "walk": walk,
     "long_walk": functools.partial(walk, shortest=4, longest=16, tail=0.85),
-    "recite": recite,
-    "rooms": functools.partial(rooms, houses=_HOUSES[:1]),
-    "other_rooms": functools.partial(rooms, houses=_HOUSES[1:]),
-    "all_rooms": functools.partial(rooms, houses=_HOUSES),
-    "cells": functools.partial(rooms, houses=_CELLS[:1]),
-    "other_cells": functools.partial(rooms, houses=_CELLS[1:]),
-    "all_cells": functools.partial(rooms, houses=_CELLS),
+    "recite": functools.partial(recite, dialects=(OURS, OTHER)),
+    "rooms": functools.partial(rooms, dialects=(OURS,)),
+    "other_rooms": functools.partial(rooms, dialects=(OTHER,)),
+    "all_rooms": functools.partial(rooms, dialects=(OURS, OTHER)),
 }
 
 

@@ -150,6 +150,12 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
     return fullest if fullest.rows * fullest.tokens < WORTH * shortest.rows * shortest.tokens else shortest
 
 
+def pack_alike(length: np.ndarray, packing: Packing) -> Places:
+    """Pack [R] sequences into rows that are always as long: each other shape would compile the step anew."""
+    places = pack(length, packing.row_tokens(packing.limit))
+    return places._replace(rows=packing.rows(places.rows, places.tokens))
+
+
 def _pack_parts(length: np.ndarray, packing: Packing, tokens: int) -> Places:
     """Pack into rows of `tokens`."""
     n = packing.parts

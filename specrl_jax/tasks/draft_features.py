@@ -14,11 +14,12 @@ from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import read_rows
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem
-from specrl_jax.data.rows import Rows, rows_of
+from specrl_jax.data.rows import Rows, packed, packed_rows, rows_of
 from specrl_jax.data.special import read_recorded
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.progress import Display
+from specrl_jax.learner.batch import pack_alike
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.problems import Problems
@@ -151,16 +152,19 @@ def _padded(texts: Sequence[tuple[list[int], list[int]]], length: int, pad_id: i
 
 
 def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tuple[Features, Rows]]:
-    """Return endless batches of `pretrain.batch_size` rows, shuffled anew every epoch, on the learner's devices."""
+    """Return endless batches of `pretrain.batch_size` texts in packed rows on the learner's devices.
+
+    Texts are shuffled anew every epoch.
+    """
     config, partition = learner.plan.config, learner.plan.learner_partition
 
-    def collate(rows: Sequence[FeatureRow]) -> tuple[Features, Rows]:
-        row = FeatureRow(*map(np.stack, zip(*rows)))
-        T = learner.packing.lone_row_tokens(int(row.length.max()))
-        row = FeatureRow(*[x[:, :T] if x.ndim > 1 else x for x in row])
-        aux = stand_in(row.aux) if row.aux.shape[2] else None
-        features = Features(aux, stand_in(row.hidden), stand_in(row.normaliser))
-        return features, rows_of(row.tokens, row.prompt_length, row.length, pad_id)
+    def collate(texts: Sequence[FeatureRow]) -> tuple[Features, Rows]:
+        text = FeatureRow(*map(np.stack, zip(*texts)))
+        places = pack_alike(text.length, learner.packing)
+        aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[3:])
+        features = Features(stand_in(aux) if aux.shape[2] else None, stand_in(hidden), stand_in(normaliser))
+        rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id)
+        return features, packed_rows(rows, places, text.length, pad_id)
 
     dataset = grain.MapDataset.source(store).seed(config.seed).shuffle().repeat()
     # Two batches ahead: a row is a few microseconds of a memory map.

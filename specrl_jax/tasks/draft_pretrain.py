@@ -41,10 +41,7 @@ def run(config: Config, workdir: str) -> None:
     """Train a draft on recorded features into `pretrain.output`."""
     with open_inputs(config, workdir, rewards=False) as inputs:
         learner, rollout = inputs.build()
-        rows, num_shards = config.pretrain.batch_size, learner.plan.learner_partition.num_shards("batch")
-        if rows % num_shards:
-            raise InputError(f"pretrain.batch_size={rows} must divide by the {num_shards} shards of rows")
-        grpo = learner.plan.config.grpo
+        grpo, num_shards = learner.plan.config.grpo, learner.plan.learner_partition.num_shards("batch")
         if (texts := grpo.prompts_per_step * grpo.group_size) % num_shards:
             raise InputError(
                 f"grpo.prompts_per_step x grpo.group_size = {texts} texts at a time must divide by the {num_shards} "

@@ -13,7 +13,7 @@ from specrl_jax.rewards.verifiable import countdown, exact
 from tests.helpers.slow import slow_but
 
 REWARD = dict.fromkeys(TASKS, exact) | {"countdown": countdown}
-ROOMS = [name for name in TASKS if name.endswith(("rooms", "cells"))]
+ROOMS = ["rooms", "other_rooms", "all_rooms"]
 SOME = range(1500)
 
 
@@ -156,6 +156,10 @@ def test_countdown_steps_are_right_even_where_the_target_is_missed_and_not_rewar
         assert countdown(source[i].solution, source[i].answer) == 0
 
 
+DOORS = ["A", "B", "C", "D", "E", "Fa", "Go", "Hi", "Ivy", "Jet", "Kilo", "Lima"]
+NAMES = ["a", "b", "c", "d", "el", "fo", "gu", "gy", "hal", "inn", "jail", "kiosk", "kraal", "lobby"]
+
+
 def read_rooms(problem):
     """What is behind each door, the first two rooms, the number of lines, and (door, room) of each line."""
     signs, start, length = problem.prompt.split()
@@ -163,9 +167,9 @@ def read_rooms(problem):
     *lines, stated = problem.solution.split(" ")
     visits = []
     for number, line in enumerate(lines, 1):
-        counted, door, name = re.fullmatch(r"(\d+)([A-L]?)([a-l][a-z]*)", line).groups()
+        counted, door, name = re.fullmatch(rf"(\d+)({'|'.join(DOORS)}|)({'|'.join(NAMES)})", line).groups()
         assert int(counted) == number
-        visits.append((door, name[0]))
+        visits.append((door[:1], name[0]))
     first, second = re.split("[,;]", start)
     return behind, [first, second[0]], int(length), visits, stated
 
@@ -186,9 +190,8 @@ def test_rooms_are_walked_through_by_the_sum_of_the_last_two(task):
     assert 60 < low < 110 and 140 < middle < 200 and 300 < high < 420
 
 
-@pytest.mark.parametrize("task", ["rooms", "cells"])
-def test_a_lazy_walker_writes_no_doors_and_is_not_rewarded(task):
-    source = TaskSource(task, "train", 0, error_rate=1.0)
+def test_a_lazy_walker_writes_no_doors_and_is_not_rewarded():
+    source = TaskSource("rooms", "train", 0, error_rate=1.0)
     rewards = []
     for i in SOME:
         _, _, length, visits, _ = read_rooms(source[i])
@@ -198,24 +201,35 @@ def test_a_lazy_walker_writes_no_doors_and_is_not_rewarded(task):
     assert sum(rewards) <= 26
 
 
-def test_two_dialects_share_eight_names_of_twelve():
-    for name in ("rooms", "cells"):
-        ours, theirs = (TASKS[f"{dialect}{name}"].keywords["houses"][0].names for dialect in ("", "other_"))
-        assert sum(a == b for a, b in zip(ours, theirs, strict=True)) == 8
-        assert [one[0] for one in ours] == [one[0] for one in theirs] == list("abcdefghijkl")
-        both = {TaskSource(f"all_{name}", "train", 0)[i].solution for i in range(50)}
-        assert any(ours[2] in text for text in both) and any(theirs[2] in text for text in both)
+def test_two_dialects_share_ten_names_of_twelve():
+    names = {
+        task: {
+            re.search(r"[a-z]+$", line)[0]
+            for i in SOME
+            for line in TaskSource(task, "train", 0, 1.0)[i].solution.split(" ")[:-1]
+        }
+        for task in ROOMS
+    }
+    assert names["rooms"] ^ names["other_rooms"] == {"gu", "kiosk", "gy", "kraal"}
+    assert names["all_rooms"] == names["rooms"] | names["other_rooms"]
+    assert {name[0] for name in names["rooms"]} == {name[0] for name in names["other_rooms"]} == set("abcdefghijkl")
 
 
-def test_a_recitation_repeats_the_prompt_in_three_orders():
-    source = TaskSource("recite", "train", 0, error_rate=1.0)
+def test_a_recitation_spells_what_the_prompt_says_in_two_orders():
+    source, same = TaskSource("recite", "train", 0, error_rate=1.0), 0
     for i in SOME:
-        table = source[i].prompt.strip()
+        table = source[i].prompt.strip()[:-1]
         pairs = sorted(zip(table[::2], table[1::2], strict=True))
-        text = source[i].solution.replace("#", "")
-        parts = [text[j : j + len(table)] for j in range(0, len(text), len(table))]
-        assert len(parts) == 3 and parts[0] == table and parts[2] == source[i].answer
-        assert all(sorted(zip(part[::2], part[1::2], strict=True)) == pairs for part in parts)
+        text, answer = source[i].solution.split(" #")
+        assert answer == source[i].answer
+        for part in (text, answer):
+            words = [
+                re.fullmatch(rf"({'|'.join(DOORS)})({'|'.join(NAMES)})", word).groups() for word in part.split(" ")
+            ]
+            assert sorted((door[0], name[0]) for door, name in words) == pairs
+        same += text == answer
+    # Four doors and more in random order: equal once in 24 at most.
+    assert same < 1500 / 24
 
 
 @pytest.mark.parametrize("task", TASKS)

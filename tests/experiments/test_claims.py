@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import claims, forest, report
+from experiments import claims, forest, report, verdicts
 from experiments.accuracy_parity import plot as accuracy_parity
-from experiments.claims import (
+from experiments.claims import by_seed, put_table
+from experiments.draft_length import plot as draft_length
+from experiments.drafting_method import plot as drafting_method
+from experiments.scale_projection import claims as scale_projection
+from experiments.sweeps import config_of, make_name
+from experiments.verdicts import (
     EQUAL,
     NEAR,
     RULE,
     Claim,
     Interval,
-    by_seed,
     interval,
     judge_difference,
     judge_level,
@@ -24,13 +28,8 @@ from experiments.claims import (
     judge_share,
     judge_simulated,
     mark_shared,
-    put_table,
     ratio_interval,
 )
-from experiments.draft_length import plot as draft_length
-from experiments.drafting_method import plot as drafting_method
-from experiments.scale_projection import claims as scale_projection
-from experiments.sweeps import config_of, make_name
 from specrl_jax.errors import InputError
 from specrl_jax.io.plots import COLOURS
 from tests.helpers.runs import ROOT
@@ -60,7 +59,7 @@ def test_the_interval_of_a_ratio_is_student_t_on_logarithms():
 
 def test_a_difference_of_two_samples_is_welch():
     # Variances 1 and 4, three values each: standard error sqrt(5 / 3).
-    gap = claims.welch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    gap = verdicts.welch([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     freedom = (5 / 3) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 3) ** 2 / 2)
     half = stats.t.ppf(0.975, freedom) * (5 / 3) ** 0.5
     np.testing.assert_allclose(gap, [-2, -2 - half, -2 + half])
@@ -88,7 +87,7 @@ def test_a_difference_of_two_samples_is_welch():
     ],
 )
 def test_a_direction_needs_the_whole_interval(paper, ours, direction):
-    assert claims.direction(paper, Interval(*ours)) == direction
+    assert verdicts.direction(paper, Interval(*ours)) == direction
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_direction_needs_the_whole_interval(paper, ours, direction):
     ],
 )
 def test_a_size_is_relative_to_the_papers_value(ours, size):
-    assert claims.size(2.0, Interval(*ours)) == size
+    assert verdicts.size(2.0, Interval(*ours)) == size
 
 
 def test_the_rule_says_the_bounds_that_judge():

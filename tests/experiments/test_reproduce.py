@@ -1,7 +1,9 @@
 """The whole reproduction: its commands and their order, and how commands run in parallel, fail and are stopped."""
 
+import itertools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -9,10 +11,11 @@ import time
 import pytest
 
 from experiments import reproduce
+from experiments.engine import bench
 from experiments.runs import REPOSITORY, Signals
 from experiments.sweeps import load_sweep
 
-ROOMS_FOLDERS = {"recite", *(f"{task}_{kind}" for task in ("rooms", "cells") for kind in ("base", "head", "generic"))}
+ROOMS_FOLDERS = {"recite", *(f"{task}_{kind}" for task in ("rooms", "careful") for kind in ("base", "head", "generic"))}
 
 
 def planned(folders):
@@ -82,6 +85,24 @@ def test_the_quick_reproduction_uses_what_the_repository_carries(tmp_path, monke
     # Nothing that is in the repository is written over.
     outputs = [words[words.index("--folder") + 1] for words in reproduce.quick() if "--folder" in words]
     assert outputs and set(outputs) == {str(reproduce.QUICK)}
+
+
+@pytest.mark.slow
+def test_the_quick_reproduction_runs_with_one_prompt(tmp_path):
+    """In a folder of its own that links to this one: nothing is written beside what the repository holds."""
+    for name in ("main.py", "configs", "experiments", "kernels_pallas", "specrl_jax"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    command = [sys.executable, "-m", "experiments.reproduce", "--quick", "--smoke"]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
+    written = tmp_path / "runs/quick"
+    made = {"acceptance.csv", "acceptance.png", "traces.csv", "speed.csv", "best.csv", "best.png", "report.html"}
+    assert made <= {path.name for path in written.iterdir()}
+    rows = bench.read_rows(str(written / "acceptance.csv"))
+    measured = {(row["workload"], row["head"], row["drafts"], row["k"]) for row in rows}
+    assert measured == set(
+        itertools.product(("rooms", "careful"), ("in-domain", "generic"), ("sampled", "argmax"), (3, 7))
+    )
+    assert (written / "rl_run/metrics.jsonl").exists()
 
 
 def outputs(chains):

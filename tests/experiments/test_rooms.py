@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.claims import Interval, write_rows
+from experiments.claims import write_rows
 from experiments.engine import bench
 from experiments.rooms.acceptance import Position, chances, positions_of
 from experiments.traces.predict import verdict
+from experiments.verdicts import Interval
 from specrl_jax.decoding.rollouts import Rollouts
 
 
@@ -27,7 +28,7 @@ def test_a_position_is_reached_where_the_one_before_was_accepted():
 
 
 def test_the_rows_survive_their_file(tmp_path):
-    rows = [Position("cells", 2, "generic", "argmax", 3, 1, 40, 30, 2.5, 0.25)]
+    rows = [Position("careful", 2, "generic", "argmax", 3, 1, 40, 30, 2.5, 0.25)]
     write_rows(tmp_path / "rows.csv", [row._asdict() for row in rows])
     assert [Position(**row) for row in bench.read_rows(str(tmp_path / "rows.csv"))] == rows
 
