@@ -13,7 +13,7 @@ bases of rlzero_tiny.py:small and rlthink_tiny.py. 12 to 20 minutes each.
 
 `careful` and `rooms`, the bases of rlthink_tiny.py:rooms and rlzero_tiny.py:rooms, have 0.9 M parameters. `careful`
 goes on from the policy of `recite`, which learned to look up what its prompt says, and `rooms` from `careful`: it
-guesses in half of its walks.
+guesses in most of its walks.
 """
 
 from specrl_jax.config import base
@@ -83,7 +83,7 @@ def get_config(arg: str = ""):
         c.eval.problems = 64
     if arg == "rooms":
         c.policy.path = "runs/careful_base_0"
-        c.pretrain.error_rate = 0.5
+        c.pretrain.error_rate = 0.85
         c.steps = 120
         c.optimizer.learning_rate = 1e-3
         c.pretrain.output = "runs/rooms_base_0"

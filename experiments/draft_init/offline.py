@@ -1,14 +1,18 @@
 """Measure acceptance of heads trained offline for the tiny base, by loss, unrolled steps and prompts.
 
-    python -m experiments.draft_init.offline --output experiments/draft_init/offline.csv
+    python -m experiments.draft_init.offline
+    python -m experiments.draft_init.offline --rooms    # for the policies of the rooms, by loss
 
 Every head starts from its seed and gets the same number of updates over the same features (stored once per kind of
 prompts, under --features). The engine measures acceptance on validation prompts of the arithmetic task at every k, with
 sampled drafts at temperature 1. `generic` heads learn from the base's answers to prompts of another task, countdown.
+
+The rooms have a base and features for each seed, of experiments/reproduce.py. Rows go to --output.
 """
 
 import argparse
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +24,7 @@ import numpy as np
 from configs import draft_tiny
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
+from experiments.rooms.bases import folder
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.io.progress import Display
 from specrl_jax.learner.state import RunState
@@ -41,26 +46,38 @@ HEADS = [
     *[("arithmetic", "ce", steps) for steps in (1, 3, 7)],
     ("countdown", "ce", 4),
 ]
+# Of the rooms: `ce` for all updates, or e2e_tv for the second half.
+ROOMS = [("rooms", loss, 7) for loss in ("ce", f"ce{THEN}e2e_tv")]
+HERE = pathlib.Path(__file__).parent
 
 
-def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int) -> Parts:
+def rooms_case(loss: str, ttt_steps: int, seed: int, updates: int) -> Parts:
+    c = draft_tiny.get_config("rooms")
+    c.policy.path = folder("rooms", "base", seed)
+    c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
+    c.steps, c.draft.decay_steps, c.seed, c.rollout.seed = updates, updates, seed, seed
+    c.eval.problems = 256
+    return make_parts(c, bench.one_device())
+
+
+def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int, problems: int) -> Parts:
     c = draft_tiny.get_config()
     c.data.task, c.eval.task = prompts, "arithmetic"
     c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
     c.steps, c.draft.decay_steps = updates, updates
-    c.seed, c.pretrain.rollouts = seed, rollouts
+    c.seed, c.pretrain.rollouts, c.eval.problems = seed, rollouts, problems
     if prompts == "countdown":
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 20, 36
     return make_parts(c, bench.one_device())
 
 
-def train(cases: list[Parts], folder: str) -> tuple[RunState, float]:
+def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
     """Train a head with each case's loss for an equal share of the updates; return (state, seconds of the updates)."""
     parts = cases[0]
     state = initial_state(parts.learner)
     weights, _ = prepare(parts.learner, parts.rollout, state)
     with Display(parts.learner.plan.config.steps, 0, threading.Event()) as display:
-        store = open_store(parts.learner, folder, weights)
+        store = open_store(parts.learner, features, weights)
         fill_store(*parts, state.policy.params, weights, store, display)
     state = choose_vocabulary(parts.learner.plan, state, store)
     tables, data, draft = (
@@ -77,10 +94,10 @@ def train(cases: list[Parts], folder: str) -> tuple[RunState, float]:
     return state.replace(draft=draft), time.perf_counter() - start
 
 
-def measure(parts: Parts, state: RunState, problems: int) -> Iterator[bench.Row]:
+def measure(parts: Parts, state: RunState) -> Iterator[bench.Row]:
     """Return one row per k, over equal prompts and noise."""
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode)
+    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
     for k in K:
         rollouts = parts.rollout.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
         verifications = int(rollouts.verifications.sum())
@@ -102,23 +119,32 @@ def report(rows: list[bench.Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", action="store_true", help="heads of the rooms' policies instead")
     parser.add_argument("--features", default="runs/features", help="folder; the features are made once")
-    parser.add_argument("--updates", type=int, default=2400)
+    parser.add_argument("--updates", type=int, default=0, help="default: 2,400; of the rooms 300")
     parser.add_argument("--rollouts", type=int, default=8192)
     parser.add_argument("--problems", type=int, default=512)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", default="experiments/draft_init/offline.csv")
+    parser.add_argument("--seeds", type=int, nargs="+", default=range(3))
+    parser.add_argument("--output", default="", help="default: offline.csv or rooms.csv beside this file")
     a = parser.parse_args()
-    with bench.csv_writer(a.output, FIELDS) as write:
-        for seed in range(a.seeds):
-            for cell in HEADS:
+    output = a.output or str(HERE / ("rooms.csv" if a.rooms else "offline.csv"))
+    updates = a.updates or (300 if a.rooms else 2400)
+    with bench.csv_writer(output, FIELDS) as write:
+        for seed in a.seeds:
+            for cell in ROOMS if a.rooms else HEADS:
                 prompts, losses, steps = cell
-                cases = [make_case(prompts, x, steps, seed, a.updates, a.rollouts) for x in losses.split(THEN)]
-                state, seconds = train(cases, os.path.join(a.features, prompts))
-                row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": a.updates}
-                for found in measure(cases[0], state, a.problems):
+                if a.rooms:
+                    cases = [rooms_case(x, steps, seed, updates) for x in losses.split(THEN)]
+                    state, seconds = train(cases, f"{folder('rooms', 'head', seed)}_run/features")
+                else:
+                    cases = [
+                        make_case(prompts, x, steps, seed, updates, a.rollouts, a.problems) for x in losses.split(THEN)
+                    ]
+                    state, seconds = train(cases, os.path.join(a.features, prompts))
+                row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": updates}
+                for found in measure(cases[0], state):
                     write(row | {"train_seconds": round(seconds, 2)} | found)
-    report(bench.read_rows(a.output))
+    report(bench.read_rows(output))
 
 
 if __name__ == "__main__":

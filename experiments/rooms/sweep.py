@@ -1,4 +1,4 @@
-"""Sweep of RL on the rooms with frozen and online heads, in-domain and generic; the seed is that of the base."""
+"""Sweep of RL on the rooms with frozen and online heads, in-domain and generic; the seed is that of the base too."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LEARNS = {
     "draft.minibatches": 8,
     "draft.learning_rate": 1e-3,
     "draft.warmup": 16,
-    "draft.decay_steps": 320,
+    "draft.decay_steps": 200,
 }
 FROZEN = {"draft.online": False}
 
@@ -19,7 +19,7 @@ def get_sweep() -> list[dict[str, Any]]:
     return [
         learns
         | {
-            "steps": 40,
+            "steps": 25,
             "draft.compare_rounds": 0,
             "eval.every": 0,
             "policy.path": folder("rooms", "base", seed),

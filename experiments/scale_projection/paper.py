@@ -288,10 +288,8 @@ def worlds(count: int, known: dict[str, float], seed: int = 0) -> Worlds:
     raise AssertionError("draws do not end")
 
 
-def with_intervals(
-    rows: Sequence[Row], sampled: Sequence[Sequence[Row]], noise: float = NOISE, seed: int = 0
-) -> list[Row]:
-    """Add `low` and `high`, 5 and 95 % of the same rows in every world, each with the noise of a measurement."""
+def with_intervals(rows: Sequence[Row], sampled: Sequence[Sequence[Row]], noise: float, seed: int = 0) -> list[Row]:
+    """Add `low` and `high`, 5 and 95 % of the same rows in every world, each with noise of such a deviation of ln."""
     rng = np.random.default_rng(seed)
     values = np.array([[r["predicted"] for r in world] for world in sampled])
     values *= np.exp(noise * rng.standard_normal(values.shape))

@@ -152,7 +152,7 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
 
 def pack_alike(length: np.ndarray, packing: Packing) -> Places:
     """Pack [R] sequences into rows that are always as long: each other shape would compile the step anew."""
-    places = pack(length, packing.row_tokens(packing.limit))
+    places = pack(length, packing.lone_row_tokens(packing.limit))
     return places._replace(rows=packing.rows(places.rows, places.tokens))
 
 
