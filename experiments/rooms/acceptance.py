@@ -2,8 +2,9 @@
 
     python -m experiments.rooms.acceptance
 
-Writes acceptance.csv, one row per drafted position, and acceptance.png into --folder; --plot draws the figure from the
-rows. A base is pretrained from a seed of its own; heads, prompts and sampling have that seed too.
+Writes acceptance.csv, one row per drafted position, and acceptance.png into --folder, and its table into README.md of
+this folder; --plot makes figure and table from the rows. A base is pretrained from a seed of its own; heads, prompts
+and sampling have that seed too.
 """
 
 import argparse
@@ -19,10 +20,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.claims import COLOURS, STYLES, save, write_rows
+from experiments.claims import COLOURS, STYLES, markdown, put_table, save, write_rows
 from experiments.engine import bench
 from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
-from experiments.verdicts import Claim, judge_level, judge_ratio
+from experiments.verdicts import Claim, interval, judge_level, judge_ratio
 from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
@@ -125,6 +126,24 @@ def lengths_of(rows: Sequence[dict[str, Any]], workload: str, head: str, drafts:
     return np.array([row["tokens_per_verification"] for row in sorted(first, key=lambda row: row["seed"])])
 
 
+def table(rows: Sequence[Position]) -> str:
+    """Return the Markdown table: tokens per verification, acceptance of each position, total variation of the first."""
+    lines = []
+    for workload, head, drafts in itertools.product(WORKLOADS, HEADS, ("sampled", "argmax")):
+        short, long = (
+            [row for row in rows if (row.workload, row.head, row.drafts, row.k) == (workload, head, drafts, k)]
+            for k in LENGTHS
+        )
+        tokens = (interval([row.tokens_per_verification for row in x if row.position == 1]) for x in (short, long))
+        shares = chances(rows, workload=workload, head=head, drafts=drafts, k=LENGTHS[-1]).mean(axis=0)
+        distance = interval([row.total_variation for row in short if row.position == 1])
+        kept = " ".join(f"{share:.2f}" for share in shares)
+        paper = PAPER_TOKENS[workload, head]
+        lines.append([NAMES[workload], f"{head}, {drafts}", *tokens, paper, kept, distance])
+    head = ["", "head, drafts", *(f"tokens, k = {k}" for k in LENGTHS), "the paper, k = 3"]
+    return markdown([*head, "accepted of those reached, 1 to 7", "TV of the first"], lines)
+
+
 def describe(rows: Sequence[Position]) -> str:
     """Return a line on one run: tokens per verification, then the chance of each position."""
     first = rows[0]
@@ -171,6 +190,10 @@ def main() -> None:
         write_rows(file, [row._asdict() for row in rows])
         print(describe(rows[-sum(LENGTHS) : -LENGTHS[-1]]), describe(rows[-LENGTHS[-1] :]), sep="\n", flush=True)
     plot(rows, a.folder / "acceptance.png")
+    if a.folder == HERE:
+        put_table(HERE / "README.md", table(rows))
+    else:
+        print(table(rows))
 
 
 if __name__ == "__main__":
