@@ -24,6 +24,8 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables
+from specrl_jax.drafts.block import network as block
+from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
@@ -45,16 +47,20 @@ TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
 VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
 # An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
-MODELS = {"eagle3": qwen3.preset("nano_deep"), "mtp": qwen3.preset("nano"), "model": qwen3.preset("nano")}
+MODELS = dict.fromkeys(("mtp", "dspark", "dflash", "model"), qwen3.preset("nano"))
+MODELS["eagle3"] = qwen3.preset("nano_deep")
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
+    # Blocks of more slots than are drafted, and of as many.
+    "dspark": BlockDraft(block.block_config(MODELS["dspark"], 5, 2, len(VOCAB_MAP), markov=True)),
+    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, 128, markov=False)),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
     "model": SmallModelDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
 }
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
-kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), "model"])
+kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), *KINDS[2:]])
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
 # Fewer prompts a refill than slots, four in a forward; a text ends in the middle of a page, or goes over several.
@@ -109,7 +115,7 @@ def params_of(kind):
         return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
 
     draft = jax.tree.map(draw, DRAFTS[kind].specs)
-    if kind == "eagle3":
+    if DRAFTS[kind].has_vocab_map:
         likely = 1 + 3 * np.isin(VOCAB_MAP, WORDS[1:])[:, None].astype(np.float32)
         draft |= {"unembed": draft["unembed"] * likely}
     return policy, draft
@@ -138,7 +144,7 @@ def prepare_of(kind, drafting, partition, dtype):
 
 
 def prepared(kind, params, partition=ONE, vocab_map=VOCAB_MAP, dtype=jnp.float32):
-    ids = jnp.array(vocab_map) if kind == "eagle3" else None
+    ids = jnp.array(vocab_map) if DRAFTS[kind].has_vocab_map else None
     return prepare_of(kind, True, partition, dtype)(*params, ids)
 
 
@@ -226,7 +232,7 @@ def assert_the_learners_drafts(kind, slots):
     running = ~np.asarray(slots.done)
     np.testing.assert_allclose(np.asarray(draft.logits)[running], expected[running], rtol=0, atol=ATOL)
     best = np.asarray(draft.logits).argmax(axis=-1)
-    np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if kind == "eagle3" else best)
+    np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if DRAFTS[kind].has_vocab_map else best)
     assert running.sum() > B // 2
 
 
