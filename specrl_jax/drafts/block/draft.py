@@ -144,8 +144,8 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         table = params.draft["to_logits"] if draft.has_vocab_map else params.policy["to_logits"]
         return config.partition.constrain(matmul("BTD,DV->BTV", x, table), "batch", None, "vocab")
 
-    def block(params: Weights, slots: Slots, cache: kv.KVCache) -> tuple[jax.Array, kv.KVCache]:
-        """Return U [B, `longest`, Vd] float32, and the cache."""
+    def block(params: Weights, slots: Slots, cache: kv.KVCache, k: int) -> tuple[jax.Array, kv.KVCache]:
+        """Return U [B, k, Vd] float32, and the cache."""
         first = slots.length[:, None] - 1
         anchor = jnp.take_along_axis(slots.tokens, first, axis=1)[:, 0]
         x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
@@ -166,10 +166,10 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         x = config.partition.constrain(x, "batch", None, None)
         x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in cache])
         x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
-        return logits(params, x[:, c.unused :]), tuple(written)
+        return logits(params, x[:, c.unused : c.unused + k]), tuple(written)
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
-        scores, cache = block(params, slots, slots.cache.draft)
+        scores, cache = block(params, slots, slots.cache.draft, k)
         anchor = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
