@@ -47,7 +47,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
         self._free = self._count_free()  # [D] pages
         # Pages that an iteration of a row takes at most.
-        self._ahead = -(-(max(engine.compiled.lengths) + 1) // engine.config.page_tokens)
+        self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
         self._parked: list[Parked] = []  # the oldest first
         self._times_parked = np.zeros(scheduler.total, np.int32)  # of each request
 

@@ -63,6 +63,8 @@ class CompiledFunctions(Generic[Params, Cache]):
         """
         self.sizes = (config.num_slots, *config.sizes)
         self.lengths = lengths
+        # Positions beyond the last committed token that an iteration writes at most.
+        self.ahead = max(max(lengths), functions.drafter.ahead)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings

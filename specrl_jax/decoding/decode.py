@@ -119,6 +119,7 @@ def _iterate(
 ) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
+    ahead = max(k, drafter.ahead) if k else 0
     options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
     shardings = _here(shardings)
 
@@ -133,7 +134,7 @@ def _iterate(
         i, _, slots = carry
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, *_reserve(speculative_step(slots, seed, draft_fn, target_fn, options), k, config)
+        return i + 1, *_reserve(speculative_step(slots, seed, draft_fn, target_fn, options), ahead, config)
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
@@ -143,7 +144,7 @@ def _iterate(
             return goes_on
         return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
 
-    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserve(slots, k, config)))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserve(slots, ahead, config)))
     return count[None], enough[None], slots
 
 
@@ -162,13 +163,16 @@ def _over(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[tuple(name for name in entry if name in names) or None for entry in entries])
 
 
-def _reserve(slots: Slots[Cache], k: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
-    """Take the pages that the next iteration of every running row writes, if all are there; return whether they are."""
-    tokens = jnp.where(slots.done, 0, jnp.minimum(slots.length + k, slots.limit))
+def _reserve(slots: Slots[Cache], ahead: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
+    """Take the pages that the next iteration of every running row writes, if all are there; return whether they are.
+
+    It writes up to `ahead` positions beyond the last committed token.
+    """
+    tokens = jnp.where(slots.done, 0, jnp.minimum(slots.length + ahead, slots.limit))
     need, enough = missing(slots.pool, slots.held, (tokens + config.page_tokens - 1) // config.page_tokens)
     enough = enough.all()
     # A row holds the pages of the last iteration, which committed at most a token beyond them.
-    most = -(-(k + 1) // config.page_tokens)
+    most = -(-(ahead + 1) // config.page_tokens)
     pool, held = take(slots.pool, slots.held, jnp.where(enough, need, 0), most)
     return enough, dataclasses.replace(slots, pool=pool, held=held)
 

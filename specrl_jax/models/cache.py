@@ -72,6 +72,20 @@ def attend(
     return op.attend(q, pages, paging.table.read, paging.positions, *_where(partition)), pages
 
 
+def attend_up_to(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    paging: Paging,
+    last: jax.Array,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array]:
+    """Do as `attend`, but let each query read up to `last` [B, Q] int32, ascending, instead of its own position."""
+    pages = write(pages, k, v, paging, partition)
+    return op.attend(q, pages, paging.table.read, last, *_where(partition)), pages
+
+
 def attend_fused(
     fused: jax.Array, heads: Heads, epsilon: float, pages: jax.Array, paging: Paging, partition: Partitioner
 ) -> tuple[jax.Array, jax.Array] | None:

@@ -12,7 +12,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BYTES, Precision, head_config, twin_bytes, weight_bytes
+from specrl_jax.simulator.cost import BLOCKS, BYTES, Head, Precision, priced_head, twin_bytes, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_rows, scale_cells, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
@@ -29,7 +29,7 @@ MEAN_SHARE = 0.47
 ACCEPTANCE, ACCEPTED_AT = 3.32, 3
 # Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device; a twin is the policy
 # with fewer bytes.
-HEADS, LOOKUPS, TWIN = ("eagle3", "mtp"), ("ngram", "suffix"), "self"
+HEADS, LOOKUPS, TWIN = ("eagle3", "mtp", *BLOCKS), ("ngram", "suffix"), "self"
 T = TypeVar("T")
 
 
@@ -40,6 +40,11 @@ def run(f: flags.FlagValues) -> None:
     print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split)]))
     if f.grid:
         print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
+
+
+def make_head(model: Qwen3Config, c: ConfigDict) -> Head:
+    d = c.draft
+    return priced_head(d.kind, model, max(0, d.vocab_size), d.slots, d.layers)
 
 
 def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
@@ -55,7 +60,7 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
     trained_head = c.draft.kind in HEADS and c.draft.online
     return Scenario(
         model=model,
-        head=head_config(model, max(0, c.draft.vocab_size)) if c.draft.kind in HEADS else None,
+        head=make_head(model, c) if c.draft.kind in HEADS else None,
         hardware=machine.with_engine(engine),
         workload=Workload(
             rollouts=c.grpo.prompts_per_step * c.grpo.group_size,

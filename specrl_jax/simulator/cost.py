@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.drafts.block.network import BlockConfig, block_config
 from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_reduce, all_to_all
@@ -118,12 +119,24 @@ class Work(NamedTuple):
         return self._replace(data=self.data * activations, kernels=kernels)
 
 
+class Operation(NamedTuple):
+    """An operation of a head's drafts."""
+
+    work: Work
+    rows: Array
+    times: Array  # in an iteration
+    cached: bool = True  # weights may be read from a processor's cache
+
+
+Head = Eagle3Config | BlockConfig
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderCost:
     """Cost of the policy and its draft head in the rollout: one replica of `split` devices."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: a twin (precision.twin), or lookup drafts, which cost nothing on the device
+    head: Head | None  # None: a twin (precision.twin), or lookup drafts, which cost nothing on the device
     hardware: Hardware
     split: Parallelism = ONE_DEVICE
     precision: Precision = BFLOAT16
@@ -177,13 +190,13 @@ class DecoderCost:
         return np.asarray(total)
 
     def iteration_work(self, B: Array, k: Array, context: Array) -> tuple[list[Work], Work, list[Work]]:
-        """Return the work of a layer, of the lm_head, and of a head's drafts."""
+        """Return the work of a layer, of the lm_head, and of the operations of k drafts of a head."""
         k = np.asarray(k)
         *layer, last = self._forward_work(B, k + 1, context)
         if self.head is None:
             return layer, last, []
-        once, *applied = self._draft_work(rank_rows(B, self.split), k, context)
-        return layer, last, [once.times(k > 0), *(work.times(k) for work in applied)]
+        operations = self._draft_operations(rank_rows(B, self.split), k, context)
+        return layer, last, [o.work.times(o.times) for o in operations]
 
     def _forward_work(self, B: Array, Q: Array, context: Array) -> tuple[Work, Work, Work, Work]:
         """Return the work of a layer's projections, attention and MLP, and of the lm_head."""
@@ -201,30 +214,43 @@ class DecoderCost:
         )
 
     def draft(self, B: Array, k: Array, context: Array) -> Array:
-        """Seconds of an EAGLE-3 head: `fc` and the keys of k + 1 feature-token pairs, then k applications to B rows."""
-        assert self.head, "lookup drafts cost nothing on the device"
-        h, s, p = self.head, self.split, self.precision
-        own = rank_rows(B, s)
-        pairs, projections, attended, last = self._draft_work(own, k, context)
-        once = self._seconds(pairs, own * (k + 1), of=h)
-        each = self._seconds(projections, own, of=h)
-        each = each + self._seconds(attended, own, cached=False)
-        each = each + self._seconds(last, own, of=h)
-        each = each + 2 * all_reduce(own * h.embed * BYTES[p.activations], s.tensor, self.hardware)
-        each = each + self.hardware.attained.draft_seconds
-        return np.where(np.asarray(k) > 0, once, 0.0) + k * each
+        """Seconds of k drafts of a head: an EAGLE-3 head is applied k times, a block drafter once over all its slots.
 
-    def _draft_work(self, own: Array, k: Array, context: Array) -> tuple[Work, Work, Work, Work]:
-        """Return the work of the k + 1 pairs, and of each application's projections, attention and lm_head."""
+        Before that either goes over the k + 1 positions that the policy has read since.
+        """
+        assert self.head, "lookup drafts cost nothing on the device"
+        h, own, k = self.head, rank_rows(B, self.split), np.asarray(k)
+        passes = (k > 0) * h.layers if isinstance(h, BlockConfig) else k
+        rows = own * h.slots if isinstance(h, BlockConfig) else own
+        size = rows * h.embed * BYTES[self.precision.activations]
+        seconds = passes * 2 * all_reduce(size, self.split.tensor, self.hardware)
+        for o in self._draft_operations(own, k, context):
+            seconds = seconds + o.times * self._seconds(o.work, o.rows, o.cached, of=h)
+        # One graph of a block holds all its drafts.
+        launched = k > 0 if isinstance(h, BlockConfig) else k
+        return seconds + launched * self.hardware.attained.draft_seconds
+
+    def _draft_operations(self, own: Array, k: Array, context: Array) -> list["Operation"]:
         h, s, p, programs = self.head, self.split, self.precision, self.hardware.programs
         assert h, "lookup drafts cost nothing on the device"
-        times = programs.draft_activations
-        return (
-            feature_pairs(h, own * (k + 1), s, p).of_program(times, programs.pair_kernels),
-            head_projections(h, own, s, p).of_program(times, programs.draft_kernels),
-            attention(h, own, 1, context, s, p),
-            lm_head(h.embed, h.draft_vocab, own, s, p).of_program(times),
-        )
+        times, drafts = programs.draft_activations, k > 0
+        pairs = feature_pairs(h, own * (k + 1), s, p).of_program(times, programs.pair_kernels)
+        read = Operation(pairs, own * (k + 1), drafts)
+        if not isinstance(h, BlockConfig):
+            projections = head_projections(h, own, s, p).of_program(times, programs.draft_kernels)
+            last = lm_head(h.embed, h.draft_vocab, own, s, p).of_program(times)
+            attended = Operation(attention(h, own, 1, context, s, p), own, k, cached=False)
+            return [read, Operation(projections, own, k), attended, Operation(last, own, k)]
+        rows, layers = own * h.slots, drafts * h.layers
+        projections = block_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
+        attended = Operation(attention(h, own, h.slots, context, s, p), own, layers, cached=False)
+        last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), s, p).of_program(times)
+        found = [read, Operation(projections, rows, layers), attended, Operation(last, own * k, drafts)]
+        if h.markov_rank:
+            # A drafted token's bias of every logit, and the draw of the next, one after the other.
+            markov = lm_head(h.markov_rank, h.draft_vocab, own, s, p).of_program(times, programs.tail_kernels)
+            found.append(Operation(markov, own, k))
+        return found
 
     def prefill(self, tokens: Array, length: Array) -> Array:
         """Seconds to prefill prompts of `length` tokens each, `tokens` in total, on one replica; no lm_head."""
@@ -256,7 +282,7 @@ class DecoderCost:
             return reduces
         return reduces + 2 * all_to_all(size * c.experts_per_token, s.expert, s.devices, self.hardware)
 
-    def _seconds(self, work: Work, rows: Array, cached: bool = True, of: Eagle3Config | None = None) -> Array:
+    def _seconds(self, work: Work, rows: Array, cached: bool = True, of: Head | None = None) -> Array:
         """Seconds of an operation over `rows` rows; weights, of the head `of` or the policy, are read from a cache if
         the whole model fits.
         """
@@ -292,9 +318,7 @@ def attention_projections(c: Qwen3Config, rows: Array, split: Parallelism, p: Pr
     return matmul(c.embed, outer, rows, p, p.matrix_bytes)
 
 
-def attention(
-    c: Qwen3Config | Eagle3Config, B: Array, Q: Array, context: Array, split: Parallelism, p: Precision
-) -> Work:
+def attention(c: Qwen3Config | Head, B: Array, Q: Array, context: Array, split: Parallelism, p: Precision) -> Work:
     """Work of one layer's attention: each sequence's keys and values are read once for its Q positions."""
     heads, kv_heads = c.heads / split.tensor, np.maximum(c.kv_heads / split.tensor, 1.0)
     read = B * context * 2 * kv_heads * c.head_dim * BYTES[p.cache]
@@ -310,9 +334,19 @@ def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precisio
 # ---- the draft head
 
 
+BLOCKS = ("dspark", "dflash")  # kinds of draft that are priced as a block drafter
+
+
 def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
     """Return a policy's EAGLE-3 head; draft_vocab 0 is the policy's."""
     return eagle3_config(model, draft_vocab or model.vocab)
+
+
+def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, slots: int, layers: int) -> Head:
+    """Return what a draft with weights is priced as: a new block drafter of its sizes, or an EAGLE-3 head."""
+    if kind not in BLOCKS:
+        return head_config(model, draft_vocab)
+    return block_config(model, slots, layers, draft_vocab or model.vocab, markov=kind == "dspark")
 
 
 def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
@@ -321,13 +355,27 @@ def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precis
     return matmul(h.embed, outer / split.tensor, rows, p)
 
 
-def feature_pairs(h: Eagle3Config, rows: Array, split: Parallelism, p: Precision) -> Work:
-    """Work of `fc` over its features, and k and v, for `rows` feature-token pairs."""
-    outer = len(h.aux_layers) * h.embed + 4 * h.kv_heads * h.head_dim
+def block_projections(h: BlockConfig, rows: Array, split: Parallelism, p: Precision) -> Work:
+    """Work of one layer of a block drafter over its slots: q, k, v, o and the MLP."""
+    outer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
     return matmul(h.embed, outer / split.tensor, rows, p)
 
 
-def head_parameters(h: Eagle3Config) -> int:
-    """Count the weights in the matmuls of one drafted token, `fc` included, without norms."""
+def feature_pairs(h: Head, rows: Array, split: Parallelism, p: Precision) -> Work:
+    """Work of `fc` over the features, and of their keys and values, for `rows` positions.
+
+    An EAGLE-3 head's are those of a pair with a token; a block drafter has some of each layer.
+    """
+    kept = 2 * h.layers if isinstance(h, BlockConfig) else 4
+    outer = len(h.aux_layers) * h.embed + kept * h.kv_heads * h.head_dim
+    return matmul(h.embed, outer / split.tensor, rows, p)
+
+
+def head_parameters(h: Head) -> int:
+    """Count the weights in the matmuls of a head's drafts, `fc` included, without norms."""
+    if isinstance(h, BlockConfig):
+        per_layer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
+        markov = h.markov_rank * h.draft_vocab
+        return h.embed * (h.layers * per_layer + len(h.aux_layers) * h.embed + h.draft_vocab) + markov
     per_layer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
     return h.embed * (per_layer + len(h.aux_layers) * h.embed + h.draft_vocab)

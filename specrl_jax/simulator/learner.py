@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 
-from specrl_jax.drafts.eagle3.network import Eagle3Config
+from specrl_jax.drafts.block.network import BlockConfig
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_gather
 from specrl_jax.simulator.cost import (
     BYTES,
+    Head,
     Precision,
     forward_flops,
     head_parameters,
@@ -58,7 +59,7 @@ class LearnerCost:
     """The policy, its head and their parallelism in the learner; the other devices shard parameters (fsdp)."""
 
     model: Qwen3Config
-    head: Eagle3Config | None
+    head: Head | None
     hardware: Hardware
     split: Parallelism = ONE_DEVICE
     dtype: str = "bfloat16"  # of activations and matmuls; parameters are float32
@@ -91,7 +92,8 @@ class LearnerCost:
             return np.zeros_like(np.asarray(devices, float))
         h, (tokens, keys) = self.head, w.learner_tokens()
         once = len(h.aux_layers) * h.embed * h.embed
-        step = 2 * tokens * (head_parameters(h) - once) + 4 * h.heads * h.head_dim * keys
+        layers = h.layers if isinstance(h, BlockConfig) else 1
+        step = 2 * tokens * (head_parameters(h) - once) + 4 * layers * h.heads * h.head_dim * keys
         flops = 2 * tokens * once + w.ttt_steps * step
         again = w.ttt_steps * 3 * 2 * tokens * h.embed * h.draft_vocab if w.tiled else 0.0
         return self._compute(flops + again, 2 * flops, devices) / self.hardware.attained.draft_learner

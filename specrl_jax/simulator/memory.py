@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specrl_jax.drafts.block.network import BlockConfig
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters, twin_bytes, weight_bytes
 from specrl_jax.simulator.hardware import Array
@@ -91,9 +92,10 @@ def live_tokens(w: Workload) -> float:
 
 
 def token_bytes(decoder: DecoderCost) -> float:
-    """Return the cache bytes of one token on one device: keys and values, and the head's hidden state and cache."""
+    """Return the cache bytes of one token on one device: keys and values, also a draft's, and a head's hidden state."""
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim
     if h is not None:
-        numbers += h.embed + 2 * max(h.kv_heads / split.tensor, 1) * h.head_dim
+        layers, hidden = (h.layers, 0) if isinstance(h, BlockConfig) else (1, h.embed)
+        numbers += hidden + 2 * layers * max(h.kv_heads / split.tensor, 1) * h.head_dim
     return numbers * BYTES[decoder.precision.cache]

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
-from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Precision
+from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Head, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, sequences_at_once
@@ -42,7 +41,7 @@ class Scenario:
     """What the configurations of a grid share."""
 
     model: Qwen3Config
-    head: Eagle3Config | None  # None: lookup drafts, or a twin (precision.twin)
+    head: Head | None  # None: lookup drafts, or a twin (precision.twin)
     hardware: Hardware
     workload: Workload
     rollout_split: Parallelism = ONE_DEVICE

@@ -29,7 +29,7 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
+from specrl_jax.simulator.cost import DecoderCost, Precision, priced_head
 from specrl_jax.simulator.hardware import HARDWARE
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
@@ -300,7 +300,8 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
     split = Parallelism(shape["tensor"], shape["expert"])
     apart = Parallelism(p.tensor, p.expert) if _apart(config) else split
     vocab = min(model.vocab, DRAFT_VOCAB) if config.draft.vocab_size == -1 else config.draft.vocab_size
-    head = head_config(model, vocab) if KINDS[config.draft.kind].has_weights else None
+    d = config.draft
+    head = priced_head(d.kind, model, vocab, d.slots, d.layers) if KINDS[d.kind].has_weights else None
     limit = float(r.max_response_tokens)
     # Of the machine only the memory counts, which is an argument of its own.
     hardware = HARDWARE["this_machine"]

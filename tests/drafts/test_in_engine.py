@@ -24,6 +24,8 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables
+from specrl_jax.drafts.block import network as block
+from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
@@ -45,16 +47,21 @@ TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
 VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
 # An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
-MODELS = {"eagle3": qwen3.preset("nano_deep"), "mtp": qwen3.preset("nano"), "model": qwen3.preset("nano")}
+MODELS = dict.fromkeys(("mtp", "dspark", "dflash", "model"), qwen3.preset("nano"))
+MODELS["eagle3"] = qwen3.preset("nano_deep")
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
+    # Blocks of more slots than are drafted, and of as many.
+    "dspark": BlockDraft(block.block_config(MODELS["dspark"], 5, 2, len(VOCAB_MAP), markov=True)),
+    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, 128, markov=False)),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
     "model": SmallModelDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
 }
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
-kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), "model"])
+kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow), *KINDS[2:]])
+BLOCKS = ("dspark", "dflash")  # their caches are level after every forward of the policy, whoever asked for it
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
 K, B, LONGEST = 3, 16, 24
 # Fewer prompts a refill than slots, four in a forward; a text ends in the middle of a page, or goes over several.
@@ -109,7 +116,7 @@ def params_of(kind):
         return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
 
     draft = jax.tree.map(draw, DRAFTS[kind].specs)
-    if kind == "eagle3":
+    if DRAFTS[kind].has_vocab_map:
         likely = 1 + 3 * np.isin(VOCAB_MAP, WORDS[1:])[:, None].astype(np.float32)
         draft |= {"unembed": draft["unembed"] * likely}
     return policy, draft
@@ -138,7 +145,7 @@ def prepare_of(kind, drafting, partition, dtype):
 
 
 def prepared(kind, params, partition=ONE, vocab_map=VOCAB_MAP, dtype=jnp.float32):
-    ids = jnp.array(vocab_map) if kind == "eagle3" else None
+    ids = jnp.array(vocab_map) if DRAFTS[kind].has_vocab_map else None
     return prepare_of(kind, True, partition, dtype)(*params, ids)
 
 
@@ -226,7 +233,7 @@ def assert_the_learners_drafts(kind, slots):
     running = ~np.asarray(slots.done)
     np.testing.assert_allclose(np.asarray(draft.logits)[running], expected[running], rtol=0, atol=ATOL)
     best = np.asarray(draft.logits).argmax(axis=-1)
-    np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if kind == "eagle3" else best)
+    np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if DRAFTS[kind].has_vocab_map else best)
     assert running.sum() > B // 2
 
 
@@ -254,7 +261,7 @@ def test_drafts_after_speculative_iterations_are_the_learners(kind):
 
 def entries(kind, cache, table, length):
     """Keys and values of every layer of the draft, each [B, length, K, H], by a table [B, P]."""
-    layers = cache if kind == "model" else [cache.pages]
+    layers = cache if kind in ("model", *BLOCKS) else [cache.pages]
     return [by_position(pages[:, :, which], table, length) for pages in layers for which in (KEYS, VALUES)]
 
 
@@ -273,6 +280,8 @@ def test_every_committed_token_has_its_true_entries(kind):
     true = running & (np.arange(S)[None] < length - (0 if kind == "model" else 1))
     for got, wanted in zip(found, entries_from_scratch(kind, np.asarray(slots.tokens)), strict=True):
         np.testing.assert_allclose(got[true], wanted[true], rtol=0, atol=ATOL)
+    if kind in BLOCKS:
+        return
     # A provisional entry would have shown: before this draft there were some among the newly committed ones.
     before = entries(kind, slots.cache.draft, slots.table.read, S)[0]
     moved = np.abs(before - found[0]).max(axis=(2, 3)) > 100 * ATOL
@@ -295,6 +304,11 @@ def entries_from_scratch(kind, tokens):
     out = compiled(MODELS[kind], LEARNS, aux_layers=DRAFTS[kind].aux_layers, return_logits=False)(
         policy, jnp.asarray(tokens), at
     )
+    if kind in BLOCKS:
+        config = DRAFTS[kind].config
+        context, angles = block.context(draft, config, out.aux), config.angles(at)
+        layers = [jax.tree.map(lambda w, i=i: w[i], draft["layers"]) for i in range(config.layers)]
+        return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles)]
     hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
     embedded = policy["embed"][following]
     if kind == "mtp":
@@ -340,14 +354,18 @@ def drafts_by_length(kind, slots):
 
 @kinds
 def test_a_pause_longer_than_a_draft_has_to_be_made_up_for(kind):
-    """Right after the prompt, and long enough that what a draft goes over by itself does not cover it."""
+    """Right after the prompt, and long enough that what a draft goes over by itself does not cover it.
+
+    A block drafter misses nothing.
+    """
     slots = started(kind)
     for _ in range(K + 3):
         slots = step(kind, slots, k=0)
     slots = with_pages(kind, slots)
     draft, _ = draft_of(kind, slots)
     running = ~np.asarray(slots.done)
-    assert np.abs(np.asarray(draft.logits) - trained_logits(kind, slots, draft))[running].max() > 100 * ATOL
+    missed = np.abs(np.asarray(draft.logits) - trained_logits(kind, slots, draft))[running].max()
+    assert missed < ATOL if kind in BLOCKS else missed > 100 * ATOL
     assert_the_learners_drafts(kind, level(kind, slots))
 
 

@@ -108,7 +108,7 @@ def host_made_state(setup):
     )
 
 
-KINDS = {"eagle3": "nano_deep", "mtp": "nano", "model": "nano"}  # and the policy of each
+KINDS = {"eagle3": "nano_deep", "mtp": "nano", "dspark": "nano", "model": "nano"}  # and the policy of each
 # That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
 COMPILED = ("policy_step", "read_tables", "predict_step")
 

@@ -74,7 +74,7 @@ def lookup_override(neural: Drafter, min_match: int, max_match: int = 8) -> Draf
         draft = dataclasses.replace(drafted, tokens=tokens, deterministic=deterministic, num_drafted=num_drafted)
         return draft, cache
 
-    return Drafter(neural.length, draft, neural.sync_cache)
+    return dataclasses.replace(neural, draft=draft)
 
 
 def _look_up(slots: Slots, k: int, min_match: int, max_match: int) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,186 @@
+"""Draft a block of tokens in one pass over the policy's features, with or without a Markov head."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.verify.op import Draft
+from specrl_jax.core import Params, branches, stand_in
+from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.state import Slots
+from specrl_jax.drafts.autoregressive import draft_tokens
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.block import checkpoint, network
+from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.errors import InputError
+from specrl_jax.models import cache as kv
+from specrl_jax.models.layers import Specs, matmul, rms_norm
+from specrl_jax.models.qwen3 import Output, Qwen3Config
+from specrl_jax.sharding import Partitioner
+
+
+def make_dspark(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return the drafter with a Markov head in draft.path, or a new one for the target. Raises InputError."""
+    return _make(options, target, markov=True)
+
+
+def make_dflash(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return the drafter without a Markov head in draft.path, or a new one for the target. Raises InputError."""
+    return _make(options, target, markov=False)
+
+
+def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMethod:
+    path, vocab_size = options.path, options.vocab_size
+    if path:
+        config = checkpoint.load_config(path, target)
+        if bool(config.markov_rank) != markov:
+            kind = "dspark" if config.markov_rank else "dflash"
+            raise InputError(f"draft.path: {path} is a drafter of draft.kind={kind}")
+        if vocab_size not in (0, config.draft_vocab):
+            raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
+    else:
+        config = network.block_config(target, options.slots, options.layers, vocab_size or target.vocab, markov)
+    draft = BlockDraft(config)
+    return DraftMethod(draft.drafter, draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDraft:
+    """Implement `DraftModel` for a block drafter."""
+
+    config: network.BlockConfig
+
+    @property
+    def vocab(self) -> int:
+        return self.config.draft_vocab
+
+    @property
+    def has_vocab_map(self) -> bool:
+        return self.config.draft_vocab < self.config.vocab
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def specs(self) -> Specs:
+        return network.param_specs(self.config)
+
+    @property
+    def inference_specs(self) -> Specs:
+        return network.inference_specs(self.config)
+
+    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
+        return network.inference_params(params, dtype)
+
+    def init_cache(self, shape: kv.PageShape) -> kv.KVCache:
+        return kv.init_cache(self.config.layers, self.config.kv_heads, self.config.head_dim, shape)
+
+    def cache_axes(self) -> kv.KVCache:
+        return (stand_in(kv.PAGE_AXES),) * self.config.layers
+
+    def update_cache(
+        self, params: Params, cache: kv.KVCache, paging: kv.Paging, out: Output, partition: Partitioner
+    ) -> kv.KVCache:
+        assert out.aux is not None, "the forward was asked for aux_layers"
+        c, angles = network.context(params, self.config, out.aux), self.config.angles(paging.positions)
+        written = []
+        for pages, w in zip(cache, branches(params, "layers"), strict=True):
+            k, v = network.keys_values(w, self.config, c, angles)
+            written.append(kv.write(pages, k, v, paging, partition))
+        return tuple(written)
+
+    def drafter(self, config: DrafterConfig) -> Drafter:
+        if config.length > self.config.longest:
+            raise InputError(f"draft.length={config.length}: this drafter's blocks have {self.config.longest} drafts")
+        return block_drafter(self, config)
+
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
+        rows, aux, tables = inputs.rows, inputs.aux, inputs.tables
+        assert aux is not None, "the forward was asked for aux_layers"
+        text = (tables.embed, rows.tokens, rows.positions, rows.segments)
+        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps)
+        lm_head = params["unembed"] if self.has_vocab_map else tables.lm_head
+        if self.config.markov_rank:
+            lm_head = jnp.concatenate([lm_head, params["markov_out"].astype(lm_head.dtype)], axis=1)
+        return outputs, lm_head
+
+    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
+        """Take the last norm and, on a reduced vocabulary, the lm_head from the target; a Markov head adds 0 at first.
+
+        Layers start at random, as DFlash's.
+        """
+        taken = {"final_norm": target["final_norm"]}
+        taken |= {"unembed": lm_head} if self.has_vocab_map else {}
+        taken |= {"markov_out": jnp.zeros_like(params["markov_out"])} if self.config.markov_rank else {}
+        return {**params, **taken}
+
+    def load(self, folder: str, partition: Partitioner) -> Params:
+        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+
+    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray | None:
+        if not self.has_vocab_map:
+            return None
+        return checkpoint.load_vocab_map(folder, self.config) if folder else np.arange(self.vocab, dtype=np.int32)
+
+    def save(
+        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        ids = None if vocab_map is None else np.asarray(vocab_map)
+        checkpoint.save(folder, params, ids, self.config, target, dtype)
+
+
+def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
+    """Draft up to `config.length` tokens with one pass over a whole block, however few of them are wanted.
+
+    The slots' keys and values stand in the pages from the anchor's position on, where those of the target's features
+    replace them as soon as the target has read the tokens.
+    """
+    c = draft.config
+
+    def logits(params: Weights, x: jax.Array) -> jax.Array:
+        table = params.draft["to_logits"] if draft.has_vocab_map else params.policy["to_logits"]
+        return config.partition.constrain(matmul("BTD,DV->BTV", x, table), "batch", None, "vocab")
+
+    def block(params: Weights, slots: Slots, cache: kv.KVCache, k: int) -> tuple[jax.Array, kv.KVCache]:
+        """Return U [B, k, Vd] float32, and the cache."""
+        first = slots.length[:, None] - 1
+        anchor = jnp.take_along_axis(slots.tokens, first, axis=1)[:, 0]
+        x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
+        positions = first + jnp.arange(c.slots)[None]
+        paging, written = slots.place(positions), list[jax.Array]()
+        # No slot reads beyond the row's limit, where nothing is written.
+        last = slots.place(jnp.broadcast_to(jnp.minimum(positions[:, -1:], slots.limit[:, None] - 1), positions.shape))
+
+        def attention(pages: jax.Array) -> network.AttendBlock:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                out, new = kv.attend_up_to(q, k, v, pages, paging, last.positions, config.partition)
+                written.append(new)
+                return out
+
+            return attend
+
+        layers, angles = list(branches(params.draft, "layers")), c.angles(positions)
+        x = config.partition.constrain(x, "batch", None, None)
+        x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in cache])
+        x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
+        return logits(params, x[:, c.unused : c.unused + k]), tuple(written)
+
+    def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
+        scores, cache = block(params, slots, slots.cache.draft, k)
+        anchor = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
+
+        def step(i: int, token: jax.Array | None) -> jax.Array:
+            if not c.markov_rank:
+                return scores[:, i]
+            latent = params.draft["markov_in"][anchor if token is None else token]
+            return scores[:, i] + matmul("BR,VR->BV", latent, params.draft["markov_out"])
+
+        return draft_tokens(step, slots, seed, k, params.vocab_map, config), slots.cache._replace(draft=cache)
+
+    def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
+        return cache  # every forward of the target brings it level
+
+    return Drafter(config.length, draft_fn, sync_cache, ahead=c.slots - 1)

@@ -1,0 +1,120 @@
+"""Folders of block drafters: written and read back, recognised, and refused with one line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from specrl_jax.decoding.sampling import Sampling
+from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from specrl_jax.drafts.block.draft import BlockDraft
+from specrl_jax.drafts.kinds import make_method
+from specrl_jax.errors import InputError
+from tests.drafts.block.test_network import CONFIGS, ONE, TARGET, params_of
+from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
+
+IDS = np.sort(np.random.default_rng(5).permutation(24)[:10]).astype(np.int32)
+
+
+def saved(kind, folder, dtype="float32"):
+    draft = BlockDraft(CONFIGS[kind])
+    draft.save(str(folder), params_of(kind), IDS if draft.has_vocab_map else None, TARGET, dtype)
+    return folder
+
+
+def options(kind, path="", **values):
+    return make_method(DraftOptions(kind, path=str(path), **values), TARGET).model
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_was_saved_is_read_back(kind, tmp_path):
+    folder = saved(kind, tmp_path / "draft")
+    draft = options(kind, folder)
+    assert draft.config == CONFIGS[kind]
+    assert_same_trees(draft.load(str(folder), ONE), params_of(kind))
+    ids = draft.load_vocab_map(str(folder), TARGET)
+    assert ids is None if kind == "dflash" else ids.tolist() == IDS.tolist()
+
+
+def test_the_folders_have_the_names_of_their_libraries(tmp_path):
+    ours, theirs = (read_config(saved(kind, tmp_path / kind)) for kind in ("dspark", "dflash"))
+    assert ours["architectures"] == ["Qwen3DSparkModel"] and ours["markov_head_type"] == "vanilla"
+    # The outputs of layers 1, 2 and 3 of six, which enter the layers after them.
+    assert ours["target_layer_ids"] == theirs["dflash_config"]["target_layer_ids"] == [1, 2, 3]
+    assert ours["block_size"] == theirs["block_size"] == 4 and ours["mask_token_id"] == 23
+    names = set(read_tensors(tmp_path / "dspark"))
+    own = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"}
+    assert {name for name in names if not name.startswith("layers.")} == own | {
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+    }
+    layer = {name.removeprefix("layers.1.") for name in names if name.startswith("layers.1.")}
+    assert {"self_attn.q_proj.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight"} < layer and len(layer) == 11
+
+
+def test_what_is_frozen_is_ignored_and_what_is_unknown_is_not(tmp_path):
+    folder = saved("dflash", tmp_path / "draft")
+    tensors = read_tensors(folder)
+    more = {"embed_tokens.weight": np.zeros((24, 16), np.float32), "lm_head.weight": np.zeros((24, 16), np.float32)}
+    write(folder, tensors | more)
+    assert options("dflash", folder).config == CONFIGS["dflash"]
+    write(folder, tensors | {"layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)})
+    with pytest.raises(InputError, match=r"q_proj\.bias"):
+        options("dflash", folder)
+
+
+def write(folder, tensors):
+    safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "changes", "words"),
+    [
+        ("dflash", (), {"hidden_size": 8}, "hidden_size=8, the policy has 16"),
+        ("dflash", (), {"vocab_size": 25}, "vocab_size=25, the policy has 24"),
+        ("dflash", ("dflash_config",), {"target_layer_ids": [2, 1, 3]}, "must ascend within 0..4"),
+        ("dflash", ("dflash_config",), {"target_layer_ids": [1, 2, 5]}, "must ascend within 0..4"),
+        ("dflash", ("dflash_config",), {"mask_token_id": 24}, "mask_token_id=24"),
+        ("dflash", (), {"block_size": None}, "lacks 'block_size'"),
+        ("dspark", (), {"markov_head_type": "rnn"}, "markov_head_type=rnn"),
+        ("dspark", (), {"use_sliding_window": True}, "use_sliding_window"),
+        ("dspark", (), {"draft_vocab_size": 12}, "has shape"),
+    ],
+)
+def test_a_drafter_of_another_policy_is_refused(kind, path, changes, words, tmp_path):
+    folder = saved(kind, tmp_path / "draft")
+    edit_config(folder, *path, **changes)
+    with pytest.raises(InputError, match=words):
+        options(kind, folder)
+
+
+def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
+    folder = saved("dflash", tmp_path / "draft")
+    with pytest.raises(InputError, match=r"is a drafter of draft\.kind=dflash"):
+        options("dspark", folder)
+    with pytest.raises(InputError, match=r"draft\.vocab_size=9, the drafter .* has 24"):
+        options("dflash", folder, vocab_size=9)
+    with pytest.raises(InputError, match=r"draft\.length=4: this drafter's blocks have 3 drafts"):
+        drafter_of(folder, 4)
+    assert drafter_of(folder, 3).length == 3
+
+
+def drafter_of(folder, length):
+    return options("dflash", folder).drafter(DrafterConfig(length, Sampling(), jnp.dtype("float32"), ONE))
+
+
+def test_ids_that_are_not_different_are_refused(tmp_path):
+    folder = saved("dspark", tmp_path / "draft")
+    write(folder, read_tensors(folder) | {"d2t": np.zeros(10, np.int64) - np.arange(10)})
+    with pytest.raises(InputError, match="10 different ids"):
+        options("dspark", folder).load_vocab_map(str(folder), TARGET)
+
+
+def test_a_new_drafter_starts_as_one_without_a_markov_head():
+    draft = BlockDraft(CONFIGS["dspark"])
+    lm_head, target = np.ones((10, 16), np.float32), {"final_norm": np.full(16, 2.0, np.float32)}
+    params = draft.initialise_from_target(params_of("dspark"), target, lm_head)
+    assert not np.asarray(params["markov_out"]).any() and (params["unembed"] == 1).all()
+    assert (params["final_norm"] == 2).all()
+    assert jax.tree.structure(params) == jax.tree.structure(params_of("dspark"))
