@@ -111,6 +111,12 @@ class DraftConfig:
         "soft cross-entropy, KL (same gradient), total variation, end-to-end TV",
         choices=("ce", "kl", "tv", "e2e_tv"),
     )
+    positions: str = key(
+        "all",
+        "tokens that weigh in the loss: all alike; weighted = those that the policy drew itself where drafts were "
+        "verified, and the next, three times as much; refused = those alone",
+        choices=("all", "weighted", "refused"),
+    )
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
         0,

@@ -229,6 +229,10 @@ def _draft_pretrain(config: Config) -> None:
         raise InputError(f"task=draft_pretrain makes a draft with weights: set draft.kind to {kinds}")
     if config.draft.length < 1:
         raise InputError("task=draft_pretrain measures acceptance: draft.length of at least 1 is needed")
+    if config.draft.positions != "all":
+        raise InputError(
+            f"draft.positions={config.draft.positions}: texts of task=draft_pretrain have no refused drafts; leave all"
+        )
 
 
 def _benchmark(config: Config) -> None:

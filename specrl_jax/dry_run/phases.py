@@ -199,7 +199,7 @@ def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
     ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     kept = KeptTokens(ids, ints) if most_kept else None
-    return Rows(ints, ints, ints, mask, ints, kept)
+    return Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

@@ -95,17 +95,27 @@ def few_sizes(n: int) -> int:
     return -(-n // step) * step
 
 
-def learner_batch(batch: TrainingBatch, pad_id: int, packing: Packing | None = None) -> LearnerBatch:
-    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest."""
+def learner_batch(
+    batch: TrainingBatch, pad_id: int, packing: Packing | None = None, drawn: bool = False
+) -> LearnerBatch:
+    """Pack rollouts into rows; without `packing` each has a row, as long as that of the longest.
+
+    `drawn`: the rows say which tokens the policy drew itself.
+    """
     r = batch.rollouts
     rows, behaviour = rollout_rows(r, pad_id)
     by_token = [behaviour, *(np.repeat(x[:, None], rows.tokens.shape[1], axis=1) for x in batch[1:])]
+    if drawn:
+        drew = np.pad(r.draft_positions[:, 1 : r.length.max()] == 0, ((0, 0), (0, 1)))
+        by_token.append(drew & np.asarray(rows.mask))
     places = pack_parts(r.length, packing) if packing else None
     if places:
         rows = packed_rows(rows, places, r.length, pad_id)
         by_token = [packed(x, places, r.length, 0) for x in by_token]
     if r.mask_count.shape[1]:
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places))
+    if drawn:
+        rows = dataclasses.replace(rows, drawn=stand_in(by_token.pop()))
     return LearnerBatch(rows, *by_token)
 
 

@@ -23,7 +23,14 @@ from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
-from specrl_jax.rl.draft_losses import cumulative_acceptance, draft_loss_mask, step_losses, step_means, step_weights
+from specrl_jax.rl.draft_losses import (
+    cumulative_acceptance,
+    draft_loss_mask,
+    pair_weights,
+    step_losses,
+    step_means,
+    step_weights,
+)
 from specrl_jax.sharding import Partitioner
 
 # A draft that is not trained is evaluated on one row in so many: enough for an alarm that fires when half of the
@@ -44,6 +51,7 @@ class DraftForward:
     vocab_tile: int  # entries of the draft vocabulary unembedded at once; 0 = all
     microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
+    positions: str = "all"  # one of draft_losses.POSITIONS
 
 
 @flax.struct.dataclass
@@ -108,14 +116,15 @@ def make_draft_step(
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
         terms = _terms(forward, partition, params, tables, features, rows)
         pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
-        loss = step_means(step_losses(forward.loss, terms), pairs)
+        loss = step_means(step_losses(forward.loss, terms), pair_weights(pairs, rows.drawn, forward.positions))
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def update(
         state: TrainState, tables: TargetTables, features: Features, rows: Rows
     ) -> tuple[TrainState, DraftMetrics]:
-        counts = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments).sum(axis=(1, 2), dtype=jnp.float32)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
+        counts = pair_weights(pairs, rows.drawn, forward.positions).sum(axis=(1, 2))
 
         def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
             return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None

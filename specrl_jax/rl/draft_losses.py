@@ -21,6 +21,8 @@ from specrl_jax.core import DraftTerms, Mean, shift_left
 LOSSES = ("ce", "kl", "tv", "e2e_tv")
 # EAGLE-3: weight of draft step i is DECAY ** i.
 DECAY = 0.8
+POSITIONS = ("all", "weighted", "refused")
+WEIGHT = 3.0  # of a token that a draft missed, among others
 
 
 def step_losses(name: str, terms: DraftTerms) -> jax.Array:
@@ -65,6 +67,27 @@ def draft_loss_mask(mask: jax.Array, steps: int, segments: jax.Array | None = No
     return found & jnp.stack([shift_left(segments, 2 + i) == segments for i in range(steps)])
 
 
-def step_means(values: jax.Array, where: jax.Array) -> Mean:
-    """Sum and count [steps] the values [steps, B, T] where the mask is true, so that microbatches and shards add up."""
-    return Mean(jnp.where(where, values, 0.0).sum(axis=(1, 2)), where.sum(axis=(1, 2), dtype=jnp.float32))
+def pair_weights(pairs: jax.Array, drawn: jax.Array | None, positions: str) -> jax.Array:
+    """Return the weight [steps, B, T] float32 of each pair in the loss, of a mask `pairs` as `draft_loss_mask` returns.
+
+    A token that the policy drew itself where drafts were verified is the place of a refused draft, or follows a draft
+    that was kept whole. It and the token after it, where the next draft starts, weigh WEIGHT ("weighted"), or are the
+    only ones that count ("refused"): learning from mistakes, after Draft-OPD (bingyang-lei/Draft-OPD), whose anchors
+    are the refused positions.
+
+    Args:
+      drawn: [B, T] bool, entry t for token t + 1; needed unless `positions` is "all".
+      positions: one of POSITIONS.
+    """
+    if positions == "all":
+        return pairs.astype(jnp.float32)
+    assert drawn is not None, "rows say which tokens the policy drew"
+    matters = drawn | jnp.pad(drawn[:, :-1], ((0, 0), (1, 0)))
+    matters = jnp.stack([shift_left(matters, 1 + i) for i in range(len(pairs))])
+    return pairs * jnp.where(matters, WEIGHT if positions == "weighted" else 1.0, float(positions == "weighted"))
+
+
+def step_means(values: jax.Array, weights: jax.Array) -> Mean:
+    """Sum the values [steps, B, T] and their weights (or mask) by step, so that microbatches and shards add up."""
+    counted = jnp.where(weights > 0, values * weights, 0.0)
+    return Mean(counted.sum(axis=(1, 2)), weights.sum(axis=(1, 2), dtype=jnp.float32))

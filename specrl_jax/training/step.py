@@ -68,7 +68,7 @@ def train_step(
         generated = merge_rounds(produced.rounds)
         generated.scores.require_some(f"step {step}")
         training_batch = select_groups(generated, grpo)
-        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing)
+        batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, learner.tells_drawn)
         inputs = compute_loss_inputs(learner, state, batch)
     leave_if(stop)
     with clock("train"):

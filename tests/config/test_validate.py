@@ -185,6 +185,7 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"task": "draft_pretrain", "draft.kind": "none"}, ["task=draft_pretrain", "draft.kind to eagle3"]),
         ({"task": "draft_pretrain", "draft.kind": "suffix"}, ["task=draft_pretrain", "draft.kind to eagle3"]),
         ({"task": "draft_pretrain", "draft.length": 0}, ["task=draft_pretrain", "draft.length"]),
+        ({"task": "draft_pretrain", "draft.positions": "refused"}, ["draft.positions=refused", "leave all"]),
         ({"task": "benchmark", "draft.length": 0}, ["task=benchmark", "draft.length"]),
         ({"task": "benchmark", "benchmark.lengths": (0, 4)}, ["benchmark.lengths=(0, 4)", "draft.length=3"]),
         ({"task": "dry_run"}, ["dry_run.devices=0", "-1"]),

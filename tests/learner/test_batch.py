@@ -120,6 +120,7 @@ def training_batch(seed=0, rollouts=8, masks=False):
         length=prompt + response,
         mask_count=mask_count,
         masks=lambda: ids,
+        draft_positions=np.where(responses, rng.integers(-2, 3, (rollouts, T)), 0).astype(np.int8),
     )
     loss_mask = np.ones(rollouts, bool)
     loss_mask[3] = False
@@ -144,6 +145,20 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
     assert (
         packed.rows.segments[packed.rows.segments == 0].size + drawn.rollouts.length.sum()
     ) == packed.rows.tokens.size
+
+
+def test_rows_say_which_tokens_the_policy_drew():
+    batch, found = training_batch(), []
+    for packing in (None, PACKING._replace(parts=2)):
+        rows = learner_batch(batch, 0, packing, drawn=True).rows
+        assert rows.drawn.dtype == bool and not rows.drawn[~np.asarray(rows.mask)].any()
+        at = rows.mask
+        found.append(sorted(zip(*(x[at].tolist() for x in (rows.targets, rows.positions, rows.drawn)))))
+    r, expected = batch.rollouts, []
+    for row, (start, end) in enumerate(zip(r.prompt_length, r.length)):
+        expected += [(int(r.tokens[row, t]), t - 1, bool(r.draft_positions[row, t] == 0)) for t in range(start, end)]
+    assert found == [sorted(expected)] * 2
+    assert learner_batch(batch, 0).rows.drawn is None
 
 
 def test_every_target_has_the_ids_that_sampling_kept():
