@@ -87,6 +87,10 @@ class DraftModel(Protocol[Cache]):
         """Return Vd, the entries of the draft's vocabulary."""
 
     @property
+    def longest(self) -> int | None:
+        """Return the most tokens of a draft; None = as many as are asked for."""
+
+    @property
     def has_vocab_map(self) -> bool:
         """Return whether draft ids are not target ids; the draft's lm_head is then its parameter "unembed" [Vd, D]."""
 

@@ -75,6 +75,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
     plan = Plan(config, model, method, learner, rollout, limits, most, page)
     _check_processes(config)
+    _check_length(plan)
     _check_vocabulary(plan)
     _check_shards(plan)
     check_cache_length(plan.limits, model)
@@ -193,6 +194,14 @@ def _check_processes(config: Config) -> None:
             f"grpo.sampling_rounds={g.sampling_rounds}: several processes would have to ask each other whether to "
             "generate again, and under pipeline.mode=async they do not wait for each other"
         )
+
+
+def _check_length(plan: Plan) -> None:
+    """Raise InputError where drafts, or those that are learned, would be longer than the draft can make them."""
+    most = plan.draft.longest if plan.draft else None
+    for key in ("length", "ttt_steps") if most is not None else ():
+        if (wanted := getattr(plan.config.draft, key)) > most:
+            raise InputError(f"draft.{key}={wanted}: a block of this drafter has {most} drafts")
 
 
 def _check_vocabulary(plan: Plan) -> None:

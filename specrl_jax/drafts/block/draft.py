@@ -57,6 +57,10 @@ class BlockDraft:
         return self.config.draft_vocab
 
     @property
+    def longest(self) -> int:
+        return self.config.longest
+
+    @property
     def has_vocab_map(self) -> bool:
         return self.config.draft_vocab < self.config.vocab
 
@@ -93,8 +97,6 @@ class BlockDraft:
         return tuple(written)
 
     def drafter(self, config: DrafterConfig) -> Drafter:
-        if config.length > self.config.longest:
-            raise InputError(f"draft.length={config.length}: this drafter's blocks have {self.config.longest} drafts")
         return block_drafter(self, config)
 
     def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,7 @@ class RecurrentDraft:
     """
 
     config: HeadConfig
+    longest = None
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend

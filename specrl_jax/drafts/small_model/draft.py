@@ -42,6 +42,7 @@ class SmallModelDraft:
 
     aux_layers = ()
     has_vocab_map = False
+    longest = None
 
     @property
     def vocab(self) -> int:

@@ -1,16 +1,17 @@
 """Folders of block drafters: written and read back, recognised, and refused with one line."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.drafts.base import DrafterConfig, DraftOptions
+from configs import rlzero_tiny
+from specrl_jax.config import from_config_dict
+from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
+from specrl_jax.training.plan import make_plan
 from tests.drafts.block.test_network import CONFIGS, ONE, TARGET, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
 
@@ -95,13 +96,17 @@ def test_the_kind_and_the_length_must_fit_the_block(tmp_path):
         options("dspark", folder)
     with pytest.raises(InputError, match=r"draft\.vocab_size=9, the drafter .* has 24"):
         options("dflash", folder, vocab_size=9)
-    with pytest.raises(InputError, match=r"draft\.length=4: this drafter's blocks have 3 drafts"):
-        drafter_of(folder, 4)
-    assert drafter_of(folder, 3).length == 3
+    assert options("dflash", folder).longest == 3
 
 
-def drafter_of(folder, length):
-    return options("dflash", folder).drafter(DrafterConfig(length, Sampling(), jnp.dtype("float32"), ONE))
+@pytest.mark.parametrize("key", ["length", "ttt_steps"])
+def test_a_run_whose_drafts_are_longer_than_a_block_is_refused(key):
+    config = rlzero_tiny.get_config("smoke")
+    config.draft.update({"kind": "dflash", "slots": 4, "length": 3, "ttt_steps": 3})
+    assert make_plan(from_config_dict(config), ONE.mesh).draft.longest == 3
+    config.draft[key] = 4
+    with pytest.raises(InputError, match=rf"draft\.{key}=4: a block of this drafter has 3 drafts"):
+        make_plan(from_config_dict(config), ONE.mesh)
 
 
 def test_ids_that_are_not_different_are_refused(tmp_path):
