@@ -96,14 +96,15 @@ MORE = {
 def quick(smoke: bool = False) -> Chain:
     """Return the commands of --quick: acceptance, traces and clocks of one base, and RL with its head, in QUICK.
 
-    With `smoke` one prompt each and one step.
+    With `smoke` one prompt each, acceptance on one workload, and one step.
     """
     wanted = [path for path in rooms_made(0) if "recite" not in path]
     missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
     copies = [["cp", "-r", str(CARRIED / path.removeprefix("runs/")), path] for path in missing]
     folder, prompts = ["--folder", str(QUICK)], ["--prompts", "1"] if smoke else []
+    workloads = ["--workloads", "rooms"] if smoke else []
     measured = [
-        ["experiments.rooms.acceptance", "--seeds", "0", *prompts, *folder],
+        ["experiments.rooms.acceptance", "--seeds", "0", *prompts, *workloads, *folder],
         ["experiments.traces.record", "--seeds", "0", *prompts, "--output", str(QUICK / "traces.csv")],
         ["experiments.traces.clocks", *folder],
     ]

@@ -134,6 +134,8 @@ def table(rows: Sequence[Position]) -> str:
             [row for row in rows if (row.workload, row.head, row.drafts, row.k) == (workload, head, drafts, k)]
             for k in LENGTHS
         )
+        if not short:
+            continue
         tokens = (interval([row.tokens_per_verification for row in x if row.position == 1]) for x in (short, long))
         shares = chances(rows, workload=workload, head=head, drafts=drafts, k=LENGTHS[-1]).mean(axis=0)
         distance = interval([row.total_variation for row in short if row.position == 1])

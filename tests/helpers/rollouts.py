@@ -24,7 +24,6 @@ KINDS = {
     "eagle3": ("eagle3", 0),
     "mtp": ("mtp", 0),
     "dspark": ("dspark", 0),
-    "dflash": ("dflash", 0),
     "model": ("model", 0),
     "self": ("self", 0),
     "ngram": ("ngram", 0),
