@@ -7,8 +7,9 @@ from ml_collections import ConfigDict
 
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.training.build import Learner, Rollout, build, make_learner, make_rollout
-from specrl_jax.training.initial import initial_weights
+from specrl_jax.learner.state import RunState
+from specrl_jax.training.build import Learner, Rollout, build, make_learner, make_rollout, prepare
+from specrl_jax.training.initial import initial_state
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import Problems, load_problems
 from specrl_jax.training.speedup import Workload, step_workload
@@ -30,7 +31,9 @@ def make_parts(config: ConfigDict, mesh: Mesh) -> Parts:
 class Prepared(NamedTuple):
     """What generates, and what is generated."""
 
+    learner: Learner
     rollout: Rollout
+    state: RunState  # before training
     weights: Weights
     work: Workload
 
@@ -39,4 +42,6 @@ def prepared(config: ConfigDict, lengths: tuple[int, ...]) -> Prepared:
     """Return engines with programs for these draft lengths, weights, and the rollouts of a step's problems."""
     learner, rollout = build(from_config_dict(config), lengths=lengths)
     problems = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
-    return Prepared(rollout, initial_weights(learner, rollout), step_workload(rollout, next(problems)))
+    state = initial_state(learner)
+    weights = prepare(learner, rollout, state)[0]
+    return Prepared(learner, rollout, state, weights, step_workload(rollout, next(problems)))

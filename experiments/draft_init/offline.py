@@ -11,7 +11,6 @@ The rooms have a base and features for each seed, of experiments/reproduce.py. R
 """
 
 import argparse
-import os
 import pathlib
 import threading
 import time
@@ -51,21 +50,19 @@ ROOMS = [("rooms", loss, 7) for loss in ("ce", f"ce{THEN}e2e_tv")]
 HERE = pathlib.Path(__file__).parent
 
 
-def rooms_case(loss: str, ttt_steps: int, seed: int, updates: int) -> Parts:
-    c = draft_tiny.get_config("rooms")
-    c.policy.path = folder("rooms", "base", seed)
-    c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
-    c.steps, c.draft.decay_steps, c.seed, c.rollout.seed = updates, updates, seed, seed
-    c.eval.problems = 256
-    return make_parts(c, bench.one_device())
+# Task of the training prompts -> that of the validation prompts.
+EVALUATED = {"arithmetic": "arithmetic", "countdown": "arithmetic", "rooms": "rooms"}
 
 
-def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int, problems: int) -> Parts:
-    c = draft_tiny.get_config()
-    c.data.task, c.eval.task = prompts, "arithmetic"
+def make_case(prompts: str, loss: str, ttt_steps: int, seed: int, updates: int, rollouts: int) -> Parts:
+    c = draft_tiny.get_config("rooms" if prompts == "rooms" else "")
+    c.data.task, c.eval.task = prompts, EVALUATED[prompts]
     c.draft.loss, c.draft.ttt_steps, c.draft.length = loss, ttt_steps, max(K)
-    c.steps, c.draft.decay_steps = updates, updates
-    c.seed, c.pretrain.rollouts, c.eval.problems = seed, rollouts, problems
+    c.steps, c.draft.decay_steps, c.seed = updates, updates, seed
+    if prompts == "rooms":
+        c.policy.path, c.rollout.seed = folder("rooms", "base", seed), seed
+    else:
+        c.pretrain.rollouts = rollouts
     if prompts == "countdown":
         c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = 20, 36
     return make_parts(c, bench.one_device())
@@ -94,10 +91,10 @@ def train(cases: list[Parts], features: str) -> tuple[RunState, float]:
     return state.replace(draft=draft), time.perf_counter() - start
 
 
-def measure(parts: Parts, state: RunState) -> Iterator[bench.Row]:
+def measure(parts: Parts, state: RunState, task: str, problems: int) -> Iterator[bench.Row]:
     """Return one row per k, over equal prompts and noise."""
     weights, _ = prepare(parts.learner, parts.rollout, state)
-    prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
+    prompts = bench.validation_prompts(problems, parts.rollout.tokenizer.encode, task)
     for k in K:
         rollouts = parts.rollout.engine.generate(weights, prompts, 1, 1, lengths=FixedLength(k))
         verifications = int(rollouts.verifications.sum())
@@ -133,16 +130,11 @@ def main() -> None:
         for seed in a.seeds:
             for cell in ROOMS if a.rooms else HEADS:
                 prompts, losses, steps = cell
-                if a.rooms:
-                    cases = [rooms_case(x, steps, seed, updates) for x in losses.split(THEN)]
-                    state, seconds = train(cases, f"{folder('rooms', 'head', seed)}_run/features")
-                else:
-                    cases = [
-                        make_case(prompts, x, steps, seed, updates, a.rollouts, a.problems) for x in losses.split(THEN)
-                    ]
-                    state, seconds = train(cases, os.path.join(a.features, prompts))
+                features = f"{folder('rooms', 'head', seed)}_run/features" if a.rooms else f"{a.features}/{prompts}"
+                cases = [make_case(prompts, x, steps, seed, updates, a.rollouts) for x in losses.split(THEN)]
+                state, seconds = train(cases, features)
                 row: dict[str, Any] = dict(zip(CELL, cell)) | {"seed": seed, "updates": updates}
-                for found in measure(cases[0], state):
+                for found in measure(cases[0], state, EVALUATED[prompts], a.problems):
                     write(row | {"train_seconds": round(seconds, 2)} | found)
     report(bench.read_rows(output))
 

@@ -108,9 +108,9 @@ def one_device() -> Mesh:
     return make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1])
 
 
-def validation_prompts(count: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Return the first prompts of the arithmetic task's validation split as tokens."""
-    source = TaskSource("arithmetic", "validation", seed=0)
+def validation_prompts(count: int, encode: Callable[[str], list[int]], task: str = "arithmetic") -> list[list[int]]:
+    """Return the first prompts of a built-in task's validation split as tokens."""
+    source = TaskSource(task, "validation", seed=0)
     return [encode(source[i].prompt) for i in range(count)]
 
 

@@ -22,17 +22,14 @@ import numpy as np
 
 from experiments.claims import COLOURS, STYLES, markdown, put_table, save, write_rows
 from experiments.engine import bench
+from experiments.parts import prepared
 from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
 from experiments.verdicts import Claim, interval, judge_level, judge_ratio
-from specrl_jax.config import from_config_dict
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.state import RunState
-from specrl_jax.training.build import Learner, build, prepare
-from specrl_jax.training.initial import initial_state
-from specrl_jax.training.problems import load_problems
-from specrl_jax.training.speedup import step_workload
+from specrl_jax.training.build import Learner
 
 HERE = pathlib.Path(__file__).parent
 # The paper's tokens per verification at k = 3 with offline heads (Tables 2, 3 and 5), and the acceptance of a draft
@@ -64,10 +61,7 @@ def measure(workload: str, seed: int, head: str, argmax: bool, prompts: int) -> 
     config.draft.length = config.draft.ttt_steps = LENGTHS[-1]
     config.draft.argmax = argmax
     config.grpo.prompts_per_step = prompts
-    learner, rollout = build(from_config_dict(config), lengths=LENGTHS)
-    state = initial_state(learner)
-    weights = prepare(learner, rollout, state)[0]
-    work = step_workload(rollout, next(load_problems(learner.plan.config, rollout.tokenizer).stream(prompts)))
+    learner, rollout, state, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
         distances = total_variation(learner, state, found, rollout.tokenizer.pad_id)
@@ -106,39 +100,42 @@ def chances(rows: Sequence[Position], **wanted: object) -> np.ndarray:
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     """Judge tokens per verification at k = 3, and those of a generic head over the in-domain head's, over bases."""
-    found = []
+    runs, found = [Position(**row) for row in rows], list[Claim]()
     for workload, head in PAPER_TOKENS:
         for drafts in ("argmax", "sampled"):
             text = f"{NAMES[workload]}, rooms: tokens a verification, k = 3, {head} head, {drafts} drafts"
-            values = lengths_of(rows, workload, head, drafts)
+            values = tokens_of(runs, workload, head, drafts, 3)
             found.append(judge_level(text, PAPER_TOKENS[workload, head], "Tables 2, 3, 5", values))
     for workload, name in NAMES.items():
         paper = PAPER_TOKENS[workload, "generic"] / PAPER_TOKENS[workload, "in-domain"]
-        ratios = np.divide(*(lengths_of(rows, workload, head, "argmax") for head in ("generic", "in-domain")))
+        ratios = np.divide(*(tokens_of(runs, workload, head, "argmax", 3) for head in ("generic", "in-domain")))
         text = f"{name}, rooms: tokens a verification, generic head over in-domain head, argmax drafts"
         found.append(judge_ratio(text, round(paper, 2), "Tables 2, 3, 5", ratios, by="base"))
     return found
 
 
-def lengths_of(rows: Sequence[dict[str, Any]], workload: str, head: str, drafts: str) -> np.ndarray:
-    """Return [bases], tokens per verification at k = 3."""
-    first = bench.matching(rows, workload=workload, head=head, drafts=drafts, k=3, position=1)
-    return np.array([row["tokens_per_verification"] for row in sorted(first, key=lambda row: row["seed"])])
+def first_drafts(rows: Sequence[Position], workload: str, head: str, drafts: str, k: int) -> list[Position]:
+    """Return the first position of each base's run."""
+    wanted = (workload, head, drafts, k, 1)
+    found = [row for row in rows if (row.workload, row.head, row.drafts, row.k, row.position) == wanted]
+    return sorted(found, key=lambda row: row.seed)
+
+
+def tokens_of(rows: Sequence[Position], *run: Any) -> np.ndarray:
+    """Return [bases], tokens per verification; arguments as of `first_drafts`."""
+    return np.array([row.tokens_per_verification for row in first_drafts(rows, *run)])
 
 
 def table(rows: Sequence[Position]) -> str:
     """Return the Markdown table: tokens per verification, acceptance of each position, total variation of the first."""
     lines = []
     for workload, head, drafts in itertools.product(WORKLOADS, HEADS, ("sampled", "argmax")):
-        short, long = (
-            [row for row in rows if (row.workload, row.head, row.drafts, row.k) == (workload, head, drafts, k)]
-            for k in LENGTHS
-        )
-        if not short:
+        first = first_drafts(rows, workload, head, drafts, LENGTHS[0])
+        if not first:
             continue
-        tokens = (interval([row.tokens_per_verification for row in x if row.position == 1]) for x in (short, long))
+        tokens = (interval(tokens_of(rows, workload, head, drafts, k)) for k in LENGTHS)
         shares = chances(rows, workload=workload, head=head, drafts=drafts, k=LENGTHS[-1]).mean(axis=0)
-        distance = interval([row.total_variation for row in short if row.position == 1])
+        distance = interval([row.total_variation for row in first])
         kept = " ".join(f"{share:.2f}" for share in shares)
         paper = PAPER_TOKENS[workload, head]
         lines.append([NAMES[workload], f"{head}, {drafts}", *tokens, paper, kept, distance])

@@ -62,7 +62,7 @@ def measure(rounds: int) -> None:
 def measured_rounds(workload: str, slots: int, rounds: int) -> Iterator[dict[str, Any]]:
     config = config_of(workload, SEED)
     config.draft.length, config.rollout.num_slots, config.grpo.prompts_per_step = max(LENGTHS), slots, PROMPTS
-    rollout, weights, work = prepared(config, LENGTHS)
+    _, rollout, _, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         timed(rollout.engine, weights, work, FixedLength(k))
     for i, k in bench.in_turn(LENGTHS, rounds):

@@ -25,7 +25,7 @@ def record(workload: str, seed: int, prompts: int) -> Iterator[Trace]:
     """Yield the traces of the rollouts of so many prompts at each of LENGTHS."""
     config = config_of(workload, seed)
     config.draft.length, config.grpo.prompts_per_step = LENGTHS[-1], prompts
-    rollout, weights, work = prepared(config, LENGTHS)
+    _, rollout, _, weights, work = prepared(config, LENGTHS)
     for k in LENGTHS:
         # Each length has noise of its own, so that their rollouts are independent.
         found = rollout.engine.generate(

@@ -43,6 +43,20 @@ class Roped(Checked):
     max_position_embeddings: Positions | None = None
 
 
+class Qwen3Sizes(Roped):
+    """The sizes of Qwen3's layers, which drafts of such layers write too."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    intermediate_size: Size
+    rms_norm_eps: Epsilon
+    use_sliding_window: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class ConfigJson:
     """The object in a config.json."""

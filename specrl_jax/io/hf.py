@@ -9,7 +9,7 @@ import numpy as np
 
 from specrl_jax.core import Params
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import ConfigJson, Epsilon, Experts, Layers, Positions, Rope, Roped, Size
+from specrl_jax.io.config_json import ConfigJson, Experts, Positions, Qwen3Sizes, Rope, Roped, Size
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
 from specrl_jax.models import qwen3
@@ -19,23 +19,14 @@ from specrl_jax.sharding import Partitioner
 _EMBEDDING, _LM_HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"
 
 
-class Qwen3File(Roped):
+class Qwen3File(Qwen3Sizes):
     """The keys of a Qwen3's config.json that are read."""
 
     model_type: str
-    vocab_size: Size
-    hidden_size: Size
-    num_hidden_layers: Layers
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
-    intermediate_size: Size
     tie_word_embeddings: bool
     max_position_embeddings: Positions
-    rms_norm_eps: Epsilon
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = False
-    use_sliding_window: bool = False
 
 
 class MixtureFile(Checked):
@@ -63,11 +54,7 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
     for unsupported in ("attention_bias", "use_sliding_window"):
         if getattr(file, unsupported):
             raise raw.error(f"asks for {unsupported}, which is not supported")
-    if file.num_attention_heads % file.num_key_value_heads or file.head_dim % 2:
-        raise raw.error(
-            f"has num_attention_heads={file.num_attention_heads}, num_key_value_heads={file.num_key_value_heads} and "
-            f"head_dim={file.head_dim}; the first must be a multiple of the second, and the last even"
-        )
+    check_heads(raw, file)
     theta, yarn = read_rope(raw)
     config = qwen3.Qwen3Config(
         vocab=file.vocab_size,
@@ -84,6 +71,15 @@ def load_config(folder: str, key: str = "policy.path") -> qwen3.Qwen3Config:
         yarn=yarn,
     )
     return _with_experts(config, raw) if kind == "qwen3_moe" else config
+
+
+def check_heads(raw: ConfigJson, file: Qwen3Sizes) -> None:
+    """Raise InputError where queries cannot share keys evenly, or rotary positions cannot pair a head's numbers."""
+    if file.num_attention_heads % file.num_key_value_heads or file.head_dim % 2:
+        raise raw.error(
+            f"has num_attention_heads={file.num_attention_heads}, num_key_value_heads={file.num_key_value_heads} and "
+            f"head_dim={file.head_dim}; the first must be a multiple of the second, and the last even"
+        )
 
 
 def _with_experts(config: qwen3.Qwen3Config, raw: ConfigJson) -> qwen3.Qwen3Config:

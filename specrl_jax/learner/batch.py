@@ -160,9 +160,9 @@ def pack_parts(length: np.ndarray, packing: Packing) -> Places:
     return fullest if fullest.rows * fullest.tokens < WORTH * shortest.rows * shortest.tokens else shortest
 
 
-def pack_alike(length: np.ndarray, packing: Packing) -> Places:
-    """Pack [R] sequences into rows that are always as long: each other shape would compile the step anew."""
-    places = pack(length, packing.lone_row_tokens(packing.limit))
+def pack_alike(length: np.ndarray, packing: Packing, tokens: int) -> Places:
+    """Pack [R] sequences into rows of `tokens`, and one of few numbers of them: each shape compiles a step anew."""
+    places = pack(length, tokens)
     return places._replace(rows=packing.rows(places.rows, places.tokens))
 
 

@@ -220,14 +220,14 @@ class DecoderCost:
         """
         assert self.head, "lookup drafts cost nothing on the device"
         h, own, k = self.head, rank_rows(B, self.split), np.asarray(k)
-        passes = (k > 0) * h.layers if isinstance(h, BlockConfig) else k
-        rows = own * h.slots if isinstance(h, BlockConfig) else own
+        passes, rows, launched = k, own, k
+        if isinstance(h, BlockConfig):
+            # One graph of a block holds all its drafts.
+            passes, rows, launched = (k > 0) * h.layers, own * h.slots, k > 0
         size = rows * h.embed * BYTES[self.precision.activations]
         seconds = passes * 2 * all_reduce(size, self.split.tensor, self.hardware)
         for o in self._draft_operations(own, k, context):
             seconds = seconds + o.times * self._seconds(o.work, o.rows, o.cached, of=h)
-        # One graph of a block holds all its drafts.
-        launched = k > 0 if isinstance(h, BlockConfig) else k
         return seconds + launched * self.hardware.attained.draft_seconds
 
     def _draft_operations(self, own: Array, k: Array, context: Array) -> list["Operation"]:

@@ -156,11 +156,11 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tupl
 
     Texts are shuffled anew every epoch.
     """
-    config, partition = learner.plan.config, learner.plan.learner_partition
+    config, partition, packing = learner.plan.config, learner.plan.learner_partition, learner.packing
 
     def collate(texts: Sequence[FeatureRow]) -> tuple[Features, Rows]:
         text = FeatureRow(*map(np.stack, zip(*texts)))
-        places = pack_alike(text.length, learner.packing)
+        places = pack_alike(text.length, packing, packing.lone_row_tokens(packing.limit))
         aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[3:])
         features = Features(stand_in(aux) if aux.shape[2] else None, stand_in(hidden), stand_in(normaliser))
         rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id)

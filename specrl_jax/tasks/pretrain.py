@@ -14,7 +14,7 @@ import optax
 from specrl_jax.config import Config
 from specrl_jax.core import Jitted, Mean, Params, masked_mean
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.rows import Rows, make_rows, pack, packed_rows
+from specrl_jax.data.rows import Rows, make_rows, packed_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
@@ -23,7 +23,7 @@ from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.io.signals import stop_on_signal, stopped_as
 from specrl_jax.io.workdir import open_output, open_workdir
-from specrl_jax.learner.batch import Packing, power_of_two
+from specrl_jax.learner.batch import Packing, pack_alike, power_of_two
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import PolicyForward
 from specrl_jax.learner.state import RunState, TrainState
@@ -122,6 +122,5 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Pa
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {packing.limit}, a worked solution needs "
             f"{longest}"
         )
-    places = pack(lengths, packing.divisible(power_of_two(max(packing.limit, SHORTEST))))
-    places = places._replace(rows=packing.rows(places.rows, places.tokens))
+    places = pack_alike(lengths, packing, packing.divisible(power_of_two(max(packing.limit, SHORTEST))))
     return packed_rows(make_rows(prompts, solutions, longest, tokenizer.pad_id), places, lengths, tokenizer.pad_id)

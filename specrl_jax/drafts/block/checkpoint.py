@@ -19,10 +19,11 @@ import pydantic
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.block.network import BlockConfig, param_specs
-from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import Epsilon, Layers, Roped, Size
-from specrl_jax.io.hf import hf_config, read_rope
+from specrl_jax.drafts.vocab_ids import read_ids, stored_ids
+from specrl_jax.io.config_json import Qwen3Sizes, Size
+from specrl_jax.io.hf import check_heads, hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
+from specrl_jax.json_files import Checked
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -31,26 +32,17 @@ _IGNORED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _CONFIDENCE = "confidence_head."
 
 
-class BlockFile(Roped):
+class BlockFile(Qwen3Sizes):
     """The keys of a block drafter's config.json that are read."""
 
-    num_hidden_layers: Layers
-    vocab_size: Size
-    hidden_size: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
-    intermediate_size: Size
-    rms_norm_eps: Epsilon
     block_size: Size | None = None
     draft_vocab_size: Size | None = None
     markov_rank: int = pydantic.Field(default=0, ge=0, le=2**16)
     markov_head_type: str = "vanilla"
-    use_sliding_window: bool = False
     attention_bias: bool = False
 
 
-class BlockEntry(pydantic.BaseModel):
+class BlockEntry(Checked):
     """The keys that DeepSpec has at the top and z-lab in dflash_config."""
 
     target_layer_ids: list[int]
@@ -75,6 +67,7 @@ def load_config(folder: str, target: Qwen3Config) -> BlockConfig:
             raise raw.error(f"has {name}={found}, the policy has {ours}")
     if file.use_sliding_window or file.attention_bias:
         raise raw.error("asks for use_sliding_window or attention_bias, which are not supported")
+    check_heads(raw, file)
     if file.markov_head_type != "vanilla":
         raise raw.error(f"has markov_head_type={file.markov_head_type}; vanilla is supported")
     slots = file.block_size or entry.block_size
@@ -121,16 +114,8 @@ def load_params(folder: str, config: BlockConfig, partition: Partitioner, dtype:
 
 
 def load_vocab_map(folder: str, config: BlockConfig) -> np.ndarray:
-    """Return [Vd] int32 target ids of the draft ids. Raises InputError where d2t does not name different ids."""
-    d2t = TensorFolder(folder, "draft.path").tensor("d2t")
-    if d2t.shape != (config.draft_vocab,) or not np.issubdtype(d2t.dtype, np.integer):
-        raise InputError(
-            f"draft.path: d2t in {folder} is {d2t.dtype}{d2t.shape}, integers ({config.draft_vocab},) are needed"
-        )
-    ids = d2t + np.arange(config.draft_vocab)
-    if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= config.vocab:
-        raise InputError(f"draft.path: d2t in {folder} does not name {len(ids)} different ids below {config.vocab}")
-    return ids.astype(np.int32)
+    """Return [Vd] int32 target ids of the draft ids. Raises InputError as `read_ids`."""
+    return read_ids(TensorFolder(folder, "draft.path"), config.draft_vocab, config.vocab)
 
 
 def save(
@@ -152,7 +137,7 @@ def save(
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield from hf_tensors(param_specs(config), params, dtype)
         if vocab_map is not None:
-            yield "d2t", np.asarray(vocab_map, np.int64) - np.arange(len(vocab_map))
+            yield "d2t", stored_ids(vocab_map)
 
     entry: dict[str, Any] = {
         "target_layer_ids": [i - 1 for i in config.aux_layers],

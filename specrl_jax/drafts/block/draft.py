@@ -146,12 +146,10 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         table = params.draft["to_logits"] if draft.has_vocab_map else params.policy["to_logits"]
         return config.partition.constrain(matmul("BTD,DV->BTV", x, table), "batch", None, "vocab")
 
-    def block(params: Weights, slots: Slots, cache: kv.KVCache, k: int) -> tuple[jax.Array, kv.KVCache]:
-        """Return U [B, k, Vd] float32, and the cache."""
-        first = slots.length[:, None] - 1
-        anchor = jnp.take_along_axis(slots.tokens, first, axis=1)[:, 0]
+    def block(params: Weights, slots: Slots, anchor: jax.Array, k: int) -> tuple[jax.Array, kv.KVCache]:
+        """Return U [B, k, Vd] float32 of the blocks behind anchor [B], and the cache."""
         x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
-        positions = first + jnp.arange(c.slots)[None]
+        positions = slots.length[:, None] - 1 + jnp.arange(c.slots)[None]
         paging, written = slots.place(positions), list[jax.Array]()
         # No slot reads beyond the row's limit, where nothing is written.
         last = slots.place(jnp.broadcast_to(jnp.minimum(positions[:, -1:], slots.limit[:, None] - 1), positions.shape))
@@ -166,13 +164,13 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
 
         layers, angles = list(branches(params.draft, "layers")), c.angles(positions)
         x = config.partition.constrain(x, "batch", None, None)
-        x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in cache])
+        x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in slots.cache.draft])
         x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
         return logits(params, x[:, c.unused : c.unused + k]), tuple(written)
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
-        scores, cache = block(params, slots, slots.cache.draft, k)
         anchor = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
+        scores, cache = block(params, slots, anchor, k)
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
             if not c.markov_rank:

@@ -36,6 +36,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
 from specrl_jax.drafts.eagle3.formats import FORMATS, Format
 from specrl_jax.drafts.eagle3.network import Eagle3Config, param_specs
+from specrl_jax.drafts.vocab_ids import read_ids, stored_ids
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.layers import ParamSpec, Specs
@@ -72,17 +73,10 @@ def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.n
     names = source.names()
     if "d2t" not in names and head.draft_vocab == target.vocab:
         return np.arange(target.vocab, dtype=np.int32)
-    d2t = source.tensor("d2t")
-    if d2t.shape != (head.draft_vocab,):
-        raise InputError(f"draft.path: d2t in {folder} has shape {d2t.shape}, ({head.draft_vocab},) is needed")
-    if not np.issubdtype(d2t.dtype, np.integer):
-        raise InputError(f"draft.path: d2t in {folder} is {d2t.dtype}, integers are needed")
-    ids = d2t + np.arange(head.draft_vocab)
-    if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= target.vocab:
-        raise InputError(f"draft.path: d2t in {folder} does not name {len(ids)} different ids below {target.vocab}")
+    ids = read_ids(source, head.draft_vocab, target.vocab)
     if "t2d" in names and not np.array_equal(source.tensor("t2d"), _drafted(ids, target)):
         raise InputError(f"draft.path: t2d in {folder} is not true of exactly the ids that d2t names")
-    return ids.astype(np.int32)
+    return ids
 
 
 def save(
@@ -107,7 +101,7 @@ def save(
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield from hf_tensors(_specs(head, FORMATS[dialect]), params, dtype)
-        yield "d2t", ids - np.arange(len(ids))
+        yield "d2t", stored_ids(ids)
         yield "t2d", _drafted(ids, target)
 
     save_folder(folder, tensors(), formats.write_head(head, target, dtype, dialect, verifier))

@@ -26,7 +26,7 @@ import numpy as np
 from specrl_jax.core import Params
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.errors import InputError
-from specrl_jax.io.config_json import Epsilon, Layers, Roped, Size
+from specrl_jax.io.config_json import Qwen3Sizes
 from specrl_jax.io.hf import hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models import qwen3
@@ -159,24 +159,10 @@ def _specs(config: mtp.MTPConfig, found: Format, index: int) -> Specs:
     return jax.tree.map(named, mtp.param_specs(config))
 
 
-class HeadFile(Roped):
-    """The keys of a head's config.json that are read; all are its target's."""
-
-    num_hidden_layers: Layers
-    vocab_size: Size
-    hidden_size: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
-    intermediate_size: Size
-    rms_norm_eps: Epsilon
-    use_sliding_window: bool = False
-
-
 def _check_config(folder: str, target: qwen3.Qwen3Config) -> None:
     """Raise InputError where the folder's sizes are not the target's."""
     raw = TensorFolder(folder, "draft.path").config()
-    file = raw.check(HeadFile)
+    file = raw.check(Qwen3Sizes)
     if file.use_sliding_window:
         raise raw.error("asks for use_sliding_window, which is not supported")
     theta, yarn = read_rope(raw)

@@ -80,6 +80,7 @@ def write(folder, tensors):
         ("dflash", (), {"block_size": None}, "lacks 'block_size'"),
         ("dspark", (), {"markov_head_type": "rnn"}, "markov_head_type=rnn"),
         ("dspark", (), {"use_sliding_window": True}, "use_sliding_window"),
+        ("dspark", (), {"num_attention_heads": 3}, "must be a multiple of the second"),
         ("dspark", (), {"draft_vocab_size": 12}, "has shape"),
     ],
 )
