@@ -65,8 +65,8 @@ class DraftConfig:
 
     kind: str = key(
         "none",
-        "what drafts: a head (eagle3, mtp), a block in one pass (dspark, dflash), a smaller policy (model), the policy "
-        "itself in fewer bits (self), copies of earlier text (ngram, suffix); "
+        "what drafts: a head (eagle3, mtp), all drafts in one pass (peagle, dspark, dflash), a smaller policy (model), "
+        "the policy itself in fewer bits (self), copies of earlier text (ngram, suffix); "
         "none = plain decoding, whatever else is set here; auto = a new eagle3 head where it can learn, else suffix",
         choices=(*KINDS, "auto"),
     )
@@ -74,8 +74,8 @@ class DraftConfig:
     preset: str = key("", "draft.kind=model without draft.path: model sizes by name", choices=PRESETS)
     dialect: str = key(
         "",
-        "format that a head is saved in: eagle3: sglang, vllm, speculators; mtp: deepseek, mimo; dspark: deepspec; "
-        "dflash: zlab; '' = the first",
+        "format that a head is saved in: eagle3: sglang, vllm, speculators; peagle: speculators, vllm; mtp: deepseek, "
+        "mimo; dspark: deepspec, speculators; dflash: zlab, speculators; '' = the first",
         choices=("", *(name for kind in KINDS.values() for name in kind.formats)),
     )
     quantize: str = key("int8", "self: format of the draft's weights", choices=("int8", "fp8", "int4"))
@@ -85,7 +85,7 @@ class DraftConfig:
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
     slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)
-    layers: int = key(2, "dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
+    layers: int = key(2, "peagle, dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
     match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
     cascade: int = key(

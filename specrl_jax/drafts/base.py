@@ -39,7 +39,7 @@ class DraftOptions:
     match_min: int = 2  # tokens, shortest match that a lookup drafter copies after
     match_max: int = 8  # tokens, longest match that is looked for
     slots: int = 7  # of a block of a new block drafter
-    layers: int = 2  # of a new block drafter
+    layers: int = 2  # of a new drafter of one pass
     cascade: int = 0  # tokens, match from which a lookup overrides a draft with weights; 0 = never
     quantize: str = "int8"  # format of a twin's weights, a key of models.quantized.FORMATS
 

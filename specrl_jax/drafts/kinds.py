@@ -33,9 +33,10 @@ class Kind:
 KINDS = {
     "none": Kind("specrl_jax.drafts.lookup.draft:make_none"),
     "eagle3": Kind("specrl_jax.drafts.eagle3.draft:make", has_weights=True, formats=("sglang", "vllm", "speculators")),
+    "peagle": Kind("specrl_jax.drafts.peagle.draft:make", has_weights=True, formats=("speculators", "vllm")),
     "mtp": Kind("specrl_jax.drafts.mtp.draft:make", has_weights=True, formats=("deepseek", "mimo")),
-    "dspark": Kind("specrl_jax.drafts.block.draft:make_dspark", has_weights=True, formats=("deepspec",)),
-    "dflash": Kind("specrl_jax.drafts.block.draft:make_dflash", has_weights=True, formats=("zlab",)),
+    "dspark": Kind("specrl_jax.drafts.block.draft:make_dspark", has_weights=True, formats=("deepspec", "speculators")),
+    "dflash": Kind("specrl_jax.drafts.block.draft:make_dflash", has_weights=True, formats=("zlab", "speculators")),
     "model": Kind("specrl_jax.drafts.small_model.draft:make", has_weights=True, own_sizes=True),
     "self": Kind("specrl_jax.drafts.twin.draft:make", twin=True),
     "ngram": Kind("specrl_jax.drafts.lookup.draft:make_ngram"),

@@ -1,9 +1,10 @@
-"""The tensor d2t of a draft on a reduced vocabulary: target id - draft id, as EAGLE-3 heads store it."""
+"""The tensors of a reduced vocabulary, as EAGLE-3 heads store them: d2t, target id - draft id, and t2d."""
 
 import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder
+from specrl_jax.models.qwen3 import Qwen3Config
 
 
 def read_ids(source: TensorFolder, draft_vocab: int, vocab: int) -> np.ndarray:
@@ -22,3 +23,8 @@ def read_ids(source: TensorFolder, draft_vocab: int, vocab: int) -> np.ndarray:
 def stored_ids(ids: np.ndarray) -> np.ndarray:
     """Return d2t [Vd] int64 of target ids."""
     return np.asarray(ids, np.int64) - np.arange(len(ids))
+
+
+def drafted(ids: np.ndarray, target: Qwen3Config) -> np.ndarray:
+    """Return t2d [V] bool: is a target id one of the draft's."""
+    return np.isin(np.arange(target.vocab), ids)

@@ -12,7 +12,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BLOCKS, BYTES, Head, Precision, priced_head, twin_bytes, weight_bytes
+from specrl_jax.simulator.cost import BYTES, ONE_PASS, Head, Precision, priced_head, twin_bytes, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_rows, scale_cells, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heatmaps import heatmaps
@@ -29,7 +29,7 @@ MEAN_SHARE = 0.47
 ACCEPTANCE, ACCEPTED_AT = 3.32, 3
 # Autoregressive heads are all priced as an EAGLE-3 head; lookup drafts cost nothing on the device; a twin is the policy
 # with fewer bytes.
-HEADS, LOOKUPS, TWIN = ("eagle3", "mtp", *BLOCKS), ("ngram", "suffix"), "self"
+HEADS, LOOKUPS, TWIN = ("eagle3", "mtp", *ONE_PASS), ("ngram", "suffix"), "self"
 T = TypeVar("T")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from specrl_jax.drafts.block.network import BlockConfig, block_config
 from specrl_jax.drafts.eagle3.network import Eagle3Config, eagle3_config
+from specrl_jax.drafts.peagle.network import PEagleConfig, peagle_config
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_reduce, all_to_all
 from specrl_jax.simulator.hardware import Array, Hardware
@@ -128,7 +129,7 @@ class Operation(NamedTuple):
     cached: bool = True  # weights may be read from a processor's cache
 
 
-Head = Eagle3Config | BlockConfig
+Head = Eagle3Config | PEagleConfig | BlockConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,14 +217,14 @@ class DecoderCost:
     def draft(self, B: Array, k: Array, context: Array) -> Array:
         """Seconds of k drafts of a head: an EAGLE-3 head is applied k times, a block drafter once over all its slots.
 
-        Before that either goes over the k + 1 positions that the policy has read since.
+        Before that either goes over the k + 1 positions that the policy has read since. P-EAGLE does all in one pass.
         """
         assert self.head, "lookup drafts cost nothing on the device"
         h, own, k = self.head, rank_rows(B, self.split), np.asarray(k)
         passes, rows, launched = k, own, k
-        if isinstance(h, BlockConfig):
-            # One graph of a block holds all its drafts.
-            passes, rows, launched = (k > 0) * h.layers, own * h.slots, k > 0
+        if isinstance(h, BlockConfig | PEagleConfig):
+            # One graph holds all drafts of one pass.
+            passes, rows, launched = (k > 0) * h.layers, own * _slots(h, k), k > 0
         size = rows * h.embed * BYTES[self.precision.activations]
         seconds = passes * 2 * all_reduce(size, self.split.tensor, self.hardware)
         for o in self._draft_operations(own, k, context):
@@ -234,6 +235,8 @@ class DecoderCost:
         h, s, p, programs = self.head, self.split, self.precision, self.hardware.programs
         assert h, "lookup drafts cost nothing on the device"
         times, drafts = programs.draft_activations, k > 0
+        if isinstance(h, PEagleConfig):
+            return self._peagle_operations(h, own, k, context)
         pairs = feature_pairs(h, own * (k + 1), s, p).of_program(times, programs.pair_kernels)
         read = Operation(pairs, own * (k + 1), drafts)
         if not isinstance(h, BlockConfig):
@@ -242,7 +245,7 @@ class DecoderCost:
             attended = Operation(attention(h, own, 1, context, s, p), own, k, cached=False)
             return [read, Operation(projections, own, k), attended, Operation(last, own, k)]
         rows, layers = own * h.slots, drafts * h.layers
-        projections = block_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
+        projections = layer_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
         attended = Operation(attention(h, own, h.slots, context, s, p), own, layers, cached=False)
         last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), s, p).of_program(times)
         found = [read, Operation(projections, rows, layers), attended, Operation(last, own * k, drafts)]
@@ -251,6 +254,22 @@ class DecoderCost:
             markov = lm_head(h.markov_rank, h.draft_vocab, own, s, p).of_program(times, programs.tail_kernels)
             found.append(Operation(markov, own, k))
         return found
+
+    def _peagle_operations(self, h: PEagleConfig, own: Array, k: Array, context: Array) -> list["Operation"]:
+        s, p, programs = self.split, self.precision, self.hardware.programs
+        times, drafts, rows = programs.draft_activations, k > 0, own * _slots(h, k)
+        features = matmul(len(h.aux_layers) * h.embed, h.embed / s.tensor, own * (k + 1), p)
+        first = head_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
+        further = layer_projections(h, rows, s, p).of_program(times, programs.draft_kernels)
+        attended = Operation(attention(h, own, _slots(h, k), context, s, p), own, drafts * h.layers, cached=False)
+        last = lm_head(h.embed, h.draft_vocab, own * np.maximum(k, 1), s, p).of_program(times)
+        return [
+            Operation(features.of_program(times, programs.pair_kernels), own * (k + 1), drafts),
+            Operation(first, rows, drafts),
+            Operation(further, rows, drafts * (h.layers - 1)),
+            attended,
+            Operation(last, own * k, drafts),
+        ]
 
     def prefill(self, tokens: Array, length: Array) -> Array:
         """Seconds to prefill prompts of `length` tokens each, `tokens` in total, on one replica; no lm_head."""
@@ -334,7 +353,7 @@ def lm_head(embed: int, vocab: int, rows: Array, split: Parallelism, p: Precisio
 # ---- the draft head
 
 
-BLOCKS = ("dspark", "dflash")  # kinds of draft that are priced as a block drafter
+ONE_PASS = ("peagle", "dspark", "dflash")  # kinds that are priced as what they are, others as an EAGLE-3 head
 
 
 def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
@@ -343,8 +362,10 @@ def head_config(model: Qwen3Config, draft_vocab: int) -> Eagle3Config:
 
 
 def priced_head(kind: str, model: Qwen3Config, draft_vocab: int, slots: int, layers: int) -> Head:
-    """Return what a draft with weights is priced as: a new block drafter of its sizes, or an EAGLE-3 head."""
-    if kind not in BLOCKS:
+    """Return what a draft with weights is priced as: a new draft of one pass of its sizes, or an EAGLE-3 head."""
+    if kind == "peagle":
+        return peagle_config(model, layers, draft_vocab or model.vocab)
+    if kind not in ONE_PASS:
         return head_config(model, draft_vocab)
     return block_config(model, slots, layers, draft_vocab or model.vocab, markov=kind == "dspark")
 
@@ -355,8 +376,8 @@ def head_projections(h: Eagle3Config, rows: Array, split: Parallelism, p: Precis
     return matmul(h.embed, outer / split.tensor, rows, p)
 
 
-def block_projections(h: BlockConfig, rows: Array, split: Parallelism, p: Precision) -> Work:
-    """Work of one layer of a block drafter over its slots: q, k, v, o and the MLP."""
+def layer_projections(h: BlockConfig | PEagleConfig, rows: Array, split: Parallelism, p: Precision) -> Work:
+    """Work of one layer over slots: q, k, v, o and the MLP; P-EAGLE's first layer is EAGLE-3's instead."""
     outer = (2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp
     return matmul(h.embed, outer / split.tensor, rows, p)
 
@@ -371,6 +392,12 @@ def feature_pairs(h: Head, rows: Array, split: Parallelism, p: Precision) -> Wor
     return matmul(h.embed, outer / split.tensor, rows, p)
 
 
+def _slots(h: BlockConfig | PEagleConfig, k: Array) -> Array:
+    """Return the positions of one sequence in a pass that drafts k tokens."""
+    # P-EAGLE's k + 1 pairs, and masks for all drafts but the first.
+    return h.slots if isinstance(h, BlockConfig) else 2 * np.maximum(k, 1)
+
+
 def head_parameters(h: Head) -> int:
     """Count the weights in the matmuls of a head's drafts, `fc` included, without norms."""
     if isinstance(h, BlockConfig):
@@ -378,4 +405,6 @@ def head_parameters(h: Head) -> int:
         markov = h.markov_rank * h.draft_vocab
         return h.embed * (h.layers * per_layer + len(h.aux_layers) * h.embed + h.draft_vocab) + markov
     per_layer = (3 * h.heads + 4 * h.kv_heads) * h.head_dim + 3 * h.mlp
+    if isinstance(h, PEagleConfig):
+        per_layer += (h.layers - 1) * ((2 * h.heads + 2 * h.kv_heads) * h.head_dim + 3 * h.mlp)
     return h.embed * (per_layer + len(h.aux_layers) * h.embed + h.draft_vocab)

@@ -32,7 +32,7 @@ def refusal(values):
         ("policy.dtype", "float16", "float32, bfloat16"),
         ("policy.compute_dtype", "fp32", "float32, bfloat16"),
         ("policy.lora_targets", ("q", "embed"), "q, k, v, o, gate, up, down"),
-        ("draft.kind", "foo", "none, eagle3, mtp, dspark, dflash, model, self, ngram, suffix"),
+        ("draft.kind", "foo", "none, eagle3, peagle, mtp, dspark, dflash, model, self, ngram, suffix"),
         ("draft.loss", "mse", "ce, kl, tv, e2e_tv"),
         ("draft.optimizer", "adam", "adamw, muon"),
         ("rollout.rule", "greedy", "rejection, block, coupled"),

@@ -30,6 +30,8 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.drafts.mtp.draft import MTPDraft
+from specrl_jax.drafts.peagle import network as peagle
+from specrl_jax.drafts.peagle.draft import PEagleDraft
 from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.batch import TrainingBatch, learner_batch
 from specrl_jax.learner.policy_step import PolicyForward, make_logprob_step
@@ -47,14 +49,15 @@ TOKENIZER = CharTokenizer()
 WORDS = np.array([TOKENIZER.eos_ids[0], 20, 21, 22, 23])  # what the policy says
 VOCAB_MAP = np.array([90, 21, 1, 20, 55, 23, 11, 22], np.int32)  # neither sorted nor dense
 # An EAGLE-3 head needs seven layers; the others are quicker to compile over two.
-MODELS = dict.fromkeys(("mtp", "dspark", "dflash", "model"), qwen3.preset("nano"))
+MODELS = dict.fromkeys(("mtp", "peagle", "dspark", "dflash", "model"), qwen3.preset("nano"))
 MODELS["eagle3"] = qwen3.preset("nano_deep")
 DRAFTS = {
     "eagle3": Eagle3Draft(eagle3.eagle3_config(MODELS["eagle3"], len(VOCAB_MAP))),
     "mtp": MTPDraft(mtp.mtp_config(MODELS["mtp"]), "deepseek"),
+    "peagle": PEagleDraft(peagle.peagle_config(MODELS["peagle"], 2, len(VOCAB_MAP))),
     # Blocks of more slots than are drafted, and of as many.
-    "dspark": BlockDraft(block.block_config(MODELS["dspark"], 5, 2, len(VOCAB_MAP), markov=True)),
-    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, 128, markov=False)),
+    "dspark": BlockDraft(block.block_config(MODELS["dspark"], 5, 2, len(VOCAB_MAP), markov=True), "deepspec"),
+    "dflash": BlockDraft(block.block_config(MODELS["dflash"], 4, 1, 128, markov=False), "zlab"),
     # Every size but the vocabulary and the key/value heads, which a mesh splits, is another than the policy's.
     "model": SmallModelDraft(qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=False, max_positions=4096)),
 }
@@ -261,7 +264,7 @@ def test_drafts_after_speculative_iterations_are_the_learners(kind):
 
 def entries(kind, cache, table, length):
     """Keys and values of every layer of the draft, each [B, length, K, H], by a table [B, P]."""
-    layers = cache if kind in ("model", *BLOCKS) else [cache.pages]
+    layers = cache if kind in ("model", *BLOCKS) else cache.layers if kind == "peagle" else [cache.pages]
     return [by_position(pages[:, :, which], table, length) for pages in layers for which in (KEYS, VALUES)]
 
 
@@ -289,8 +292,8 @@ def test_every_committed_token_has_its_true_entries(kind):
 
 
 def entries_from_scratch(kind, tokens):
-    """Keys and values [B, T, K, H] of whole rows: of an EAGLE-3 head from the learner's own layer, which keeps none;
-    of the others over an empty cache, all at once."""
+    """Keys and values [B, T, K, H] of whole rows: of EAGLE-3 and P-EAGLE from the learner's own layers, which
+    keep none; of the others over an empty cache, all at once."""
     policy, draft = params_of(kind)
     at, (shape, table) = row_positions(tokens), own_pages(*tokens.shape)
     if kind == "model":
@@ -309,7 +312,7 @@ def entries_from_scratch(kind, tokens):
         context, angles = block.context(draft, config, out.aux), config.angles(at)
         layers = [jax.tree.map(lambda w, i=i: w[i], draft["layers"]) for i in range(config.layers)]
         return [np.asarray(x) for w in layers for x in block.keys_values(w, config, context, angles)]
-    hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, HEAD, out.aux)
+    hidden = out.hidden if kind == "mtp" else eagle3.first_hidden(draft, DRAFTS[kind].config, out.aux)
     embedded = policy["embed"][following]
     if kind == "mtp":
         pairs, empty = Paging(table, at), DRAFTS[kind].init_cache(shape)
@@ -319,8 +322,12 @@ def entries_from_scratch(kind, tokens):
 
     def attend(q, k, v):
         kept.extend([np.asarray(k), np.asarray(v)])
-        return q
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
+    if kind == "peagle":
+        config = DRAFTS[kind].config
+        peagle.hidden_states(draft, config, hidden, embedded, config.angles(at), [attend] * config.layers)
+        return kept
     eagle3.layer(draft, HEAD, hidden, embedded, rotary_angles(at, HEAD.head_dim, HEAD.rope_theta), attend)
     return kept
 

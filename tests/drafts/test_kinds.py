@@ -136,7 +136,7 @@ def test_none_switches_off_whatever_the_config_would_draft_with():
     [
         (
             {"kind": "medusa"},
-            ["draft.kind", "'medusa'", "none, eagle3, mtp, dspark, dflash, model, self, ngram, suffix"],
+            ["draft.kind", "'medusa'", "none, eagle3, peagle, mtp, dspark, dflash, model, self, ngram, suffix"],
         ),
         ({"kind": "eagle3", "dialect": "mimo"}, ["draft.dialect", "'mimo'", "draft.kind=eagle3", "sglang, vllm, spec"]),
         ({"kind": "mtp", "dialect": "sglang"}, ["draft.dialect", "'sglang'", "draft.kind=mtp", "deepseek, mimo"]),

@@ -23,6 +23,7 @@ KINDS = {
     "none": ("none", 0),
     "eagle3": ("eagle3", 0),
     "mtp": ("mtp", 0),
+    "peagle": ("peagle", 0),
     "dspark": ("dspark", 0),
     "model": ("model", 0),
     "self": ("self", 0),

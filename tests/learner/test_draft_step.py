@@ -108,7 +108,8 @@ def host_made_state(setup):
     )
 
 
-KINDS = {"eagle3": "nano_deep", "mtp": "nano", "dspark": "nano", "model": "nano"}  # and the policy of each
+# Kind -> the policy of it.
+KINDS = {"eagle3": "nano_deep"} | dict.fromkeys(("mtp", "peagle", "dspark", "model"), "nano")
 # That of predictions too: of one that learns in other steps, which asks all rows, as its updates do.
 COMPILED = ("policy_step", "read_tables", "predict_step")
 

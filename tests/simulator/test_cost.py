@@ -12,6 +12,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
 from specrl_jax.simulator.communication import Parallelism, all_gather, all_reduce, all_to_all
 from specrl_jax.simulator.cost import (
+    ONE_PASS,
     DecoderCost,
     Precision,
     distinct_experts,
@@ -20,6 +21,7 @@ from specrl_jax.simulator.cost import (
     head_parameters,
     matmul_weights,
     parameters,
+    priced_head,
     rank_rows,
     twin_bytes,
     weight_bytes,
@@ -45,6 +47,24 @@ def test_bytes_of_an_iteration_by_hand():
     more = decoder.iteration_bytes(8, 3, 3500.0) - decoder.iteration_bytes(8, 3, 2500.0)
     assert more == pytest.approx(8 * 1000 * (147_456 + 3 * own))
     assert decoder.iteration_bytes(8, 3, 0.0) > 2 * matmul_weights(policy) + 3 * 2 * 32_000 * head.embed
+
+
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_a_draft_of_one_pass_reads_its_weights_once_however_many_tokens_it_drafts(kind):
+    """The Markov head's table of outputs once a token; an EAGLE-3 head all but `fc` once a token."""
+    policy = qwen3.preset("qwen3_8b")
+    for name, k in ((kind, 3), (kind, 7), ("eagle3", 7)):
+        head = priced_head(name, policy, 32_000, 7, 2)
+        work = DecoderCost(policy, head, HARDWARE["h200"]).iteration_work(1, k, 1000.0)[2]
+        found = sum(operation.weights for operation in work) / 2
+        if name == "eagle3":
+            features = 4096 * (3 * 4096 + 4 * head.kv_heads * head.head_dim)
+            assert found > 6 * (head_parameters(head) - features)
+            continue
+        # Keys and values of committed tokens are made in the same pass, or before it by the same weights once more.
+        again = 2 * head.layers * 4096 * head.kv_heads * head.head_dim if name != "peagle" else 0
+        markov = 0 if name == "peagle" else head.markov_rank * head.draft_vocab
+        assert found == pytest.approx(head_parameters(head) + again + (k - 1) * markov)
 
 
 @pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])

@@ -42,7 +42,7 @@ def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMeth
             raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
     else:
         config = network.block_config(target, options.slots, options.layers, vocab_size or target.vocab, markov)
-    draft = BlockDraft(config)
+    draft = BlockDraft(config, options.dialect or ("deepspec" if markov else "zlab"))
     return DraftMethod(draft.drafter, draft)
 
 
@@ -51,6 +51,7 @@ class BlockDraft:
     """Implement `DraftModel` for a block drafter."""
 
     config: network.BlockConfig
+    dialect: str  # format that `save` writes
 
     @property
     def vocab(self) -> int:
@@ -131,7 +132,7 @@ class BlockDraft:
         self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
     ) -> None:
         ids = None if vocab_map is None else np.asarray(vocab_map)
-        checkpoint.save(folder, params, ids, self.config, target, dtype)
+        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
 
 
 def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:

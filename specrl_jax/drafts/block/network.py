@@ -25,15 +25,14 @@ import jax.numpy as jnp
 
 from specrl_jax.core import Params, branch, branches, nested, shift_left
 from specrl_jax.drafts.recurrent.network import Angles, HeadConfig
+from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.models.attention import SCORES, Queries, by_queries
 from specrl_jax.models.layers import ParamSpec, Specs, einsum, rms_norm, rotate
 from specrl_jax.models.qwen3 import Qwen3Config
 
 # (q [B, Q, N, H], k [B, Q, K, H], v [B, Q, K, H]) -> [B, Q, N, H]
 AttendBlock = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-QWEN3_MASK = 151_669  # an id that Qwen3's tokenizer does not use; a smaller vocabulary gives its last one
 MARKOV_RANK = 256  # of a new head, at most a quarter of the target's width
 
 
@@ -82,7 +81,7 @@ def block_config(target: Qwen3Config, slots: int, layers: int, draft_vocab: int,
         aux_layers=default_aux_layers(target.layers),
         slots=slots,
         from_anchor=markov,
-        mask_token=min(QWEN3_MASK, target.vocab - 1),
+        mask_token=default_mask_token(target),
         markov_rank=min(MARKOV_RANK, target.embed // 4) if markov else 0,
     )
 
@@ -90,12 +89,12 @@ def block_config(target: Qwen3Config, slots: int, layers: int, draft_vocab: int,
 def default_aux_layers(layers: int, count: int = 5) -> tuple[int, ...]:
     """Return the layers that a new drafter reads: of 36 layers the outputs of 1, 9, 17, 25 and 33, as DFlash.
 
-    A shallow target gives those that are different.
+    Of fewer than eight these are not five different ones. The drafter then reads what enters the last five, except for
+    the first layer where there are more than three.
     """
-    if layers < 4:
-        return tuple(range(layers))
-    outputs = [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
-    return tuple(dict.fromkeys(1 + output for output in outputs))
+    if layers < count + 3:
+        return tuple(range(0 if layers < 4 else 1, layers))[-count:]
+    return tuple(2 + round(i * (layers - 4) / (count - 1)) for i in range(count))
 
 
 def param_specs(config: BlockConfig) -> Specs:
@@ -210,7 +209,7 @@ def unrolled(
 
         def attend(q: jax.Array, own_k: jax.Array, own_v: jax.Array) -> jax.Array:
             q, own_k, own_v = (x.reshape(B, T, S, *x.shape[2:]) for x in (q, own_k, own_v))
-            return _attention(q, own_k, own_v, k, v, segments)
+            return slot_attention(q, (own_k, own_v), (k, v), segments)
 
         return attend
 
@@ -222,28 +221,3 @@ def unrolled(
         return out
     before = jnp.stack([shift_left(tokens, 1 + i) for i in range(steps)])
     return jnp.concatenate([out, params["markov_in"][before].astype(out.dtype)], axis=-1)
-
-
-def _attention(
-    q: jax.Array, own_k: jax.Array, own_v: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> jax.Array:
-    """Attend with the slots q [B, T, S, N, H] of the blocks behind every token to k, v [B, T, K, H] up to that token.
-
-    And to all slots of their own block, own_k and own_v [B, T, S, K, H]. Returns [B, T S, N, H].
-    """
-    B, T, S, N, H = q.shape
-    K = k.shape[2]
-
-    def attend(queries: Queries, part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q, own_k, own_v = part
-        q = q.reshape(*q.shape[:3], K, N // K, H)
-        shared = jnp.einsum("BQSKRH,BUKH->BKRSQU", q, k, preferred_element_type=jnp.float32)
-        shared = jnp.where(queries.readable(segments, T)[:, :, None, None], shared, -jnp.inf)
-        own = jnp.einsum("BQSKRH,BQPKH->BKRSQP", q, own_k, preferred_element_type=jnp.float32)
-        weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1) * H**-0.5, axis=-1).astype(q.dtype)
-        out = jnp.einsum("BKRSQU,BUKH->BQSKRH", weights[..., :T], v)
-        out += jnp.einsum("BKRSQP,BQPKH->BQSKRH", weights[..., T:], own_v)
-        return out.reshape(*out.shape[:3], N, H)
-
-    parts = -(-T // max(1, SCORES // (T * S)))
-    return by_queries(attend, parts, segments, (q, own_k, own_v)).reshape(B, T * S, N, H)

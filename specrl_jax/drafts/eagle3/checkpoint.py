@@ -36,7 +36,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
 from specrl_jax.drafts.eagle3.formats import FORMATS, Format
 from specrl_jax.drafts.eagle3.network import Eagle3Config, param_specs
-from specrl_jax.drafts.vocab_ids import read_ids, stored_ids
+from specrl_jax.drafts.vocab_ids import drafted, read_ids, stored_ids
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.layers import ParamSpec, Specs
@@ -51,6 +51,8 @@ def load_config(folder: str, target: Qwen3Config) -> Eagle3Config:
     sizes that do not go with the target.
     """
     source, name = _find(folder)
+    if (layers := formats.read_layers(source.config(), name)) != 1:
+        raise source.config().error(f"has num_hidden_layers={layers}, a head of 1 is supported")
     head = formats.read_head(source.config(), name, target)
     _check_tensors(source, FORMATS[name], head, target)
     load_vocab_map(folder, head, target)
@@ -60,7 +62,7 @@ def load_config(folder: str, target: Qwen3Config) -> Eagle3Config:
 def load_params(folder: str, head: Eagle3Config, partition: Partitioner, dtype: jnp.dtype | None = None) -> Params:
     """Read parameters in the training layout; dtype None = each tensor's own. Raises InputError as `load_config`."""
     source, name = _find(folder)
-    return source.load(_specs(head, FORMATS[name], source), partition, dtype)
+    return source.load(in_format(param_specs(head), FORMATS[name], source), partition, dtype)
 
 
 def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.ndarray:
@@ -74,7 +76,7 @@ def load_vocab_map(folder: str, head: Eagle3Config, target: Qwen3Config) -> np.n
     if "d2t" not in names and head.draft_vocab == target.vocab:
         return np.arange(target.vocab, dtype=np.int32)
     ids = read_ids(source, head.draft_vocab, target.vocab)
-    if "t2d" in names and not np.array_equal(source.tensor("t2d"), _drafted(ids, target)):
+    if "t2d" in names and not np.array_equal(source.tensor("t2d"), drafted(ids, target)):
         raise InputError(f"draft.path: t2d in {folder} is not true of exactly the ids that d2t names")
     return ids
 
@@ -100,9 +102,9 @@ def save(
     ids = np.asarray(vocab_map, np.int64)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        yield from hf_tensors(_specs(head, FORMATS[dialect]), params, dtype)
+        yield from hf_tensors(in_format(param_specs(head), FORMATS[dialect]), params, dtype)
         yield "d2t", stored_ids(ids)
-        yield "t2d", _drafted(ids, target)
+        yield "t2d", drafted(ids, target)
 
     save_folder(folder, tensors(), formats.write_head(head, target, dtype, dialect, verifier))
 
@@ -120,7 +122,7 @@ def _find(folder: str) -> tuple[TensorFolder, str]:
 
 def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, target: Qwen3Config) -> None:
     """Raise InputError for missing or further tensors, and for other shapes."""
-    specs = _specs(head, found, source)
+    specs = in_format(param_specs(head), found, source)
     names = set(source.names())
     strange = sorted(names - {spec.hf_name for spec in jax.tree.leaves(specs)} - {"d2t", "t2d", _EMBEDDING})
     if strange:
@@ -139,8 +141,8 @@ def _check_tensors(source: TensorFolder, found: Format, head: Eagle3Config, targ
     source.check(specs)
 
 
-def _specs(head: Eagle3Config, found: Format, source: TensorFolder | None = None) -> Specs:
-    """Return `param_specs` in the names of a format, and in SGLang's earlier ones where the source has these."""
+def in_format(specs: Specs, found: Format, source: TensorFolder | None = None) -> Specs:
+    """Return the specs of a head in the names of a format, and in SGLang's earlier ones where the source has these."""
     names = () if source is None else source.names()
 
     def named(spec: ParamSpec) -> ParamSpec:
@@ -151,9 +153,4 @@ def _specs(head: Eagle3Config, found: Format, source: TensorFolder | None = None
             name = _LEGACY[name]
         return dataclasses.replace(spec, hf_name=name)
 
-    return jax.tree.map(named, param_specs(head))
-
-
-def _drafted(ids: np.ndarray, target: Qwen3Config) -> np.ndarray:
-    """Return t2d: [V] bool."""
-    return np.isin(np.arange(target.vocab), ids)
+    return jax.tree.map(named, specs)

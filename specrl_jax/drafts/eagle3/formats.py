@@ -29,6 +29,7 @@ FORMATS = {
     "vllm": Format("layers.0.", nested=False),
     "speculators": Format("layers.0.", nested=True),
 }
+NESTED = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}  # architectures that speculators writes
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 FEEDBACK = "norm_output_feeds_back"
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -49,7 +50,7 @@ class LayerFile(Roped):
     intermediate_size: Size
     rms_norm_eps: Epsilon
     hidden_act: Literal["silu"] = "silu"
-    num_hidden_layers: Literal[1] = 1
+    num_hidden_layers: Size = 1
     attention_bias: bool = False
     mlp_bias: bool = False
     qkv_bias: bool = False
@@ -88,11 +89,11 @@ class HeadFile(Variants):
     embed_requires_grad: bool = False
 
 
-def find_format(raw: ConfigJson, tensors: Sequence[str]) -> str:
-    """Return the key of FORMATS of a head, given its tensors' names. Raises InputError for no head."""
+def find_format(raw: ConfigJson, tensors: Sequence[str], kind: str = "eagle3") -> str:
+    """Return the key of FORMATS of a head, given its tensors' names. Raises InputError for no head of this kind."""
     nested = "speculators_model_type" in raw.values
-    if nested and raw.get("speculators_model_type") != "eagle3":
-        raise raw.error(f"holds a '{raw.get('speculators_model_type')}' speculator, expected 'eagle3'")
+    if nested and raw.get("speculators_model_type") != kind:
+        raise raw.error(f"holds a '{raw.get('speculators_model_type')}' speculator, expected '{kind}'")
     if nested and not isinstance(raw.get("transformer_layer_config"), dict):
         raise raw.lacks("transformer_layer_config")
     if not nested and raw.get("architectures") not in [[name] for name in ARCHITECTURES]:
@@ -105,14 +106,23 @@ def find_format(raw: ConfigJson, tensors: Sequence[str]) -> str:
     return found[0]
 
 
+def read_layers(raw: ConfigJson, name: str) -> int:
+    """Return the number of layers of a head in format `name`."""
+    return _layer_sizes(raw, name).check(LayerFile).num_hidden_layers
+
+
+def _layer_sizes(raw: ConfigJson, name: str) -> ConfigJson:
+    return raw.section("transformer_layer_config") if FORMATS[name].nested else raw
+
+
 def read_head(raw: ConfigJson, name: str, target: Qwen3Config) -> Eagle3Config:
-    """Return sizes and variants of a head in format `name`, checked against its target.
+    """Return sizes and variants of the first layer of a head in format `name`, checked against its target.
 
     Heads, their width, mlp, rotary base and epsilon are the head's own. Raises InputError for missing entries,
     unsupported ones, and sizes that do not go with the target.
     """
     file = raw.check(HeadFile)
-    place = raw.section("transformer_layer_config") if FORMATS[name].nested else raw
+    place = _layer_sizes(raw, name)
     sizes = place.check(LayerFile)
     _check_supported(raw, file, sizes, target)
     head = eagle3_config(target, file.draft_vocab_size)
@@ -203,7 +213,15 @@ def _variants(raw: ConfigJson, file: HeadFile, name: str) -> dict[str, bool]:
     return flags
 
 
-def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, verifier: str) -> dict[str, object]:
+def write_head(
+    head: Eagle3Config,
+    target: Qwen3Config,
+    dtype: str,
+    name: str,
+    verifier: str,
+    kind: str = "eagle3",
+    layers: int = 1,
+) -> dict[str, object]:
     """Return the content of config.json in format `name`; arguments as in `checkpoint.save`."""
     sizes = {
         "hidden_size": head.embed,
@@ -212,7 +230,7 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         "intermediate_size": head.mlp,
         "rms_norm_eps": head.norm_epsilon,
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "vocab_size": target.vocab,
         "head_dim": head.head_dim,
         "rope_theta": head.rope_theta,
@@ -241,8 +259,8 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         }
     # Every variant, on or off, so that no reader's default decides.
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": [NESTED[kind]],
+        "speculators_model_type": kind,
         "draft_vocab_size": head.draft_vocab,
         "target_hidden_size": head.embed,
         **count,
@@ -253,7 +271,7 @@ def write_head(head: Eagle3Config, target: Qwen3Config, dtype: str, name: str, v
         "torch_dtype": dtype,
         "transformer_layer_config": {**sizes, "attention_bias": False, "mlp_bias": False},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
             "default_proposal_method": "greedy",
             "verifier": {

@@ -77,19 +77,27 @@ class RecurrentDraft:
         return recurrent_drafter(self, config)
 
 
+def embedded_tokens(table: jax.Array, tokens: jax.Array, config: DrafterConfig) -> jax.Array:
+    """Return [B, Q, D] of tokens [B, Q]; `table` [V, D]."""
+    return config.partition.constrain(table[tokens].astype(config.dtype), "batch", None, None)
+
+
+def committed_pairs(
+    pool: jax.Array, table: jax.Array, tokens: jax.Array, pairs: kv.Paging, config: DrafterConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Return (hidden, embedded) [B, Q, D] of pairs whose hidden states, in `pool`, and tokens are both known."""
+    hidden = kv.read_tokens(pool, pairs, config.partition)
+    following = jnp.take_along_axis(tokens, pairs.positions + 1, axis=1, mode="clip")
+    return hidden.astype(config.dtype), embedded_tokens(table, following, config)
+
+
 def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens with an EAGLE-3 or MTP head; its input embedding is the policy's."""
-
-    def embed(params: Weights, tokens: jax.Array) -> jax.Array:
-        return config.partition.constrain(params.policy["embed"][tokens].astype(config.dtype), "batch", None, None)
 
     def committed(
         params: Weights, tokens: jax.Array, pairs: kv.Paging, cache: DraftCache
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (hidden, embedded) of pairs [B, Q] whose hidden states and tokens are both known."""
-        hidden = kv.read_tokens(cache.hidden, pairs, config.partition)
-        following = jnp.take_along_axis(tokens, pairs.positions + 1, axis=1, mode="clip")
-        return hidden.astype(config.dtype), embed(params, following)
+        return committed_pairs(cache.hidden, params.policy["embed"], tokens, pairs, config)
 
     def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[DraftCache]]:
         # The last committed pair is length - 2. A prompt shorter than the window repeats pair 0, with equal results.
@@ -104,7 +112,8 @@ def recurrent_drafter(head: RecurrentDraft, config: DrafterConfig) -> Drafter:
         def step(i: int, token: jax.Array | None) -> jax.Array:
             nonlocal a, cache, last, own
             if token is not None:
-                last, own = embed(params, token[:, None]), slots.place(slots.length[:, None] - 2 + i)
+                last = embedded_tokens(params.policy["embed"], token[:, None], config)
+                own = slots.place(slots.length[:, None] - 2 + i)
             a, cache = head.extend(params.draft, a, last, own, cache, config.partition)
             a = config.partition.constrain(a, "batch", None, None)
             return head.logits(params, a)[:, 0]

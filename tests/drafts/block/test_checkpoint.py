@@ -18,8 +18,11 @@ from tests.helpers.folders import assert_same_trees, edit_config, read_config, r
 IDS = np.sort(np.random.default_rng(5).permutation(24)[:10]).astype(np.int32)
 
 
-def saved(kind, folder, dtype="float32"):
-    draft = BlockDraft(CONFIGS[kind])
+OWN = {"dspark": "deepspec", "dflash": "zlab"}
+
+
+def saved(kind, folder, dtype="float32", dialect=""):
+    draft = BlockDraft(CONFIGS[kind], dialect or OWN[kind])
     draft.save(str(folder), params_of(kind), IDS if draft.has_vocab_map else None, TARGET, dtype)
     return folder
 
@@ -28,9 +31,10 @@ def options(kind, path="", **values):
     return make_method(DraftOptions(kind, path=str(path), **values), TARGET).model
 
 
+@pytest.mark.parametrize("dialect", ["", "speculators"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_what_was_saved_is_read_back(kind, tmp_path):
-    folder = saved(kind, tmp_path / "draft")
+def test_what_was_saved_is_read_back(kind, dialect, tmp_path):
+    folder = saved(kind, tmp_path / "draft", dialect=dialect)
     draft = options(kind, folder)
     assert draft.config == CONFIGS[kind]
     assert_same_trees(draft.load(str(folder), ONE), params_of(kind))
@@ -41,8 +45,8 @@ def test_what_was_saved_is_read_back(kind, tmp_path):
 def test_the_folders_have_the_names_of_their_libraries(tmp_path):
     ours, theirs = (read_config(saved(kind, tmp_path / kind)) for kind in ("dspark", "dflash"))
     assert ours["architectures"] == ["Qwen3DSparkModel"] and ours["markov_head_type"] == "vanilla"
-    # The outputs of layers 1, 2 and 3 of six, which enter the layers after them.
-    assert ours["target_layer_ids"] == theirs["dflash_config"]["target_layer_ids"] == [1, 2, 3]
+    # The outputs of all six layers but the last, which enter the layers after them.
+    assert ours["target_layer_ids"] == theirs["dflash_config"]["target_layer_ids"] == [0, 1, 2, 3, 4]
     assert ours["block_size"] == theirs["block_size"] == 4 and ours["mask_token_id"] == 23
     names = set(read_tensors(tmp_path / "dspark"))
     own = {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t"}
@@ -63,6 +67,21 @@ def test_what_is_frozen_is_ignored_and_what_is_unknown_is_not(tmp_path):
     write(folder, tensors | {"layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)})
     with pytest.raises(InputError, match=r"q_proj\.bias"):
         options("dflash", folder)
+
+
+def test_speculators_names_the_layers_that_are_entered_and_the_slots_that_predict(tmp_path):
+    for kind, drafts in (("dspark", 4), ("dflash", 3)):
+        found = read_config(saved(kind, tmp_path / kind, dialect="speculators"))
+        assert found["speculators_model_type"] == found["speculators_config"]["algorithm"] == kind
+        assert found["aux_hidden_state_layer_ids"] == list(CONFIGS[kind].aux_layers) == [1, 2, 3, 4, 5]
+        assert found["sample_from_anchor"] == (kind == "dspark")
+        assert found["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafts
+    folder = tmp_path / "dspark"
+    edit_config(folder, sample_from_anchor=False)
+    assert options("dspark", folder).longest == 3
+    edit_config(folder, speculators_model_type="eagle3")
+    with pytest.raises(InputError, match="expected dspark or dflash"):
+        options("dspark", folder)
 
 
 def write(folder, tensors):
@@ -118,7 +137,7 @@ def test_ids_that_are_not_different_are_refused(tmp_path):
 
 
 def test_a_new_drafter_starts_as_one_without_a_markov_head():
-    draft = BlockDraft(CONFIGS["dspark"])
+    draft = BlockDraft(CONFIGS["dspark"], "deepspec")
     lm_head, target = np.ones((10, 16), np.float32), {"final_norm": np.full(16, 2.0, np.float32)}
     params = draft.initialise_from_target(params_of("dspark"), target, lm_head)
     assert not np.asarray(params["markov_out"]).any() and (params["unembed"] == 1).all()

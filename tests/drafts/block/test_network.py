@@ -9,6 +9,7 @@ import pytest
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
+from specrl_jax.drafts import slots
 from specrl_jax.drafts.base import DraftInputs, TargetTables
 from specrl_jax.drafts.block import network
 from specrl_jax.drafts.block.draft import BlockDraft
@@ -51,7 +52,7 @@ def logits_of(kind, tokens, features, embed, lm_head, segments=None, positions=N
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.asarray(lm_head))
     inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"))
-    outputs, table = BlockDraft(CONFIGS[kind]).unrolled(params_of(kind), inputs, ONE)
+    outputs, table = BlockDraft(CONFIGS[kind], "").unrolled(params_of(kind), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
 
@@ -152,12 +153,15 @@ def test_long_rows_go_in_parts_to_the_same_gradient(monkeypatch):
         return jax.jit(jax.grad(loss))(params_of("dspark"))
 
     whole = gradient()
-    monkeypatch.setattr(network, "SCORES", 3 * T * CONFIGS["dspark"].slots)
-    assert attention.SCORES != network.SCORES
+    monkeypatch.setattr(slots, "SCORES", 3 * T * CONFIGS["dspark"].slots)
+    assert attention.SCORES != slots.SCORES
     for a, b in zip(jax.tree.leaves(gradient()), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1.0, float(jnp.abs(b).max())), rtol=0)
 
 
-@pytest.mark.parametrize("layers, wanted", [(36, (2, 10, 18, 26, 34)), (7, (2, 3, 4, 5)), (2, (0, 1)), (1, (0,))])
+@pytest.mark.parametrize(
+    "layers, wanted",
+    [(36, (2, 10, 18, 26, 34)), (8, (2, 3, 4, 5, 6)), (7, (2, 3, 4, 5, 6)), (4, (1, 2, 3)), (2, (0, 1)), (1, (0,))],
+)
 def test_a_new_drafter_reads_the_layers_of_dflash_or_what_there_is(layers, wanted):
     assert network.default_aux_layers(layers) == wanted

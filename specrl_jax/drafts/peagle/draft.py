@@ -1,0 +1,179 @@
+"""Draft with a P-EAGLE draft: a few layers over EAGLE-3's pairs that draft k tokens in one pass."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.verify.op import Draft
+from specrl_jax.core import Params, stand_in
+from specrl_jax.decoding.drafters import Drafter, Text
+from specrl_jax.decoding.state import Slots
+from specrl_jax.drafts.autoregressive import draft_tokens, in_blocks
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.peagle import checkpoint, network
+from specrl_jax.drafts.recurrent.draft import committed_pairs
+from specrl_jax.drafts.recurrent.network import Attend
+from specrl_jax.drafts.weights import Caches, Weights
+from specrl_jax.errors import InputError
+from specrl_jax.models import cache as kv
+from specrl_jax.models.layers import Specs
+from specrl_jax.models.qwen3 import Output, Qwen3Config
+from specrl_jax.sharding import Partitioner
+
+FORMATS = tuple(checkpoint.FORMATS)
+
+
+def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
+    """Return the draft in draft.path, or a new one for the target. Raises InputError."""
+    path, vocab_size = options.path, options.vocab_size
+    if path:
+        config = checkpoint.load_config(path, target)
+        if vocab_size not in (0, config.draft_vocab):
+            raise InputError(f"draft.vocab_size={vocab_size}, the draft {path} has {config.draft_vocab}; leave 0")
+    else:
+        config = network.peagle_config(target, options.layers, vocab_size or target.vocab)
+    draft = PEagleDraft(config, options.dialect or FORMATS[0])
+    return DraftMethod(draft.drafter, draft)
+
+
+class PairsCache(NamedTuple):
+    """State of the sequences in the engine, in the pages that the target's cache has; entry t belongs to pair t."""
+
+    hidden: jax.Array  # [C, T, D], the input from the target at each processed position
+    layers: kv.KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class PEagleDraft:
+    """Implement `DraftModel` for a P-EAGLE draft."""
+
+    config: network.PEagleConfig
+    dialect: str = FORMATS[0]  # format that `save` writes
+
+    has_vocab_map = True
+    longest = None
+
+    @property
+    def vocab(self) -> int:
+        return self.config.draft_vocab
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    @property
+    def specs(self) -> Specs:
+        return network.param_specs(self.config)
+
+    @property
+    def inference_specs(self) -> Specs:
+        return network.inference_specs(self.config)
+
+    def inference_params(self, params: Params, dtype: jnp.dtype) -> Params:
+        return network.inference_params(params, self.config, dtype)
+
+    def init_cache(self, shape: kv.PageShape) -> PairsCache:
+        c = self.config
+        return PairsCache(kv.init_tokens(c.embed, shape), kv.init_cache(c.layers, c.kv_heads, c.head_dim, shape))
+
+    def cache_axes(self) -> PairsCache:
+        return PairsCache(stand_in(kv.TOKEN_AXES), (stand_in(kv.PAGE_AXES),) * self.config.layers)
+
+    def update_cache(
+        self, params: Params, cache: PairsCache, paging: kv.Paging, out: Output, partition: Partitioner
+    ) -> PairsCache:
+        assert out.aux is not None, "the forward was asked for aux_layers"
+        hidden = eagle3.first_hidden(params, self.config, out.aux)
+        return cache._replace(hidden=kv.write_tokens(cache.hidden, paging, hidden, partition))
+
+    def drafter(self, config: DrafterConfig) -> Drafter:
+        return peagle_drafter(self.config, config)
+
+    def unrolled(self, params: Params, inputs: DraftInputs, partition: Partitioner) -> tuple[jax.Array, jax.Array]:
+        rows, aux = inputs.rows, inputs.aux
+        assert aux is not None, "the forward was asked for aux_layers"
+        text = (inputs.tables.embed, rows.tokens, rows.positions, rows.segments)
+        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps)
+        return outputs, params["unembed"]
+
+    def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
+        """Take the lm_head, the norm before it and an embedding of its own from the target."""
+        taken = {"unembed": lm_head, "final_norm": target["final_norm"]}
+        return {**params, **taken, **({"embed": target["embed"]} if self.config.own_embedding else {})}
+
+    def load(self, folder: str, partition: Partitioner) -> Params:
+        return checkpoint.load_params(folder, self.config, partition, jnp.float32)
+
+    def load_vocab_map(self, folder: str, target: Qwen3Config) -> np.ndarray:
+        if not folder:
+            return np.arange(self.vocab, dtype=np.int32)
+        return checkpoint.load_vocab_map(folder, self.config, target)
+
+    def save(
+        self, folder: str, params: Params, vocab_map: VocabMap, target: Qwen3Config, dtype: str, target_path: str = ""
+    ) -> None:
+        ids = np.asarray(vocab_map)
+        checkpoint.save(folder, params, ids, self.config, target, dtype, self.dialect, target_path)
+
+
+def peagle_drafter(c: network.PEagleConfig, config: DrafterConfig) -> Drafter:
+    """Draft up to `config.length` tokens with one pass over the last k + 1 committed pairs and k - 1 mask slots.
+
+    The slots' keys and values stand in the pages behind the last pair's, where the next draft writes pairs.
+    """
+
+    def committed(
+        params: Weights, tokens: jax.Array, pairs: kv.Paging, cache: PairsCache
+    ) -> tuple[jax.Array, jax.Array]:
+        table = network.embedding(params.draft, params.policy["embed"])
+        return committed_pairs(cache.hidden, table, tokens, pairs, config)
+
+    def run(
+        params: Weights, hidden: jax.Array, embedded: jax.Array, places: kv.Paging, cache: PairsCache
+    ) -> tuple[jax.Array, PairsCache]:
+        """Apply the layers to pairs and slots [B, Q], each attending up to its own place; return a [B, Q, D]."""
+        written = list[jax.Array]()
+
+        def attention(pages: jax.Array) -> Attend:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                out, new = kv.attend(q, k, v, pages, places, config.partition)
+                written.append(new)
+                return out
+
+            return attend
+
+        angles = c.angles(places.positions)
+        a = network.hidden_states(params.draft, c, hidden, embedded, angles, [attention(x) for x in cache.layers])
+        return config.partition.constrain(a, "batch", None, None), cache._replace(layers=tuple(written))
+
+    def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[PairsCache]]:
+        # The last committed pair is length - 2. A prompt shorter than the window has fewer pairs.
+        positions = slots.length[:, None] - 2 + jnp.arange(-k, k)[None]
+        places = slots.place(jnp.where(positions < 0, -1, positions))
+        pairs = places._replace(positions=places.positions[:, : k + 1])
+        known = committed(params, slots.tokens, pairs, slots.cache.draft)
+        masks = network.mask_slot(params.draft, c, params.policy["embed"])
+        shape = (len(positions), k - 1, c.embed)
+        inputs = [
+            jnp.concatenate([x, jnp.broadcast_to(m.astype(x.dtype), shape)], axis=1) for x, m in zip(known, masks)
+        ]
+        a, cache = run(params, inputs[0], inputs[1], places, slots.cache.draft)
+        scores = eagle3.draft_logits(params.draft, c, a[:, k:])
+
+        def step(i: int, token: jax.Array | None) -> jax.Array:
+            return scores[:, i]
+
+        return draft_tokens(step, slots, seed, k, params.vocab_map, config), slots.cache._replace(draft=cache)
+
+    def sync_cache(params: Weights, text: Text, cache: Caches[PairsCache]) -> Caches[PairsCache]:
+        def update(pairs: kv.Paging, cache: PairsCache) -> PairsCache:
+            return run(params, *committed(params, text.tokens, pairs, cache), pairs, cache)[1]
+
+        # The last committed token has no pair yet.
+        return cache._replace(draft=in_blocks(update, text._replace(length=text.length - 1), cache.draft))
+
+    return Drafter(config.length, draft_fn, sync_cache)

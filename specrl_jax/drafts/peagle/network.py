@@ -1,0 +1,198 @@
+"""Network of a P-EAGLE draft (vllm-project/speculators, models/peagle): the k drafts of an EAGLE-3 head in one pass.
+
+An EAGLE-3 head feeds its output back once for each draft. Here the later drafts are slots of the same pass: slot d
+behind pair t = (feature of position t, token t + 1) has the embedding of a mask token and a learned hidden state, at
+position t + d, and predicts token t + 2 + d; slot 0 is the pair itself. All is causal: slot d reads pairs up to t and
+the slots before it.
+
+    h_0 = fc(concat(low, mid, high))        h_d = fc(mask_hidden)           # with the head's norms, as in EAGLE-3
+    e_0 = embed(x_{t+1})                    e_d = embed(mask)
+    a   = eagle3_layer(h, e)
+    a   = llama_layer(a)                                                    # layers - 1 times
+    q_d = softmax(lm_head(norm(a_d)) / temperature)                         # on the reduced draft vocabulary
+
+The drafts of a pass are independent of each other given the text. The embedding is the policy's, or one that was
+trained with the draft (`own_embedding`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.core import Leaf, Params, branch, nested, shift_left
+from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.network import Eagle3Config
+from specrl_jax.drafts.recurrent.network import Angles, Attend
+from specrl_jax.drafts.slots import default_mask_token, slot_attention
+from specrl_jax.models.layers import ParamSpec, Specs, einsum, project_heads, rms_norm, rotate, swiglu
+from specrl_jax.models.qwen3 import Qwen3Config
+
+
+@dataclasses.dataclass(frozen=True)
+class PEagleConfig(Eagle3Config):
+    """Sizes and variants of a draft; those of an EAGLE-3 head, whose layer is the first of `layers`."""
+
+    layers: int = 1  # L
+    mask_token: int = 0  # target id
+    own_embedding: bool = False  # "embed" [V, D] is a parameter
+    vocab: int = 0  # V, the target's
+
+
+def peagle_config(target: Qwen3Config, layers: int, draft_vocab: int) -> PEagleConfig:
+    """Return the sizes of a new draft for a target. Raises InputError for a vocabulary larger than the target's."""
+    return extended(eagle3.eagle3_config(target, draft_vocab), target, layers, default_mask_token(target))
+
+
+def extended(
+    head: Eagle3Config, target: Qwen3Config, layers: int, mask_token: int, own_embedding: bool = False
+) -> PEagleConfig:
+    """Return the draft whose first layer is `head`."""
+    sizes = {field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
+    return PEagleConfig(**sizes, layers=layers, mask_token=mask_token, own_embedding=own_embedding, vocab=target.vocab)
+
+
+def param_specs(config: PEagleConfig) -> Specs:
+    """Return the training layout; names of tensors are those of speculators, except for the first layer's."""
+    c = config
+    D, A = c.embed, len(c.aux_layers)
+    specs = {
+        **eagle3.param_specs(c),
+        "mask_hidden": ParamSpec((A, D), (None, "embed"), 1, "mask_hidden", "1 1 (a e) -> a e"),
+    }
+    if c.own_embedding:
+        specs["embed"] = ParamSpec((c.vocab, D), ("vocab", "embed"), 1, "embed_tokens.weight", "v d -> v d")
+    return nested(specs, **{_name(i): _layer_specs(c, f"layers.{i}") for i in range(1, c.layers)})
+
+
+def _name(i: int) -> str:
+    return f"layer_{i}"
+
+
+def _layer_specs(c: PEagleConfig, name: str) -> dict[str, ParamSpec]:
+    """Return the specs of a Llama layer."""
+    D, H = c.embed, c.head_dim
+
+    def norm(part: str) -> ParamSpec:
+        return ParamSpec((D,), ("embed",), 0, f"{name}.{part}.weight", "a -> a")
+
+    def heads(count: int, axis: str, part: str) -> ParamSpec:
+        axes = ("embed", axis, "head_dim")
+        return ParamSpec((D, count, H), axes, D, f"{name}.self_attn.{part}.weight", "(n h) d -> d n h")
+
+    def inward(part: str) -> ParamSpec:
+        return ParamSpec((D, c.mlp), ("embed", "mlp"), D, f"{name}.mlp.{part}.weight", "f d -> d f")
+
+    o, down = (c.heads, H, D), ("mlp", "embed")
+    return {
+        "attention_norm": norm("input_layernorm"),
+        "q": heads(c.heads, "heads", "q_proj"),
+        "k": heads(c.kv_heads, "kv_heads", "k_proj"),
+        "v": heads(c.kv_heads, "kv_heads", "v_proj"),
+        "o": ParamSpec(
+            o, ("heads", "head_dim", "embed"), c.heads * H, f"{name}.self_attn.o_proj.weight", "d (n h) -> n h d"
+        ),
+        "mlp_norm": norm("post_attention_layernorm"),
+        "gate": inward("gate_proj"),
+        "up": inward("up_proj"),
+        "down": ParamSpec((c.mlp, D), down, c.mlp, f"{name}.mlp.down_proj.weight", "d f -> f d"),
+    }
+
+
+def _beyond_eagle3(params: Mapping[str, Leaf], config: PEagleConfig) -> dict[str, Leaf]:
+    """Return the parameters, or their specs, that an EAGLE-3 head does not have; both layouts share them."""
+    names = ("mask_hidden", "embed", *map(_name, range(1, config.layers)))
+    return {name: params[name] for name in names if name in params}
+
+
+def inference_specs(config: PEagleConfig) -> Specs:
+    """Return the inference layout: logical axes and shapes of `inference_params`' result."""
+    return {**_beyond_eagle3(param_specs(config), config), **eagle3.inference_specs(config)}
+
+
+def inference_params(params: Params, config: PEagleConfig, dtype: jnp.dtype) -> Params:
+    """Map the training layout to the inference layout in `dtype`: the first layer's as EAGLE-3's."""
+    more = _beyond_eagle3(params, config)
+    head = {name: w for name, w in params.items() if name not in more}
+    return {**jax.tree.map(lambda w: w.astype(dtype), more), **eagle3.inference_params(head, dtype)}
+
+
+def hidden_states(
+    params: Params,
+    config: PEagleConfig,
+    hidden: jax.Array,
+    embedded: jax.Array,
+    angles: Angles,
+    attends: list[Attend],
+) -> jax.Array:
+    """Apply the layers, each with its attention, to pairs and slots; hidden, embedded and the result are [B, Q, D]."""
+    a = eagle3.layer(params, config, hidden, embedded, angles, attends[0])
+    for i, attend in enumerate(attends[1:], start=1):
+        a = _llama_layer(branch(params, _name(i)), config, a, angles, attend)
+    return a
+
+
+def _llama_layer(w: Params, config: PEagleConfig, x: jax.Array, angles: Angles, attend: Attend) -> jax.Array:
+    z = rms_norm(x, w["attention_norm"], config.norm_epsilon)
+    q, k, v = (einsum("BTD,DNH->BTNH", z, w[name]) for name in "qkv")
+    x = x + project_heads(attend(rotate(q, angles), rotate(k, angles), v), w["o"])
+    return x + swiglu(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
+
+
+def mask_slot(params: Params, config: PEagleConfig, embed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return hidden and embedding [1, 1, D] of a slot without a token; `embed` [V, D] is the policy's table."""
+    hidden = eagle3.first_hidden(params, config, params["mask_hidden"][None, None])
+    return hidden, embedding(params, embed)[jnp.full((1, 1), config.mask_token)]
+
+
+def embedding(params: Params, embed: jax.Array) -> jax.Array:
+    """Return the table that the draft reads: its own, or the policy's, `embed`."""
+    return params.get("embed", embed)
+
+
+def unrolled(
+    params: Params,
+    config: PEagleConfig,
+    features: jax.Array,
+    embed: jax.Array,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None,
+    steps: int,
+) -> jax.Array:
+    """Draft `steps` tokens from every pair on ground-truth text, in one pass: slot d of row t is slot d behind pair t.
+
+    Every pair starts a draft, at every depth: conditional dropping (P-EAGLE's COD) saves memory only.
+
+    Args:
+      features: [B, T, A, D] of the target.
+      embed: [V, D], the target's table.
+      tokens, positions: [B, T] int32.
+      segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
+    Returns:
+      [steps, B, T, D], inputs of the lm_head; row t of draft d predicts token t + 2 + d. Rows within 1 + d of the end
+      are meaningless.
+    """
+    B, T = tokens.shape
+    S, D, dtype = steps, config.embed, features.dtype
+    masked = (x.astype(dtype)[:, :, None] for x in mask_slot(params, config, embed))
+    of_pairs = (
+        eagle3.first_hidden(params, config, features),
+        embedding(params, embed)[shift_left(tokens, 1)].astype(dtype),
+    )
+    slots = [
+        jnp.concatenate([pair[:, :, None], jnp.broadcast_to(mask, (B, T, S - 1, D))], axis=2).reshape(B, T * S, D)
+        for pair, mask in zip(of_pairs, masked, strict=True)
+    ]
+    # The pairs' own keys are the row's; of its draft a slot reads the masks up to itself.
+    readable = jnp.arange(1, S)[None] <= jnp.arange(S)[:, None]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (x.reshape(B, T, S, *x.shape[2:]) for x in (q, k, v))
+        return slot_attention(q, (k[:, :, 1:], v[:, :, 1:]), (k[:, :, 0], v[:, :, 0]), segments, readable)
+
+    angles = config.angles((positions[:, :, None] + jnp.arange(S)[None, None]).reshape(B, T * S))
+    a = hidden_states(params, config, slots[0], slots[1], angles, [attend] * config.layers)
+    a = rms_norm(a, params["final_norm"], config.norm_epsilon)
+    return jnp.moveaxis(a.reshape(B, T, S, D), 2, 0)

@@ -1,0 +1,57 @@
+"""Slots of drafts made in one pass: the token that stands in an empty one, and their attention in training.
+
+In training one draft starts at each token of a row, so its slots stand behind every token.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specrl_jax.models.attention import SCORES, Queries, by_queries
+from specrl_jax.models.qwen3 import Qwen3Config
+
+QWEN3_MASK = 151_669  # an id that Qwen3's tokenizer does not use
+
+
+def default_mask_token(target: Qwen3Config) -> int:
+    """Return the token of an empty slot of a new draft; a smaller vocabulary gives its last one."""
+    return min(QWEN3_MASK, target.vocab - 1)
+
+
+def slot_attention(
+    q: jax.Array,
+    own: tuple[jax.Array, jax.Array],
+    shared: tuple[jax.Array, jax.Array],
+    segments: jax.Array | None,
+    readable: jax.Array | None = None,
+) -> jax.Array:
+    """Attend with the slots behind every token to the row up to that token, and to the slots of their own draft.
+
+    Args:
+      q: [B, T, S, N, H].
+      own: k, v [B, T, P, K, H] of the drafts' own slots.
+      shared: k, v [B, T, K, H] of the row's tokens.
+      segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
+      readable: [S, P] bool, the own keys that each slot reads; None = all.
+    Returns:
+      [B, T S, N, H]. No maintained attention kernel has this mask.
+    """
+    B, T, S, N, H = q.shape
+    k, v = shared
+    K = k.shape[2]
+
+    def attend(queries: Queries, part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, own_k, own_v = part
+        q = q.reshape(*q.shape[:3], K, N // K, H)
+        scores = jnp.einsum("BQSKRH,BUKH->BKRSQU", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(queries.readable(segments, T)[:, :, None, None], scores, -jnp.inf)
+        own_scores = jnp.einsum("BQSKRH,BQPKH->BKRSQP", q, own_k, preferred_element_type=jnp.float32)
+        if readable is not None:
+            own_scores = jnp.where(readable[None, None, None, :, None], own_scores, -jnp.inf)
+        weights = jnp.concatenate([scores, own_scores], axis=-1) * H**-0.5
+        weights = jax.nn.softmax(weights, axis=-1).astype(q.dtype)
+        out = jnp.einsum("BKRSQU,BUKH->BQSKRH", weights[..., :T], v)
+        out += jnp.einsum("BKRSQP,BQPKH->BQSKRH", weights[..., T:], own_v)
+        return out.reshape(*out.shape[:3], N, H)
+
+    parts = -(-T // max(1, SCORES // (T * S)))
+    return by_queries(attend, parts, segments, (q, *own)).reshape(B, T * S, N, H)
