@@ -117,6 +117,13 @@ def shift_left(x: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x, padding)[:, by:]
 
 
+def ahead(x: jax.Array, by: int, anchors: jax.Array | None = None) -> jax.Array:
+    """Return entry t + by of x [B, T, ...] at every t, as `shift_left`, or at `anchors` [A]; zeros beyond the end."""
+    if anchors is None:
+        return shift_left(x, by)
+    return jnp.take(x, anchors + by, axis=1, mode="fill", fill_value=0)
+
+
 def at_least_float32(x: jax.Array) -> jax.Array:
     """Widen bfloat16 to float32; leave float32 and float64 as they are."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

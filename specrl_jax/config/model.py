@@ -86,6 +86,9 @@ class DraftConfig:
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
     slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)
     layers: int = key(2, "peagle, dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
+    anchor_stride: int = key(
+        1, "peagle, dspark, dflash: in an update a draft starts at every so-manieth token", "tokens", low=1, high=1024
+    )
     match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)
     cascade: int = key(

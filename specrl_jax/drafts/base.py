@@ -73,6 +73,7 @@ class DraftInputs(NamedTuple):
     rows: Rows
     steps: int  # draft steps to unroll
     dtype: jnp.dtype  # of the activations
+    anchors: jax.Array | None = None  # [A] int32, tokens of every row that start a draft; None = all T
 
 
 class DraftModel(Protocol[Cache]):
@@ -89,6 +90,10 @@ class DraftModel(Protocol[Cache]):
     @property
     def longest(self) -> int | None:
         """Return the most tokens of a draft; None = as many as are asked for."""
+
+    @property
+    def takes_anchors(self) -> bool:
+        """Return whether in training drafts need not start at every token."""
 
     @property
     def has_vocab_map(self) -> bool:
@@ -125,7 +130,8 @@ class DraftModel(Protocol[Cache]):
         """Unroll draft steps from every token of training rows, on ground-truth tokens.
 
         Returns:
-          outputs [steps, B, T, D] and lm_head [Vd, D]: entry (i, t) predicts token t + 2 + i.
+          outputs [steps, B, T, D] and lm_head [Vd, D]: entry (i, t) predicts token t + 2 + i. Those of the anchors
+          alone where there are some, which only a draft with `takes_anchors` has.
         """
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:

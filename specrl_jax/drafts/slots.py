@@ -1,11 +1,12 @@
 """Slots of drafts made in one pass: the token that stands in an empty one, and their attention in training.
 
-In training one draft starts at each token of a row, so its slots stand behind every token.
+In training a draft starts at each token of a row, or at some of them, the anchors: its slots stand behind these.
 """
 
 import jax
 import jax.numpy as jnp
 
+from specrl_jax.core import ahead
 from specrl_jax.models.attention import SCORES, Queries, by_queries
 from specrl_jax.models.qwen3 import Qwen3Config
 
@@ -22,22 +23,24 @@ def slot_attention(
     own: tuple[jax.Array, jax.Array],
     shared: tuple[jax.Array, jax.Array],
     segments: jax.Array | None,
+    anchors: jax.Array | None = None,
     readable: jax.Array | None = None,
 ) -> jax.Array:
-    """Attend with the slots behind every token to the row up to that token, and to the slots of their own draft.
+    """Attend with the slots behind some tokens to the row up to that token, and to the slots of their own draft.
 
     Args:
-      q: [B, T, S, N, H].
-      own: k, v [B, T, P, K, H] of the drafts' own slots.
+      q: [B, A, S, N, H], slots behind A of the row's T tokens.
+      own: k, v [B, A, P, K, H] of the drafts' own slots.
       shared: k, v [B, T, K, H] of the row's tokens.
       segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
+      anchors: [A] int32, the tokens that the slots stand behind; None = all T.
       readable: [S, P] bool, the own keys that each slot reads; None = all.
     Returns:
-      [B, T S, N, H]. No maintained attention kernel has this mask.
+      [B, A S, N, H]. No maintained attention kernel has this mask.
     """
-    B, T, S, N, H = q.shape
+    B, A, S, N, H = q.shape
     k, v = shared
-    K = k.shape[2]
+    T, K = k.shape[1:3]
 
     def attend(queries: Queries, part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, own_k, own_v = part
@@ -53,5 +56,6 @@ def slot_attention(
         out += jnp.einsum("BKRSQP,BQPKH->BQSKRH", weights[..., T:], own_v)
         return out.reshape(*out.shape[:3], N, H)
 
-    parts = -(-T // max(1, SCORES // (T * S)))
-    return by_queries(attend, parts, segments, (q, *own)).reshape(B, T * S, N, H)
+    parts = -(-A // max(1, SCORES // (T * S)))
+    of_queries = None if segments is None else ahead(segments, 0, anchors)
+    return by_queries(attend, parts, of_queries, (q, *own), anchors).reshape(B, A * S, N, H)

@@ -52,6 +52,7 @@ class DraftForward:
     microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
     positions: str = "all"  # one of draft_losses.POSITIONS
+    anchor_stride: int = 1  # in an update a draft starts at every so-manieth token
 
 
 @flax.struct.dataclass
@@ -112,22 +113,29 @@ def make_draft_step(
     weights = step_weights(forward.loss, forward.ttt_steps)
 
     def loss_sum(
-        params: Params, tables: TargetTables, counts: jax.Array, features: Features, rows: Rows
+        params: Params,
+        tables: TargetTables,
+        counts: jax.Array,
+        anchors: jax.Array | None,
+        features: Features,
+        rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
-        terms = _terms(forward, partition, params, tables, features, rows)
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
-        loss = step_means(step_losses(forward.loss, terms), pair_weights(pairs, rows.drawn, forward.positions))
+        terms = _terms(forward, partition, params, tables, features, rows, anchors)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
+        weighted = pair_weights(pairs, rows.drawn, forward.positions, anchors)
+        loss = step_means(step_losses(forward.loss, terms), weighted)
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
     def update(
         state: TrainState, tables: TargetTables, features: Features, rows: Rows
     ) -> tuple[TrainState, DraftMetrics]:
-        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)
-        counts = pair_weights(pairs, rows.drawn, forward.positions).sum(axis=(1, 2))
+        anchors = _anchors(rows.tokens.shape[1], forward.anchor_stride, state.step)
+        pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
+        counts = pair_weights(pairs, rows.drawn, forward.positions, anchors).sum(axis=(1, 2))
 
         def gradient_fn(params: Params, features: Features, rows: Rows) -> tuple[tuple, None]:
-            return jax.grad(loss_sum, has_aux=True)(params, tables, counts, features, rows), None
+            return jax.grad(loss_sum, has_aux=True)(params, tables, counts, anchors, features, rows), None
 
         parts = (features, rows)
         size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
@@ -160,13 +168,27 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
     return jax.jit(predict, out_shardings=partition.replicated)
 
 
+def _anchors(T: int, stride: int, step: jax.Array) -> jax.Array | None:
+    """Return [A] int32, the tokens that start a draft in this update; None = all T.
+
+    The first one moves on from update to update, so that every token has its turn. Those behind a row's end are masked.
+    """
+    return None if stride == 1 else step % stride + stride * jnp.arange(-(-T // stride))
+
+
 def _terms(
-    forward: DraftForward, partition: Partitioner, params: Params, tables: TargetTables, features: Features, rows: Rows
+    forward: DraftForward,
+    partition: Partitioner,
+    params: Params,
+    tables: TargetTables,
+    features: Features,
+    rows: Rows,
+    anchors: jax.Array | None = None,
 ) -> DraftTerms:
-    inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype)
+    inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype, anchors)
     outputs, lm_head = forward.draft.unrolled(params, inputs, partition)
     hidden, kept = features.hidden.astype(forward.dtype), _in_draft_vocabulary(rows.kept, tables)
-    target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept)
+    target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept, anchors)
     return draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
 
 

@@ -56,7 +56,11 @@ class Queries(NamedTuple):
 
 
 def by_queries(
-    attend: Callable[[Queries, Tree], jax.Array], parts: int, segment_ids: jax.Array | None, arrays: Tree
+    attend: Callable[[Queries, Tree], jax.Array],
+    parts: int,
+    segment_ids: jax.Array | None,
+    arrays: Tree,
+    places: jax.Array | None = None,
 ) -> jax.Array:
     """Apply `attend` to every parts-th query at a time, and again in the backward pass, so that few scores are held.
 
@@ -64,10 +68,12 @@ def by_queries(
 
     Args:
       attend: (queries, their `arrays`) -> [B, Q, ...].
+      segment_ids: [B, T] int32 of the queries.
       arrays: leaves [B, T, ...], cut like the queries.
+      places: [T] int32 of the queries in their rows; None: all places of a row.
     """
     B, T = jax.tree.leaves(arrays)[0].shape[:2]
-    queries = Queries(jnp.broadcast_to(jnp.arange(T), (B, T)), segment_ids)
+    queries = Queries(jnp.broadcast_to(jnp.arange(T) if places is None else places, (B, T)), segment_ids)
     if parts == 1:
         return attend(queries, arrays)
 

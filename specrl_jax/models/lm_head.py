@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import DraftTerms, shift_left
+from specrl_jax.core import DraftTerms, ahead
 from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models.layers import narrower
 from specrl_jax.models.vocab_tiles import Normaliser, Support, Tile, Tiling, input_gradients, product
@@ -144,6 +144,11 @@ class TargetDistribution(NamedTuple):
     # multiplies all of p by one number near 1, at logits of 1e4 by 1 +- 5e-4; only acceptance reads this p.
     normaliser: jax.Array
     kept: KeptTokens | None = None  # ids of the draft vocabulary; None: every token could be sampled
+    anchors: jax.Array | None = None  # [A] int32, the tokens t that the draft's outputs are of; None = all T
+
+    def ahead(self, x: jax.Array, by: int) -> jax.Array:
+        """Return entry t + by of x [B, T, ...] where the draft has outputs."""
+        return ahead(x, by, self.anchors)
 
 
 class _Sums(NamedTuple):
@@ -164,6 +169,8 @@ class _Saved(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def draft_terms(outputs: jax.Array, table: jax.Array, target: TargetDistribution, tiling: Tiling) -> DraftTerms:
     """Compute the terms of the losses of a draft with outputs[i] [B, T, D'] at step i and lm_head table [Vd, D'].
+
+    With `target.anchors` outputs and terms are [B, A, ...].
 
     Entry (i, t) predicts token t + 2 + i, so it compares with the target after position t + 1 + i. The last 1 + i
     entries of a row are meaningless. Two passes, one for the normalisers and one for the sums: 4 (S + 1) B T Vd D
@@ -189,8 +196,8 @@ def _draft_terms(
         for i in range(steps):
             log_q = draft_normaliser.of_step(i).logprobs(tiling.logits(outputs[i], rows))
             q = tile.only(jnp.exp(log_q))
-            p_then = shift_left(p, 1 + i)
-            crossed = product(shift_left(renormalised, 1 + i), -log_q)
+            p_then = target.ahead(p, 1 + i)
+            crossed = product(target.ahead(renormalised, 1 + i), -log_q)
             terms = crossed, jnp.minimum(p_then, q), jnp.where(q <= p_then, q, 0.0)
             sums.append([term.sum(axis=(-2, -1)) for term in terms])
         crossed, overlap, below = (jnp.stack(x) for x in zip(*sums))
@@ -198,7 +205,7 @@ def _draft_terms(
 
     zeros = jnp.zeros_like(draft_normaliser.peak)
     sums = tiling.fold(body, _Sums(zeros, jnp.zeros_like(target_normaliser.peak), zeros, zeros), *parts)
-    entropy = jnp.stack([shift_left(sums.entropy, 1 + i) for i in range(steps)])
+    entropy = jnp.stack([target.ahead(sums.entropy, 1 + i) for i in range(steps)])
     terms = DraftTerms(sums.cross_entropy, entropy, sums.overlap)
     return terms, _Saved(draft_normaliser, target_normaliser, sums.below)
 
@@ -211,24 +218,36 @@ def _normalisers(
     `parts` are those of the draft's and of the target's table, `support` is the target's.
     """
 
-    def body(
-        carry: tuple[jax.Array, jax.Array], tile: Tile, rows: jax.Array, target_rows: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        maximum, sum_exp = carry
+    def body(carry: tuple[_Peak, ...], tile: Tile, rows: jax.Array, target_rows: jax.Array) -> tuple[_Peak, ...]:
         logits = [tile.only(tiling.logits(x, rows), -jnp.inf) for x in hidden[:-1]]
         logits.append(tile.only(tiling.logits(hidden[-1], target_rows, tile, support), -jnp.inf))
-        peak = jnp.maximum(maximum, jnp.stack([x.max(axis=-1) for x in logits]))
-        sums = jnp.stack([jnp.exp(x - top[..., None]).sum(axis=-1) for x, top in zip(logits, peak)])
-        return peak, sum_exp * jnp.exp(maximum - peak) + sums
+        return tuple(found.with_logits(x) for found, x in zip(carry, logits, strict=True))
 
     dtype = jnp.promote_types(hidden[0].dtype, jnp.float32)
-    zeros = jnp.zeros((len(hidden), *hidden[0].shape[:2], parts[0].shape[0]), dtype)
-    maximum, sum_exp = tiling.fold(body, (jnp.full_like(zeros, jnp.finfo(dtype).min / 2), zeros), *parts)
-    peak = maximum.max(axis=-1)
-    total = (sum_exp * jnp.exp(maximum - peak[..., None])).sum(axis=-1)
-    # Where the draft vocabulary has no token that could be sampled, p~ is 0 and not 0 / 0.
-    log_sum = jnp.log(total if support is None else jnp.where(total > 0, total, 1.0))
-    return Normaliser(peak[:-1], log_sum[:-1]), Normaliser(peak[-1], log_sum[-1])
+    zeros = [jnp.zeros((*x.shape[:2], parts[0].shape[0]), dtype) for x in hidden]
+    lowest = jnp.finfo(dtype).min / 2
+    found = tiling.fold(body, tuple(_Peak(jnp.full_like(x, lowest), x) for x in zeros), *parts)
+    *draft, target = [one.normaliser(support) for one in found]
+    return Normaliser(jnp.stack([x.peak for x in draft]), jnp.stack([x.log_sum for x in draft])), target
+
+
+class _Peak(NamedTuple):
+    """Of the logits seen so far of some tokens, by share of the vocabulary."""
+
+    maximum: jax.Array  # [B, T, W]
+    sum_exp: jax.Array  # [B, T, W], of exp(logit - maximum)
+
+    def with_logits(self, logits: jax.Array) -> "_Peak":
+        """Return the same with logits [B, T, W, M] seen too."""
+        peak = jnp.maximum(self.maximum, logits.max(axis=-1))
+        return _Peak(peak, self.sum_exp * jnp.exp(self.maximum - peak) + jnp.exp(logits - peak[..., None]).sum(axis=-1))
+
+    def normaliser(self, support: Support | None) -> Normaliser:
+        """Return [B, T] over the whole vocabulary."""
+        peak = self.maximum.max(axis=-1)
+        total = (self.sum_exp * jnp.exp(self.maximum - peak[..., None])).sum(axis=-1)
+        # Where the draft vocabulary has no token that could be sampled, p~ is 0 and not 0 / 0.
+        return Normaliser(peak, jnp.log(total if support is None else jnp.where(total > 0, total, 1.0)))
 
 
 def _draft_terms_forward(
@@ -248,7 +267,7 @@ def _draft_terms_backward(
     if support is not None:
         # No token of the draft vocabulary could be sampled: there is no p~ to learn.
         some = target_normaliser.peak > jnp.finfo(target_normaliser.peak.dtype).min / 2
-        cross_entropy *= jnp.stack([shift_left(some, 1 + i) for i in range(outputs.shape[0])])
+        cross_entropy *= jnp.stack([target.ahead(some, 1 + i) for i in range(outputs.shape[0])])
 
     def logit_gradient(tile: Tile, rows: jax.Array, target_rows: jax.Array) -> jax.Array:
         logits = tiling.logits(target.hidden, target_rows, tile, support)
@@ -258,8 +277,8 @@ def _draft_terms_backward(
         for i in range(outputs.shape[0]):
             crossed, overlap, low = (x[i, ..., None, None] for x in (cross_entropy, gradient.overlap, below))
             q = jnp.exp(draft_normaliser.of_step(i).logprobs(tiling.logits(outputs[i], rows)))
-            kept = jnp.where(q <= shift_left(p, 1 + i), 1.0, 0.0)
-            found.append(crossed * (q - shift_left(renormalised, 1 + i)) + overlap * q * (kept - low))
+            kept = jnp.where(q <= target.ahead(p, 1 + i), 1.0, 0.0)
+            found.append(crossed * (q - target.ahead(renormalised, 1 + i)) + overlap * q * (kept - low))
         return jnp.stack(found)
 
     parts = tiling.parts(table), tiling.parts(target.table)

@@ -16,7 +16,7 @@ Step i of ce, kl and tv weighs DECAY ** i (EAGLE-3). The steps of e2e_tv weigh t
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import DraftTerms, Mean, shift_left
+from specrl_jax.core import DraftTerms, Mean, ahead
 
 LOSSES = ("ce", "kl", "tv", "e2e_tv")
 # EAGLE-3: weight of draft step i is DECAY ** i.
@@ -51,7 +51,9 @@ def step_weights(name: str, steps: int) -> jax.Array:
     return DECAY ** jnp.arange(steps, dtype=jnp.float32)
 
 
-def draft_loss_mask(mask: jax.Array, steps: int, segments: jax.Array | None = None) -> jax.Array:
+def draft_loss_mask(
+    mask: jax.Array, steps: int, segments: jax.Array | None = None, anchors: jax.Array | None = None
+) -> jax.Array:
     """Return the mask [steps, B, T] of pairs that a step's loss counts.
 
     A pair counts where decoding can start a draft, so where token t + 2 is a response token, and at step i where token
@@ -60,14 +62,18 @@ def draft_loss_mask(mask: jax.Array, steps: int, segments: jax.Array | None = No
     Args:
       mask: [B, T] bool, true where token t + 1 is a response token.
       segments: [B, T] int32 of packed rows, 0 padding; a draft stays within its own.
+      anchors: [A] int32, the pairs that the mask is of, [steps, B, A]; None = all.
     """
-    found = jnp.stack([shift_left(mask, 1) & shift_left(mask, 1 + i) for i in range(steps)])
+    found = jnp.stack([ahead(mask, 1, anchors) & ahead(mask, 1 + i, anchors) for i in range(steps)])
     if segments is None:
         return found
-    return found & jnp.stack([shift_left(segments, 2 + i) == segments for i in range(steps)])
+    own = ahead(segments, 0, anchors)
+    return found & jnp.stack([ahead(segments, 2 + i, anchors) == own for i in range(steps)])
 
 
-def pair_weights(pairs: jax.Array, drawn: jax.Array | None, positions: str) -> jax.Array:
+def pair_weights(
+    pairs: jax.Array, drawn: jax.Array | None, positions: str, anchors: jax.Array | None = None
+) -> jax.Array:
     """Return the weight [steps, B, T] float32 of each pair in the loss, of a mask `pairs` as `draft_loss_mask` returns.
 
     A token that the policy drew itself where drafts were verified is the place of a refused draft, or follows a draft
@@ -78,12 +84,13 @@ def pair_weights(pairs: jax.Array, drawn: jax.Array | None, positions: str) -> j
     Args:
       drawn: [B, T] bool, entry t for token t + 1; needed unless `positions` is "all".
       positions: one of POSITIONS.
+      anchors: as of `draft_loss_mask`.
     """
     if positions == "all":
         return pairs.astype(jnp.float32)
     assert drawn is not None, "rows say which tokens the policy drew"
     matters = drawn | jnp.pad(drawn[:, :-1], ((0, 0), (1, 0)))
-    matters = jnp.stack([shift_left(matters, 1 + i) for i in range(len(pairs))])
+    matters = jnp.stack([ahead(matters, 1 + i, anchors) for i in range(len(pairs))])
     return pairs * jnp.where(matters, WEIGHT if positions == "weighted" else 1.0, float(positions == "weighted"))
 
 

@@ -255,6 +255,7 @@ def _draft_forward(plan: Plan, forward: PolicyForward) -> DraftForward | None:
         loss=plan.config.draft.loss,
         ttt_steps=plan.config.draft.ttt_steps,
         positions=plan.config.draft.positions,
+        anchor_stride=plan.config.draft.anchor_stride,
         vocab_tile=forward.vocab_tile,
         microbatch_tokens=forward.microbatch_tokens,
         temperature=forward.temperature,

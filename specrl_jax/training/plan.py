@@ -198,6 +198,11 @@ def _check_processes(config: Config) -> None:
 
 def _check_length(plan: Plan) -> None:
     """Raise InputError where drafts, or those that are learned, would be longer than the draft can make them."""
+    if plan.draft and plan.config.draft.anchor_stride > 1 and not plan.draft.takes_anchors:
+        raise InputError(
+            f"draft.anchor_stride={plan.config.draft.anchor_stride}: draft.kind={plan.config.draft.kind} drafts behind "
+            "every token in training; leave 1"
+        )
     most = plan.draft.longest if plan.draft else None
     for key in ("length", "ttt_steps") if most is not None else ():
         if (wanted := getattr(plan.config.draft, key)) > most:

@@ -19,6 +19,8 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig, TargetTables
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.peagle import network as peagle
+from specrl_jax.drafts.peagle.draft import PEagleDraft
 from specrl_jax.drafts.small_model.draft import SmallModelDraft
 from specrl_jax.learner.draft_step import (
     DraftForward,
@@ -30,7 +32,7 @@ from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.policy_step import Features, PolicyForward, StepOutputs, make_feature_step, make_policy_step
 from specrl_jax.learner.state import RunState, TrainState, init_state
 from specrl_jax.models import qwen3
-from specrl_jax.rl.draft_losses import LOSSES
+from specrl_jax.rl.draft_losses import LOSSES, draft_loss_mask
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.initial import initial_vocab_map
@@ -489,6 +491,31 @@ def test_microbatches_and_devices_change_rounding_only(sizes, microbatch, vocab_
     # Float32 sums over at most 112 positions and 96 terms in another order, as for the policy.
     assert_trees_close(gradient, recorded_update(*WHOLE, loss)[0], rtol=1e-5)
     assert_trees_close(metrics, recorded_update(*WHOLE, loss)[1], rtol=1e-5)
+
+
+def test_updates_with_some_anchors_take_turns_over_all_tokens(partition):
+    """At one draft step: the sums over three updates with every third token are those of one with all."""
+    draft, rng = PEagleDraft(peagle.peagle_config(POLICY, 1, VD)), np.random.default_rng(3)
+    rows, _ = make_batch(POLICY.vocab, B, T)
+    features = Features(
+        rng.normal(size=(B, T, 3, POLICY.embed)).astype("f4"),
+        rng.normal(size=(B, T, POLICY.embed)).astype("f4"),
+        4.0 + rng.normal(size=(B, T)).astype("f4"),
+    )
+    tables = make_read_tables(POLICY, partition)(draw(qwen3.param_specs(POLICY), 1), jnp.asarray(IDS))
+    state = init_state(draw(draft.specs, 4), draft.specs, recorder(), partition)
+    whole = dataclasses.replace(DRAFT_LEARN, draft=draft, ttt_steps=1)
+    some = dataclasses.replace(whole, anchor_stride=3)
+
+    def total(forward, turn):
+        at = dataclasses.replace(jax.tree.map(jnp.copy, state), step=jnp.int32(turn))
+        found, metrics = make_draft_step(forward, recorder(), partition)(at, tables, features, rows)
+        counted = draft_loss_mask(rows.mask, 1)[:, :, turn :: forward.anchor_stride].sum()
+        return jax.tree.map(lambda x: np.asarray(x) * float(counted), (found.opt_state, metrics.loss))
+
+    turns = [total(some, turn) for turn in range(3)]
+    assert len({float(loss) for _, loss in turns}) == 3
+    assert_trees_close(jax.tree.map(lambda *x: sum(x), *turns), total(whole, 0), rtol=1e-5)
 
 
 PACKED = {"eagle3": HEAD, "model": SmallModelDraft(dataclasses.replace(POLICY, layers=1))}

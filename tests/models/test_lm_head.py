@@ -318,6 +318,32 @@ def graded_terms(outputs, table, target, cotangents, tiling):
     return jax.device_get(run(outputs, table, target, cotangents))
 
 
+@pytest.mark.parametrize("entries", [0, 5])
+def test_terms_of_some_anchors_are_those_of_all(entries):
+    """Values and gradients, where the other pairs have no cotangent; the last anchor lies behind the row's end."""
+    outputs, table, target, cotangents = pairs_of(IDS[13])
+    anchors = np.arange(1, T + 2, 2)
+    inside = anchors[anchors < T]
+    chosen = np.zeros_like(cotangents)
+    chosen[..., inside] = cotangents[..., inside]
+    whole, (d_outputs, d_table) = graded_terms(outputs, table, target, chosen, tiling(entries))
+    padded = [np.concatenate([x, x[:, :, :1]], axis=2) for x in (outputs, *cotangents)]
+    padded[1:] = [np.where(anchors < T, x[:, :, np.minimum(anchors, T)], 0) for x in padded[1:]]
+    some, (d_some, d_same_table) = graded_terms(
+        padded[0][:, :, np.minimum(anchors, T)],
+        table,
+        target._replace(anchors=jnp.asarray(anchors)),
+        np.stack(padded[1:]),
+        tiling(entries),
+    )
+    taught = TAUGHT[:, :, inside]
+    for got, want in zip(some, whole, strict=True):
+        got, want = (np.where(taught, x, 0) for x in (got[:, :, : len(inside)], want[:, :, inside]))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(d_some[:, :, : len(inside)], d_outputs[:, :, inside], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(d_same_table, d_table, rtol=0, atol=1e-4)
+
+
 def assert_terms_close(found, expected, **close):
     for name in DraftTerms._fields:
         got, want = (np.where(TAUGHT, getattr(terms, name), 0.0) for terms in (found, expected))

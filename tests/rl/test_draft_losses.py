@@ -121,6 +121,18 @@ def test_what_the_policy_drew_itself_weighs_more_or_alone(positions):
     np.testing.assert_allclose(step_means(jnp.asarray(values, jnp.float32), jnp.asarray(found)).value(), 2.0)
 
 
+def test_masks_and_weights_of_some_anchors_are_those_of_all():
+    rng = np.random.default_rng(0)
+    response, drawn = rng.random((2, 4, 12)) < [[[0.8]], [[0.3]]]
+    segments = jnp.asarray(np.sort(rng.integers(1, 3, (4, 12))), jnp.int32)
+    mask, drawn, anchors = jnp.asarray(mask_of(response)), jnp.asarray(mask_of(drawn)), 1 + 3 * jnp.arange(5)
+    whole, some = (draft_loss_mask(mask, STEPS, segments, a) for a in (None, anchors))
+    np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
+    assert whole.any() and not some[:, :, 4].any()
+    whole, some = (pair_weights(x, drawn, "weighted", a) for x, a in ((whole, None), (some, anchors)))
+    np.testing.assert_array_equal(some, np.pad(whole, ((0, 0), (0, 0), (0, 2)))[:, :, anchors])
+
+
 # Of each sequence in a row: tokens of its prompt, of its response.
 packs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=3)
 

@@ -53,6 +53,8 @@ class BlockDraft:
     config: network.BlockConfig
     dialect: str  # format that `save` writes
 
+    takes_anchors = True
+
     @property
     def vocab(self) -> int:
         return self.config.draft_vocab
@@ -104,7 +106,7 @@ class BlockDraft:
         rows, aux, tables = inputs.rows, inputs.aux, inputs.tables
         assert aux is not None, "the forward was asked for aux_layers"
         text = (tables.embed, rows.tokens, rows.positions, rows.segments)
-        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps)
+        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps, inputs.anchors)
         lm_head = params["unembed"] if self.has_vocab_map else tables.lm_head
         if self.config.markov_rank:
             lm_head = jnp.concatenate([lm_head, params["markov_out"].astype(lm_head.dtype)], axis=1)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Params, branch, branches, nested, shift_left
+from specrl_jax.core import Params, ahead, branch, branches, nested
 from specrl_jax.drafts.recurrent.network import Angles, HeadConfig
 from specrl_jax.drafts.slots import default_mask_token, slot_attention
 from specrl_jax.errors import InputError
@@ -184,8 +184,9 @@ def unrolled(
     positions: jax.Array,
     segments: jax.Array | None,
     steps: int,
+    anchors: jax.Array | None = None,
 ) -> jax.Array:
-    """Draft a block from every token on ground-truth text: row t is the block whose anchor is token t + 1.
+    """Draft blocks on ground-truth text: that of row t has its anchor at token t + 1.
 
     Args:
       features: [B, T, A, D] of the target.
@@ -193,31 +194,32 @@ def unrolled(
       tokens, positions: [B, T] int32.
       segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
       steps: drafts that are returned, at most `longest`.
+      anchors: [A] int32, the rows t that start a block, the same of all B; None = all T.
     Returns:
-      [steps, B, T, D + r], inputs of the lm_head and of the Markov head's output; row t of draft i predicts token
+      [steps, B, A, D + r], inputs of the lm_head and of the Markov head's output; draft i of row t predicts token
       t + 2 + i. Rows within 1 + i of the end are meaningless.
     """
-    B, T = tokens.shape
     S, D = config.slots, config.embed
-    c = context(params, config, features)
-    x = embed[slot_tokens(config, shift_left(tokens, 1))].astype(features.dtype).reshape(B, T * S, D)
-    here, ahead = config.angles(positions), positions[:, :, None] + 1 + jnp.arange(S)[None, None]
+    c, anchor = context(params, config, features), ahead(tokens, 1, anchors)
+    B, A = anchor.shape
+    x = embed[slot_tokens(config, anchor)].astype(features.dtype).reshape(B, A * S, D)
+    here, of_slots = config.angles(positions), ahead(positions, 0, anchors)[:, :, None] + 1 + jnp.arange(S)[None, None]
     layers = [jax.tree.map(lambda w, i=i: w[i], branch(params, "layers")) for i in range(config.layers)]
 
     def attention(w: Params) -> AttendBlock:
         k, v = keys_values(w, config, c, here)
 
         def attend(q: jax.Array, own_k: jax.Array, own_v: jax.Array) -> jax.Array:
-            q, own_k, own_v = (x.reshape(B, T, S, *x.shape[2:]) for x in (q, own_k, own_v))
-            return slot_attention(q, (own_k, own_v), (k, v), segments)
+            q, own_k, own_v = (x.reshape(B, A, S, *x.shape[2:]) for x in (q, own_k, own_v))
+            return slot_attention(q, (own_k, own_v), (k, v), segments, anchors)
 
         return attend
 
-    angles = config.angles(ahead.reshape(B, T * S))
+    angles = config.angles(of_slots.reshape(B, A * S))
     x = hidden_states(layers, config, x, angles, [attention(w) for w in layers])
-    x = rms_norm(x, params["final_norm"], config.norm_epsilon).reshape(B, T, S, D)[:, :, config.unused :][:, :, :steps]
+    x = rms_norm(x, params["final_norm"], config.norm_epsilon).reshape(B, A, S, D)[:, :, config.unused :][:, :, :steps]
     out = jnp.moveaxis(x, 2, 0)
     if not config.markov_rank:
         return out
-    before = jnp.stack([shift_left(tokens, 1 + i) for i in range(steps)])
+    before = jnp.stack([ahead(tokens, 1 + i, anchors) for i in range(steps)])
     return jnp.concatenate([out, params["markov_in"][before].astype(out.dtype)], axis=-1)

@@ -56,6 +56,7 @@ class PEagleDraft:
 
     has_vocab_map = True
     longest = None
+    takes_anchors = True
 
     @property
     def vocab(self) -> int:
@@ -97,7 +98,7 @@ class PEagleDraft:
         rows, aux = inputs.rows, inputs.aux
         assert aux is not None, "the forward was asked for aux_layers"
         text = (inputs.tables.embed, rows.tokens, rows.positions, rows.segments)
-        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps)
+        outputs = network.unrolled(params, self.config, aux.astype(inputs.dtype), *text, inputs.steps, inputs.anchors)
         return outputs, params["unembed"]
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:

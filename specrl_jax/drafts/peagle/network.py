@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Leaf, Params, branch, nested, shift_left
+from specrl_jax.core import Leaf, Params, ahead, branch, nested, shift_left
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.network import Eagle3Config
 from specrl_jax.drafts.recurrent.network import Angles, Attend
@@ -160,39 +160,53 @@ def unrolled(
     positions: jax.Array,
     segments: jax.Array | None,
     steps: int,
+    anchors: jax.Array | None = None,
 ) -> jax.Array:
-    """Draft `steps` tokens from every pair on ground-truth text, in one pass: slot d of row t is slot d behind pair t.
+    """Draft `steps` tokens on ground-truth text in one pass: slot d of row t is slot d behind pair t.
 
-    Every pair starts a draft, at every depth: conditional dropping (P-EAGLE's COD) saves memory only.
+    A draft has all depths. P-EAGLE itself drops more of the deeper ones (COD), to save memory.
 
     Args:
       features: [B, T, A, D] of the target.
       embed: [V, D], the target's table.
       tokens, positions: [B, T] int32.
       segments: [B, T] int32, sequences of packed rows; None = one sequence per row.
+      anchors: [A] int32, the pairs t that start a draft, the same of all B rows; None = all T.
     Returns:
-      [steps, B, T, D], inputs of the lm_head; row t of draft d predicts token t + 2 + d. Rows within 1 + d of the end
+      [steps, B, A, D], inputs of the lm_head; draft d of row t predicts token t + 2 + d. Rows within 1 + d of the end
       are meaningless.
     """
     B, T = tokens.shape
-    S, D, dtype = steps, config.embed, features.dtype
-    masked = (x.astype(dtype)[:, :, None] for x in mask_slot(params, config, embed))
+    M, D, dtype = steps - 1, config.embed, features.dtype  # M mask slots
+    places = ahead(positions, 0, anchors)
+    A = places.shape[1]
     of_pairs = (
         eagle3.first_hidden(params, config, features),
         embedding(params, embed)[shift_left(tokens, 1)].astype(dtype),
     )
-    slots = [
-        jnp.concatenate([pair[:, :, None], jnp.broadcast_to(mask, (B, T, S - 1, D))], axis=2).reshape(B, T * S, D)
-        for pair, mask in zip(of_pairs, masked, strict=True)
-    ]
-    # The pairs' own keys are the row's; of its draft a slot reads the masks up to itself.
-    readable = jnp.arange(1, S)[None] <= jnp.arange(S)[:, None]
+    masks = mask_slot(params, config, embed)
+    # All pairs, then the slots behind the anchors.
+    hidden, embedded = (
+        jnp.concatenate([pairs, jnp.broadcast_to(mask.astype(dtype), (B, A * M, D))], axis=1)
+        for pairs, mask in zip(of_pairs, masks, strict=True)
+    )
+    of_slots = (places[:, :, None] + 1 + jnp.arange(M)[None, None]).reshape(B, A * M)
+    causal = jnp.tril(jnp.ones((M, M), bool))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        q, k, v = (x.reshape(B, T, S, *x.shape[2:]) for x in (q, k, v))
-        return slot_attention(q, (k[:, :, 1:], v[:, :, 1:]), (k[:, :, 0], v[:, :, 0]), segments, readable)
+        def behind(x: jax.Array) -> jax.Array:
+            return x[:, T:].reshape(B, A, M, *x.shape[2:])
 
-    angles = config.angles((positions[:, :, None] + jnp.arange(S)[None, None]).reshape(B, T * S))
-    a = hidden_states(params, config, slots[0], slots[1], angles, [attend] * config.layers)
+        pairs = k[:, :T], v[:, :T]
+        none = k[:, :T, None][:, :, :0], v[:, :T, None][:, :, :0]
+        out = slot_attention(q[:, :T, None], none, pairs, segments)
+        if not M:
+            return out
+        slots = slot_attention(behind(q), (behind(k), behind(v)), pairs, segments, anchors, causal)
+        return jnp.concatenate([out, slots], axis=1)
+
+    angles = config.angles(jnp.concatenate([positions, of_slots], axis=1))
+    a = hidden_states(params, config, hidden, embedded, angles, [attend] * config.layers)
     a = rms_norm(a, params["final_norm"], config.norm_epsilon)
-    return jnp.moveaxis(a.reshape(B, T, S, D), 2, 0)
+    drafts = jnp.concatenate([ahead(a[:, :T], 0, anchors)[:, :, None], a[:, T:].reshape(B, A, M, D)], axis=2)
+    return jnp.moveaxis(drafts, 2, 0)

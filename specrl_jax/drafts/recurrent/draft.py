@@ -24,6 +24,7 @@ class RecurrentDraft:
 
     config: HeadConfig
     longest = None
+    takes_anchors = False
 
     def layer(
         self, params: Params, hidden: jax.Array, embedded: jax.Array, angles: Angles, attend: Attend

@@ -43,6 +43,7 @@ class SmallModelDraft:
     aux_layers = ()
     has_vocab_map = False
     longest = None
+    takes_anchors = False
 
     @property
     def vocab(self) -> int:

@@ -129,6 +129,15 @@ def test_a_run_whose_drafts_are_longer_than_a_block_is_refused(key):
         make_plan(from_config_dict(config), ONE.mesh)
 
 
+def test_a_head_that_drafts_behind_every_token_takes_no_anchors():
+    config = rlzero_tiny.get_config("smoke")
+    config.draft.update({"kind": "dflash", "anchor_stride": 4, "ttt_steps": 3})
+    make_plan(from_config_dict(config), ONE.mesh)
+    config.draft.kind = "eagle3"
+    with pytest.raises(InputError, match=r"draft\.anchor_stride=4: draft\.kind=eagle3"):
+        make_plan(from_config_dict(config), ONE.mesh)
+
+
 def test_ids_that_are_not_different_are_refused(tmp_path):
     folder = saved("dspark", tmp_path / "draft")
     write(folder, read_tensors(folder) | {"d2t": np.zeros(10, np.int64) - np.arange(10)})

@@ -46,12 +46,12 @@ def text(seed=0):
     return tokens, *(rng.normal(size=shape).astype(np.float32) for shape in ((1, T, A, 16), (24, 16), (24, 16)))
 
 
-def logits_of(kind, tokens, features, embed, lm_head, segments=None, positions=None):
+def logits_of(kind, tokens, features, embed, lm_head, segments=None, positions=None, anchors=None):
     """[STEPS, 1, T, Vd] of the training pass."""
     positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.asarray(lm_head))
-    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"))
+    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"), anchors)
     outputs, table = BlockDraft(CONFIGS[kind], "").unrolled(params_of(kind), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
@@ -126,6 +126,17 @@ def test_a_block_reads_nothing_that_serving_would_not_have_yet(kind):
     changed = np.asarray(logits_of(kind, following, features, *tables)[:, 0, t] != before).any(axis=-1)
     # The first draft follows the anchor; with a Markov head the others follow a draft that is another now.
     assert changed.tolist() == [False, kind == "dspark", kind == "dspark"]
+
+
+@kinds
+def test_drafts_of_some_anchors_are_those_of_all(kind):
+    """Every third token, from the second on; the last anchor lies behind the row's end. Also of packed texts."""
+    segments = jnp.asarray(np.where(np.arange(T) < 4, 1, 2)[None], jnp.int32)
+    for packed in (None, segments):
+        whole = logits_of(kind, *text(), packed)
+        some = logits_of(kind, *text(), packed, anchors=1 + 3 * jnp.arange(4))
+        assert some.shape[2] == 4
+        np.testing.assert_allclose(some[:, 0, :2], whole[:, 0, [1, 4]], rtol=0, atol=1e-5)
 
 
 @kinds

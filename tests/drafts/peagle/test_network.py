@@ -44,12 +44,12 @@ def text(seed=0):
     return tokens, *(rng.normal(size=shape).astype(np.float32) for shape in ((1, T, A, 16), (V, 16)))
 
 
-def logits_of(name, tokens, features, embed, segments=None, positions=None):
+def logits_of(name, tokens, features, embed, segments=None, positions=None, anchors=None):
     """[STEPS, 1, T, Vd] of the training pass."""
     positions = np.arange(T, dtype=np.int32)[None] if positions is None else positions
     rows = Rows(*map(stand_in, (tokens, positions, tokens, tokens > 0)), segments)
     tables = TargetTables(jnp.asarray(embed), jnp.zeros((10, 16)))
-    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"))
+    inputs = DraftInputs(tables, jnp.asarray(features), jnp.zeros(()), rows, STEPS, jnp.dtype("float32"), anchors)
     outputs, table = PEagleDraft(CONFIGS[name]).unrolled(params_of(name), inputs, ONE)
     return jnp.einsum("SBTD,VD->SBTV", outputs, table)
 
@@ -126,6 +126,16 @@ def test_a_draft_reads_nothing_that_serving_would_not_have_yet():
     np.testing.assert_array_equal(logits_of("new", following, features, embed)[:, 0, t], before)
     own = np.where(np.arange(T)[None] == t + 1, (tokens + 1) % V, tokens)
     assert (logits_of("new", own, features, embed)[:, 0, t] != before).any(axis=-1).all()
+
+
+def test_drafts_of_some_anchors_are_those_of_all():
+    """Every third pair, from the second on; the last anchor lies behind the row's end. Also of packed texts."""
+    segments = jnp.asarray(np.where(np.arange(T) < 4, 1, 2)[None], jnp.int32)
+    for packed in (None, segments):
+        whole = logits_of("new", *text(), packed)
+        some = logits_of("new", *text(), packed, anchors=1 + 3 * jnp.arange(4))
+        assert some.shape[2] == 4
+        np.testing.assert_allclose(some[:, 0, :2], whole[:, 0, [1, 4]], rtol=0, atol=1e-5)
 
 
 def test_packed_texts_do_not_see_each_other():
