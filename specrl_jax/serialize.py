@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def _unpacked(kind: Any, value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             return None
         (origin,) = (one for one in inner if one is not types.NoneType)  # only optional values
         return _unpacked(origin, value, arrays)
-    if origin is np.ndarray:
+    if origin in (np.ndarray, jax.Array):  # the latter where a host array stands in for one
         return arrays[value] if isinstance(value, str) else np.zeros(value[1], np.dtype(value[0]))
     if fields := _fields(origin):
         hints = typing.get_type_hints(origin)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.engine import bench
+from kernels_pallas.verify.op import Draft
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.refill import empty_slots
@@ -19,9 +21,9 @@ from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
 from specrl_jax.drafts.autoregressive import draft_tokens
-from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.drafts.base import DrafterConfig, DraftMethod, DraftOptions
 from specrl_jax.drafts.eagle3 import network as eagle3
-from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.drafts.weights import Caches
 from specrl_jax.learner.state import init_random_params
 from specrl_jax.models import qwen3
@@ -38,7 +40,7 @@ class Case(NamedTuple):
     engine: Engine
     parts: EngineFunctions
     target: Target  # alone: keeps no features for the head
-    draft: Eagle3Draft
+    draft: Any  # a DraftModel; None without weights
     weights: Any
     config: InferenceConfig
     partition: Partitioner
@@ -54,23 +56,42 @@ class Case(NamedTuple):
         return Paging(Table(table, table), positions)
 
 
+def free_drafter(config: DrafterConfig) -> Drafter:
+    """Draft token 0, which costs nothing: what an iteration takes beside drafting."""
+
+    def draft(params: Any, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Any]:
+        rows = slots.done.shape[0]
+        return Draft(jnp.zeros((rows, k), jnp.int32), None, jnp.ones(rows, bool)), slots.cache
+
+    return Drafter(config.length, draft, lambda params, text, cache: cache)
+
+
 def build(
-    model: qwen3.Qwen3Config, draft_vocab: int, B: int, dtype: str, lengths: tuple[int, ...], cache: str = "float32"
+    model: qwen3.Qwen3Config,
+    draft_vocab: int,
+    B: int,
+    dtype: str,
+    lengths: tuple[int, ...],
+    cache: str = "float32",
+    options: DraftOptions | None = None,
 ) -> Case:
+    """Build the engine of a random policy and a draft of `options`: by default an EAGLE-3 head; kind none is `free`."""
     partition = partitioner(bench.one_device(), ROLLOUT)
-    draft = Eagle3Draft(eagle3.eagle3_config(model, draft_vocab))
+    method = make_method(options or DraftOptions("eagle3", vocab_size=draft_vocab), model)
+    if options and options.kind == "none":
+        method = DraftMethod(free_drafter)
+    draft = method.model
     limits = EngineConfig(B, PROMPT, RESPONSE, chunk=RESPONSE)
     config = InferenceConfig(Sampling(), limits, 0, jnp.dtype(dtype), jnp.dtype(cache))
-    drafter = draft.drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition))
+    drafter = method.make_drafter(DrafterConfig(max(lengths), config.sampling, config.dtype, partition))
     stops = bench.Stops((model.vocab,))  # an id outside the vocabulary: no row ends
     engine = make_rollout_engine(model, draft, drafter, config, stops, partition, lengths)
     parts = bench.engine_parts(model, draft, drafter, config, stops, partition)
     learner = partitioner(bench.one_device(), LEARNER)
-    specs = (qwen3.param_specs(model), draft.specs)
+    specs = [qwen3.param_specs(model), *([draft.specs] if draft else [])]
     params = [init_random_params(jax.random.key(i), spec, learner) for i, spec in enumerate(specs)]
-    weights = make_prepare(model, draft, config, partition, partition)(
-        *params, jnp.arange(draft_vocab, dtype=jnp.int32)
-    )
+    ids = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
+    weights = make_prepare(model, draft, config, partition, partition)(params[0], params[1] if draft else None, ids)
     target = Target(model, None, config, partition)
     return Case(engine, parts, target, draft, jax.block_until_ready(weights), config, partition)
 
@@ -78,7 +99,9 @@ def build(
 def iteration(case: Case, k: int, count: int) -> Timed:
     """Run `count` iterations of all rows in one chunk."""
     limits = case.config.limits
-    prompts = np.random.default_rng(0).integers(0, case.draft.vocab, (limits.num_slots, PROMPT)).tolist()
+    prompts = (
+        np.random.default_rng(0).integers(0, len(case.weights.policy["embed"]), (limits.num_slots, PROMPT)).tolist()
+    )
 
     def run() -> float:
         batch = ActiveBatch(case.engine, case.weights, Scheduler(limits, 0, prompts, 1, 0, None), 0)

@@ -120,6 +120,11 @@ class DraftConfig:
         "verified, and the next, three times as much; refused = those alone",
         choices=("all", "weighted", "refused"),
     )
+    replay_updates: int = key(
+        0, "further updates of a step, from the texts of earlier steps; 0 = none", "updates", low=0, high=65_536
+    )
+    replay_steps: int = key(4, "steps whose texts are kept for further updates", "steps", low=1, high=1024)
+    replay_idle: bool = key(False, "make further updates only while the learner waits for rollouts")
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
         0,

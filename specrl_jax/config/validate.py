@@ -47,6 +47,13 @@ def _draft(config: Config) -> None:
     if d.argmax and (not has_weights(d.kind) or d.cascade):
         beside = f"draft.cascade={d.cascade}" if has_weights(d.kind) else f"draft.kind={d.kind}"
         raise InputError(f"draft.argmax=True is for drafts with weights alone, not beside {beside}")
+    if d.replay_updates and not (has_weights(d.kind) and d.online):
+        raise InputError(f"draft.replay_updates={d.replay_updates}: there is no draft that learns; leave 0")
+    if d.replay_idle and (config.pipeline.mode != "async" or not d.replay_updates):
+        raise InputError(
+            "draft.replay_idle=True: the learner waits for rollouts under pipeline.mode=async alone, and "
+            "draft.replay_updates bounds the updates"
+        )
     if d.kind != "auto":
         check_options(draft_options(d))
         quantized = config.rollout.quantize

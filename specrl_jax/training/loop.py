@@ -99,6 +99,7 @@ class _Run:
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         start = start_run(learner, rollout, self.checkpoints, self.stream)
         self.state, self.monitor, self.ahead = start.state, start.monitor, start.ahead
+        self.replay = start.replay
         self.restored, self.step = start.step, start.step or 0
         # Of a step whose metrics are not written yet.
         self.unfinished = start.unfinished
@@ -142,7 +143,7 @@ class _Run:
         profiled = step in self.config.logging.profile_steps  # for Perfetto or TensorBoard
         with jax.profiler.trace(os.path.join(self.workdir, "profile")) if profiled else contextlib.nullcontext():
             self.state, result = train_step(
-                self.learner, self.rollout, self.state, self.pipeline, speculation, step, clock, self.stop
+                self.learner, self.rollout, self.state, self.pipeline, speculation, self.replay, step, clock, self.stop
             )
         self.step, self.position, generated = step, result.position, result.generated
         row = self._metrics(result)
@@ -221,6 +222,8 @@ class _Run:
         if self.position is None or (ahead := self.pipeline.ahead(self.step, wait)) is None:
             return f"the rollouts after step {self.step} were under way"
         host = with_rollouts(self.monitor.state(self.position), ahead)
+        if self.replay:
+            host = self.replay.with_texts(host)
         if self.unfinished:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
         state = saved_part(self.state, self.config)

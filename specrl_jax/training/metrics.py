@@ -36,6 +36,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
     row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
     row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
+    if learner.plan.config.draft.replay_updates:
+        row |= replay_metrics(result.replayed)
     scored = learner.objective.old_logprobs == "learner"
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
     compared = (stand_in(x) for x in (result.batch.behaviour, logprobs, result.batch.rows.mask))
@@ -124,6 +126,12 @@ def draft_metrics(updates: list[DraftMetrics], seconds: float) -> dict[str, floa
         "draft/nonfinite_updates": sum(bool(update.skipped) for update in updates),
         "draft/seconds": seconds,
     }
+
+
+def replay_metrics(updates: list[DraftMetrics]) -> dict[str, float]:
+    """Return what the draft's further updates did, which may be none."""
+    losses = {"draft/replay_loss": float(np.mean([update.loss for update in updates]))} if updates else {}
+    return {"draft/replay_updates": len(updates)} | losses
 
 
 def diagnostics_metrics(diagnostics: DraftDiagnostics | None) -> dict[str, float]:

@@ -62,6 +62,9 @@ class Pipeline(Protocol):
 
     def draw(self) -> None: ...
     def publish(self, step: int, policy: Published) -> None: ...
+    def ready(self, step: int) -> bool:
+        """Return whether `take` would not wait, or would fail, in every process. Collective."""
+
     def take(self, step: int) -> RolloutBatch: ...
     def ahead(self, step: int, wait: bool) -> list[RolloutBatch] | None:
         """Return the rollouts of the steps after `step` that its checkpoint keeps. Collective.
@@ -88,6 +91,9 @@ class Sync:
 
     def publish(self, step: int, policy: Published) -> None:
         self._newest = policy
+
+    def ready(self, step: int) -> bool:
+        return True  # nobody else generates
 
     def take(self, step: int) -> RolloutBatch:
         assert self._newest is not None  # published
@@ -141,6 +147,11 @@ class Async:
         with self._changed:
             self._published[step] = policy
             self._changed.notify_all()
+
+    def ready(self, step: int) -> bool:
+        with self._changed:
+            waits = step not in self._gathered and step not in self._generated and self._error is None
+        return not distributed.any_process(waits)
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for step t's rollouts, then gather those of all processes, which generate independently."""

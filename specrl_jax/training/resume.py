@@ -14,6 +14,7 @@ from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
 from specrl_jax.training.pipeline import RolloutBatch, without_rollouts
+from specrl_jax.training.replay import Replay, make_replay
 from specrl_jax.training.update import copy_params
 
 
@@ -30,6 +31,7 @@ class Start(NamedTuple):
     step: int | None  # of the checkpoint; None: a fresh run
     monitor: Monitor
     ahead: list[RolloutBatch]  # rollouts of the next steps
+    replay: Replay | None  # None: draft.replay_updates is 0
     unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
 
 
@@ -41,7 +43,7 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
     plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), list[RolloutBatch]()
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
-        state, monitor = initial_state(learner), Monitor(plan, rollout.engine)
+        state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
     else:
         latest, state, host = found
         if latest > steps:
@@ -49,12 +51,12 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
         ahead, host = without_rollouts(host)
         unfinished = host.values.get("unfinished", {})
         stream.position = ahead[-1].position if ahead else host.values["position"]
-        monitor = Monitor(plan, rollout.engine, host)
+        monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:
         reference = copy_params(state.policy) if latest is None else initial_trained(learner)
         state = dataclasses.replace(state, reference=reference)
-    return Start(state, latest, monitor, ahead, unfinished)
+    return Start(state, latest, monitor, ahead, replay, unfinished)
 
 
 def _print_once(line: str) -> None:

@@ -15,12 +15,14 @@ from specrl_jax import distributed
 from specrl_jax.errors import Stopped
 from specrl_jax.io.progress import PhaseClock
 from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
+from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
 from specrl_jax.training.initial import with_initial_draft
 from specrl_jax.training.pipeline import Pipeline, Published
+from specrl_jax.training.replay import Replay
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
 
@@ -36,6 +38,7 @@ class StepResult(NamedTuple):
     batch: LearnerBatch
     inputs: LossInputs
     updates: Updates
+    replayed: list[DraftMetrics]  # the draft's further updates from the texts of earlier steps
     coverage: dict[str, float]  # draft/coverage, where the draft has a vocabulary of its own
     seconds: dict[str, float]  # of the five phases; with an asynchronous pipeline, data and generate of its thread
     waited: float  # seconds that the learner waited for rollouts
@@ -49,12 +52,14 @@ def train_step(
     state: RunState,
     pipeline: Pipeline,
     speculation: Speculation,
+    replay: Replay | None,
     step: int,
     clock: PhaseClock,
     stop: threading.Event,
 ) -> tuple[RunState, StepResult]:
     """Run one step. Raise Stopped only while `state` is still whole, and NotScored where no response can be scored."""
-    grpo = learner.plan.config.grpo
+    config, replayed = learner.plan.config, list[DraftMetrics]()
+    grpo = config.grpo
     leave_if(stop)
     with clock("data"):
         pipeline.draw()
@@ -62,6 +67,9 @@ def train_step(
         pipeline.publish(step, Published(*prepare(learner, rollout, state), speculation.observed))
     leave_if(stop)
     with clock("generate"):
+        if replay and config.draft.replay_idle and speculation.trains_draft(step):
+            waits = lambda: not pipeline.ready(step) and not distributed.any_process(stop.is_set())  # noqa: E731
+            state, replayed = replay.learn(state, step, waits)
         produced = pipeline.take(step)
     leave_if(stop)
     with clock("logprob"):
@@ -74,6 +82,10 @@ def train_step(
     with clock("train"):
         state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
         state, updates = update(learner, state, batch.rows, inputs, speculation.trains_draft(step))
+        if replay:
+            replay.add(batch.rows)
+            if speculation.trains_draft(step) and not config.draft.replay_idle:
+                state, replayed = replay.learn(state, step)
         if updates.diagnostics is not None and not updates.diagnostics.finite:
             # No update makes it finite again. The alarm says so (training/speculation.py).
             state = with_initial_draft(learner, state)
@@ -89,6 +101,7 @@ def train_step(
         batch=batch,
         inputs=inputs,
         updates=updates,
+        replayed=replayed,
         coverage=coverage,
         seconds=clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")},
         waited=clock.seconds["generate"],

@@ -42,6 +42,8 @@ EVERYTHING = {
     "checkpoint__keep_best": 1,
     "checkpoint__keep": 1,
     "draft__compare_rounds": 0,
+    "draft__replay_updates": 3,
+    "draft__replay_steps": 2,
     "eval__every": 2,
     "eval__problems": 4,
     "optimizer__learning_rate": 3e-3,
@@ -67,8 +69,8 @@ def test_every_row_is_finite_and_says_what_was_on(whole):
         assert all(np.isfinite(value) for value in row.values())
         assert row["policy/kl"] >= 0 and row["policy/correction"] > 0 and row["policy/nonfinite_updates"] == 0
         assert row["rollout/rounds"] in (1, 2) and row["rollout/count"] == 16 * row["rollout/rounds"]
-        # Two updates of the draft a step: in the first epoch only.
-        assert row["draft/version"] == 2 * row["step"]
+        # Two updates of the draft a step, in the first epoch only, and three from kept texts.
+        assert row["draft/version"] == 5 * row["step"] and row["draft/replay_updates"] == 3
         # Adapters or not, rollouts run on the sum that the learner has, which scores at the same temperature, over the
         # tokens that top-k and top-p kept.
         assert row["rollout_vs_learner/logprob_abs_max"] < 1e-4

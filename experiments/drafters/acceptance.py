@@ -1,0 +1,70 @@
+"""Measure tokens per verification of every kind of draft on the policies of the rooms, by draft length and base.
+
+    python -m experiments.drafters.acceptance
+
+All drafts of a base answer the same prompts, grpo.group_size answers each at temperature 1. Heads are those that
+`reproduce --only drafters` trains on the base's own answers. Adds the rows of --drafters and --seeds to acceptance.csv
+in place of earlier ones.
+"""
+
+import argparse
+import itertools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from experiments.claims import write_rows
+from experiments.engine import bench
+from experiments.parts import prepared
+from experiments.rooms.bases import SEEDS, WORKLOADS, config_of, folder
+from specrl_jax.decoding.engine import FixedLength
+
+Row = dict[str, Any]
+OUTPUT = pathlib.Path(__file__).parent / "acceptance.csv"
+LENGTHS = (1, 3, 5, 7)
+# Kinds without weights of their own, and those with a head: kind -> the head's name in runs/.
+WEIGHTLESS = ("ngram", "suffix", "self")
+HEADS = {"eagle3": "head", "mtp": "mtp", "peagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
+DRAFTERS = (*WEIGHTLESS, *HEADS)
+CELL = ("workload", "seed", "drafter", "drafts")
+
+
+def measure(workload: str, seed: int, drafter: str, argmax: bool, prompts: int) -> Iterator[Row]:
+    """Yield a row per draft length, each of rollouts of its own."""
+    config = config_of(workload, seed)
+    path = folder(workload, HEADS[drafter], seed) if drafter in HEADS else ""
+    config.draft.update({"kind": drafter, "path": path, "length": LENGTHS[-1], "argmax": argmax, "history": 0})
+    config.draft.online = False
+    config.grpo.prompts_per_step = prompts
+    _, rollout, _, weights, work = prepared(config, LENGTHS)
+    for k in LENGTHS:
+        found = rollout.engine.generate(weights, work.prompts, work.samples, work.seed, lengths=FixedLength(k))
+        tokens, verifications = int(found.response_length.sum()), int(found.verifications.sum())
+        row = dict(zip(CELL, (workload, seed, drafter, "argmax" if argmax else "sampled")))
+        yield row | {"k": k, "tokens": tokens, "verifications": verifications}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
+    parser.add_argument("--prompts", type=int, default=16, help="of each draft length")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
+    a = parser.parse_args()
+    rows = bench.read_rows(str(a.output)) if a.output.exists() else []
+    for workload, seed, drafter in itertools.product(a.workloads, a.seeds, a.drafters):
+        for argmax in (False, True) if drafter in HEADS else (False,):
+            found = list(measure(workload, seed, drafter, argmax, a.prompts))
+            cell = tuple(found[0][name] for name in CELL)
+            rows = [row for row in rows if tuple(row[name] for name in CELL) != cell] + found
+            write_rows(a.output, rows)
+            shown = ", ".join(f"{row['tokens'] / row['verifications']:.2f} at k = {row['k']}" for row in found)
+            print(*cell, shown, flush=True)
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

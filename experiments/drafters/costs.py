@@ -1,0 +1,55 @@
+"""Measure the seconds of an iteration by kind of draft, and of one whose drafts cost nothing.
+
+    python -m experiments.drafters.costs
+
+Random weights of the 107 M policy of experiments/engine/costs.py, float32, all rows running. The kinds take turns in
+one process; writes costs.csv.
+"""
+
+import argparse
+import pathlib
+
+from experiments.engine import bench
+from experiments.engine.cost_parts import RESPONSE, WARM, build, iteration
+from experiments.engine.peers import MODELS
+from specrl_jax.drafts.base import DraftOptions
+
+OUTPUT = pathlib.Path(__file__).parent / "costs.csv"
+FIELDS = ("kind", "batch", "k", "round", "seconds")
+FREE = "none"  # the kind whose drafts cost nothing
+DRAFT_VOCAB = 4000
+LENGTHS = (3, 7)
+SLOTS, LAYERS = {"dspark": 7, "dflash": 8}, 2
+KINDS = (FREE, "eagle3", "mtp", "peagle", "dflash", "dspark")
+
+
+def options_of(kind: str) -> DraftOptions:
+    """Return the options of a new draft of the sizes that are compared."""
+    vocab = 0 if kind in (FREE, "mtp") else DRAFT_VOCAB
+    return DraftOptions(kind, vocab_size=vocab, slots=SLOTS.get(kind, 7), layers=LAYERS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--model", choices=MODELS, default="medium")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help="CSV file")
+    a = parser.parse_args()
+    model, count = MODELS[a.model], RESPONSE // (max(LENGTHS) + 1) - WARM
+    with bench.csv_writer(str(a.output), FIELDS) as write:
+        for batch in a.batches:
+            cases = {
+                kind: build(model, DRAFT_VOCAB, batch, "float32", (0, *LENGTHS), options=options_of(kind))
+                for kind in KINDS
+            }
+            runs = {(FREE, 0): iteration(cases[FREE], 0, count)}
+            runs |= {(kind, k): iteration(case, k, count) for kind, case in cases.items() for k in LENGTHS}
+            for run in runs.values():
+                run()
+            for i, (kind, k) in bench.in_turn(list(runs), a.rounds):
+                write({"kind": kind, "batch": batch, "k": k, "round": i, "seconds": runs[kind, k]()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Learning again from the texts of recent steps: further updates of the draft, with features of the policy at hand.
+
+The texts are kept on the host, not their features: a forward pass of the current policy makes these anew, so the draft
+learns what the policy would say now of texts that it wrote some steps ago, and a checkpoint keeps a few integers a
+token. Further updates take turns over kept steps and their minibatches by a generator that the step seeds.
+
+Under `draft.replay_idle` they fill the time in which the learner waits for rollouts, and end with it.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax.data.rows import Rows
+from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.learner.draft_step import DraftMetrics
+from specrl_jax.learner.state import RunState
+from specrl_jax.serialize import Packed, pack, unpack
+from specrl_jax.training.build import Learner
+
+REPLAY = "replay"  # name of the texts among a checkpoint's values, and the beginning of the names of their arrays
+
+
+class KeptTexts(NamedTuple):
+    """The rows of the last steps, the newest last, on the host."""
+
+    rows: list[Rows]
+
+
+class Replay:
+    """The draft's further updates of a run, and the texts that they learn from."""
+
+    def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
+        """Begin with the texts of a checkpoint that has some. Raises InputError where they are an older version's."""
+        self._learner, self._draft = learner, learner.plan.config.draft
+        self._texts = deque(texts_of(saved).rows if saved else [], maxlen=self._draft.replay_steps)
+
+    def add(self, rows: Rows) -> None:
+        """Keep the rows of a step in place of the oldest ones."""
+        self._texts.append(rows)
+
+    def with_texts(self, host: HostState) -> HostState:
+        """Add the texts to what a checkpoint keeps."""
+        packed = pack(KeptTexts(list(self._texts)), REPLAY)
+        return HostState(host.values | {REPLAY: packed.values}, {**host.arrays, **packed.arrays})
+
+    def learn(
+        self, state: RunState, step: int, goes_on: Callable[[], bool] = lambda: True
+    ) -> tuple[RunState, list[DraftMetrics]]:
+        """Update the draft up to draft.replay_updates times, as long as `goes_on`; return its metrics too."""
+        learner, policy, draft = self._learner, state.policy, state.draft
+        if not self._texts or draft is None:
+            return state, []
+        assert learner.draft_step is not None
+        merged, tables = learner.merged(policy), learner.read_tables(policy.base, state.vocab_map)
+        found = list[DraftMetrics]()
+        for part in self._parts(step):
+            if not goes_on():
+                break
+            rows = learner.place(part)
+            draft, metrics = learner.draft_step(draft, tables, learner.feature_step(merged, rows), rows)
+            found.append(jax.block_until_ready(metrics))
+        return dataclasses.replace(state, draft=draft), found
+
+    def _parts(self, step: int) -> Iterator[Rows]:
+        """Yield the rows of each further update: as many as one of the step's own has."""
+        config = self._learner.plan.config
+        shares = config.grpo.minibatches * self._draft.minibatches
+        chosen = np.random.default_rng((config.seed, step)).integers(
+            len(self._texts) * shares, size=self._draft.replay_updates
+        )
+        for number in chosen:
+            text, share = divmod(int(number), shares)
+            yield jax.tree.map(lambda x, share=share: x[share::shares], self._texts[text])
+
+
+def make_replay(learner: Learner, saved: HostState | None = None) -> Replay | None:
+    """Return the replay of a run; None where draft.replay_updates is 0."""
+    return Replay(learner, saved) if learner.plan.config.draft.replay_updates else None
+
+
+def texts_of(host: HostState) -> KeptTexts:
+    """Return the texts that `with_texts` added; none where there are none."""
+    if REPLAY not in host.values:
+        return KeptTexts([])
+    return unpack(KeptTexts, Packed(host.values[REPLAY], dict(host.arrays)))
