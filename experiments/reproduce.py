@@ -6,17 +6,21 @@
 Finished runs are skipped, so the same command resumes. Commands that do not need the machine to themselves run --jobs
 at a time, each on its share of the CPUs. A command that fails is named at the end and does not stop the others; the
 exit status is then 1. Ctrl-C, SIGTERM and SIGHUP let the running commands save and leave; a second signal kills them.
-Hours: README.md.
+runs/reproduce.csv logs every command with its seconds, over all calls. Hours: docs/results.md.
 """
 
 import argparse
 import concurrent.futures
+import csv
+import datetime
 import os
+import pathlib
 import queue
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -75,6 +79,8 @@ MADE: dict[str, list[str]] = {
 USE_ROOMS = ("rooms", "traces")
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
+# Every command that ended: when, its seconds, exit status and CPUs.
+LOG, LOGGED = REPOSITORY / "runs/reproduce.csv", ("ended", "seconds", "status", "cpus", "command")
 QUICK, QUICK_STEPS = REPOSITORY / "runs/quick", 10
 # Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
 # learn; at its rate the in-domain head would forget its own. Policy and draft are exported to this folder.
@@ -221,11 +227,12 @@ def environment(command: Command) -> dict[str, str]:
 
 
 class Runner:
-    """Runs chains of commands and collects the failed commands in `failed`."""
+    """Runs chains of commands, appends each to the file `log`, and collects the failed ones in `failed`."""
 
-    def __init__(self, signals: Signals):
+    def __init__(self, signals: Signals, log: pathlib.Path = LOG):
         self.failed: Chain = []
-        self._signals, self._began = signals, time.monotonic()
+        self._log_path = log
+        self._signals, self._began, self._writing = signals, time.monotonic(), threading.Lock()
 
     def stage(self, chains: list[Chain], jobs: int) -> None:
         """Run all chains, at most `jobs` at once, each on a share of this process's CPUs."""
@@ -260,6 +267,24 @@ class Runner:
             self.failed.append(command)
         now = time.monotonic()
         print(f"{now - start:.0f} s, {now - self._began:.0f} s altogether: $ {text}", flush=True)
+        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._log(dict(zip(LOGGED, (ended, round(now - start), process.returncode, cpus(), text), strict=True)))
+
+    def _log(self, row: dict[str, object]) -> None:
+        """Append a command to the log, which outlives the process: a reproduction in several parts has one log."""
+        with self._writing:
+            self._log_path.parent.mkdir(exist_ok=True)
+            new = not self._log_path.exists()
+            with self._log_path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, LOGGED)
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+def cpus() -> int:
+    """Return on how many CPUs this thread's commands run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_shares(jobs: int) -> list[set[int]]:

@@ -6,6 +6,7 @@ generate of later steps run in a thread, beside the other phases of this one (tr
 """
 
 import dataclasses
+import functools
 import threading
 from typing import NamedTuple
 
@@ -68,8 +69,7 @@ def train_step(
     leave_if(stop)
     with clock("generate"):
         if replay and config.draft.replay_idle and speculation.trains_draft(step):
-            waits = lambda: not pipeline.ready(step) and not distributed.any_process(stop.is_set())  # noqa: E731
-            state, replayed = replay.learn(state, step, waits)
+            state, replayed = replay.learn(state, step, functools.partial(_waits, pipeline, step, stop))
         produced = pipeline.take(step)
     leave_if(stop)
     with clock("logprob"):
@@ -108,6 +108,11 @@ def train_step(
         idle=produced.seconds["idle"],
         total=clock.total(),
     )
+
+
+def _waits(pipeline: Pipeline, step: int, stop: threading.Event) -> bool:
+    """Return whether the rollouts of a step are still to come and nobody wants to stop. Collective."""
+    return not pipeline.ready(step) and not distributed.any_process(stop.is_set())
 
 
 def leave_if(stop: threading.Event) -> None:

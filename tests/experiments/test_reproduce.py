@@ -1,5 +1,6 @@
 """The whole reproduction: its commands and their order, and how commands run in parallel, fail and are stopped."""
 
+import csv
 import itertools
 import os
 import signal
@@ -118,7 +119,7 @@ def test_chains_share_the_cpus_and_a_failure_is_named(tmp_path):
     waits = [f"\nwhile not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)" for other in "ba"]
     bad = [sys.executable, "-c", "raise SystemExit(3)"]
     with Signals() as signals:
-        runner = reproduce.Runner(signals)
+        runner = reproduce.Runner(signals, tmp_path / "runs/log.csv")
         runner.stage([[bad, command("a", waits[0])], [command("b", waits[1])]], jobs=2)
         assert runner.failed == [bad]
         shares = [set((tmp_path / name).read_text().split()) for name in "ab"]
@@ -126,6 +127,14 @@ def test_chains_share_the_cpus_and_a_failure_is_named(tmp_path):
             assert shares[0] and shares[1] and not shares[0] & shares[1]
         runner.stage([[command("a")]], jobs=2)
         assert set((tmp_path / "a").read_text().split()) == {str(cpu) for cpu in os.sched_getaffinity(0)}
+    # A later call goes on with the same log.
+    with Signals() as signals:
+        reproduce.Runner(signals, tmp_path / "runs/log.csv").stage([[command("c")]], jobs=1)
+    with (tmp_path / "runs/log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["status"] for row in rows) == ["0", "0", "0", "0", "3"]
+    assert [row["cpus"] for row in rows[-2:]] == [str(len(os.sched_getaffinity(0)))] * 2
+    assert "'c'" in rows[-1]["command"].replace("/c'", "'c'") and int(rows[-1]["seconds"]) >= 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,7 +149,7 @@ def test_a_signal_stops_the_running_commands_and_starts_no_more(tmp_path, capsys
         os.kill(os.getpid(), number)
 
     with Signals() as signals:
-        runner = reproduce.Runner(signals)
+        runner = reproduce.Runner(signals, tmp_path / "log.csv")
         threading.Thread(target=interrupt).start()
         start = time.monotonic()
         runner.stage(chains, jobs=2)
