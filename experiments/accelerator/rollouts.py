@@ -15,7 +15,7 @@ from experiments.accelerator.engines import Built, build, without_draft
 from experiments.accelerator.oracle import OracleDraft, expected_tokens, successor, with_rate
 from experiments.accelerator.parts import Row
 from experiments.accelerator.sizes import RATES, Sizes
-from experiments.engine import live
+from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.controller import Controller
@@ -33,20 +33,20 @@ class Sides(NamedTuple):
 
     plain: Built
     drafting: Built  # with programs for k = 0, for the controller, and k
-    work: live.Work
+    work: live_work.Work
 
 
 def make_sides(sizes: Sizes, device: jax.Device) -> Sides:
     policy = sizes.rollouts
     oracle = OracleDraft(head_of(policy, sizes).config)
-    tail = live.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
-    work = live.long_tail(sizes.prompts, tail)._replace(slots=sizes.slots)
+    tail = live_work.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
+    work = live_work.long_tail(sizes.prompts, tail)._replace(slots=sizes.slots)
     responses = [max(1, n * sizes.cut // LONGEST) for n in work.responses]
     # The policy follows tokens of the draft's vocabulary.
     work = work._replace(
         prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts], responses=responses, limit=sizes.cut
     )
-    limits = live.engine_config(work, lookup=False, page_tokens=sizes.page)
+    limits = live_work.engine_config(work, lookup=False, page_tokens=sizes.page)
     limits = dataclasses.replace(limits, sizes=limits.sizes[: sizes.shrinks])
     plain = build(policy, limits, sizes.dtype, device)
     return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, (0, sizes.k)), work)
@@ -77,7 +77,7 @@ def draw_weights(sides: Sides) -> Weights:
     return with_rate(successor(sides.drafting.random(), sides.drafting.vocab), RATES[0])
 
 
-def generate(built: Built, weights: Weights, work: live.Work, seed: int) -> tuple[Rollouts, float]:
+def generate(built: Built, weights: Weights, work: live_work.Work, seed: int) -> tuple[Rollouts, float]:
     start = time.perf_counter()
     found = built.engine.generate(weights, work.prompts, work.samples, seed, responses=work.responses)
     return found, time.perf_counter() - start
@@ -87,7 +87,7 @@ def compare_sides(sides: Sides, weights: Weights, k: int) -> Iterator[Row]:
     """Time plain decoding, then drafts at each rate; the tokens of all must be the same."""
     work, plain = sides.work, without_draft(weights)
     for built, given in ((sides.plain, plain), (sides.drafting, weights)):
-        generate(built, given, live.brief(work), 0)
+        generate(built, given, live_work.brief(work), 0)
     expected, seconds = generate(sides.plain, plain, work, 1)
     tokens = int(expected.response_length.sum())
     yield {"draft": "none", "seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}

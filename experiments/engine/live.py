@@ -20,193 +20,48 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from experiments.engine import bench
-from experiments.engine.peers import HERE, MODELS, ask, load_engine, save_random, start_peer
-from experiments.grpo_step.rows import tails
-from specrl_jax.config import base, from_config_dict
+from experiments.engine.live_work import (
+    EARLIER,
+    FULL,
+    GROUP,
+    ROOT,
+    SMALL,
+    Measured,
+    Ours,
+    Side,
+    Sizes,
+    Work,
+    brief,
+    earlier_engine,
+    equal,
+    long_tail,
+    other_library,
+    rounds_of,
+)
+from experiments.engine.peers import HERE, MODELS, save_random
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
-from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.learner.state import init_random_params
-from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
+from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, partitioner
-from specrl_jax.training.plan import find_limits
 
-ROOT = pathlib.Path(__file__).parents[2]
-EARLIER = "411c9fb"
 FIELDS = ("figure", "case", "unit", "low", "median", "high", "rounds", "processor", "versions", "date")
-GROUP = 8  # rollouts of a prompt
 DEMO_POLICY, DEMO_HEAD, DEMO_PROMPT = "experiments/demo/policy", "experiments/demo/head", 16  # tokens of a prompt
 AGAINST = (EARLIER, "transformers", "continuous", "tunix")
-
-
-class Sizes(NamedTuple):
-    """How much work the measurements do."""
-
-    models: dict[str, Qwen3Config]
-    limits: tuple[int, ...]  # tokens of the longest sequence
-    full: int  # tokens of the rows of `contiguous`
-    policy: Qwen3Config  # of long tails
-    longest: int  # tokens of a prompt there
-    cut: int  # most response tokens there
-    config: str  # of whole steps
-    step_limits: tuple[int, int]
-
-
-FULL = Sizes(MODELS, (128, 512, 2048, 8192), 2000, PRESETS["small"], 512, 4096, "configs/rlzero_tiny.py", (64, 4000))
-NANO = {"nano": PRESETS["nano"]}
-SMALL = Sizes(NANO, (64, 128), 64, PRESETS["nano_deep"], 16, 24, "configs/rlzero_tiny.py:smoke", (12, 40))
-
-
-class Work(NamedTuple):
-    """Rollouts of given lengths."""
-
-    prompts: list[list[int]]
-    samples: int  # rollouts of each prompt
-    responses: list[int]  # tokens of each rollout, prompt by prompt
-    slots: int  # rollouts at once
-    prompt: int  # tokens, the longest prompt that the engine has room for
-    limit: int  # tokens, its longest response
-
-    @property
-    def repeated(self) -> list[list[int]]:
-        """Return the prompt of each rollout."""
-        return [prompt for prompt in self.prompts for _ in range(self.samples)]
-
-
-class Measured(NamedTuple):
-    """What one side of a round took."""
-
-    tokens: int
-    seconds: float
-    iteration: float = 0.0  # seconds
-    acceptance: float = 1.0  # tokens per verification
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
-# (work, seed) -> what it took
-Side = Callable[[Work, int], Measured]
-
-
-def equal(rows: int, prompt: int, response: int, limit: int, vocab: int) -> Work:
-    """Return a rollout of each of `rows` prompts, all at once, for sequences of up to `limit` tokens."""
-    prompts = np.random.default_rng(rows).integers(1, vocab, (rows, prompt)).tolist()
-    return Work(prompts, 1, [response] * rows, rows, prompt, limit - prompt)
-
-
-def long_tail(prompts: int, sizes: Sizes, seed: int = 0) -> Work:
-    """Return GROUP rollouts of each prompt with lengths of a long tail, 16 at once."""
-    length, prompt = tails(seed, prompts)
-    responses = np.clip(length - prompt, 1, sizes.cut).tolist()
-    rng = np.random.default_rng(seed)
-    ids = [rng.integers(1, sizes.policy.vocab, min(n, sizes.longest)).tolist() for n in prompt[::GROUP]]
-    return Work(ids, GROUP, responses, 16, sizes.longest, sizes.cut)
-
-
-def brief(work: Work) -> Work:
-    """Return a little of it that thins like it, for which both engines compile what they need for all of it."""
-    prompts = work.prompts[:3]
-    responses = [2] * (GROUP * len(prompts) - 4) + [min(n, work.limit) for n in (30, 30, 30, 60)]
-    return work._replace(prompts=prompts, responses=responses)
-
-
-def engine_config(work: Work, lookup: bool, page_tokens: int) -> EngineConfig:
-    """Return the sizes that a training run with these lengths has, and pages for all of its slots."""
-    c = base()
-    c.rollout.num_slots, c.grpo.group_size = work.slots, work.samples
-    c.rollout.max_prompt_tokens, c.rollout.max_response_tokens = work.prompt, work.limit
-    c.grpo.prompts_per_step = len(work.prompts)
-    if page_tokens:
-        c.rollout.page_tokens = page_tokens
-    return find_limits(from_config_dict(c), 1, lookup)
-
-
-class Ours:
-    """This tree's engine for a policy, with programs compiled when a shape is first asked for."""
-
-    def __init__(
-        self,
-        folder: str,
-        draft: DraftOptions = DraftOptions("none"),  # noqa: B008 (frozen)
-        k: int = 0,
-        page_tokens: int = 0,
-    ) -> None:
-        """`page_tokens`: 0: the configuration's."""
-        self._folder, self._draft, self._k, self._page_tokens = folder, draft, k, page_tokens
-        self._made: dict[EngineConfig, tuple[Engine, Weights]] = {}
-
-    def engine(self, work: Work) -> tuple[Engine, Weights]:
-        config = engine_config(work, self._draft.kind == "suffix", self._page_tokens)
-        if config not in self._made:
-            self._made[config] = load_engine(self._folder, config, self._draft, self._k)
-        return self._made[config]
-
-    def __call__(self, work: Work, seed: int) -> Measured:
-        engine, weights = self.engine(work)
-        start = time.perf_counter()
-        rollouts = engine.generate(weights, work.prompts, work.samples, seed, responses=work.responses)
-        seconds = time.perf_counter() - start
-        if rollouts.response_length.tolist() != work.responses:
-            raise ValueError("rollouts do not have the lengths that were asked for")
-        tokens, chunks = int(rollouts.response_length.sum()), rollouts.chunks
-        iterating = sum(chunk.seconds for chunk in chunks) / sum(chunk.iterations for chunk in chunks)
-        return Measured(tokens, seconds, iterating, tokens / int(rollouts.verifications.sum()))
-
-
-@contextlib.contextmanager
-def earlier_engine(folder: str) -> Iterator[Side]:
-    """Start a process with the engine of commit 411c9fb; its sides round like this tree's."""
-    with tempfile.TemporaryDirectory() as tree:
-        packages = ["git", "archive", EARLIER, "specrl_jax", "kernels_pallas"]
-        archive = subprocess.run(packages, cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", tree], input=archive, check=True)
-        command = [sys.executable, str(HERE / "peer_earlier.py")]
-        with start_peer(command, folder, PYTHONPATH=tree) as process:
-            yield lambda work, seed: Measured(**ask(process, work._asdict() | {"seed": seed}))
-
-
-@contextlib.contextmanager
-def other_library(command: list[str], folder: str) -> Iterator[Side]:
-    """Start a process of another library, which decodes every rollout on its own (peer_server.py)."""
-    with start_peer(command, folder) as process:
-
-        def run(work: Work, seed: int) -> Measured:
-            asked = {"batch": work.slots, "prompts": work.repeated, "new_tokens": work.responses, "eos": None}
-            return Measured(**ask(process, asked))
-
-        yield run
-
-
-def rounds_of(
-    sides: dict[str, Side], works: dict[str, Work], rounds: int, first: dict[str, Work] | None = None
-) -> dict[str, list[Measured]]:
-    """Return what each side took in each round, after each has done its work, or what `first` has for it, uncounted."""
-    found: dict[str, list[Measured]] = {who: [] for who in sides}
-    for who, side in sides.items():
-        side((first or works)[who], 0)
-    for i, who in bench.in_turn(list(sides), rounds):
-        found[who].append(sides[who](works[who], i + 1))
-        print(f"round {i}, {who}: {found[who][-1].seconds:.2f} s", flush=True)
-    return found
 
 
 class Figures:

@@ -5,13 +5,13 @@ import subprocess
 import numpy as np
 import pytest
 
-from experiments.engine import bench, live, peer_server
+from experiments.engine import bench, live, live_work, peer_server
 
 
 def test_a_long_tail_is_given_by_its_seed():
-    work = live.long_tail(64, live.FULL, seed=1)
-    assert work == live.long_tail(64, live.FULL, seed=1) != live.long_tail(64, live.FULL, seed=2)
-    assert len(work.prompts) == 64 and len(work.responses) == len(work.repeated) == 64 * live.GROUP
+    work = live_work.long_tail(64, live_work.FULL, seed=1)
+    assert work == live_work.long_tail(64, live_work.FULL, seed=1) != live_work.long_tail(64, live_work.FULL, seed=2)
+    assert len(work.prompts) == 64 and len(work.responses) == len(work.repeated) == 64 * live_work.GROUP
     assert min(map(len, work.prompts)) >= 64 and max(map(len, work.prompts)) <= 512
     logs = np.log(work.responses)
     # Standard errors of 512 draws: 0.055 of the median's logarithm, 0.031 of sigma.
@@ -20,9 +20,9 @@ def test_a_long_tail_is_given_by_its_seed():
 
 
 def test_an_engine_has_the_sizes_of_a_training_run():
-    config = live.engine_config(live.long_tail(16, live.FULL), lookup=True, page_tokens=16)
+    config = live_work.engine_config(live_work.long_tail(16, live_work.FULL), lookup=True, page_tokens=16)
     assert (config.num_slots, config.cache_length, config.page_tokens, config.sizes) == (16, 4608, 16, (4, 1))
-    assert config.sequences >= live.GROUP and config.groups >= 16
+    assert config.sequences >= live_work.GROUP and config.groups >= 16
     assert config.shard_pages >= 16 * config.columns
 
 
@@ -44,7 +44,9 @@ def test_a_row_replaces_the_one_of_its_case(tmp_path):
     path = str(tmp_path / "live.csv")
     for speed in (1.0, 2.0):
         figures = live.Figures("tail", "jax 1")
-        figures.compare("x", {"a": [live.Measured(6, speed)], "b": [live.Measured(6, 3.0)]}, "speed", "tokens/s")
+        figures.compare(
+            "x", {"a": [live_work.Measured(6, speed)], "b": [live_work.Measured(6, 3.0)]}, "speed", "tokens/s"
+        )
         live.keep(path, figures.rows)
     other = live.Figures("limit", "jax 1")
     other.add("y", "ms", [1.0, 2.0, 4.0])
@@ -54,8 +56,8 @@ def test_a_row_replaces_the_one_of_its_case(tmp_path):
 
 
 def earlier_is_here():
-    shown = ["git", "cat-file", "-e", f"{live.EARLIER}^{{commit}}"]
-    return subprocess.run(shown, cwd=live.ROOT, stderr=subprocess.DEVNULL).returncode == 0
+    shown = ["git", "cat-file", "-e", f"{live_work.EARLIER}^{{commit}}"]
+    return subprocess.run(shown, cwd=live_work.ROOT, stderr=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.slow
@@ -73,7 +75,7 @@ def earlier_is_here():
 )
 def test_each_measurement_runs_with_little_work(name, cases, tmp_path):
     if name in ("contiguous", "short", "tail") and not earlier_is_here():
-        pytest.skip(f"commit {live.EARLIER} is not in this clone; a whole clone has it")
+        pytest.skip(f"commit {live_work.EARLIER} is not in this clone; a whole clone has it")
     path = str(tmp_path / "live.csv")
     batches = ["--batches", "2"]
     live.main([name, "--small", "--rounds", "1", "--prompts", "3", *batches, "--output", path])

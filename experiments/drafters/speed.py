@@ -1,0 +1,72 @@
+"""Time rollouts with an EAGLE-3 head and with a DSpark draft, at every k, beside plain decoding.
+
+    python -m experiments.drafters.speed
+
+The policies of the rooms; in every round each drafter and k answers the same prompts once, in random order, with noise
+of that round. Writes speed.csv.
+"""
+
+import argparse
+import itertools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from experiments.drafters.acceptance import HEADS
+from experiments.engine import bench
+from experiments.parts import prepared
+from experiments.rooms.bases import SEEDS, WORKLOADS, config_of, folder
+from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.training.speedup import timed
+
+OUTPUT = pathlib.Path(__file__).parent / "speed.csv"
+FIELDS = ("workload", "seed", "slots", "drafter", "k", "round", "tokens", "seconds")
+PLAIN, LENGTHS = "none", (1, 3, 5, 7)
+
+
+def rounds_of(
+    workload: str, seed: int, slots: int, drafters: list[str], prompts: int, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one base at one number of slots."""
+    cases = {}
+    for drafter in drafters:
+        config = config_of(workload, seed)
+        config.draft.update({"kind": drafter, "path": folder(workload, HEADS[drafter], seed), "length": LENGTHS[-1]})
+        config.draft.online = False
+        config.rollout.num_slots, config.grpo.prompts_per_step = slots, prompts
+        _, rollout, _, weights, work = prepared(config, LENGTHS)
+        cases |= {(drafter, k): (rollout.engine, weights, work, FixedLength(k)) for k in LENGTHS}
+        cases[PLAIN, 0] = (rollout.plain_engine, weights, work, None)
+    for case in cases.values():
+        timed(*case)
+    for i, who in bench.in_turn(list(cases), rounds):
+        engine, weights, work, lengths = cases[who]
+        found, seconds = timed(engine, weights, work._replace(seed=i), lengths)
+        yield dict(zip(("drafter", "k"), who)) | {
+            "round": i,
+            "tokens": int(found.response_length.sum()),
+            "seconds": seconds,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
+    parser.add_argument("--slots", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3", "dspark"])
+    parser.add_argument("--prompts", type=int, default=2, help="a slot, of each round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", default=str(OUTPUT), help="CSV file")
+    a = parser.parse_args()
+    with bench.csv_writer(a.output, FIELDS) as write:
+        for workload, seed, slots in itertools.product(a.workloads, a.seeds, a.slots):
+            for row in rounds_of(workload, seed, slots, a.drafters, max(2, a.prompts * slots // 8), a.rounds):
+                write({"workload": workload, "seed": seed, "slots": slots} | row)
+            jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Write the tables of README.md: tokens per verification and cost of an iteration apart, and what they give together.
+
+    python -m experiments.drafters.table
+
+Reads acceptance.csv and costs.csv. The costs of an H200 and a GB200 are the simulator's for Qwen3-8B, bfloat16, 2,000
+tokens of context a sequence, by the roofline of this project's loop: nothing there is measured.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.claims import markdown, put_table
+from experiments.drafters.acceptance import DRAFTERS, HEADS, OUTPUT
+from experiments.drafters.costs import FREE, KINDS, LAYERS, SLOTS
+from experiments.drafters.costs import OUTPUT as COSTS
+from experiments.engine import bench
+from experiments.rooms.bases import NAMES
+from experiments.scale_projection.paper import DRAFT_VOCAB
+from experiments.verdicts import Interval, interval, ratio_interval
+from specrl_jax.models.qwen3 import PRESETS
+from specrl_jax.simulator.cost import DecoderCost, Precision, priced_head
+from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+
+Row = dict[str, Any]
+SHOWN, CONTEXT = (3, 5, 7), 2000.0
+MACHINES, BATCHES = ("h200", "gb200"), (1, 64)
+MODEL = "qwen3_8b"
+PAGE = pathlib.Path(__file__).parent / "README.md"
+
+
+def tokens(rows: Sequence[Row], workload: str, drafter: str, drafts: str, k: int) -> Interval:
+    """Return tokens per verification, mean and interval over bases."""
+    found = bench.matching(rows, workload=workload, drafter=drafter, drafts=drafts, k=k)
+    return interval([row["tokens"] / row["verifications"] for row in found])
+
+
+def tokens_table(rows: Sequence[Row]) -> str:
+    lines = []
+    for drafter, drafts in itertools.product(DRAFTERS, ("sampled", "argmax")):
+        if not bench.matching(rows, drafter=drafter, drafts=drafts):
+            continue
+        name = f"{drafter}, {drafts}" if drafter in HEADS else drafter
+        cells = [tokens(rows, workload, drafter, drafts, k).text() for workload in NAMES for k in SHOWN]
+        lines.append([name, *cells])
+    return markdown(["drafts", *(f"{name}, k = {k}" for name in NAMES.values() for k in SHOWN)], lines)
+
+
+def decoder(drafter: str, machine: str) -> DecoderCost:
+    """Return the 8B policy with a drafter of the kinds measured here."""
+    model = PRESETS[MODEL]
+    hardware = HARDWARE[machine].with_engine(ENGINES["fused"])
+    if drafter == "self":
+        return DecoderCost(model, None, hardware, precision=Precision(twin="int8"))
+    head = priced_head(drafter, model, DRAFT_VOCAB, SLOTS.get(drafter, 7), LAYERS) if drafter in HEADS else None
+    return DecoderCost(model, head, hardware)
+
+
+def iteration(drafter: str, machine: str, batch: int, k: int) -> float:
+    """Return the seconds of an iteration, in plain iterations."""
+    d = decoder(drafter, machine)
+    return float(d.speculative(batch, k, CONTEXT) / d.plain(batch, CONTEXT))
+
+
+def simulated_table(rows: Sequence[Row]) -> str:
+    """Return iteration costs and, with the tokens of the first workload, speeds relative to plain decoding."""
+    workload, name = next(iter(NAMES.items()))
+    lines = []
+    for drafter, k in itertools.product(DRAFTERS, (3, 7)):
+        found = tokens(rows, workload, drafter, "sampled", k).mean
+        if np.isnan(found):
+            continue
+        costs = [iteration(drafter, machine, batch, k) for machine in MACHINES for batch in BATCHES]
+        lines.append([drafter, k, f"{found:.2f}", *(f"{c:.2f}: **{found / c:.2f}**" for c in costs)])
+    machines = [f"{machine}, {batch} at once" for machine in MACHINES for batch in BATCHES]
+    return markdown(["drafts", "k", f"tokens, {name}", *machines], lines)
+
+
+def measured_table(rows: Sequence[Row]) -> str:
+    """Return measured iterations in plain ones, and the drafts' own cost relative to an EAGLE-3 head's."""
+    lines = []
+    for kind, k in itertools.product([kind for kind in KINDS if kind != FREE], (3, 7)):
+        cells = []
+        for batch in sorted({row["batch"] for row in rows}):
+            plain, free = (bench.by_round(rows, "seconds", kind=FREE, k=x, batch=batch) for x in (0, k))
+            whole, eagle3 = (bench.by_round(rows, "seconds", kind=x, k=k, batch=batch) for x in (kind, "eagle3"))
+            share = float(np.median(whole - free) / np.median(eagle3 - free))
+            cells += [ratio_interval(whole / plain).text(), "1" if kind == "eagle3" else f"{share:.2f}"]
+        lines.append([kind, k, *cells])
+    batches = sorted({row["batch"] for row in rows})
+    head = [text for b in batches for text in (f"iteration, {b} at once", f"drafts over EAGLE-3's, {b} at once")]
+    return markdown(["drafts", "k", *head], lines)
+
+
+def main() -> None:
+    rows = bench.read_rows(str(OUTPUT))
+    found = {"tokens": tokens_table(rows), "simulated": simulated_table(rows)}
+    found["costs"] = measured_table(bench.read_rows(str(COSTS)))
+    for name, text in found.items():
+        print(text, end="\n\n")
+        put_table(PAGE, text, name)
+
+
+if __name__ == "__main__":
+    main()
