@@ -2,8 +2,8 @@
 
     python -m experiments.drafters.table
 
-Reads acceptance.csv and costs.csv. The costs of an H200 and a GB200 are the simulator's for Qwen3-8B, bfloat16, 2,000
-tokens of context a sequence, by the roofline of this project's loop: nothing there is measured.
+Reads acceptance.csv, costs.csv and speed.csv. The costs of an H200 and a GB200 are the simulator's for Qwen3-8B,
+bfloat16, 2,000 tokens of context a sequence, by the roofline of this project's loop: nothing there is measured.
 """
 
 import itertools
@@ -17,6 +17,9 @@ from experiments.claims import markdown, put_table
 from experiments.drafters.acceptance import DRAFTERS, HEADS, OUTPUT
 from experiments.drafters.costs import FREE, KINDS, LAYERS, SLOTS
 from experiments.drafters.costs import OUTPUT as COSTS
+from experiments.drafters.speed import LENGTHS as SPEED_LENGTHS
+from experiments.drafters.speed import OUTPUT as SPEEDS
+from experiments.drafters.speed import PLAIN
 from experiments.engine import bench
 from experiments.rooms.bases import NAMES
 from experiments.scale_projection.paper import DRAFT_VOCAB
@@ -95,10 +98,41 @@ def measured_table(rows: Sequence[Row]) -> str:
     return markdown(["drafts", "k", *head], lines)
 
 
+def speed_table(rows: Sequence[Row]) -> str:
+    """Return measured speeds over plain decoding, and DSpark's best k over EAGLE-3's.
+
+    The best k of the even rounds is used in the odd ones, and the other way round: one of the same rounds would be best
+    partly by luck.
+    """
+    lines = []
+    for cell in bench.distinct(rows, "workload", "seed", "slots"):
+        where = dict(zip(("workload", "seed", "slots"), cell))
+        speeds = {
+            (drafter, k): bench.by_round(rows, "tokens", drafter=drafter, k=k, **where)
+            / bench.by_round(rows, "seconds", drafter=drafter, k=k, **where)
+            for drafter, k in bench.distinct(rows, "drafter", "k")
+        }
+        ratios = np.ones(len(speeds[PLAIN, 0]))
+        for half in (0, 1):
+            ours, theirs = (_best(speeds, drafter, 1 - half) for drafter in ("dspark", "eagle3"))
+            ratios[half::2] = ours[half::2] / theirs[half::2]
+        for drafter in ("eagle3", "dspark"):
+            over = [ratio_interval(speeds[drafter, k] / speeds[PLAIN, 0]).text() for k in SPEED_LENGTHS]
+            lines.append([*cell, drafter, *over, ratio_interval(ratios).text() if drafter == "dspark" else ""])
+    head = ["workload", "base", "at once", "drafts", *(f"k = {k} over plain" for k in SPEED_LENGTHS)]
+    return markdown([*head, "best k over EAGLE-3's best"], lines)
+
+
+def _best(speeds: dict[tuple[str, int], np.ndarray], drafter: str, half: int) -> np.ndarray:
+    """Return [rounds], the speeds of the k that is best in the even (0) or the odd (1) rounds."""
+    return max((speeds[drafter, k] for k in SPEED_LENGTHS), key=lambda speed: float(np.median(speed[half::2])))
+
+
 def main() -> None:
     rows = bench.read_rows(str(OUTPUT))
     found = {"tokens": tokens_table(rows), "simulated": simulated_table(rows)}
     found["costs"] = measured_table(bench.read_rows(str(COSTS)))
+    found["speed"] = speed_table(bench.read_rows(str(SPEEDS)))
     for name, text in found.items():
         print(text, end="\n\n")
         put_table(PAGE, text, name)
