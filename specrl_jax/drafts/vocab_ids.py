@@ -20,6 +20,11 @@ def read_ids(source: TensorFolder, draft_vocab: int, vocab: int) -> np.ndarray:
     return ids.astype(np.int32)
 
 
+def vocab_tensors(ids: np.ndarray, target: Qwen3Config) -> dict[str, np.ndarray]:
+    """Return d2t [Vd] int64 and t2d [V] bool of target ids."""
+    return {"d2t": stored_ids(ids), "t2d": drafted(ids, target)}
+
+
 def stored_ids(ids: np.ndarray) -> np.ndarray:
     """Return d2t [Vd] int64 of target ids."""
     return np.asarray(ids, np.int64) - np.arange(len(ids))

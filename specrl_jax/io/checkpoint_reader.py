@@ -19,6 +19,7 @@ from specrl_jax import distributed
 from specrl_jax.core import Tree
 from specrl_jax.errors import InputError
 from specrl_jax.io.digests import LeafDigest, array_digests, device_digests, json_digest, name_of
+from specrl_jax.serialize import pack
 
 T = TypeVar("T")
 ITEMS = ("state", "values", "arrays", "digests")
@@ -29,6 +30,12 @@ class HostState(NamedTuple):
 
     values: dict[str, Any]  # as JSON
     arrays: Mapping[str, np.ndarray]  # by name, none of size 0
+
+
+def with_packed(host: HostState, name: str, value: object) -> HostState:
+    """Add a value that `serialize.pack` takes; `name` is its key, and the beginning of the names of its arrays."""
+    packed = pack(value, name)
+    return HostState(host.values | {name: packed.values}, {**host.arrays, **packed.arrays})
 
 
 class Record(NamedTuple):

@@ -21,9 +21,9 @@ from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
-from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.rewards.scorer import Scorer, Scores
-from specrl_jax.serialize import Packed, pack, unpack
+from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -289,8 +289,7 @@ AHEAD = "ahead"
 
 def with_rollouts(host: HostState, ahead: Sequence[RolloutBatch]) -> HostState:
     """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
-    packed = pack(list(ahead), AHEAD)
-    return HostState(host.values | {AHEAD: packed.values}, {**host.arrays, **packed.arrays})
+    return with_packed(host, AHEAD, list(ahead))
 
 
 def without_rollouts(host: HostState) -> tuple[list[RolloutBatch], HostState]:

@@ -10,34 +10,27 @@ Under `draft.replay_idle` they fill the time in which the learner waits for roll
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from specrl_jax.data.rows import Rows
-from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
-from specrl_jax.serialize import Packed, pack, unpack
+from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.build import Learner
 
 REPLAY = "replay"  # name of the texts among a checkpoint's values, and the beginning of the names of their arrays
-
-
-class KeptTexts(NamedTuple):
-    """The rows of the last steps, the newest last, on the host."""
-
-    rows: list[Rows]
 
 
 class Replay:
     """The draft's further updates of a run, and the texts that they learn from."""
 
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
-        """Begin with the texts of a checkpoint that has some. Raises InputError where they are an older version's."""
+        """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
-        self._texts = deque(texts_of(saved).rows if saved else [], maxlen=self._draft.replay_steps)
+        self._texts = deque(texts_of(saved) if saved else [], maxlen=self._draft.replay_steps)
 
     def add(self, rows: Rows) -> None:
         """Keep the rows of a step in place of the oldest ones."""
@@ -45,8 +38,7 @@ class Replay:
 
     def with_texts(self, host: HostState) -> HostState:
         """Add the texts to what a checkpoint keeps."""
-        packed = pack(KeptTexts(list(self._texts)), REPLAY)
-        return HostState(host.values | {REPLAY: packed.values}, {**host.arrays, **packed.arrays})
+        return with_packed(host, REPLAY, list(self._texts))
 
     def learn(
         self, state: RunState, step: int, goes_on: Callable[[], bool] = lambda: True
@@ -56,12 +48,13 @@ class Replay:
         if not self._texts or draft is None:
             return state, []
         assert learner.draft_step is not None
-        merged, tables = learner.merged(policy), learner.read_tables(policy.base, state.vocab_map)
+        copies = None  # of the policy's weights: made once there is time for an update
         found = list[DraftMetrics]()
         for part in self._parts(step):
             if not goes_on():
                 break
-            rows = learner.place(part)
+            copies = copies or (learner.merged(policy), learner.read_tables(policy.base, state.vocab_map))
+            (merged, tables), rows = copies, learner.place(part)
             draft, metrics = learner.draft_step(draft, tables, learner.feature_step(merged, rows), rows)
             found.append(jax.block_until_ready(metrics))
         return dataclasses.replace(state, draft=draft), found
@@ -83,8 +76,6 @@ def make_replay(learner: Learner, saved: HostState | None = None) -> Replay | No
     return Replay(learner, saved) if learner.plan.config.draft.replay_updates else None
 
 
-def texts_of(host: HostState) -> KeptTexts:
-    """Return the texts that `with_texts` added; none where there are none."""
-    if REPLAY not in host.values:
-        return KeptTexts([])
-    return unpack(KeptTexts, Packed(host.values[REPLAY], dict(host.arrays)))
+def texts_of(host: HostState) -> list[Rows]:
+    """Return the texts that `with_texts` added, the newest last; none where there are none."""
+    return unpack(list[Rows], Packed(host.values.get(REPLAY, []), dict(host.arrays)))

@@ -41,6 +41,7 @@ from specrl_jax.models.layers import rotary_angles
 from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
+from tests.helpers.heads import drawn_params
 from tests.helpers.policies import compiled, forward, random_params, row_positions
 from tests.helpers.rollouts import assert_positions_add_up
 from tests.helpers.toys import watched
@@ -111,14 +112,7 @@ def params_of(kind):
     if kind == "model":
         # Of forty seeds the one that agrees most often with what the policy says: every second token.
         return policy, spoken(DRAFTS[kind].config, seed=23)
-    rng = np.random.default_rng(1)
-
-    def draw(spec):
-        # Norm scales away from one, so that a norm that is left out or swapped shows.
-        values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
-        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
-
-    draft = jax.tree.map(draw, DRAFTS[kind].specs)
+    draft = drawn_params(DRAFTS[kind].specs)
     if DRAFTS[kind].has_vocab_map:
         likely = 1 + 3 * np.isin(VOCAB_MAP, WORDS[1:])[:, None].astype(np.float32)
         draft |= {"unembed": draft["unembed"] * likely}

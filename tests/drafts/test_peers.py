@@ -22,6 +22,7 @@ from specrl_jax.io import tensors as tensor_folder
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from tests.drafts.eagle3.test_peers import NEEDS_SPECULATORS
+from tests.helpers.heads import drawn_params
 from tests.helpers.policies import random_params as random_policy
 
 TARGET = qwen3.Qwen3Config(40, 24, 9, 8, 2, 10, 36, tied=False, max_positions=64, rope_theta=1e6)
@@ -46,16 +47,6 @@ TOKENS = rng.integers(0, TARGET.vocab, T).astype(np.int32)
 # float32 on both sides, logits of a few units, sums of at most 72 products through three layers.
 PARITY = {"atol": 5e-5, "rtol": 0}
 pytestmark = pytest.mark.slow
-
-
-def params_of(draft):
-    random = np.random.default_rng(3)
-
-    def draw(spec):
-        values = random.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else random.normal(size=spec.shape)
-        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
-
-    return jax.tree.map(draw, draft.specs)
 
 
 def features_of(draft):
@@ -99,7 +90,7 @@ def policy(tmp_path_factory):
 def written(name, folder, policy):
     """The draft's parameters, after they were saved and found again by its own loader."""
     draft, kind = DRAFTS[name], name.split()[0].strip(",")
-    params = params_of(draft)
+    params = drawn_params(draft.specs, seed=3)
     draft.save(str(folder), params, IDS, TARGET, "float32", policy)
     assert make_method(DraftOptions(kind, path=str(folder), dialect="speculators"), TARGET).model == draft
     return params

@@ -34,6 +34,18 @@ def random_params(config, seed=0, dtype=np.float32):
     return jax.tree.map(draw, eagle3.param_specs(config))
 
 
+def drawn_params(specs, seed=1):
+    """Return learner parameters of any draft's specs; norm scales away from one, so that a norm that is left out or
+    swapped shows."""
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
+        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
+
+    return jax.tree.map(draw, specs)
+
+
 def torch_layout(w, layer="midlayer."):
     """Return tensors by their published names: [out, in], inputs in the order low, middle, high; embedding, hidden."""
     tensors = {

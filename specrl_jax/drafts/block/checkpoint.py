@@ -22,7 +22,7 @@ import pydantic
 
 from specrl_jax.core import Params
 from specrl_jax.drafts.block.network import BlockConfig, param_specs
-from specrl_jax.drafts.vocab_ids import drafted, read_ids, stored_ids
+from specrl_jax.drafts.vocab_ids import read_ids, vocab_tensors
 from specrl_jax.io.config_json import ConfigJson, Qwen3Sizes, Size
 from specrl_jax.io.hf import check_heads, hf_config, read_rope
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
@@ -185,9 +185,8 @@ def save(
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield from hf_tensors(param_specs(config), params, dtype)
         if vocab_map is not None:
-            yield "d2t", stored_ids(vocab_map)
-            if dialect == "speculators":
-                yield "t2d", drafted(vocab_map, target)
+            found = vocab_tensors(vocab_map, target)
+            yield from (found if dialect == "speculators" else {"d2t": found["d2t"]}).items()
 
     keys: dict[str, Any] = {"block_size": config.slots, "mask_token_id": config.mask_token}
     if config.markov_rank:

@@ -36,7 +36,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
 from specrl_jax.drafts.eagle3.formats import FORMATS, Format
 from specrl_jax.drafts.eagle3.network import Eagle3Config, param_specs
-from specrl_jax.drafts.vocab_ids import drafted, read_ids, stored_ids
+from specrl_jax.drafts.vocab_ids import drafted, read_ids, vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.models.layers import ParamSpec, Specs
@@ -99,12 +99,10 @@ def save(
       verifier: folder or name of the target, '' = none. speculators' own module takes the embedding from there and does
         not load without it; the other formats do not name it.
     """
-    ids = np.asarray(vocab_map, np.int64)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield from hf_tensors(in_format(param_specs(head), FORMATS[dialect]), params, dtype)
-        yield "d2t", stored_ids(ids)
-        yield "t2d", drafted(ids, target)
+        yield from vocab_tensors(vocab_map, target).items()
 
     save_folder(folder, tensors(), formats.write_head(head, target, dtype, dialect, verifier))
 

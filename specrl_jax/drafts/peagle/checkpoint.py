@@ -18,7 +18,7 @@ from specrl_jax.core import Params
 from specrl_jax.drafts.eagle3 import formats
 from specrl_jax.drafts.eagle3.checkpoint import in_format, load_vocab_map
 from specrl_jax.drafts.peagle.network import PEagleConfig, extended, param_specs
-from specrl_jax.drafts.vocab_ids import drafted, stored_ids
+from specrl_jax.drafts.vocab_ids import vocab_tensors
 from specrl_jax.errors import InputError
 from specrl_jax.io.tensors import TensorFolder, hf_tensors, save_folder
 from specrl_jax.json_files import Checked
@@ -93,12 +93,10 @@ def save(
     verifier: str = "",
 ) -> None:
     """Write a folder that the loaders above and the format's other users read; arguments as of EAGLE-3's `save`."""
-    ids = np.asarray(vocab_map, np.int64)
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         yield from hf_tensors(_specs(config, dialect), params, dtype)
-        yield "d2t", stored_ids(ids)
-        yield "t2d", drafted(ids, target)
+        yield from vocab_tensors(vocab_map, target).items()
 
     content = formats.write_head(config, target, dtype, dialect, verifier, kind="peagle", layers=config.layers)
     if dialect == "speculators":

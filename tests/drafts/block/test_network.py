@@ -16,6 +16,7 @@ from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.models import attention
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
+from tests.helpers.heads import drawn_params
 
 TARGET = Qwen3Config(24, 16, 6, 4, 2, 8, 20, tied=False, max_positions=64)
 CONFIGS = {
@@ -29,13 +30,7 @@ kinds = pytest.mark.parametrize("kind", CONFIGS)
 
 @functools.cache
 def params_of(kind):
-    rng = np.random.default_rng(1)
-
-    def draw(spec):
-        values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
-        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
-
-    return jax.tree.map(draw, network.param_specs(CONFIGS[kind]))
+    return drawn_params(network.param_specs(CONFIGS[kind]))
 
 
 @functools.cache

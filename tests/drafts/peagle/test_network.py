@@ -14,6 +14,7 @@ from specrl_jax.drafts.base import DraftInputs, TargetTables
 from specrl_jax.drafts.peagle import network
 from specrl_jax.drafts.peagle.draft import PEagleDraft
 from tests.drafts.block.test_network import ONE, TARGET, rms, softmax, turned
+from tests.helpers.heads import drawn_params
 
 V, T, STEPS = TARGET.vocab, 9, 3
 NEW = network.peagle_config(TARGET, layers=2, draft_vocab=10)
@@ -27,13 +28,7 @@ configs = pytest.mark.parametrize("name", CONFIGS)
 
 @functools.cache
 def params_of(name):
-    rng = np.random.default_rng(1)
-
-    def draw(spec):
-        values = rng.uniform(0.7, 1.3, spec.shape) if spec.fan_in == 0 else rng.normal(size=spec.shape)
-        return jnp.asarray(values / np.sqrt(max(spec.fan_in, 1)), jnp.float32)
-
-    return jax.tree.map(draw, network.param_specs(CONFIGS[name]))
+    return drawn_params(network.param_specs(CONFIGS[name]))
 
 
 @functools.cache
