@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import csv
 import datetime
+import itertools
 import os
 import pathlib
 import queue
@@ -56,6 +57,7 @@ COMPUTED = {
     "rooms": ("acceptance",),
     "traces": ("record", "clocks", *(f"predict {part}" for part in ("costs", "predict", "measure", "judge"))),
     "scale_projection": ("validate", "grid"),
+    "drafters": ("acceptance", "costs", "speed", "budget", "table"),
 }
 FOLDERS = tuple(SWEEPS | COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
@@ -76,7 +78,11 @@ MADE: dict[str, list[str]] = {
     "runs/heads/in_domain": ["configs/draft_tiny.py"],
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
-USE_ROOMS = ("rooms", "traces")
+USE_ROOMS = ("rooms", "traces", "drafters")
+# Kinds of drafts that `drafters` compares beside the heads of the rooms, which it needs too -> how they are trained.
+# An update of one that drafts a block costs a quarter of an EAGLE-3 head's.
+ONE_PASS = ["draft.anchor_stride=4", "steps=1200", "draft.warmup=60", "eval.every=400"]
+TRAINED = {"peagle": ONE_PASS, "dflash": [*ONE_PASS, "draft.slots=8"], "dspark": ONE_PASS, "mtp": ["draft.vocab_size=0"]}
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
 # Every command that ended: when, its seconds, exit status and CPUs.
@@ -151,6 +157,7 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
     first, heads = prerequisites(sweeps)
     if set(USE_ROOMS) & set(folders):
         first += rooms()
+    heads += drafters() if "drafters" in folders else []
     return [first, heads, shared, [apart], [written]]
 
 
@@ -178,6 +185,21 @@ def rooms() -> list[Chain]:
         ]
         for seed in bases.SEEDS
     ]
+    return [chain for chain in chains if chain]
+
+
+def drafters() -> list[Chain]:
+    """Return a chain for each kind of draft that `experiments/drafters` lacks, over the policies of the rooms."""
+    chains = []
+    for kind, overrides in TRAINED.items():
+        chain = []
+        for task, seed in itertools.product(bases.WORKLOADS, bases.SEEDS):
+            path, words = bases.folder(task, kind, seed), [*overrides, f"draft.kind={kind}"]
+            words += [f"policy.path={bases.folder(task, 'base', seed)}", "data.task=rooms"]
+            words += [f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"]
+            if not (REPOSITORY / path / "config.json").exists():
+                chain.append(run(f"configs/draft_tiny.py:{task}", words, path))
+        chains.append(chain)
     return [chain for chain in chains if chain]
 
 

@@ -18,7 +18,6 @@ from experiments.accelerator.sizes import RATES, Sizes
 from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import Program
-from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
@@ -121,7 +120,7 @@ def memory_through(sides: Sides, weights: Weights, device: jax.Device) -> dict[s
     so far is the allocator's, of the whole process.
     """
     engine, work = sides.drafting.engine, sides.work
-    lengths = Controller(engine.compiled.lengths, engine.compiled.sizes)
+    lengths = engine.controller()
     seen = []
 
     def look(*_: int) -> None:

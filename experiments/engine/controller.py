@@ -26,7 +26,6 @@ from experiments.claims import markdown, put_table
 from experiments.engine import bench
 from experiments.parts import Parts, make_parts
 from experiments.verdicts import Interval, ratio_interval
-from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import initial_weights
@@ -80,7 +79,7 @@ def measure(parts: Parts, learning: int, rounds: int) -> Iterator[bench.Row]:
     weights, engine = initial_weights(parts.learner, parts.rollout), parts.rollout.engine
     programs = engine.compiled
     sides: dict[Any, Any] = {k: FixedLength(k) for k in programs.lengths}
-    sides |= {ADAPTIVE: Controller(programs.lengths, programs.sizes), PLAIN: None}
+    sides |= {ADAPTIVE: engine.controller(), PLAIN: None}
     prompts = [parts.rollout.tokenizer.encode(problem.prompt) for problem in parts.problems.evaluation]
 
     def run(who: Any, seed: int) -> bench.Row:

@@ -57,6 +57,7 @@ def verify(
     if kernels is None or inputs.target_logits.dtype == jnp.float64:
         return reference.verify(inputs, sampling)
     draft = inputs.draft
+    draft = dataclasses.replace(draft, confidence=None)
     if draft.logits is not None:
         draft = dataclasses.replace(draft, logits=draft.logits.astype(jnp.float32))
     inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32))

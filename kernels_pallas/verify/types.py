@@ -50,6 +50,9 @@ class Draft:
     deterministic: jax.Array  # [B] bool, rows without probabilities: their logits are ignored
     vocab_map: jax.Array | None = None  # [Vd] int32 target id of each draft id; None: Vd = V
     num_drafted: jax.Array | None = None  # [B] int32, `tokens` beyond it are ignored (any number); None: k
+    # [B, k] float32, chances that each is kept if those before it are, from what came before it; None: unknown.
+    # Verification does not read it.
+    confidence: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

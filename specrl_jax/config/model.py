@@ -82,6 +82,13 @@ class DraftConfig:
     length: int = key(
         3, "k, tokens drafted per verification; 0 = none, but the draft stays ready", "tokens", low=0, high=MAX_LENGTH
     )
+    budget: int = key(
+        0,
+        "drafts verified at once at most, of all sequences: those most likely to be kept; 0 = all that are drafted",
+        "tokens",
+        low=0,
+        high=INT32,
+    )
     adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
     slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)

@@ -47,6 +47,11 @@ def _draft(config: Config) -> None:
     if d.argmax and (not has_weights(d.kind) or d.cascade):
         beside = f"draft.cascade={d.cascade}" if has_weights(d.kind) else f"draft.kind={d.kind}"
         raise InputError(f"draft.argmax=True is for drafts with weights alone, not beside {beside}")
+    if d.budget and config.rollout.parity:
+        raise InputError(f"draft.budget={d.budget}: rollout.parity verifies all drafts in one shape; leave 0")
+    if d.kind != "none" and 0 < config.rollout.num_slots * d.length <= d.budget:
+        drafts = f"rollout.num_slots={config.rollout.num_slots} x draft.length={d.length}"
+        raise InputError(f"draft.budget={d.budget}: {drafts} drafts are all within it; leave 0")
     if d.replay_updates and not (has_weights(d.kind) and d.online):
         raise InputError(f"draft.replay_updates={d.replay_updates}: there is no draft that learns; leave 0")
     if d.replay_idle and (config.pipeline.mode != "async" or not d.replay_updates):

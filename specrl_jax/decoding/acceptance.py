@@ -85,9 +85,14 @@ def _jumped(accepted: float, reached: float, hits: float, tries: float, errors: 
 
 
 def _squared_errors(accepted: float, reached: float, hits: float, tries: float) -> float:
-    """Return the squared difference of two shares over its variance for independent verifications."""
+    """Return by how many standard errors two shares of independent verifications differ, squared: their deviance.
+
+    The squared difference over its variance would be the same of many verifications. Of few, 7 kept of 10 where 0.97
+    are expected, it is 24, a deviance 9, for a chance of 0.003.
+    """
     if not reached or not tries:
         return 1.0
     share = (accepted + hits) / (reached + tries)
-    variance = share * (1 - share) * (1 / reached + 1 / tries)
-    return (accepted / reached - hits / tries) ** 2 / variance if variance > 0 else 0.0
+    kept = (accepted, reached * share), (hits, tries * share)
+    refused = (reached - accepted, reached * (1 - share)), (tries - hits, tries * (1 - share))
+    return 2 * sum(found * math.log(found / expected) for found, expected in (*kept, *refused) if found > 0)

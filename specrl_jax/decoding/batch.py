@@ -138,12 +138,15 @@ class ActiveBatch(Generic[Params, Cache]):
         self._behind = k + 1 if k else float("inf")
         self._free = np.asarray(statistics.free)
         self._collect_mask()
-        self._collect(np.flatnonzero(running & statistics.done))
+        finished = np.flatnonzero(running & statistics.done)
+        self._collect(finished)
         if statistics.short:
             self._make_room()
         iterations, verifications = int(statistics.iterations), int(statistics.verifications)
         live = float((length + statistics.length)[running].mean()) / 2
-        chunk = DecodeChunk(self.size, k, seconds, iterations, verifications, switch_seconds, live)
+        tokens = int((statistics.length - length)[running].sum())
+        counts = iterations, verifications, switch_seconds, live, tokens, len(finished)
+        chunk = DecodeChunk(self.size, k, seconds, *counts)
         if iterations:
             self._chunks.append(chunk)
         return chunk, statistics

@@ -23,6 +23,8 @@ SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to t
 PAIRED = 3  # chunks after a change of length that compare the two
 NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
 LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
+OWN_ERRORS = 3.0  # standard errors by which the tokens of one length may differ from what all lengths say, by luck
+LENGTHS_KEPT = 256.0  # finished rows after which the weight of a row's length has fallen to 1/e
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
 
@@ -50,6 +52,7 @@ class _SizeState:
     samples: list[list[list[float]]]  # [live tokens, log seconds per iteration less the level at that time]
     backoff: list[int]  # doubles after each probe without news
     probe_budget: list[float]  # seconds that probes of this length may lose
+    call: float = 0.0  # seconds of a chunk beyond its iterations
     recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by recent chunks
     current: int | None = None  # index of the length in use
     last: int | None = None  # index of the last chunk's length, probes included
@@ -75,6 +78,8 @@ class Controller:
         plain decoding, whose cost does not depend on an estimate of acceptance.
       probe_budget: share of the time that probes may lose.
       memory: verifications after which the weight of an observation has fallen to 1/e.
+      budget: drafts that an iteration verifies at most (`admission.py`); 0: all. Acceptance of lengths that draft more
+        is counted apart: that of other lengths does not tell which of the drafts are admitted.
       initial_budget: share of a probe's time that a length may lose right after its calibration, which is a few
         iterations on dummy work: lengths that it puts near the best are tried once on real work.
     """
@@ -87,16 +92,24 @@ class Controller:
         probe_budget: float = 0.01,
         memory: float = 2048.0,
         initial_budget: float = 0.3,
+        budget: int = 0,
     ) -> None:
         if list(lengths) != sorted(set(lengths)) or lengths[0] != 0:
             raise ValueError(f"lengths={tuple(lengths)}: expected distinct draft lengths ascending from 0")
         self.lengths, self.sizes = tuple(lengths), tuple(sizes)
         self.hysteresis, self.probe_budget = hysteresis, probe_budget
         self.memory, self.initial_budget = memory, initial_budget
+        self.budget = budget
         self._estimate = AcceptanceEstimate(self.lengths[-1], memory)
+        # By (size, length), where not all drafts are verified.
+        over = [(size, k) for size in sizes for k in lengths if 0 < budget < size * k]
+        self._under_budget = {case: AcceptanceEstimate(case[1], memory) for case in over}
         # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
         self._slopes: list[list[list[float]]] = [[] for _ in self.lengths]
         self._slope = [0.0] * len(self.lengths)  # what a live token adds to an iteration, seconds
+        # By length: verifications with that many drafts, and the tokens that they kept and drew; earlier ones fade.
+        self._own = {k: [0.0, 0.0] for k in self.lengths}
+        self._lengths = [0.0, 0.0]  # tokens committed, and texts ended; earlier ones fade
         self._prediction_at_reset: list[float] = []  # the prediction that last reset the probes' backoff
         n = len(self.lengths)
         self._sizes = {size: _SizeState([[] for _ in range(n)], [1] * n, [0.0] * n) for size in self.sizes}
@@ -108,8 +121,38 @@ class Controller:
         return self._estimate.cumulative()
 
     def expected_tokens(self, k: int) -> float:
-        """Return E[tokens](k) by the running estimates."""
+        """Return E[tokens](k) by the running estimates, all drafts verified."""
         return float(expected_tokens(self.acceptance(), k))
+
+    def _with_own(self, k: int) -> float:
+        """Return E[tokens](k), moved to what verifications of k drafts found as far as that is not luck.
+
+        Where copies come in stretches, long drafts meet fewer verifications within a stretch than short ones do.
+        """
+        accepted = self.acceptance()[:k]
+        tokens, (verifications, found) = float(expected_tokens(accepted, k)), self._own[k]
+        if not k or not verifications:
+            return tokens
+        variance = sum((2 * i + 1) * a for i, a in enumerate(accepted)) - (tokens - 1) ** 2
+        error = math.sqrt(max(variance, 0.0) * max(1.0, self._estimate.spread) / verifications)
+        off = found / verifications - tokens
+        return tokens + math.copysign(max(abs(off) - OWN_ERRORS * error, 0.0), off)
+
+    def _tokens(self, size: int, k: int) -> float:
+        """Return E[tokens](k) at a batch size, less what is cut off where a text ends.
+
+        A text of L tokens takes L / E verifications and, as the last one goes beyond its end, half of one more for
+        long drafts, none for E = 1.
+        """
+        estimate = self._under_budget.get((size, k))
+        if estimate is None:
+            tokens = self._with_own(k)
+        elif estimate.unknown:  # at most, so that it is tried
+            tokens = min(self.expected_tokens(k), 1 + self.budget / size)
+        else:
+            tokens = float(expected_tokens(estimate.cumulative(), k))
+        written, ended = self._lengths
+        return tokens / (1 + (tokens - 1) * ended / (2 * written)) if ended else tokens
 
     def cost(self, size: int, k: int, tokens: float) -> float:
         """Return seconds per iteration: linear in k between measured lengths, nan if none of this size is measured.
@@ -161,8 +204,7 @@ class Controller:
           off: draft in probes only (the acceptance alarm has tripped).
         """
         state = self._sizes[size]
-        accepted = self.acceptance()
-        tokens = [float(expected_tokens(accepted, k)) for k in self.lengths]
+        tokens = [self._tokens(size, k) for k in self.lengths]
         costs = self._costs(size, running * live)
         if off or math.isnan(costs[0]):
             state.current = 0
@@ -204,6 +246,10 @@ class Controller:
         state.samples[i] = [[size * live, math.log(seconds) - state.level]]
         state.probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
 
+    def calibrate_calls(self, size: int, seconds: float) -> None:
+        """Set the seconds that a chunk of this size takes beyond its iterations, which no length is charged for."""
+        self._sizes[size].call = seconds
+
     def predict(self, rates: Sequence[float]) -> None:
         """Set the learner's cumulative acceptance a_1, a_2, ... as a prior; resets the probes' backoff if it moved."""
         predicted = self._estimate.predicted = [float(rate) for rate in rates[: self.lengths[-1]]]
@@ -221,9 +267,17 @@ class Controller:
         k, size = chunk.k, chunk.size
         state, i = self._sizes[size], self.lengths.index(k)
         current = i if state.current is None else state.current
-        jumped = self._estimate.observe(k, chunk.verifications, accepted)
+        fade = math.exp(-chunk.finished / LENGTHS_KEPT)
+        self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
+        jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
+        fade = 0.0 if jumped else math.exp(-chunk.verifications / self.memory)
+        self._own = {j: [fade * x for x in own] for j, own in self._own.items()}
+        for x, new in enumerate((chunk.verifications, chunk.verifications + float(sum(accepted[:k])))):
+            self._own[k][x] += new
         tokens_read = chunk.live * chunk.verifications / chunk.iterations
-        surprised = self._observe_cost(state, i, tokens_read, chunk.seconds / chunk.iterations)
+        # A call that was faster than ever says nothing of an iteration.
+        seconds = max(chunk.seconds - state.call, chunk.seconds / 2) / chunk.iterations
+        surprised = self._observe_cost(state, i, tokens_read, seconds)
         if i == current:
             for j in range(len(self.lengths)):
                 state.probe_budget[j] += self.probe_budget * chunk.seconds / max(len(self.lengths) - 1, 1)
@@ -231,7 +285,7 @@ class Controller:
             tokens = 1.0 + sum(accepted[:k]) / chunk.verifications
             in_use = self.lengths[current]
             costs = self.cost(size, k, tokens_read), self.cost(size, in_use, tokens_read)
-            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self.expected_tokens(in_use))
+            loss = _loss(chunk.iterations, costs[0], tokens, costs[1], self._tokens(size, in_use))
             state.probe_budget[i] = min(0.0, state.probe_budget[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
         # Charge the cost of both switches of a probe to the probed length; a switch between batch sizes to none.
@@ -293,6 +347,7 @@ class Controller:
                 "probe_budget": self.probe_budget,
                 "memory": self.memory,
                 "endowment": self.initial_budget,
+                "budget": self.budget,
             },
             "acceptance": {
                 "_tries": list(estimate.tries),
@@ -301,6 +356,9 @@ class Controller:
                 "_heeded": list(self._prediction_at_reset),
             },
             "spread": estimate.spread,
+            "lengths": list(self._lengths),
+            "own": [list(own) for own in self._own.values()],
+            "under_budget": [[list(e.tries), list(e.hits), e.spread] for e in self._under_budget.values()],
             "slopes": [list(pairs) for pairs in self._slopes],
             "slope": list(self._slope),
             "per_size": [_renamed(dataclasses.asdict(self._sizes[size]), _SAVED) for size in self.sizes],
@@ -318,6 +376,10 @@ class Controller:
         estimate.predicted, controller._prediction_at_reset = list(saved["_predicted"]), list(saved["_heeded"])
         if "slopes" not in state:
             return controller
+        for e, (tries, hits, spread) in zip(controller._under_budget.values(), state.get("under_budget", ())):
+            e.tries, e.hits, e.spread = list(tries), list(hits), spread
+        controller._lengths = list(state.get("lengths", controller._lengths))
+        controller._own |= dict(zip(controller.lengths, map(list, state.get("own", ()))))
         controller._slopes, controller._slope = list(state["slopes"]), list(state["slope"])
         names = {name: field for field, name in _SAVED.items()}
         for size, values in zip(controller.sizes, state["per_size"]):

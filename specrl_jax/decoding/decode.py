@@ -120,7 +120,7 @@ def _iterate(
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
     ahead = max(k, drafter.ahead) if k else 0
-    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
+    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width, config.budget)
     shardings = _here(shardings)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:

@@ -6,6 +6,8 @@ is plain autoregressive decoding through the same code.
 """
 
 import dataclasses
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import CompiledFunctions
-from specrl_jax.decoding.controller import Choice
+from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
@@ -34,6 +36,7 @@ class DraftLengthPolicy(Protocol):
     def replay(self, verifications: int, accepted: np.ndarray) -> None: ...
     def unmeasured(self, size: int) -> Sequence[int]: ...
     def calibrate(self, size: int, k: int, seconds: float, live: float) -> None: ...
+    def calibrate_calls(self, size: int, seconds: float) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,9 @@ class FixedLength:
     def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         pass
 
+    def calibrate_calls(self, size: int, seconds: float) -> None:
+        pass
+
 
 @dataclasses.dataclass(frozen=True)
 class Engine(Generic[Params, Cache]):
@@ -67,6 +73,11 @@ class Engine(Generic[Params, Cache]):
     pad_id: int
     draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
+
+    def controller(self, lengths: Sequence[int] = ()) -> Controller:
+        """Return a new controller of this engine's draft lengths, or of some of them."""
+        budget = self.config.budget * self.config.shards
+        return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget)
 
     def generate(
         self,
@@ -107,11 +118,11 @@ class Engine(Generic[Params, Cache]):
         batch = ActiveBatch(self, params, scheduler, seed)
         while batch.prepare():
             on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
-            chunk, statistics = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
+            chunk, counted = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
             if chunk.iterations:
-                lengths.observe(chunk, np.asarray(statistics.accepted))
-            if statistics.replayed is not None:
-                lengths.replay(int(statistics.replayed[0]), np.asarray(statistics.replayed[1:]))
+                lengths.observe(chunk, np.asarray(counted.accepted))
+            if counted.replayed is not None:
+                lengths.replay(int(counted.replayed[0]), np.asarray(counted.replayed[1:]))
             on_progress(batch.finished, scheduler.total)
         return batch.rollouts(samples)
 
@@ -126,33 +137,53 @@ class Engine(Generic[Params, Cache]):
     ) -> None:
         """Time an iteration of every (batch size, draft length) that `lengths` has no cost for.
 
-        Decodes throwaway rollouts of these prompts in all slots, so the times are those of a full batch. One batch
-        serves for all, from the largest size down, until rows of it end; it is dropped before another one is made.
+        A call's own seconds, which are those of a short chunk beyond its iterations, are told apart. Decodes throwaway
+        rollouts of these prompts in all slots, so the times are those of a full batch. One batch serves for all, from
+        the largest size down, until rows of it end; it is dropped before another one is made.
         """
         cycled = [prompts[j % len(prompts)] for j in range(-(-self.config.num_slots // samples))]
         batch: ActiveBatch | None = None
         for size in self.compiled.sizes:
             unmeasured = lengths.unmeasured(size)
-            timed: dict[int, list[tuple[float, float]]] = {k: [] for k in unmeasured}
+            timed: dict[int, list[DecodeChunk]] = {k: [] for k in unmeasured}
             spent = 0.0
             for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
                 if i > 1 and spent > CALIBRATED_SECONDS:
                     break
                 # All lengths in each round: other load on the machine then slows them alike.
-                for k in unmeasured:
+                for k, iterations in itertools.product(unmeasured, (1, CALIBRATED_ITERATIONS) if i else (1,)):
                     if batch is None or (batch.finished and batch.scheduler.running < size):
                         batch = None  # with its cache
                         scheduler = Scheduler(self.config, self.pad_id, cycled, samples, 0, None)
                         batch = ActiveBatch(self, params, scheduler, seed + i)
                         batch.prepare()
                     batch.compact_to(size)
-                    chunk, _ = batch.decode(Choice(k, CALIBRATED_ITERATIONS if i else 1))
+                    chunk, _ = batch.decode(Choice(k, iterations))
                     if i and chunk.iterations:
                         spent += chunk.seconds
-                        timed[k].append((chunk.seconds / chunk.iterations, chunk.live))
+                        timed[k].append(chunk)
                     after_chunk()
+            calls = []
             for k in unmeasured:
-                lengths.calibrate(size, k, *min(timed[k]))
+                call, seconds, live = call_and_iteration(timed[k])
+                calls.append(call)
+                lengths.calibrate(size, k, seconds, live)
+            if calls:
+                lengths.calibrate_calls(size, statistics.median(calls))
+
+
+def call_and_iteration(chunks: Sequence[DecodeChunk]) -> tuple[float, float, float]:
+    """Return seconds of a call without its iterations, seconds of an iteration, and live tokens, of one draft length.
+
+    Both are minima. Where no chunk has more than one iteration, a call takes no time of its own.
+    """
+    fewest = min(chunk.iterations for chunk in chunks)
+    least = min(chunk.seconds for chunk in chunks if chunk.iterations == fewest)
+    more = [((c.seconds - least) / (c.iterations - fewest), c.live) for c in chunks if c.iterations > fewest]
+    seconds, live = min(more, default=(0.0, 0.0))
+    if not 0 < fewest * seconds < least:  # disturbed
+        return 0.0, *min((c.seconds / c.iterations, c.live) for c in chunks)
+    return least - fewest * seconds, seconds, live
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

@@ -25,6 +25,8 @@ class DecodeChunk(NamedTuple):
     verifications: int  # by running rows
     switch_seconds: float  # of updating the drafter's cache before them
     live: float  # tokens that a running row held, on average over rows and over the chunk's start and end
+    tokens: int = 0  # committed
+    finished: int = 0  # rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ class EngineConfig:
     new_prompts: int = 0  # most prompts that one refill can start; 0: num_slots
     free_slots: int = 0  # free slots that trigger a refill; 0: a quarter of num_slots
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
+    budget: int = 0  # drafts of a shard that an iteration verifies at most; 0: all (draft.budget)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
     most_kept: int = 0  # K, tokens that top-k and top-p keep at most, recorded of each response token; 0: not recorded

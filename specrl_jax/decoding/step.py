@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, Noise, SamplingMask, Verified, VerifyInputs
+from specrl_jax.decoding.admission import admit, flat_inputs, of_shards
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
@@ -32,6 +33,7 @@ class StepOptions:
     sampling: Sampling
     eos_ids: tuple[int, ...]
     width: int = 0  # least positions per forward and verification; those beyond the draft only fix the shape
+    budget: int = 0  # drafts of a shard that are verified at most; 0: all
 
 
 def no_draft(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
@@ -49,9 +51,15 @@ def speculative_step(
     with jax.named_scope("verify"):
         last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
         inputs = jnp.concatenate([last, jnp.maximum(draft.tokens, 0)], axis=1)
-        inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
-        positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
-        logits, cache = target_fn(inputs, slots.place(positions), cache)
+        if not options.budget or draft.tokens.size <= options.budget * len(slots.pool.count):
+            inputs = jnp.pad(inputs, ((0, 0), (0, max(0, options.width - inputs.shape[1]))))
+            positions = slots.length[:, None] - 1 + jnp.arange(inputs.shape[1])[None]
+            logits, cache = target_fn(inputs, slots.place(positions), cache)
+        else:
+            chosen = admit(slots, draft, options.budget, options.sampling.temperature)
+            logits, cache = target_fn(*flat_inputs(slots, inputs, chosen), cache)
+            logits = of_shards(logits[:, 0], chosen.place)
+            draft = dataclasses.replace(draft, num_drafted=chosen.admitted)
         if slots.greedy is not None:
             logits = _likeliest(logits, slots.greedy)
         noise = Noise(seed, slots.rollout_id, slots.length)

@@ -76,6 +76,15 @@ class DraftInputs(NamedTuple):
     anchors: jax.Array | None = None  # [A] int32, tokens of every row that start a draft; None = all T
 
 
+def confidence_logits(params: Params, outputs: jax.Array) -> jax.Array:
+    """Return [...] logits of the chance that each draft is kept if those before it are, from outputs [..., D].
+
+    DSpark's confidence head: params["confidence"] [1, D] and params["confidence_bias"] [1].
+    """
+    weight, bias = (params[name].astype(jnp.float32) for name in ("confidence", "confidence_bias"))
+    return (outputs.astype(jnp.float32) * weight[0]).sum(axis=-1) + bias
+
+
 class DraftModel(Protocol[Cache]):
     """A draft with weights, for the engine, the learner and the checkpoints; `Cache` is its state in the engine.
 
@@ -131,7 +140,8 @@ class DraftModel(Protocol[Cache]):
 
         Returns:
           outputs [steps, B, T, D] and lm_head [Vd, D]: entry (i, t) predicts token t + 2 + i. Those of the anchors
-          alone where there are some, which only a draft with `takes_anchors` has.
+          alone where there are some, which only a draft with `takes_anchors` has. A draft with parameters
+          "confidence" and "confidence_bias" also learns `confidence_logits` of the outputs.
         """
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:

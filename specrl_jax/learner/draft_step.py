@@ -15,7 +15,7 @@ import optax
 
 from specrl_jax.core import DraftTerms, Jitted, Mean, Params, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
-from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables
+from specrl_jax.drafts.base import DraftInputs, DraftModel, TargetTables, confidence_logits
 from specrl_jax.learner.microbatches import accumulate, microbatch_rows, split
 from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.policy_step import Features
@@ -24,6 +24,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.lm_head import TargetDistribution, draft_terms
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.rl.draft_losses import (
+    confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
     pair_weights,
@@ -120,10 +121,14 @@ def make_draft_step(
         features: Features,
         rows: Rows,
     ) -> tuple[jax.Array, tuple[Mean, DraftDiagnostics]]:
-        terms = _terms(forward, partition, params, tables, features, rows, anchors)
+        outputs, terms = _terms(forward, partition, params, tables, features, rows, anchors)
         pairs = draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments, anchors)
         weighted = pair_weights(pairs, rows.drawn, forward.positions, anchors)
-        loss = step_means(step_losses(forward.loss, terms), weighted)
+        losses = step_losses(forward.loss, terms)
+        if "confidence" in params:
+            # The head reads what the draft computes, and does not shape it.
+            losses += confidence_loss(confidence_logits(params, jax.lax.stop_gradient(outputs)), terms)
+        loss = step_means(losses, weighted)
         # Divided by the counts of the whole minibatch, so that microbatches add up.
         return jnp.sum(weights * Mean(loss.total, counts).value()), (loss, _diagnostics(terms, pairs))
 
@@ -162,7 +167,7 @@ def make_predict_step(forward: DraftForward, partition: Partitioner, rows_per_pr
         size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, num_shards)
         parts = next((n for n in range(rows_per_predicted, 0, -1) if size % (n * num_shards) == 0), 1)
         features, rows = jax.tree.map(lambda x: x[0], split((features, rows), size // parts))
-        terms = _terms(forward, partition, params, tables, features, rows)
+        _, terms = _terms(forward, partition, params, tables, features, rows)
         return _values(_diagnostics(terms, draft_loss_mask(rows.mask, forward.ttt_steps, rows.segments)))
 
     return jax.jit(predict, out_shardings=partition.replicated)
@@ -184,12 +189,13 @@ def _terms(
     features: Features,
     rows: Rows,
     anchors: jax.Array | None = None,
-) -> DraftTerms:
+) -> tuple[jax.Array, DraftTerms]:
+    """Return the draft's outputs [steps, B, T, D] and the terms of its losses."""
     inputs = DraftInputs(tables, features.aux, features.hidden, rows, forward.ttt_steps, forward.dtype, anchors)
     outputs, lm_head = forward.draft.unrolled(params, inputs, partition)
     hidden, kept = features.hidden.astype(forward.dtype), _in_draft_vocabulary(rows.kept, tables)
     target = TargetDistribution(hidden, tables.lm_head, features.normaliser, kept, anchors)
-    return draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
+    return outputs, draft_terms(outputs, lm_head, target, Tiling(forward.vocab_tile, forward.temperature, partition))
 
 
 def _in_draft_vocabulary(kept: KeptTokens | None, tables: TargetTables) -> KeptTokens | None:

@@ -36,6 +36,15 @@ def step_losses(name: str, terms: DraftTerms) -> jax.Array:
     return 1.0 - cumulative_acceptance(terms)
 
 
+def confidence_loss(logits: jax.Array, terms: DraftTerms) -> jax.Array:
+    """Return [steps, B, T]: the binary cross-entropy of a confidence head's logits to the chance that a draft is kept.
+
+    The chance is 1 - TV(p, q), of drafts before it that are kept (DSpark, as in speculators' models/dspark/metrics.py).
+    """
+    kept = jax.lax.stop_gradient(terms.overlap)
+    return jax.nn.softplus(logits) - kept * logits
+
+
 def cumulative_acceptance(terms: DraftTerms) -> jax.Array:
     """Return the probability [steps, B, T] that verification accepts draft i and all before it.
 

@@ -9,7 +9,6 @@ import numpy as np
 import rich.table
 
 from specrl_jax.config import Config
-from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.io.metrics import MetricsWriter
@@ -93,7 +92,7 @@ def make_sides(rollout: Rollout) -> Sides:
     sides |= {f"k_{k}": (engine, FixedLength(k)) for k in compared_lengths(config)}
     if config.draft.adaptive:
         lengths = draft_lengths(config.draft.length, adaptive=True)
-        sides[ADAPTIVE] = engine, Controller(lengths, engine.compiled.sizes)
+        sides[ADAPTIVE] = engine, engine.controller(lengths)
     return sides
 
 

@@ -16,7 +16,6 @@ from specrl_jax.data.prompts import holds_special
 from specrl_jax.data.special import recorded
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.decoding.compiled import Program
-from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, check_prompts
 from specrl_jax.drafts.kinds import KINDS
 from specrl_jax.drafts.weights import Weights
@@ -184,7 +183,7 @@ def make_generator(learner: Learner, rollout: Rollout) -> Generator:
     engine = rollout.engine
     draft = learner.plan.config.draft
     adaptive = draft.adaptive and engine.draft_length
-    lengths = Controller(engine.compiled.lengths, engine.compiled.sizes) if adaptive else None
+    lengths = engine.controller() if adaptive else None
     return Generator(engine, initial_weights(learner, rollout), rollout.tokenizer, lengths, draft.kind)
 
 

@@ -161,6 +161,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         groups=max(grpo.prompts_per_step, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(training_sampling(config)) if replays else 0,
+        budget=draft.budget // num_shards,
     )
 
 
@@ -181,9 +182,9 @@ def _process_share(config: Config) -> Config:
         if value % n:
             raise InputError(f"{key}={value} must divide by the {n} processes")
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
-    return dataclasses.replace(
-        config, rollout=rollout, grpo=dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
-    )
+    grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
+    draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)
+    return dataclasses.replace(config, rollout=rollout, grpo=grpo, draft=draft)
 
 
 def _check_processes(config: Config) -> None:
@@ -232,6 +233,9 @@ def _check_shards(plan: Plan) -> None:
         rollout.shardings(plan.draft.inference_specs)
     if plan.limits.num_slots % rollout.num_shards("batch"):
         raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
+    if (budget := plan.config.draft.budget) and not plan.limits.budget:
+        shards = rollout.num_shards("batch") * jax.process_count()
+        raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")
 
 
 def _shown_shards(partition: Partitioner) -> str:

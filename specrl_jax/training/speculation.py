@@ -44,7 +44,7 @@ class Speculation:
         self._untrained = has_weights and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
-            self.controller = Controller(engine.compiled.lengths, engine.compiled.sizes)
+            self.controller = engine.controller()
         # The acceptance of copied drafts follows the text, not the state of any weights: no alarm.
         # Where the learner does not know what to expect, the first drafted token alone: it does not depend on k.
         longest = max(draft.length, 1) if self._predictable else 1
@@ -183,7 +183,7 @@ class Speculation:
         if self.controller and state["controller"]:
             controller = Controller.restore(state["controller"])
             # Costs measured for other shapes do not apply.
-            if (controller.lengths, controller.sizes) == (self.controller.lengths, self.controller.sizes):
+            if _shapes(controller) == _shapes(self.controller):
                 self.controller = controller
         if self.alarm and state["alarm"]:
             self.alarm = Alarm.restore(state["alarm"])
@@ -193,6 +193,10 @@ class Speculation:
         # Absent where nothing was kept yet.
         if self.history is not None and arrays:
             self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+def _shapes(controller: Controller) -> tuple[object, ...]:
+    return controller.lengths, controller.sizes, controller.budget
 
 
 class _Observed(NamedTuple):
@@ -228,3 +232,7 @@ class _Guarded:
     def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         with self._lock:
             self._controller.calibrate(size, k, seconds, live)
+
+    def calibrate_calls(self, size: int, seconds: float) -> None:
+        with self._lock:
+            self._controller.calibrate_calls(size, seconds)

@@ -25,6 +25,7 @@ class Workload(NamedTuple):
     prompts: Sequence[Sequence[int]]
     samples: int  # rollouts of each prompt
     seed: int
+    responses: Sequence[int] | None = None  # most tokens of each rollout; None: the engine's
 
 
 def step_workload(rollout: Rollout, problems: Sequence[Problem]) -> Workload:
@@ -43,7 +44,9 @@ def timed(
 ) -> tuple[Rollouts, float]:
     """Generate; return (rollouts, seconds)."""
     start = time.perf_counter()
-    rollouts = engine.generate(weights, work.prompts, work.samples, work.seed, on_progress=on_progress, lengths=lengths)
+    rollouts = engine.generate(
+        weights, work.prompts, work.samples, work.seed, 0, on_progress, lengths, responses=work.responses
+    )
     return rollouts, time.perf_counter() - start
 
 

@@ -14,8 +14,12 @@ from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.base import DrafterConfig
+from specrl_jax.drafts.block import network as block
+from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.eagle3.draft import Eagle3Draft
+from specrl_jax.drafts.peagle import network as peagle
+from specrl_jax.drafts.peagle.draft import PEagleDraft
 from specrl_jax.dry_run.count import parse
 from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.phases import device_bytes
@@ -28,7 +32,11 @@ from tests.helpers.abstract import inference_weights
 pytestmark = pytest.mark.slow
 
 MODEL = dataclasses.replace(qwen3.preset("qwen3_8b"), layers=4)
-DRAFT = Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000))
+DRAFTS = {
+    "eagle3": Eagle3Draft(eagle3.eagle3_config(MODEL, 32_000)),
+    "peagle": PEagleDraft(peagle.peagle_config(MODEL, 2, 32_000)),
+    "dspark": BlockDraft(block.block_config(MODEL, 7, 2, 32_000, markov=True), "deepspec"),
+}
 BF16 = jnp.dtype("bfloat16")
 B, PAGE, LIVE, LIMIT = 32, 64, 2_560, 10_240  # LIVE: tokens of each row
 COLLECTIVES = {f"{name}{end}" for name in ("all-reduce", "all-gather", "all-to-all") for end in ("", "-start")}
@@ -37,7 +45,7 @@ TOKEN = 2 * 2 * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in o
 
 
 @functools.cache
-def engine(platform, k, tensor=1, copies=1):
+def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0):
     """Return (engine, weights) of copies of the policy, whose pools have the live pages and those that they must have.
 
     Each has B rows.
@@ -48,18 +56,18 @@ def engine(platform, k, tensor=1, copies=1):
     mesh = make_mesh({"fsdp": copies, "tensor": tensor}, targets.devices(platform, count)[:count])
     partition = partitioner(mesh, ROLLOUT)
     limits = EngineConfig(B * copies, 2048, LIMIT - 2048, 64, sizes=(8 * copies,), prefill_rows=8, page_tokens=PAGE)
-    limits = dataclasses.replace(limits, prefill_tokens=512)
+    limits = dataclasses.replace(limits, prefill_tokens=512, budget=budget)
     limits = dataclasses.replace(limits, pages=B * LIVE // PAGE + limits.fewest_pages)
     config = InferenceConfig(Sampling(), limits, 0, BF16, BF16, BF16)
-    drafter = DRAFT.drafter(DrafterConfig(k, config.sampling, BF16, partition)) if k else NO_DRAFTER
-    draft = DRAFT if k else None
+    draft = DRAFTS[kind] if k else None
+    drafter = draft.drafter(DrafterConfig(k, config.sampling, BF16, partition)) if draft else NO_DRAFTER
     made = make_rollout_engine(MODEL, draft, drafter, config, CharTokenizer(), partition)
     return made, inference_weights(MODEL, draft, BF16, partition)
 
 
 @functools.cache
-def compiled(platform, kind, k=0, tensor=1, copies=1):
-    made, weights = engine(platform, k, tensor, copies)
+def compiled(platform, kind, k=0, tensor=1, copies=1, draft="eagle3", budget=0):
+    made, weights = engine(platform, k, tensor, copies, draft, budget)
     return made.compiled.lower(Program(kind, copies * (B if kind != "compact" else 8), k), weights).compile()
 
 
@@ -138,6 +146,25 @@ def test_temporaries_are_small_beside_the_pool(platform, kind, k):
     memory = compiled(platform, kind, k).memory_analysis()
     # Copies of the pools of four layers would be 4 / 36 of it.
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes(k)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("draft", ["peagle", "dspark"])
+def test_drafts_of_one_pass_copy_no_pages(platform, draft):
+    """Their slots read the whole block, later slots too, through the same kernel."""
+    memory = compiled(platform, "decode", 7, draft=draft).memory_analysis()
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes(7)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_positions_that_stand_alone_copy_no_pages(platform):
+    """64 of 224 drafts are verified: 96 rows of one position, over the pages of 32 sequences."""
+    program, all_verified = (compiled(platform, "decode", 7, budget=budget) for budget in (64, 0))
+    sizes = [p.memory_analysis().temp_size_in_bytes for p in (program, all_verified)]
+    assert sizes[0] < 0.05 * pool_bytes(7) and sizes[0] < 1.1 * sizes[1]
+    # Logits of 96 positions, not of 256, come out of the lm_head.
+    assert f"[{B + 64},1,{MODEL.vocab}]" in program.as_text() or f"[{B + 64},{MODEL.vocab}]" in program.as_text()
+    assert f"[{8 * B},{MODEL.embed}]" not in program.as_text()
 
 
 def test_copies_on_tpus_compile():

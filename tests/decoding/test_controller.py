@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.acceptance import expected_tokens
+from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
 from specrl_jax.decoding.controller import Choice, Controller, best_length
 from specrl_jax.decoding.rollouts import DecodeChunk
 from tests.helpers.slow import slow_but
@@ -265,6 +265,88 @@ def test_lengths_near_the_best_are_tried_once_on_the_initial_budget(seed):
 
     assert share() >= 0.95
     assert share(initial_budget=0.0) < 0.8
+
+
+def test_a_few_refused_drafts_of_a_good_head_are_no_jump():
+    """Of 0.97, 7 of 10 are kept once in 300 times: a jump would throw away what thousands of verifications found."""
+    estimate = AcceptanceEstimate(1, 2048.0)
+    estimate.observe(1, 2000, [1940])
+    assert not estimate.observe(1, 10, [7]) and estimate.cumulative()[0] > 0.95
+    assert estimate.observe(1, 40, [24]) and estimate.cumulative()[0] < 0.7
+
+
+# --- what a chunk takes and gives beside its iterations and drafts
+
+
+class Stretches(Machine):
+    """Copies come in stretches: the longer the drafts, the smaller the share of verifications within a stretch."""
+
+    def run(self, choice):
+        whole = self.ratios
+        self.ratios = (whole[0] * (1 - 0.08 * choice.k), *whole[1:])
+        found = super().run(choice)
+        self.ratios = whole
+        return found
+
+    def tokens(self, k):
+        return 1 + (1 - 0.08 * k) * (super().tokens(k) - 1)
+
+
+def test_a_length_is_judged_by_the_tokens_that_it_found_itself():
+    """By the acceptance that all lengths have together, 7 is best; it finds 44 % less than that promises."""
+    machine = Stretches([1 + 0.25 * k for k in LENGTHS], (0.5, *(0.9,) * 6), seed=12)
+    controller = calibrated(machine)
+    drive(controller, machine, chunks=300)
+    share, _ = drive(controller, machine, chunks=500)
+    assert machine.best() < 3 and share >= 0.96
+    controller._own, controller._sizes[SIZE].current = {k: [0.0, 0.0] for k in LENGTHS}, None
+    assert controller.choose(SIZE, SIZE, LIVE).k > machine.best()
+
+
+def test_the_last_draft_of_a_short_text_goes_beyond_its_end():
+    """Of perfect drafts 7 give 8 tokens a verification, 3 give 4; texts of ten tokens take 1.7 and 2.9 of them."""
+
+    def chosen(tokens, finished):
+        controller = Controller((0, 3, 7), (SIZE,), probe_budget=0.0, initial_budget=0.0)
+        for k, seconds in ((0, 1.0), (3, 1.0), (7, 1.8)):
+            controller.calibrate(SIZE, k, seconds, LIVE)
+        controller.observe(DecodeChunk(SIZE, 7, 1800.0, 1000, 10_000, 0.0, LIVE, tokens, finished), [10_000] * 7)
+        return controller.choose(SIZE, SIZE, LIVE).k
+
+    assert chosen(tokens=80_000, finished=80) == 7
+    assert chosen(tokens=59_000, finished=5_900) == 3
+
+
+def test_no_length_is_charged_for_the_seconds_of_a_call():
+    """Chunks of one iteration and of 30 are the same evidence."""
+    found = []
+    for iterations in (1, 30):
+        controller = Controller((0, 1), (SIZE,))
+        controller.calibrate(SIZE, 0, 0.010, LIVE)
+        controller.calibrate(SIZE, 1, 0.012, LIVE)
+        controller.calibrate_calls(SIZE, 0.008)
+        for k, seconds in ((1, 0.016), (0, 0.010)) * 9:
+            observe(controller, SIZE, k, 0.008 + iterations * seconds, iterations, 32 * iterations, [16 * iterations])
+        found.append([controller.cost(SIZE, k, SIZE * LIVE) for k in (0, 1)])
+    np.testing.assert_allclose(found, [[0.010, 0.016]] * 2, rtol=0.1)
+    np.testing.assert_allclose(found[0], found[1])
+
+
+def test_lengths_that_not_all_are_verified_of_are_counted_apart():
+    """Six drafts in all of two rows: of 7 a row, 3 are kept, far fewer than short drafts promise; then again none."""
+    controller = Controller((0, 2, 7), (8, 2), budget=6)
+    for size in (8, 2):
+        for k, seconds in ((0, 0.010), (2, 0.012), (7, 0.014)):
+            controller.calibrate(size, k, seconds, LIVE)
+    assert controller._tokens(2, 7) == 4 and controller._tokens(2, 2) == 3, "at most, while nothing is known"
+    for _ in range(20):
+        observe(controller, 2, 2, 0.12, 10, 2000, [1900, 1800, 0, 0, 0, 0, 0])
+    assert controller._tokens(2, 7) == 4
+    observe(controller, 2, 7, 0.14, 10, 2000, [1500, 1000, 500, 0, 0, 0, 0])
+    assert controller._tokens(2, 7) == pytest.approx(2.5, rel=0.02) and controller._tokens(2, 2) > 2.8
+    assert controller._tokens(8, 7) == 1.75, "of its own size"
+    restored = Controller.restore(json.loads(json.dumps(controller.state())))
+    assert restored._tokens(2, 7) == controller._tokens(2, 7) and restored.state() == controller.state()
 
 
 # --- live tokens

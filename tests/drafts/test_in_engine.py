@@ -23,7 +23,7 @@ from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables
+from specrl_jax.drafts.base import DrafterConfig, DraftInputs, TargetTables, confidence_logits
 from specrl_jax.drafts.block import network as block
 from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.eagle3 import network as eagle3
@@ -124,11 +124,11 @@ def rollout_config(sampling, limits=LIMITS, dtype=jnp.float32):
 
 
 @functools.cache
-def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0):
+def engine_of(kind, sampling, k=K, partition=ONE, dtype=jnp.float32, pages=0, budget=0):
     """Of a kind's policy, with its draft; k None: without one. The greedy one shrinks its batch."""
     draft = None if k is None else DRAFTS[kind]
     limits = SHRINKING if draft and not sampling.temperature else LIMITS
-    limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages)
+    limits = dataclasses.replace(limits, most_kept=most_kept(sampling), pages=pages, budget=budget)
     drafter = draft.drafter(DrafterConfig(k, sampling, jnp.dtype(dtype), partition)) if draft else NO_DRAFTER
     config = rollout_config(sampling, limits, dtype)
     lengths = tuple(range((k or 0) + 1))
@@ -208,27 +208,33 @@ def compiled_unrolled(kind):
         outputs, unembed = draft.unrolled(
             params, DraftInputs(tables, out.aux, out.hidden, rows, K, jnp.dtype("float32")), LEARNS
         )
-        return jnp.einsum("SBTD,VD->SBTV", outputs, unembed)
+        confidence = jax.nn.sigmoid(confidence_logits(params, outputs)) if "confidence" in params else None
+        return jnp.einsum("SBTD,VD->SBTV", outputs, unembed), confidence
 
     return jax.jit(logits)
 
 
 def trained_logits(kind, slots, draft):
-    """[B, K, Vd]: what the learner's draft says at the pair each row drafts from, the drafted tokens given."""
+    """[B, K, Vd], and [B, K] of a confidence head: what the learner's draft says at the pair that each row drafts from,
+    the drafted tokens given."""
     tokens, length = np.asarray(slots.tokens), np.asarray(slots.length)
     # Room for drafts that run over the end of the cache.
     tokens = np.pad(tokens, ((0, 0), (0, K)))
     for row, (at, drafted) in enumerate(zip(length, np.asarray(draft.tokens), strict=True)):
         tokens[row, at : at + K] = drafted
-    logits = compiled_unrolled(kind)(*params_of(kind), rows_of(tokens, length, length, 0))
-    return np.stack([logits[:, row, at - 2] for row, at in enumerate(length)])
+    found = compiled_unrolled(kind)(*params_of(kind), rows_of(tokens, length, length, 0))
+    return [x if x is None else np.stack([x[:, row, at - 2] for row, at in enumerate(length)]) for x in found]
 
 
 def assert_the_learners_drafts(kind, slots):
     draft, _ = draft_of(kind, slots)
-    expected = trained_logits(kind, slots, draft)
+    expected, confidence = trained_logits(kind, slots, draft)
     running = ~np.asarray(slots.done)
     np.testing.assert_allclose(np.asarray(draft.logits)[running], expected[running], rtol=0, atol=ATOL)
+    assert (draft.confidence is None) == (confidence is None) == (kind != "dspark")
+    if confidence is not None:
+        np.testing.assert_allclose(np.asarray(draft.confidence)[running], confidence[running], rtol=0, atol=ATOL)
+        assert confidence.std() > 0.05
     best = np.asarray(draft.logits).argmax(axis=-1)
     np.testing.assert_array_equal(draft.tokens, VOCAB_MAP[best] if DRAFTS[kind].has_vocab_map else best)
     assert running.sum() > B // 2
@@ -409,6 +415,33 @@ def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     assert_positions_add_up(out)
     # Slots come free one after another, so rollouts began at different times.
     assert len(out.chunks) > 6
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+def test_greedy_tokens_are_the_same_under_a_budget_of_verified_drafts(kind):
+    """12 of the 48 drafts of an iteration are verified, each position as a row of its own; 12 of 30 of ten rows."""
+    out = engine_of(kind, GREEDY, budget=12).generate(weights_of(kind), PROMPTS[:14], 3, seed=0)
+    expected = plain_greedy(kind)
+    assert_same_texts(out, expected)
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, rtol=0, atol=ATOL)
+    assert_positions_add_up(out)
+    iterations = sum(chunk.iterations for chunk in out.chunks)
+    assert 6 * iterations < out.drafted.sum() <= 12 * iterations
+    assert (out.accepted.sum(axis=0) > 0).all()
+
+
+@pytest.mark.slow
+def test_each_part_of_a_mesh_has_its_own_budget():
+    """Rows four ways, heads and vocabularies two ways."""
+    partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
+    engine, sharded = (
+        engine_of("eagle3", WARM, partition=partition, budget=4),
+        prepared("eagle3", params_of("eagle3"), partition),
+    )
+    greedy = engine_of("eagle3", GREEDY, partition=partition, budget=4)
+    assert_same_texts(greedy.generate(sharded, PROMPTS[:14], 3, seed=0), plain_greedy("eagle3"))
+    out = engine.generate(sharded, PROMPTS, samples=1, seed=0)
+    assert 0 < out.drafted.sum() <= 16 * sum(chunk.iterations for chunk in out.chunks)
 
 
 def test_a_head_that_drafts_nothing_changes_no_bit_and_what_it_reads_is_kept():

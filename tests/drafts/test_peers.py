@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from specrl_jax.core import stand_in
 from specrl_jax.data.rows import Rows
-from specrl_jax.drafts.base import DraftInputs, DraftOptions, TargetTables
+from specrl_jax.drafts.base import DraftInputs, DraftOptions, TargetTables, confidence_logits
 from specrl_jax.drafts.block import network as block
 from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
@@ -55,7 +55,7 @@ def features_of(draft):
 
 
 def our_logits(draft, params, steps):
-    """[steps, T, Vd] of the training pass."""
+    """[steps, T, Vd] of the training pass, and [steps, T] of a confidence head."""
     positions = np.arange(T, dtype=np.int32)[None]
     rows = Rows(*map(stand_in, (TOKENS[None], positions, TOKENS[None], TOKENS[None] >= 0)), None)
     tables = TargetTables(jnp.asarray(POLICY["embed"]), jnp.asarray(POLICY["unembed"]))
@@ -63,7 +63,8 @@ def our_logits(draft, params, steps):
         tables, jnp.asarray(features_of(draft))[None], jnp.zeros(()), rows, steps, jnp.dtype("float32")
     )
     outputs, table = draft.unrolled(params, inputs, ONE)
-    return np.asarray(jnp.einsum("SBTD,VD->SBTV", outputs, table))[:, 0]
+    confidence = confidence_logits(params, outputs)[:, 0] if "confidence" in params else None
+    return np.asarray(jnp.einsum("SBTD,VD->SBTV", outputs, table))[:, 0], confidence
 
 
 def peer(folder, kind, class_name):
@@ -119,7 +120,7 @@ def test_p_eagle_gives_the_same_logits_there(name, tmp_path, policy, monkeypatch
         last = torch.zeros(1, T - 1, TARGET.embed)
         tokens, documents = torch.tensor(TOKENS[1:])[None].long(), torch.zeros(1, T - 1, dtype=torch.long)
         theirs = module(features, tokens, documents, verifier_last_hidden_states=last, num_depths=S)[1][0].numpy()
-    ours = our_logits(draft, params, S)
+    ours, _ = our_logits(draft, params, S)
     assert theirs.std() > 0.5
     np.testing.assert_allclose(ours[depths.numpy(), places.numpy()], theirs, **PARITY)
     assert_complete(module, tmp_path)
@@ -131,21 +132,23 @@ def test_a_block_gives_the_same_logits_there(name, tmp_path, policy, monkeypatch
     kind = name.split()[0]
     torch, module = peer(tmp_path, kind, {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}[kind])
     core = importlib.import_module(f"speculators.models.{kind}.core")
-    monkeypatch.setattr(core, "compute_metrics", lambda logits, *values, **more: (logits, {}))
+    monkeypatch.setattr(core, "compute_metrics", lambda logits, *values, **more: (logits, values))
     blocks = T - S
     with torch.no_grad():
         features, last = torch.tensor(features_of(draft)).reshape(1, T, -1), torch.zeros(1, T, TARGET.embed)
-        theirs = module(
+        _, theirs, values = module(
             features,
             torch.tensor(TOKENS)[None].long(),
             torch.ones(1, T),
             last,
             torch.zeros(1, T, dtype=torch.long),
             max_anchors=blocks,
-        )[1]
+        )
     theirs = theirs[0].numpy().reshape(blocks, S, -1)[1:, draft.config.unused :]
-    ours = our_logits(draft, params, draft.longest)
+    ours, confidence = our_logits(draft, params, draft.longest)
     assert theirs.std() > 0.5
     # Row t drafts behind token t + 1; the block of their first anchor has no row.
     np.testing.assert_allclose(np.moveaxis(ours[:, : blocks - 1], 0, 1), theirs, **PARITY)
+    if kind == "dspark":
+        np.testing.assert_allclose(confidence[:, : blocks - 1].T, values[1][0].numpy().reshape(blocks, S)[1:], **PARITY)
     assert_complete(module, tmp_path)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specrl_jax.core import Mean
+from specrl_jax.core import DraftTerms, Mean
 from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.drafts.mtp import network as mtp
 from specrl_jax.models import qwen3
@@ -25,6 +25,7 @@ from specrl_jax.rl.draft_losses import (
     LOSSES,
     POSITIONS,
     WEIGHT,
+    confidence_loss,
     cumulative_acceptance,
     draft_loss_mask,
     pair_weights,
@@ -484,3 +485,24 @@ def test_no_other_sequence_of_a_packed_row_changes_a_bit(kind):
         for name in LOSSES:
             np.testing.assert_array_equal(found[name][learning], clean[name][learning])
             assert (np.asarray(found[name] != clean[name])[np.asarray(pairs & ~own[None])]).any()
+
+
+# --- the confidence head
+
+
+def test_a_confidence_head_learns_the_chance_that_a_draft_is_kept():
+    """Binary cross-entropy to 1 - TV, by hand; its gradient is sigmoid - (1 - TV), and none reaches the draft."""
+    rng = np.random.default_rng(5)
+    kept, logits = rng.random((STEPS, B, T)), 3 * rng.normal(size=(STEPS, B, T))
+    zeros = np.zeros_like(kept)
+
+    def total(logits, overlap):
+        return confidence_loss(logits, DraftTerms(zeros, zeros, overlap)).sum()
+
+    chance = 1 / (1 + np.exp(-logits))
+    expected = -(kept * np.log(chance) + (1 - kept) * np.log(1 - chance))
+    found = confidence_loss(jnp.array(logits), DraftTerms(zeros, zeros, jnp.array(kept)))
+    np.testing.assert_allclose(found, expected, **CLOSE)
+    of_head, of_draft = jax.grad(total, argnums=(0, 1))(jnp.array(logits), jnp.array(kept))
+    np.testing.assert_allclose(of_head, chance - kept, **CLOSE)
+    assert not np.asarray(of_draft).any()

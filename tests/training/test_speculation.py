@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk
 from specrl_jax.io.checkpoint_reader import HostState
@@ -37,6 +38,7 @@ def setup_of(
     draft.update_every, draft.min_coverage, draft.argmax = every, 0.9, argmax
     engine = types.SimpleNamespace(
         draft_length=length,
+        controller=lambda: Controller(LENGTHS, sizes),
         compiled=types.SimpleNamespace(lengths=LENGTHS, sizes=sizes),
         config=types.SimpleNamespace(groups=groups),
     )

@@ -4,7 +4,8 @@
     zlab         `dflash_config` with `target_layer_ids` and `mask_token_id`                       z-lab, SpecForge
     speculators  speculators_model_type "dspark" or "dflash", sizes in transformer_layer_config    speculators, vLLM
 
-All name tensors fc, hidden_norm, norm and layers.N.*, and markov_head.markov_w1 and markov_w2 where there is one.
+All name tensors fc, hidden_norm, norm and layers.N.*, and of the heads that there are markov_head.markov_w1 and
+markov_w2, and confidence_head.proj.
 Copies of the target's embed_tokens and lm_head are ignored, as they are frozen. Layer i of `target_layer_ids` is the
 one whose *output* is read, of speculators' `aux_hidden_state_layer_ids` the one that is *entered*. `block_size` counts
 slots: of a DSpark block all predict a token, of a DFlash block all but the first; speculators says so in
@@ -45,6 +46,7 @@ class BlockFile(Checked):
     markov_rank: int = pydantic.Field(default=0, ge=0, le=2**16)
     markov_head_type: str = "vanilla"
     sample_from_anchor: bool | None = None
+    confidence_head_with_markov: bool = True
 
 
 class BlockSizes(Qwen3Sizes):
@@ -99,6 +101,8 @@ def load_config(folder: str, target: Qwen3Config) -> BlockConfig:
         from_anchor=_from_anchor(raw, file, name),
         mask_token=entry.mask_token_id,
         markov_rank=file.markov_rank,
+        # One that reads the hidden state alone is left out.
+        confidence=file.confidence_head_with_markov and f"{_CONFIDENCE}proj.weight" in source.names(),
     )
     known = {*_names(config), *_IGNORED}
     strange = sorted(n for n in source.names() if n not in known and not n.startswith(_CONFIDENCE))
@@ -190,7 +194,12 @@ def save(
 
     keys: dict[str, Any] = {"block_size": config.slots, "mask_token_id": config.mask_token}
     if config.markov_rank:
-        keys |= {"markov_rank": config.markov_rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+        keys |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": config.confidence,
+        }
+        keys["confidence_head_with_markov"] = config.confidence
     layers = {"num_hidden_layers": config.layers, "intermediate_size": config.mlp}
     content = {**hf_config(target, dtype), **layers}
     if dialect == "speculators":

@@ -11,7 +11,14 @@ from specrl_jax.core import Params, branches, stand_in
 from specrl_jax.decoding.drafters import Drafter, Text
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
-from specrl_jax.drafts.base import DrafterConfig, DraftInputs, DraftMethod, DraftOptions, VocabMap
+from specrl_jax.drafts.base import (
+    DrafterConfig,
+    DraftInputs,
+    DraftMethod,
+    DraftOptions,
+    VocabMap,
+    confidence_logits,
+)
 from specrl_jax.drafts.block import checkpoint, network
 from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.errors import InputError
@@ -113,14 +120,14 @@ class BlockDraft:
         return outputs, lm_head
 
     def initialise_from_target(self, params: Params, target: Params, lm_head: jax.Array) -> Params:
-        """Take the last norm and, on a reduced vocabulary, the lm_head from the target; a Markov head adds 0 at first.
+        """Take the last norm and, on a reduced vocabulary, the lm_head from the target; the other heads start at 0.
 
         Layers start at random, as DFlash's.
         """
         taken = {"final_norm": target["final_norm"]}
         taken |= {"unembed": lm_head} if self.has_vocab_map else {}
-        taken |= {"markov_out": jnp.zeros_like(params["markov_out"])} if self.config.markov_rank else {}
-        return {**params, **taken}
+        zeros = [name for name in ("markov_out", "confidence", "confidence_bias") if name in params]
+        return {**params, **taken, **{name: jnp.zeros_like(params[name]) for name in zeros}}
 
     def load(self, folder: str, partition: Partitioner) -> Params:
         return checkpoint.load_params(folder, self.config, partition, jnp.float32)
@@ -150,7 +157,7 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         return config.partition.constrain(matmul("BTD,DV->BTV", x, table), "batch", None, "vocab")
 
     def block(params: Weights, slots: Slots, anchor: jax.Array, k: int) -> tuple[jax.Array, kv.KVCache]:
-        """Return U [B, k, Vd] float32 of the blocks behind anchor [B], and the cache."""
+        """Return what the lm_head reads [B, k, D] of the blocks behind anchor [B], and the cache."""
         x = params.policy["embed"][network.slot_tokens(c, anchor)].astype(config.dtype)
         positions = slots.length[:, None] - 1 + jnp.arange(c.slots)[None]
         paging, written = slots.place(positions), list[jax.Array]()
@@ -169,11 +176,12 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
         x = config.partition.constrain(x, "batch", None, None)
         x = network.hidden_states(layers, c, x, angles, [attention(pages) for pages in slots.cache.draft])
         x = rms_norm(x, params.draft["final_norm"], c.norm_epsilon)
-        return logits(params, x[:, c.unused : c.unused + k]), tuple(written)
+        return x[:, c.unused : c.unused + k], tuple(written)
 
     def draft_fn(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, Caches[kv.KVCache]]:
         anchor = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)[:, 0]
-        scores, cache = block(params, slots, anchor, k)
+        hidden, cache = block(params, slots, anchor, k)
+        scores = logits(params, hidden)
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
             if not c.markov_rank:
@@ -181,7 +189,12 @@ def block_drafter(draft: BlockDraft, config: DrafterConfig) -> Drafter:
             latent = params.draft["markov_in"][anchor if token is None else token]
             return scores[:, i] + matmul("BR,VR->BV", latent, params.draft["markov_out"])
 
-        return draft_tokens(step, slots, seed, k, params.vocab_map, config), slots.cache._replace(draft=cache)
+        draft = draft_tokens(step, slots, seed, k, params.vocab_map, config)
+        if c.confidence:
+            before = jnp.concatenate([anchor[:, None], draft.tokens[:, :-1]], axis=1)
+            read = jnp.concatenate([hidden, params.draft["markov_in"][before]], axis=-1) if c.markov_rank else hidden
+            draft = dataclasses.replace(draft, confidence=jax.nn.sigmoid(confidence_logits(params.draft, read)))
+        return draft, slots.cache._replace(draft=cache)
 
     def sync_cache(params: Weights, text: Text, cache: Caches[kv.KVCache]) -> Caches[kv.KVCache]:
         return cache  # every forward of the target brings it level

@@ -11,6 +11,7 @@ of the block, later ones too: they hold no drafts.
     x    = layer(x; keys and values of [c before the anchor; x])       # L times
     U_i  = lm_head(norm(x_i))
     q_i  = softmax((U_i + W2 W1[x_(i-1)]) / temperature)               # DSpark's Markov head, of rank r
+    c_i  = sigmoid(w [norm(x_i); W1[x_(i-1)]] + b)                     # its confidence head: how likely i is kept
 
 U depends on committed tokens alone, so q is autoregressive in closed form. Without a Markov head (r = 0, DFlash) the
 drafts of a block are independent of each other given the text. Embedding and lm_head are the target's; on a reduced
@@ -48,6 +49,7 @@ class BlockConfig(HeadConfig):
     from_anchor: bool  # slots predict the token after their position, the anchor's too; False: the token at it
     mask_token: int  # target id of a slot without a token
     markov_rank: int  # r; 0 = no Markov head
+    confidence: bool = False  # has a confidence head
 
     @property
     def unused(self) -> int:
@@ -83,6 +85,7 @@ def block_config(target: Qwen3Config, slots: int, layers: int, draft_vocab: int,
         from_anchor=markov,
         mask_token=default_mask_token(target),
         markov_rank=min(MARKOV_RANK, target.embed // 4) if markov else 0,
+        confidence=markov,
     )
 
 
@@ -118,6 +121,10 @@ def param_specs(config: BlockConfig) -> Specs:
         leaves["markov_out"] = ParamSpec(
             (c.draft_vocab, r), ("vocab", None), r, "markov_head.markov_w2.weight", "v r -> v r"
         )
+    if c.confidence:
+        width, name = D + r, "confidence_head.proj"
+        leaves["confidence"] = ParamSpec((1, width), (None, None), width, f"{name}.weight", "o a -> o a")
+        leaves["confidence_bias"] = ParamSpec((1,), (None,), 0, f"{name}.bias", "o -> o")
     if c.draft_vocab < c.vocab:
         leaves["unembed"] = ParamSpec((c.draft_vocab, D), ("vocab", "embed"), D, "lm_head.weight", "v d -> v d")
     return nested(leaves, layers=jax.tree.map(own_name, branch(qwen3.param_specs(c.block), "layers")))

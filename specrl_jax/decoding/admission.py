@@ -1,0 +1,105 @@
+"""Which drafts of a batch are verified, where an iteration verifies fewer than were drafted.
+
+Verifying costs by the positions of all rows together, and rows differ in how far their drafts can be trusted. Draft i
+of a row is worth c_1 ... c_i: the chance that it and all drafts before it are kept, by the confidences c. The most
+valuable drafts of all rows are admitted, as many as the budget. A worth never grows along a row, so what is admitted of
+a row are its first drafts.
+
+Emitted tokens stay distributed as the target's, under every rule. c_i is a function of what came before draft i, and
+the budget is fixed before drafting. Later drafts of a row are worth no more, and stand behind among equals: neither a
+draft nor what follows it has a part in its own admission. Taking rows in the order of worth, each draft is admitted
+before it is drawn. A threshold on q(x_i), or the best budget in hindsight, would change the distribution
+(tests/decoding/test_admission.py enumerates all of these). Confidence-scheduled verification is DSpark's; that it may
+not look ahead is its Appendix A.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.attention.types import Paging
+from kernels_pallas.verify.types import Draft
+from specrl_jax.core import Tree
+from specrl_jax.decoding.state import Slots
+
+
+class Admitted(NamedTuple):
+    """The n positions of each of D shards' forward: its rows' last tokens, then the drafts that are admitted."""
+
+    row: jax.Array  # [D, n] int32, among the rows of the shard
+    offset: jax.Array  # [D, n] int32, 0: the row's last committed token; i: its draft i
+    taken: jax.Array  # [D, n] bool, False: there are fewer drafts than the budget
+    place: jax.Array  # [D, B / D, k + 1] int32, where among the n a row's position is; anywhere if it is none of them
+    admitted: jax.Array  # [B] int32, drafts of each row
+
+
+def admit(slots: Slots, draft: Draft, budget: int, temperature: float) -> Admitted:
+    """Admit the `budget` most valuable of each shard's drafts, of which it has at least as many places."""
+    (B, k), D = draft.tokens.shape, len(slots.pool.count)
+    drafted = k if draft.num_drafted is None else draft.num_drafted
+    # A token of the target follows the last draft, and none is committed beyond the limit.
+    drafted = jnp.where(slots.done, 0, jnp.minimum(drafted, slots.limit - slots.length - 1))
+    worth = jnp.cumprod(jnp.clip(_confidences(slots, draft, temperature), 0, 1), axis=1)
+    worth = jnp.where(jnp.arange(k)[None] < drafted[:, None], worth, -1.0)
+    chosen = jax.vmap(lambda worth: _most_valuable(worth, budget))(worth.reshape(D, -1, k))
+    return chosen._replace(admitted=chosen.admitted.reshape(B))
+
+
+def _most_valuable(worth: jax.Array, budget: int) -> Admitted:
+    """Admit up to `budget` drafts of one shard by their worth [B, k]; negative: not drafted."""
+    B, k = worth.shape
+    # Among equals the first: the lower row, and of one row the earlier draft.
+    best, index = jax.lax.top_k(worth.reshape(-1), budget)
+    own, drafts = jnp.arange(B, dtype=jnp.int32), best >= 0
+    row = jnp.concatenate([own, index // k])
+    offset = jnp.concatenate([jnp.zeros_like(own), 1 + index % k])
+    taken = jnp.concatenate([jnp.ones(B, bool), drafts])
+    place = jnp.broadcast_to(own[:, None], (B, k + 1))
+    place = place.at[jnp.where(taken, row, B), offset].set(jnp.arange(B + budget, dtype=jnp.int32), mode="drop")
+    return Admitted(row, offset, taken, place, jnp.zeros(B, jnp.int32).at[index // k].add(drafts))
+
+
+def _confidences(slots: Slots, draft: Draft, temperature: float) -> jax.Array:
+    """Return [B, k] float32 chances that each draft is kept if those before it are.
+
+    The drafter's own where it has some; else the draft's largest probability at each place. Of drafts without
+    probabilities, the share of the row's earlier ones that were kept, of those whose predecessors were.
+    """
+    if draft.confidence is not None:
+        return draft.confidence
+    reached = jnp.minimum(slots.drafted[:, 1:], slots.accepted[:, :-1]).sum(axis=1) + slots.drafted[:, 0]
+    kept = ((slots.accepted.sum(axis=1) + 1) / (reached + 2)).astype(jnp.float32)[:, None]
+    if draft.logits is None:
+        return jnp.broadcast_to(kept, draft.tokens.shape)
+    return jnp.where(draft.deterministic[:, None], kept, largest_probability(draft.logits, temperature))
+
+
+def largest_probability(logits: jax.Array, temperature: float) -> jax.Array:
+    """Return [...] float32: the largest of softmax(logits [..., Vd] / temperature); at temperature 0 as at 1."""
+    logits = logits.astype(jnp.float32) / (temperature or 1.0)
+    return jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+
+
+def flat_inputs(slots: Slots, inputs: jax.Array, admitted: Admitted) -> tuple[jax.Array, Paging]:
+    """Return tokens [D n, 1] and where they stand: each position is a row of its own, over its sequence's pages.
+
+    Args:
+      inputs: [B, k + 1] int32, the last committed token of each row and its drafts.
+    """
+    running = inputs, jnp.where(slots.done, 0, slots.length), slots.table
+    tokens, length, table = of_shards(running, admitted.row)
+    offset = admitted.offset.reshape(-1)
+    positions = jnp.where(admitted.taken.reshape(-1) & (length > 0), length - 1 + offset, -1)
+    return jnp.take_along_axis(tokens, offset[:, None], axis=1), Paging(table, positions[:, None])
+
+
+def of_shards(tree: Tree, index: jax.Array) -> Tree:
+    """Return the entries `index` [D, ...] of arrays [D n, ...], each shard's among its own n: nothing moves between."""
+
+    def of_array(x: jax.Array) -> jax.Array:
+        parts = x.reshape(len(index), -1, *x.shape[1:])
+        found = jax.vmap(lambda part, index: part[index])(parts, index)
+        return found.reshape(-1, *found.shape[2:])
+
+    return jax.tree.map(of_array, tree)
