@@ -82,7 +82,8 @@ USE_ROOMS = ("rooms", "traces", "drafters")
 # Kinds of drafts that `drafters` compares beside the heads of the rooms, which it needs too -> how they are trained.
 # An update of one that drafts a block costs a quarter of an EAGLE-3 head's.
 ONE_PASS = ["draft.anchor_stride=4", "steps=1200", "draft.warmup=60", "eval.every=400"]
-TRAINED = {"peagle": ONE_PASS, "dflash": [*ONE_PASS, "draft.slots=8"], "dspark": ONE_PASS, "mtp": ["draft.vocab_size=0"]}
+TRAINED = {"peagle": ONE_PASS, "dflash": [*ONE_PASS, "draft.slots=8"], "dspark": ONE_PASS}
+TRAINED["mtp"] = ["draft.vocab_size=0"]
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
 # Every command that ended: when, its seconds, exit status and CPUs.

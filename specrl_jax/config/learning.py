@@ -142,7 +142,19 @@ class GRPOConfig:
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
-    lag: int = key(1, "async: largest age of the policy that drew a rollout", "policy versions", low=0, high=64)
+    update: str = key(
+        "none",
+        "what new weights do to rollouts that have begun: none = nothing; exact = verify what earlier weights drew, so "
+        "that every rollout is a sample of the newest policy, and those of later steps may begin early",
+        choices=("none", "exact"),
+    )
+    lag: int = key(
+        1,
+        "async: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",
+        "policy versions",
+        low=0,
+        high=64,
+    )
     rollout_devices: int = key(
         0,
         "each process's last devices, that only generate; 0 = all devices do both (sync)",

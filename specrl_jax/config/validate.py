@@ -150,16 +150,34 @@ def _objective(config: Config) -> None:
         )
 
 
+def _exact(config: Config) -> None:
+    lag, rounds, rule = config.pipeline.lag, config.grpo.sampling_rounds, config.rollout.rule
+    if rule != "coupled" and config.rollout.temperature:
+        raise InputError(
+            f"pipeline.update=exact: under rollout.rule={rule} a rollout is not a function of weights and noise alone; "
+            "set rollout.rule=coupled"
+        )
+    if rounds > 1:
+        raise InputError(
+            f"grpo.sampling_rounds={rounds}: how many prompts a step draws depends on its rewards, and under "
+            "pipeline.update=exact those of the next step begin before; leave 1"
+        )
+    if not lag:
+        raise InputError("pipeline.lag=0: under pipeline.update=exact it is how many steps begin early; set 1 or more")
+
+
 def _pipeline(config: Config) -> None:
     p, g = config.pipeline, config.grpo
     if p.mode == "async":
         if not p.rollout_devices:
             raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        if p.lag and g.old_logprobs != "rollout" and g.correction == "none":
+        if p.update == "none" and p.lag and g.old_logprobs != "rollout" and g.correction == "none":
             raise InputError(
                 f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "
                 "grpo.old_logprobs=rollout must make up for"
             )
+    if p.update == "exact":
+        _exact(config)
     if not p.rollout_devices:
         for key, value in (("tensor", p.tensor), ("expert", p.expert)):
             if value != 1:

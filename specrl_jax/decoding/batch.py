@@ -37,7 +37,8 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def __init__(self, engine: EngineParts[Params, Cache], params: Params, scheduler: Scheduler, seed: int) -> None:
         self.scheduler = scheduler
-        self.finished = 0  # rollouts
+        self.finished = 0  # rollouts that the call waits for
+        self.reverify_seconds = 0.0
         self._engine, self._params, self._seed = engine, params, seed
         self.slots, self._carried = engine.compiled.empty(params)
         self._behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
@@ -70,11 +71,28 @@ class ActiveBatch(Generic[Params, Cache]):
         while not self._parked and (batch := scheduler.schedule(self._free, self._ahead)) is not None:
             self.slots, self._carried = compiled.refill(self._params, self.slots, self._carried, batch)
             self._free = self._count_free()
+            if batch.earlier_length is not None and np.any(batch.earlier_length):
+                self._reverify()
         all_run = scheduler.running > 0 and not (scheduler.waiting or self._parked)
         for size in compiled.sizes:
             if all_run and scheduler.fits(size) and size < self.size:
                 self.compact_to(size)
         return scheduler.running > 0
+
+    def _reverify(self) -> None:
+        """Verify what earlier weights drew of the rows that have begun."""
+        start, config, left = time.perf_counter(), self._engine.config, True
+        while left:
+            inputs = chunk_inputs(self._seed, config.chunk, config.shards)
+            self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
+            found = jax.device_get(found)
+            self._free, left = np.asarray(found.free), bool(found.left)
+            self._collect_mask()
+            self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
+            if found.short:
+                self._make_room()
+        self._behind = float("inf")  # the drafter has not seen these tokens
+        self.reverify_seconds += time.perf_counter() - start
 
     def _count_free(self) -> np.ndarray:
         return jax.device_get(self.slots.pool.count)
@@ -115,6 +133,8 @@ class ActiveBatch(Generic[Params, Cache]):
             self._free = self._count_free()
             # It may have been parked after a chunk without drafts.
             self._behind = float("inf")
+            if self._engine.config.earlier:
+                self._reverify()
             return True
         return False
 
@@ -186,25 +206,47 @@ class ActiveBatch(Generic[Params, Cache]):
         on_device = {name: getattr(self.slots, name) for name in _COLLECTED}
         if self.slots.mask is not None:
             on_device["mask_count"] = self.slots.mask.count
+        if self.slots.earlier is not None:
+            on_device["reverified"] = self.slots.earlier.kept
         found = jax.device_get(on_device)
         requests = self.scheduler.finish(rows)
         for name, values in found.items():
             if name not in self._collected:
                 self._collected[name] = np.zeros((self.scheduler.total, *values.shape[1:]), values.dtype)
             self._collected[name][requests] = values[rows]
-        self.finished += len(rows)
+        self.finished += int((requests < self.scheduler.asked).sum())
 
     def rollouts(self, samples: int) -> Rollouts:
         """Return all rollouts, once nothing runs; `samples` per prompt."""
-        collected, total = self._collected, self.scheduler.total
-        mask_ids = [ids for parts in self._mask_ids for ids in parts]
+        total = self.scheduler.asked
+        collected = {name: values[:total] for name, values in self._collected.items()}
+        mask_ids = [ids for parts in self._mask_ids[:total] for ids in parts]
         last = collected["tokens"][np.arange(total), collected["length"] - 1]
         return Rollouts(
             prompt_index=np.arange(total) // samples,
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
-            parked=self._times_parked,
-            **{"mask_count": np.zeros((total, 0), np.int32)} | collected,
+            parked=self._times_parked[:total],
+            **{"mask_count": np.zeros((total, 0), np.int32), "reverified": np.zeros(total, np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
             **{name: np.full(total, value) for name, value in WeightsVersion()._asdict().items()},
             chunks=tuple(self._chunks),
         )
+
+    def begun(self) -> dict[int, np.ndarray]:
+        """Return id -> int32 response drawn so far, of the rollouts that the call does not wait for."""
+        asked, found = self.scheduler.asked, dict[int, np.ndarray]()
+
+        def add(request: int, tokens: np.ndarray, prompt: int, length: int) -> None:
+            if request >= asked and length > prompt:
+                found[int(self.scheduler.ids(np.array(request)))] = np.array(tokens[prompt:length], np.int32)
+
+        tokens, prompts, lengths = jax.device_get((self.slots.tokens, self.slots.prompt_length, self.slots.length))
+        for row in np.flatnonzero(self.scheduler.owner != FREE):
+            add(int(self.scheduler.owner[row]), tokens[row], prompts[row], lengths[row])
+        for parked in self._parked:
+            add(parked.request, np.asarray(parked.row.tokens), int(parked.row.prompt_length), int(parked.row.length))
+        if self._collected:
+            done = self._collected
+            for request in np.flatnonzero(done["length"] > 0):
+                add(int(request), done["tokens"][request], done["prompt_length"][request], done["length"][request])
+        return found

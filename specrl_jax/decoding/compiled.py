@@ -3,6 +3,7 @@
     empty    slots of the largest batch size, every row finished
     refill   prefills each new prompt once and starts rollouts in free slots
     decode   a `lax.while_loop` of fused iterations, one program per (batch size, draft length)
+    reverify verifies what earlier weights drew of fresh rows
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
              copy a row to the host and back (parking.py); compiled when pages first run out
@@ -25,6 +26,7 @@ from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.parking import drop_row, read_pages, read_row, restore_row, write_pages
 from specrl_jax.decoding.refill import compact, empty_slots, refill
+from specrl_jax.decoding.reverify import Reverified, at_once, reverify_chunk
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, PrefillBatch, Prompts, Slots
 
@@ -64,7 +66,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         self.sizes = (config.num_slots, *config.sizes)
         self.lengths = lengths
         # Positions beyond the last committed token that an iteration writes at most.
-        self.ahead = max(max(lengths), functions.drafter.ahead)
+        self.ahead = max(*lengths, functions.drafter.ahead, at_once(config) if config.earlier else 0)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
@@ -74,7 +76,8 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Return every program of this engine."""
         decodes = [Program("decode", size, k) for size in self.sizes for k in self.lengths]
         compacts = [Program("compact", size) for size in self.sizes[1:]]
-        return [Program("empty", self.sizes[0]), Program("refill", self.sizes[0]), *decodes, *compacts]
+        once = ["empty", "refill", *(["reverify"] if self._config.earlier else [])]
+        return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *compacts]
 
     def compile_all(
         self, params: Params, on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -134,6 +137,10 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Call `decode_chunk`; `slots` are donated."""
         return self.get(Program("decode", slots.done.shape[0], k), params)(params, slots, inputs)
 
+    def reverify(self, params: Params, slots: Slots[Cache], inputs: ChunkInputs) -> tuple[Slots[Cache], Reverified]:
+        """Call `reverify_chunk`; `slots` are donated."""
+        return self.get(Program("reverify", slots.done.shape[0]), params)(params, slots, inputs)
+
     def compact(self, params: Params, slots: Slots[Cache], rows: np.ndarray) -> Slots[Cache]:
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
@@ -176,10 +183,9 @@ class CompiledFunctions(Generic[Params, Cache]):
             return jitted, (slots.by_row(), slots.not_by_row(), rows)
         if program.kind in PARKING:
             return self._describe_parking(program)
-        decode = functools.partial(
-            decode_chunk, k=program.k, functions=engine_functions, config=config, shardings=self._shardings
-        )
-        jitted = jax.jit(decode, donate_argnums=1, out_shardings=(self._shardings, None))
+        chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
+        chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
+        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, None))
         inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 

@@ -23,7 +23,6 @@ SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to t
 PAIRED = 3  # chunks after a change of length that compare the two
 NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
 LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
-OWN_ERRORS = 3.0  # standard errors by which the tokens of one length may differ from what all lengths say, by luck
 LENGTHS_KEPT = 256.0  # finished rows after which the weight of a row's length has fallen to 1/e
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
@@ -107,8 +106,6 @@ class Controller:
         # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
         self._slopes: list[list[list[float]]] = [[] for _ in self.lengths]
         self._slope = [0.0] * len(self.lengths)  # what a live token adds to an iteration, seconds
-        # By length: verifications with that many drafts, and the tokens that they kept and drew; earlier ones fade.
-        self._own = {k: [0.0, 0.0] for k in self.lengths}
         self._lengths = [0.0, 0.0]  # tokens committed, and texts ended; earlier ones fade
         self._prediction_at_reset: list[float] = []  # the prediction that last reset the probes' backoff
         n = len(self.lengths)
@@ -124,20 +121,6 @@ class Controller:
         """Return E[tokens](k) by the running estimates, all drafts verified."""
         return float(expected_tokens(self.acceptance(), k))
 
-    def _with_own(self, k: int) -> float:
-        """Return E[tokens](k), moved to what verifications of k drafts found as far as that is not luck.
-
-        Where copies come in stretches, long drafts meet fewer verifications within a stretch than short ones do.
-        """
-        accepted = self.acceptance()[:k]
-        tokens, (verifications, found) = float(expected_tokens(accepted, k)), self._own[k]
-        if not k or not verifications:
-            return tokens
-        variance = sum((2 * i + 1) * a for i, a in enumerate(accepted)) - (tokens - 1) ** 2
-        error = math.sqrt(max(variance, 0.0) * max(1.0, self._estimate.spread) / verifications)
-        off = found / verifications - tokens
-        return tokens + math.copysign(max(abs(off) - OWN_ERRORS * error, 0.0), off)
-
     def _tokens(self, size: int, k: int) -> float:
         """Return E[tokens](k) at a batch size, less what is cut off where a text ends.
 
@@ -146,7 +129,7 @@ class Controller:
         """
         estimate = self._under_budget.get((size, k))
         if estimate is None:
-            tokens = self._with_own(k)
+            tokens = self.expected_tokens(k)
         elif estimate.unknown:  # at most, so that it is tried
             tokens = min(self.expected_tokens(k), 1 + self.budget / size)
         else:
@@ -270,10 +253,6 @@ class Controller:
         fade = math.exp(-chunk.finished / LENGTHS_KEPT)
         self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
         jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
-        fade = 0.0 if jumped else math.exp(-chunk.verifications / self.memory)
-        self._own = {j: [fade * x for x in own] for j, own in self._own.items()}
-        for x, new in enumerate((chunk.verifications, chunk.verifications + float(sum(accepted[:k])))):
-            self._own[k][x] += new
         tokens_read = chunk.live * chunk.verifications / chunk.iterations
         # A call that was faster than ever says nothing of an iteration.
         seconds = max(chunk.seconds - state.call, chunk.seconds / 2) / chunk.iterations
@@ -357,7 +336,6 @@ class Controller:
             },
             "spread": estimate.spread,
             "lengths": list(self._lengths),
-            "own": [list(own) for own in self._own.values()],
             "under_budget": [[list(e.tries), list(e.hits), e.spread] for e in self._under_budget.values()],
             "slopes": [list(pairs) for pairs in self._slopes],
             "slope": list(self._slope),
@@ -379,7 +357,6 @@ class Controller:
         for e, (tries, hits, spread) in zip(controller._under_budget.values(), state.get("under_budget", ())):
             e.tries, e.hits, e.spread = list(tries), list(hits), spread
         controller._lengths = list(state.get("lengths", controller._lengths))
-        controller._own |= dict(zip(controller.lengths, map(list, state.get("own", ()))))
         controller._slopes, controller._slope = list(state["slopes"]), list(state["slope"])
         names = {name: field for field, name in _SAVED.items()}
         for size, values in zip(controller.sizes, state["per_size"]):

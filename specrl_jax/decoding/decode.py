@@ -134,7 +134,7 @@ def _iterate(
         i, _, slots = carry
         # Verification may split rows further than decoding does; pinned, its layout does not spread into the state.
         slots = jax.lax.with_sharding_constraint(slots, shardings)
-        return i + 1, *_reserve(speculative_step(slots, seed, draft_fn, target_fn, options), ahead, config)
+        return i + 1, *reserve(speculative_step(slots, seed, draft_fn, target_fn, options), ahead, config)
 
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
@@ -144,7 +144,7 @@ def _iterate(
             return goes_on
         return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
 
-    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserve(slots, ahead, config)))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *reserve(slots, ahead, config)))
     return count[None], enough[None], slots
 
 
@@ -163,7 +163,7 @@ def _over(spec: PartitionSpec, names: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[tuple(name for name in entry if name in names) or None for entry in entries])
 
 
-def _reserve(slots: Slots[Cache], ahead: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
+def reserve(slots: Slots[Cache], ahead: int, config: EngineConfig) -> tuple[jax.Array, Slots[Cache]]:
     """Take the pages that the next iteration of every running row writes, if all are there; return whether they are.
 
     It writes up to `ahead` positions beyond the last committed token.

@@ -8,7 +8,7 @@ is plain autoregressive decoding through the same code.
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
@@ -90,6 +91,8 @@ class Engine(Generic[Params, Cache]):
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
         responses: Sequence[int] | None = None,
+        earlier: Mapping[int, np.ndarray] | None = None,
+        lookahead: Lookahead | None = None,
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
 
@@ -102,6 +105,9 @@ class Engine(Generic[Params, Cache]):
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
+          earlier: responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified
+            before anything is drafted. Needs config.earlier, and `coupled` or greedy decoding.
+          lookahead: rollouts of later calls, begun in free slots; its texts are set. Needs config.earlier.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
             1 to max_response_tokens.
@@ -112,19 +118,52 @@ class Engine(Generic[Params, Cache]):
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
-        scheduler = Scheduler(self.config, self.pad_id, prompts, samples, first_id, history, responses)
-        on_progress(0, scheduler.total)
-        self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.total))
+        shared = prompts, samples, first_id, history, responses, lookahead, earlier
+        scheduler = Scheduler(self.config, self.pad_id, *shared)
+        on_progress(0, scheduler.asked)
+        self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
         batch = ActiveBatch(self, params, scheduler, seed)
-        while batch.prepare():
-            on_progress(batch.finished, scheduler.total)  # it may have compiled the refill
-            chunk, counted = batch.decode(lengths.choose(batch.size, scheduler.running, batch.live))
-            if chunk.iterations:
-                lengths.observe(chunk, np.asarray(counted.accepted))
-            if counted.replayed is not None:
-                lengths.replay(int(counted.replayed[0]), np.asarray(counted.replayed[1:]))
-            on_progress(batch.finished, scheduler.total)
+        while batch.finished < scheduler.asked and batch.prepare():
+            on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
+            self._decode(batch, lengths)
+            on_progress(batch.finished, scheduler.asked)
+        if lookahead is not None:
+            lookahead.texts |= batch.begun()
         return batch.rollouts(samples)
+
+    def begin(
+        self,
+        params: Params,
+        lookahead: Lookahead,
+        samples: int,
+        seed: int,
+        until: Callable[[], bool],
+        lengths: DraftLengthPolicy | None = None,
+        history: History | None = None,
+    ) -> None:
+        """Draw on at the texts of `lookahead` until all are finished, or `until` says so after a chunk.
+
+        Its texts are verified first, and replaced by what these weights draw. Arguments as in `generate`.
+        """
+        check_prompts(lookahead.prompts, self.config.max_prompt_tokens)
+        lengths = lengths or FixedLength(self.draft_length)
+        self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
+        earlier = dict(lookahead.texts)
+        scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
+        batch = ActiveBatch(self, params, scheduler, seed)
+        while not until() and batch.prepare():
+            self._decode(batch, lengths)
+        lookahead.texts |= batch.begun()
+
+    def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
+        """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
+        if not batch.scheduler.running:  # all that ran was verified to its end
+            return
+        chunk, counted = batch.decode(lengths.choose(batch.size, batch.scheduler.running, batch.live))
+        if chunk.iterations:
+            lengths.observe(chunk, np.asarray(counted.accepted))
+        if counted.replayed is not None:
+            lengths.replay(int(counted.replayed[0]), np.asarray(counted.replayed[1:]))
 
     def calibrate(
         self,

@@ -1,6 +1,7 @@
 """The functions that put sequences into the slots and take rows out of them."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from specrl_jax.decoding.pages import (
     split,
     take,
 )
-from specrl_jax.decoding.state import Cache, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
+from specrl_jax.decoding.state import Cache, Earlier, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
 
 # Token ids of a sampling mask that a row can record in one chunk, 64 KiB: with top_p a token keeps a few, seldom 512.
 LARGEST_MASK = 16384
@@ -58,6 +59,7 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         held=no_pages(B, config.columns, C),
         mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
         greedy=jnp.zeros((B,), bool) if config.greedy else None,
+        earlier=Earlier(zeros(B, S), zeros(B), zeros(B)) if config.earlier else None,
     )
     return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
 
@@ -134,7 +136,15 @@ def _start(slots: Slots[Cache], batch: PrefillBatch, tokens: jax.Array, length: 
         lookup_cache=lookup_cache,
         mask=slots.mask and dataclasses.replace(slots.mask, count=clear(slots.mask.count)),
         greedy=None if slots.greedy is None or batch.greedy is None else start(batch.greedy, slots.greedy),
+        earlier=None if slots.earlier is None else _earlier(slots.earlier, batch, start),
     )
+
+
+def _earlier(old: Earlier, batch: PrefillBatch, start: Callable[[jax.Array, jax.Array], jax.Array]) -> Earlier:
+    """Return the tokens of earlier weights, those of fresh slots replaced by `start`."""
+    assert batch.earlier is not None and batch.earlier_length is not None, "the engine takes such tokens"
+    none = jnp.zeros_like(old.kept)
+    return Earlier(*(start(*both) for both in zip((batch.earlier, batch.earlier_length, none), old)))
 
 
 def _prefill(

@@ -47,10 +47,11 @@ class Rollouts:
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
     parked: np.ndarray  # [R] int32, times that it waited on the host for pages
+    reverified: np.ndarray  # [R] int32, response tokens that earlier weights drew and that were kept
     weights_version: np.ndarray  # [R] int64
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
-    chunks: tuple[DecodeChunk, ...]  # in the order they ran
+    chunks: tuple[DecodeChunk, ...]  # in the order they ran; the verification of earlier tokens is none of them
     # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
     mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
     mask_count: np.ndarray  # [R, S] int32, how many of them belong to each token; [R, 0] where it is not recorded

@@ -1,7 +1,7 @@
 """Assignment of rollouts to slots: requests in order, prompt by prompt, and their groups in the lookup cache."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.state import EngineConfig, PrefillBatch
 
 FREE = -1
@@ -49,17 +50,23 @@ class Scheduler:
         first_id: int,
         history: History | None,
         responses: Sequence[int] | None = None,
+        lookahead: Lookahead | None = None,
+        earlier: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         """
         Args:
           samples: with config.greedy the last of them is greedy.
           responses: most response tokens of each request; None: config.max_response_tokens of all.
+          lookahead: rollouts that start after all others, and that the call does not wait for.
+          earlier: responses, or their beginnings, that earlier weights drew, by rollout id.
         """
+        self.asked = len(prompts) * samples  # requests that the call waits for: the first ones
+        prompts = [*prompts, *(lookahead.prompts if lookahead else ())]
         self.total = len(prompts) * samples
         self.owner = np.full(config.num_slots, FREE)  # request of each row
         self._config, self._pad_id, self._history = config, pad_id, history
         self._prompts, self._samples, self._first_id = prompts, samples, first_id
-        self._responses = responses
+        self._responses, self._lookahead, self._earlier = responses, lookahead, earlier or {}
         self._next_prompt = 0
         self._current: list[_Group | None] = [None] * config.shards
         self._started = 0
@@ -168,13 +175,34 @@ class Scheduler:
             carry=stand_in(carry),
             fresh=of_rows(True, bool),
             source=of_rows(source, np.int32),
-            rollout_id=of_rows(self._first_id + self._number(requests), np.uint32),
+            rollout_id=of_rows(self.ids(requests), np.uint32),
             response=of_rows(longest, np.int32),
             group=of_rows([self._group[int(p)] for p in requests // self._samples], np.int32),
             sequence=of_rows(requests % self._samples, np.int32),
             greedy=of_rows(self._greedy(requests), bool) if config.greedy else None,
             **self._new_prompts(new),
+            **self._earlier_tokens(rows, requests),
         )
+
+    def ids(self, requests: np.ndarray) -> np.ndarray:
+        """Return the rollout ids of requests."""
+        found = self._first_id + self._number(requests)
+        if self._lookahead is None:
+            return found
+        later = np.maximum(requests - self.asked, 0)
+        return np.where(requests < self.asked, found, self._lookahead.ids[later])
+
+    def _earlier_tokens(self, rows: np.ndarray, requests: np.ndarray) -> dict[str, jax.Array]:
+        """Return the part of a prefill batch that earlier weights drew; none where the engine does not take it."""
+        if not self._config.earlier:
+            return {}
+        B, S = self._config.num_slots, self._config.cache_length
+        tokens, length = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
+        for row, request, number in zip(rows, requests, self.ids(requests), strict=True):
+            if (response := self._earlier.get(int(number))) is not None:
+                text = np.concatenate([self._prompts[request // self._samples], response])[:S]
+                tokens[row, : len(text)], length[row] = text, len(text)
+        return {"earlier": stand_in(tokens), "earlier_length": stand_in(length)}
 
     def _greedy(self, requests: np.ndarray) -> np.ndarray:
         return requests % self._samples == self._samples - 1

@@ -31,6 +31,7 @@ class EngineConfig:
     new_prompts: int = 0  # most prompts that one refill can start; 0: num_slots
     free_slots: int = 0  # free slots that trigger a refill; 0: a quarter of num_slots
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
+    earlier: bool = False  # rollouts may begin with tokens that were drawn under earlier weights (reverify.py)
     budget: int = 0  # drafts of a shard that an iteration verifies at most; 0: all (draft.budget)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
@@ -90,6 +91,14 @@ class MaskBuffer:
     used: jax.Array  # [B] int32, entries of `ids`
 
 
+class Earlier(NamedTuple):
+    """Tokens that earlier weights drew with the noise of the same rollouts, to be verified."""
+
+    tokens: jax.Array  # [B, S] int32, prompt and response by absolute position
+    length: jax.Array  # [B] int32, tokens; 0 once one of them was not kept
+    kept: jax.Array  # [B] int32, response tokens that were
+
+
 @flax.struct.dataclass
 class Slots(Generic[Cache]):
     """State of B sequences being decoded."""
@@ -115,6 +124,7 @@ class Slots(Generic[Cache]):
     held: Held  # those of each row
     mask: MaskBuffer | None = None  # None: not recorded
     greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
+    earlier: Earlier | None = None  # None: rollouts begin at their prompts
 
     @property
     def table(self) -> Table:
@@ -163,6 +173,8 @@ class PrefillBatch(NamedTuple):
     texts: jax.Array | None = None  # [P, M, S] int32, rollouts of earlier epochs
     text_length: jax.Array | None = None  # [P, M] int32
     greedy: jax.Array | None = None  # [B] bool
+    earlier: jax.Array | None = None  # [B, S] int32, as `Earlier.tokens`
+    earlier_length: jax.Array | None = None  # [B] int32; 0: none
 
 
 class ChunkStatistics(NamedTuple):

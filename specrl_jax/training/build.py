@@ -178,9 +178,15 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
     if sampling != inference.sampling:
         # Recorded only where the training engine itself evaluates.
-        evaluation = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0))
-    greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, greedy=True))
-    plain = dataclasses.replace(inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0))
+        evaluation = dataclasses.replace(
+            evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, earlier=False)
+        )
+    greedy = dataclasses.replace(
+        evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, greedy=True, earlier=False)
+    )
+    plain = dataclasses.replace(
+        inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier=False)
+    )
     return Rollout(
         plan=plan,
         config=inference,

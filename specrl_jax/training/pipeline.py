@@ -24,6 +24,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.serialize import Packed, unpack
+from specrl_jax.training.begun import Begun, Upcoming
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
@@ -53,6 +54,8 @@ class Published(NamedTuple):
 
 # draws the problems of one round
 Draw = Callable[[], list[Problem]]
+# (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough
+Begin = Callable[[int, "Published", Callable[[], bool]], None]
 # (step, problems, policy) -> its rollouts; seconds: of generate
 Generate = Callable[[int, list[Problem], Published], RolloutBatch]
 
@@ -117,6 +120,7 @@ class Async:
       last: the last step to generate for.
       devices: held while rollouts are generated, so that an evaluation may wait for its turn.
       restored: the rollouts of steps first, first + 1 ... of all processes, from a checkpoint.
+      begin: called while the weights of the next step are not there, to begin its rollouts under those before them.
     """
 
     def __init__(
@@ -128,7 +132,9 @@ class Async:
         last: int,
         devices: threading.Lock,
         restored: Sequence[RolloutBatch] = (),
+        begin: Begin | None = None,
     ) -> None:
+        self._begin = begin
         self._draw, self._generate, self._devices = draw, generate, devices
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
@@ -192,6 +198,8 @@ class Async:
     def _run(self, first: int) -> None:
         try:
             for step in range(first, self._last + 1):
+                if self._begin is not None:
+                    self._begin_early(step, self._begin)
                 start = time.perf_counter()
                 policy = self._policy(max(step - self._lag, self._first))
                 idle = time.perf_counter() - start
@@ -210,6 +218,19 @@ class Async:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _begin_early(self, step: int, begin: Begin) -> None:
+        """Begin the rollouts of a step under the weights at hand, until its own are there."""
+
+        def until() -> bool:
+            return self._closed or step in self._published
+
+        with self._changed:
+            policy = next(iter(self._published.values()), None)
+        # Nothing is at hand before the first step.
+        if policy is not None and not until():
+            with self._devices:
+                begin(step, policy, until)
 
     def _policy(self, step: int) -> Published:
         """Wait for the policy before `step`, and release older ones."""
@@ -246,10 +267,13 @@ def make_pipeline(
       restored: rollouts of step `first` and later ones, from a checkpoint.
     """
     config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
-    synchronous = config.pipeline.mode == "sync"
+    synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
+    lag, last, upcoming = config.pipeline.lag, config.steps, Upcoming(stream)
+    begun = Begun(upcoming, tokenizer.encode, group_size, lag, last) if exact else None
 
     def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
         lengths, history = speculation.as_of(policy.observed)
+        later = begun.after(step) if begun else None
 
         def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
             own = distributed.process_slice(len(problems))
@@ -264,6 +288,8 @@ def make_pipeline(
                     on_progress,
                     lengths,
                     history,
+                    earlier=begun.texts if begun else None,
+                    lookahead=later,
                 ).with_version(policy.version)
                 count = len(rollouts.length)
                 scores = score_rollouts(rollouts, problems[own], tokenizer, scorer, lambda: on_progress(count, count))
@@ -274,13 +300,23 @@ def make_pipeline(
 
         start = time.perf_counter()
         longest = config.rollout.max_response_tokens
-        rounds = sample_rounds(generate, problems, lambda: next(stream), config.grpo, longest, step)
-        return RolloutBatch(rounds, stream.position, {"generate": time.perf_counter() - start})
+        rounds = sample_rounds(generate, problems, upcoming.take, config.grpo, longest, step)
+        if begun and later:
+            begun.texts = later.texts
+        return RolloutBatch(rounds, upcoming.position, {"generate": time.perf_counter() - start})
+
+    def begin(step: int, policy: Published, until: Callable[[], bool]) -> None:
+        assert begun is not None
+        lengths, history = speculation.as_of(policy.observed)
+        later = begun.after(step - 1)
+        rollout.engine.begin(policy.weights, later, group_size, config.rollout.seed, until, lengths, history)
+        begun.texts = later.texts
 
     if synchronous:
-        return Sync(lambda: next(stream), generate_step)
-    lag, last = config.pipeline.lag, config.steps
-    return Async(lambda: next(stream), generate_step, lag, first, last, devices, restored)
+        return Sync(upcoming.take, generate_step)
+    if exact:
+        return Async(upcoming.take, generate_step, 0, first, last, devices, restored, begin)
+    return Async(upcoming.take, generate_step, lag, first, last, devices, restored)
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.

@@ -17,7 +17,7 @@ from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.sampling import Sampling
-from specrl_jax.decoding.state import EngineConfig, MaskBuffer, Prompts, Slots
+from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
 from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
@@ -198,6 +198,7 @@ class Target:
             pool=Pool(table, table, row),
             held=Held(table, row, row),
             mask=cast(MaskBuffer, row),
+            earlier=cast(Earlier, row),
             greedy=row,
         )
 

@@ -278,31 +278,6 @@ def test_a_few_refused_drafts_of_a_good_head_are_no_jump():
 # --- what a chunk takes and gives beside its iterations and drafts
 
 
-class Stretches(Machine):
-    """Copies come in stretches: the longer the drafts, the smaller the share of verifications within a stretch."""
-
-    def run(self, choice):
-        whole = self.ratios
-        self.ratios = (whole[0] * (1 - 0.08 * choice.k), *whole[1:])
-        found = super().run(choice)
-        self.ratios = whole
-        return found
-
-    def tokens(self, k):
-        return 1 + (1 - 0.08 * k) * (super().tokens(k) - 1)
-
-
-def test_a_length_is_judged_by_the_tokens_that_it_found_itself():
-    """By the acceptance that all lengths have together, 7 is best; it finds 44 % less than that promises."""
-    machine = Stretches([1 + 0.25 * k for k in LENGTHS], (0.5, *(0.9,) * 6), seed=12)
-    controller = calibrated(machine)
-    drive(controller, machine, chunks=300)
-    share, _ = drive(controller, machine, chunks=500)
-    assert machine.best() < 3 and share >= 0.96
-    controller._own, controller._sizes[SIZE].current = {k: [0.0, 0.0] for k in LENGTHS}, None
-    assert controller.choose(SIZE, SIZE, LIVE).k > machine.best()
-
-
 def test_the_last_draft_of_a_short_text_goes_beyond_its_end():
     """Of perfect drafts 7 give 8 tokens a verification, 3 give 4; texts of ten tokens take 1.7 and 2.9 of them."""
 

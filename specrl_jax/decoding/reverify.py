@@ -1,0 +1,128 @@
+"""Verify what a rollout drew before under other weights: its longest prefix that the weights at hand draw too is kept.
+
+Under `coupled`, and greedily, a rollout is a function F of the weights and of the noise of its id. Tokens that earlier
+weights drew with that noise are a draft for the present ones: verified like any other, kept up to the first place where
+F draws another token, which is taken instead. What follows is decoded as ever. So a rollout that began under earlier
+weights is exactly a sample of the present ones, and its log-probs are theirs.
+
+This is a draft without probabilities, `k` tokens at a time, by rows that still have such tokens; all others hold still.
+It counts in no statistics of acceptance: what the drafter is worth shows in the tokens after it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.attention.types import Paging
+from kernels_pallas.verify.op import Draft
+from specrl_jax.decoding.decode import ChunkInputs, reserve
+from specrl_jax.decoding.functions import EngineFunctions
+from specrl_jax.decoding.pages import release
+from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
+from specrl_jax.decoding.step import StepOptions, speculative_step
+
+# Tokens verified at a time: with the one before them as many queries of a row as the attention kernels take.
+AT_ONCE = 15
+
+
+class Reverified(NamedTuple):
+    """What one call did, small enough to fetch after every call."""
+
+    done: jax.Array  # [B] bool
+    length: jax.Array  # [B] int32
+    iterations: jax.Array  # [] int32
+    left: jax.Array  # [] bool: rows have tokens that are not verified yet
+    free: jax.Array  # [D] int32, free pages
+    short: jax.Array  # [] bool: the next iteration would need more
+
+
+def reverify_chunk(
+    params: Params,
+    slots: Slots[Cache],
+    inputs: ChunkInputs,
+    *,
+    functions: EngineFunctions[Params, Cache],
+    config: EngineConfig,
+    shardings: Slots,
+) -> tuple[Slots[Cache], Reverified]:
+    """Verify tokens of earlier weights until none are left, up to `inputs.max_iterations` times."""
+    k = at_once(config)
+    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
+
+    def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
+        return functions.decode(params, tokens, paging, cache)
+
+    def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
+        return earlier_tokens(slots, k), slots.cache
+
+    def body(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
+        i, _, slots = carry
+        slots = jax.lax.with_sharding_constraint(slots, shardings)
+        verifies = has_earlier_tokens(slots)
+        stepped = speculative_step(
+            dataclasses.replace(slots, done=~verifies), inputs.seed, draft_fn, target_fn, options
+        )
+        return i + 1, *_reserved(_after(slots, stepped, verifies))
+
+    def _reserved(slots: Slots[Cache]) -> tuple[jax.Array, Slots[Cache]]:
+        enough, taken = reserve(dataclasses.replace(slots, done=~has_earlier_tokens(slots)), k, config)
+        return enough, dataclasses.replace(taken, done=slots.done)
+
+    def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
+        i, enough, slots = carry
+        goes_on = (i < inputs.max_iterations) & has_earlier_tokens(slots).any() & enough
+        if slots.mask is None:
+            return goes_on
+        return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
+
+    if slots.mask is not None:
+        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
+    pool, held = release(slots.pool, slots.held, slots.done)
+    slots = dataclasses.replace(slots, pool=pool, held=held)
+    left = has_earlier_tokens(slots).any()
+    return slots, Reverified(slots.done, slots.length, count, left, pool.count, ~enough)
+
+
+def at_once(config: EngineConfig) -> int:
+    """Return how many tokens are verified at a time: under rollout.parity in the one shape of every forward."""
+    return config.width - 1 if config.width else AT_ONCE
+
+
+def has_earlier_tokens(slots: Slots[Cache]) -> jax.Array:
+    """Return [B] bool: rows that run and have tokens of earlier weights behind their last committed token."""
+    assert slots.earlier is not None
+    return ~slots.done & (slots.earlier.length > slots.length)
+
+
+def earlier_tokens(slots: Slots[Cache], k: int) -> Draft:
+    """Return the next k of each row's tokens of earlier weights as a draft."""
+    assert slots.earlier is not None
+    places = slots.length[:, None] + jnp.arange(k)[None]
+    tokens = jnp.take_along_axis(slots.earlier.tokens, places, axis=1, mode="clip")
+    count = jnp.clip(slots.earlier.length - slots.length, 0, k).astype(jnp.int32)
+    return Draft(tokens, None, jnp.ones_like(slots.done), num_drafted=count)
+
+
+def _after(slots: Slots[Cache], stepped: Slots[Cache], verifies: jax.Array) -> Slots[Cache]:
+    """Return the state after an iteration: the counters of drafts as before it, and what is still to be verified."""
+    assert slots.earlier is not None
+    last = stepped.length[:, None] - 1
+    drawn, earlier = (
+        jnp.take_along_axis(tokens, last, axis=1)[:, 0] for tokens in (stepped.tokens, slots.earlier.tokens)
+    )
+    # All tokens before the last agreed, or they would not have been kept.
+    agrees = (drawn == earlier) & (stepped.length <= slots.earlier.length)
+    length = jnp.where(verifies & ~agrees, 0, slots.earlier.length)
+    kept = jnp.where(verifies, stepped.length - slots.length - ~agrees, 0)
+    return dataclasses.replace(
+        stepped,
+        done=jnp.where(verifies, stepped.done, slots.done),
+        verifications=slots.verifications,
+        drafted=slots.drafted,
+        accepted=slots.accepted,
+        draft_positions=slots.draft_positions,
+        earlier=slots.earlier._replace(length=length, kept=slots.earlier.kept + kept),
+    )

@@ -1,0 +1,71 @@
+"""Rollouts that begin before their weights are there: what was drawn of later steps, kept from call to call.
+
+Under `pipeline.update=exact` rollouts of the next `pipeline.lag` steps begin under the weights at hand: in slots that
+stand free at the end of a step, and, asynchronously, while the learner makes the next weights. Every step verifies its
+texts under its own weights before it goes on (decoding/reverify.py). Noise is keyed by rollout and position, so a step
+has the rollouts that it would have without them. Nothing of it is saved: a resumed run draws them again.
+
+Which rollouts a step has is fixed before any is drawn: by (step, prompt, sample), whatever was drawn early.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from specrl_jax import distributed
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.decoding.lookahead import Lookahead
+
+
+class Upcoming:
+    """The problems of a step and of those after it, drawn from the stream in their order."""
+
+    def __init__(self, stream: ProblemStream) -> None:
+        self._stream = stream
+        self._drawn: deque[tuple[list[Problem], dict[str, object]]] = deque()
+        self.position = stream.position  # after the problems that were taken
+
+    def take(self) -> list[Problem]:
+        """Return the problems of the next step."""
+        self._draw(1)
+        problems, self.position = self._drawn.popleft()
+        return problems
+
+    def ahead(self, steps: int) -> list[list[Problem]]:
+        """Return the problems of so many steps after the one that was taken last."""
+        self._draw(steps)
+        return [problems for problems, _ in list(self._drawn)[:steps]]
+
+    def _draw(self, steps: int) -> None:
+        while len(self._drawn) < steps:
+            self._drawn.append((next(self._stream), self._stream.position))
+
+
+class Begun:
+    """What this process has drawn of later steps."""
+
+    def __init__(
+        self, upcoming: Upcoming, encode: Callable[[str], list[int]], group_size: int, lag: int, last: int
+    ) -> None:
+        """
+        Args:
+          lag: steps that may begin early.
+          last: the run's last step.
+        """
+        self._upcoming, self._encode, self._group_size = upcoming, encode, group_size
+        self._lag, self._last = lag, last
+        self.texts: dict[int, np.ndarray] = {}  # rollout id -> response
+
+    def after(self, step: int) -> Lookahead:
+        """Return the rollouts of the steps after `step` that may begin, with what is drawn of them already."""
+        steps = range(step + 1, min(step + self._lag, self._last) + 1)
+        prompts, ids = list[list[int]](), [np.zeros(0, np.int64)]
+        for ahead, problems in zip(steps, self._upcoming.ahead(len(steps)), strict=True):
+            own, G = distributed.process_slice(len(problems)), self._group_size
+            prompts += [self._encode(problem.prompt) for problem in problems[own]]
+            first = (ahead * len(problems) + own.start) * G
+            ids.append(first + np.arange((own.stop - own.start) * G))
+        found = np.concatenate(ids)
+        return Lookahead(prompts, found, {i: self.texts[i] for i in found.tolist() if i in self.texts})
