@@ -187,7 +187,7 @@ class Scheduler:
     def ids(self, requests: np.ndarray) -> np.ndarray:
         """Return the rollout ids of requests."""
         found = self._first_id + self._number(requests)
-        if self._lookahead is None:
+        if self._lookahead is None or not len(self._lookahead.ids):
             return found
         later = np.maximum(requests - self.asked, 0)
         return np.where(requests < self.asked, found, self._lookahead.ids[later])

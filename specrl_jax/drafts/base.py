@@ -82,7 +82,7 @@ def confidence_logits(params: Params, outputs: jax.Array) -> jax.Array:
     DSpark's confidence head: params["confidence"] [1, D] and params["confidence_bias"] [1].
     """
     weight, bias = (params[name].astype(jnp.float32) for name in ("confidence", "confidence_bias"))
-    return (outputs.astype(jnp.float32) * weight[0]).sum(axis=-1) + bias
+    return jnp.einsum("...d,d->...", outputs.astype(jnp.float32), weight[0]) + bias[0]
 
 
 class DraftModel(Protocol[Cache]):

@@ -33,6 +33,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     row |= reward_metrics(scores, float(1 - varies.mean()))
     row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
+    if learner.plan.config.pipeline.update == "exact":
+        row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
     row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
     row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
@@ -80,11 +82,12 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
     drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
     verifications = int(rollouts.verifications.sum())
     row = {
-        "spec/acceptance_length": int(rollouts.response_length.sum()) / verifications,
+        # What earlier weights drew was verified apart.
+        "spec/acceptance_length": int((rollouts.response_length - rollouts.reverified).sum()) / max(verifications, 1),
         "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
         "spec/drafted": int(drafted.sum()),
         "spec/accepted": int(accepted.sum()),
-        "spec/draft_length_mean": float(drafted.sum() / verifications),
+        "spec/draft_length_mean": float(drafted.sum() / max(verifications, 1)),
     }
     # A position that was never drafted has no rate.
     rates = {f"spec/acceptance_rate_pos_{i + 1}": float(a / d) for i, (a, d) in enumerate(zip(accepted, drafted)) if d}

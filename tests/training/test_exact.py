@@ -1,0 +1,126 @@
+"""Whole runs under `pipeline.update=exact`: to the last bit those whose rollouts begin under their own weights."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import rlzero_tiny
+from specrl_jax.config import from_config_dict
+from specrl_jax.config.validate import validate
+from specrl_jax.errors import InputError
+from specrl_jax.io.metrics import read_metrics
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training import loop
+from tests.helpers.rewards import FunctionScorer
+from tests.helpers.training import lower_case, make_run, saved, train, untimed
+
+STEPS = 5
+PROMPTS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]  # a step takes four
+# Apart, so that the asynchronous run has the same devices: one that learns, one that generates.
+MODES = {
+    "sync": {"mode": "sync"},
+    "sync, 1 ahead": {"mode": "sync", "update": "exact", "lag": 1},
+    "sync, 2 ahead": {"mode": "sync", "update": "exact", "lag": 2},
+    "async": {"mode": "async", "update": "exact", "lag": 1},
+    "async, 2 ahead": {"mode": "async", "update": "exact", "lag": 2},
+}
+# Metrics of how the rollouts came about, which is what differs.
+HOW = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
+
+
+def run_of(folder, mode):
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    config = rlzero_tiny.get_config("smoke")
+    config.update({"steps": STEPS, "seed": 1})
+    config.data.path = config.eval.path = str(file)
+    config.policy.preset = "nano"
+    config.draft.update({"kind": "eagle3", "path": "", "compare_rounds": 0, "length": 2})
+    config.grpo.old_logprobs = "learner"
+    config.rollout.update({"num_slots": 6, "temperature": 1.0, "rule": "coupled", "parity": True, "chunk": 4})
+    config.rollout.max_response_tokens = 24
+    config.optimizer.update({"learning_rate": 1e-3, "warmup": 0})
+    config.checkpoint.update({"every": 2, "keep": 9})
+    config.pipeline.update({"rollout_devices": 1} | MODES[mode])
+    return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(lower_case))
+
+
+@pytest.fixture(autouse=True)
+def no_evaluation(monkeypatch):
+    monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})  # its programs take longer than the run
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("synchronous")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})
+        run = run_of(folder, "sync")
+        train(run, folder / "run")
+    return run, folder / "run"
+
+
+def learned(rows):
+    return [{name: value for name, value in row.items() if not name.startswith(HOW)} for row in untimed(rows)]
+
+
+def assert_same_run(run, workdir, synchronous):
+    """Metrics, tokens, log-probs and rewards of every step; parameters, moments and draft after the last."""
+    setup, expected = synchronous
+    assert learned(read_metrics(str(workdir))) == learned(read_metrics(str(expected)))
+    (state, _), (expected_state, _) = saved(run, workdir, STEPS), saved(setup, expected, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, state, expected_state)
+    for step in range(1, STEPS + 1):
+        ours, theirs = (
+            [json.loads(line) for line in (where / f"rollouts/step_{step}.jsonl").read_text().splitlines()]
+            for where in (workdir, expected)
+        )
+        for name in ("id", "tokens", "logprobs", "reward", "weights_version"):
+            assert [one[name] for one in ours] == [one[name] for one in theirs], (step, name)
+
+
+@pytest.mark.parametrize(
+    "mode", ["sync, 1 ahead", *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(MODES)[2:])]
+)
+def test_an_exact_run_is_the_synchronous_one_to_the_last_bit(mode, synchronous, tmp_path):
+    run, workdir = run_of(tmp_path, mode), tmp_path / "run"
+    rows = train(run, workdir)[1:]
+    assert_same_run(run, workdir, synchronous)
+    kept = [row["rollout/reverified"] for row in rows]
+    assert kept[0] == 0 and min(kept[1:]) > 0 and max(kept) < 1
+    assert [row["rollout/lag"] for row in rows] == [0] * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync, 1 ahead", "async"])
+def test_a_killed_run_draws_again_what_had_begun(mode, synchronous, tmp_path):
+    """Nothing of it is in a checkpoint, and the resumed run ends like the whole one."""
+    run, workdir = run_of(tmp_path, mode), tmp_path / "run"
+    train(run, workdir)
+    assert "ahead" in saved(run, workdir, 4)[1] and not saved(run, workdir, 4)[1]["ahead"]
+    for step in (4, 5):
+        for path in sorted((workdir / f"checkpoints/{step}").rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        (workdir / f"checkpoints/{step}").rmdir()
+    train(run, workdir)
+    assert_same_run(run, workdir, synchronous)
+
+
+WRONG = [
+    ({"rollout": {"rule": "rejection", "parity": False}}, r"pipeline\.update=exact: under rollout\.rule=rejection"),
+    ({"grpo": {"sampling_rounds": 2}}, r"grpo\.sampling_rounds=2: how many prompts"),
+    ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0: under pipeline\.update=exact"),
+]
+
+
+@pytest.mark.parametrize("changes, said", WRONG)
+def test_what_is_not_exact_is_refused_in_one_line(changes, said):
+    config = rlzero_tiny.get_config("smoke")
+    config.pipeline.update(MODES["sync, 1 ahead"])
+    config.rollout.rule = "coupled"
+    for name, values in changes.items():
+        config[name].update(values)
+    with pytest.raises(InputError, match=said):
+        validate(from_config_dict(config))
