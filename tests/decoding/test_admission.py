@@ -18,6 +18,7 @@ from tests.helpers import cells, toys
 from tests.helpers.cells import PROMPT, TARGET, Cell
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import block_chances, rejection_chances, sequences, softmax
+from tests.helpers.slow import slow_but
 from tests.helpers.statistics import decisive_distance, total_variation
 
 # --- the law of two rows, enumerated: what one row drafts decides how much of the other is verified
@@ -245,8 +246,12 @@ def test_confidences_without_those_of_the_drafter():
 ERROR, GROUPS = cells.ERROR, cells.GROUPS
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
-@pytest.mark.parametrize("drafter", ["table", "stateful", "ngram", "cascade"])
+CASES = list(itertools.product(["table", "stateful", "ngram", "cascade"], ["rejection", "block", "coupled"]))
+
+
+@pytest.mark.parametrize(
+    "drafter, rule", slow_but([("table", "block"), ("cascade", "rejection"), ("ngram", "coupled")], CASES)
+)
 def test_the_engine_returns_the_targets_distribution_under_a_budget(drafter, rule):
     """Half of the drafts are verified; several blocks are seen, with end-of-text inside them."""
     cell, samples = Cell(drafter, rule, 1.0, 0, 1.0, "may end", "inside"), 1 + (drafter in cells.COPIES_OTHERS)

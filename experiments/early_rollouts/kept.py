@@ -1,0 +1,92 @@
+"""Measure how much of what earlier weights drew the newest weights draw too, by learning rate and versions between.
+
+    python -m experiments.early_rollouts.kept
+
+For two versions of the policy of one RL run: 128 rollouts of the older, verified under the newer. Kept is the share of
+tokens before the first disagreement; rho the longest rest that has to be drawn again, over the longest answer;
+break-even the disagreement per token 1 / (mean length of an answer), above which most of a rollout is lost. The same
+weights (0 versions between) show what rounding does. Writes kept.csv and its table.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from experiments.claims import markdown, put_table, write_rows
+from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
+from experiments.engine import bench
+from specrl_jax.decoding.rollouts import Rollouts
+
+OUTPUT = pathlib.Path(__file__).parent / "kept.csv"
+BETWEEN = (0, 1, 4)
+
+
+def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
+    """Return what of the older version's rollouts of a step's problems the newer one keeps."""
+    engine, work = versions.rollout.engine, versions.workloads[0]
+    drawn = [versions.weights(step) for step in (older, newer)]
+    seed = 100 * older
+    before = engine.generate(drawn[0], work.prompts, work.samples, seed)
+    after = engine.generate(drawn[1], work.prompts, work.samples, seed, earlier=responses(before))
+    lengths, kept = before.response_length, after.reverified
+    rest = after.response_length - kept
+    tokens, disagreements = int(kept.sum()), int((kept < lengths).sum())
+    return {
+        "tokens": int(lengths.sum()),
+        "kept": tokens,
+        "disagreements": disagreements,
+        "longest": int(after.response_length.max()),
+        "longest_rest": int(rest.max()),
+        "mean_length": float(lengths.mean()),
+    }
+
+
+def responses(rollouts: Rollouts) -> dict[int, np.ndarray]:
+    """Return each rollout's response by its id."""
+    return {int(number): rollouts.tokens[i, rollouts.response_part(i)] for i, number in enumerate(rollouts.rollout_id)}
+
+
+def measure(rate: float, workdir: str, dtype: str) -> Iterator[dict[str, Any]]:
+    versions = open_versions(workdir, dtype)
+    for between in BETWEEN:
+        for older in range(1, STEPS + 1 - between, 2):
+            found = pair(versions, older, older + between)
+            yield {"learning_rate": rate, "dtype": dtype, "between": between, "older": older} | found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for rate, dtype, between in bench.distinct(rows, "learning_rate", "dtype", "between"):
+        found = bench.matching(rows, learning_rate=rate, dtype=dtype, between=between)
+        kept = [row["kept"] / row["tokens"] for row in found]
+        # One disagreement ends what can be seen of a rollout.
+        a_token = sum(row["disagreements"] for row in found) / sum(row["kept"] + row["disagreements"] for row in found)
+        rho = [row["longest_rest"] / row["longest"] for row in found]
+        even = np.mean([1 / row["mean_length"] for row in found])
+        shown = f"{np.mean(kept):.3f} ({min(kept):.3f} to {max(kept):.3f})"
+        lines.append(
+            [f"{rate:g}", dtype, between, len(found), shown, f"{a_token:.1e}", f"{even:.1e}", f"{np.mean(rho):.2f}"]
+        )
+    head = ["learning rate", "rollout weights", "versions between", "pairs", "tokens kept", "disagreements per token"]
+    return markdown([*head, "break-even", "rho"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    a = parser.parse_args()
+    rows = [row for rate in a.rates for dtype in a.dtypes for row in measure(rate, RUNS[rate], dtype)]
+    write_rows(a.output, rows)
+    found = table(rows)
+    print(found)
+    if a.output == OUTPUT:
+        put_table(OUTPUT.parent / "README.md", found, "kept")
+
+
+if __name__ == "__main__":
+    main()
