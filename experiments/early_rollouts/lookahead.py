@@ -20,13 +20,14 @@ from experiments.claims import markdown, put_table
 from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
+from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 
 OUTPUT = pathlib.Path(__file__).parent / "lookahead.csv"
-FIELDS = ("draft", "who", "round", "step", "seconds", "tokens", "reverified", "share_idle")
+FIELDS = ("draft", "who", "round", "step", "seconds", "tokens", "reverified", "iterations", "share_idle")
 
 
-def steps_of(versions: Versions, ahead: bool, seed: int) -> Iterator[dict[str, Any]]:
+def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of steps 1 .. STEPS - 1 of one side; the first has nothing that was begun."""
     engine, texts = versions.rollout.engine, dict[int, np.ndarray]()
     count = len(versions.workloads[0].prompts) * versions.workloads[0].samples
@@ -36,7 +37,14 @@ def steps_of(versions: Versions, ahead: bool, seed: int) -> Iterator[dict[str, A
         begun = Lookahead(later.prompts, ids) if ahead else None
         start = time.perf_counter()
         found = engine.generate(
-            versions.weights(step), work.prompts, work.samples, seed, step * count, earlier=texts, lookahead=begun
+            versions.weights(step),
+            work.prompts,
+            work.samples,
+            seed,
+            step * count,
+            lengths=FixedLength(k),
+            earlier=texts,
+            lookahead=begun,
         )
         seconds = time.perf_counter() - start
         texts = begun.texts if begun else {}
@@ -46,6 +54,8 @@ def steps_of(versions: Versions, ahead: bool, seed: int) -> Iterator[dict[str, A
             "seconds": round(seconds, 4),
             "tokens": int(found.response_length.sum()),
             "reverified": int(found.reverified.sum()),
+            # What verifies tokens of earlier weights is not counted: 16 tokens of every row at once.
+            "iterations": sum(chunk.iterations for chunk in found.chunks),
             # Of the slots of the batches that ran; a batch that has shrunk has fewer.
             "share_idle": round(1 - sum(chunk.verifications for chunk in found.chunks) / slots, 4),
         }
@@ -54,7 +64,7 @@ def steps_of(versions: Versions, ahead: bool, seed: int) -> Iterator[dict[str, A
 def table(rows: list[bench.Row]) -> str:
     lines, kept = [], [row for row in rows if row["step"] > 1]
     for (draft,) in bench.distinct(rows, "draft"):
-        sides = {}
+        sides, iterations = {}, {}
         for who in ("none", "lookahead"):
             found = bench.matching(kept, draft=draft, who=who)
             by_round = [bench.matching(found, round=i) for (i,) in bench.distinct(found, "round")]
@@ -62,8 +72,13 @@ def table(rows: list[bench.Row]) -> str:
             idle = np.mean([row["share_idle"] for row in found])
             reverified = sum(row["reverified"] for row in found) / sum(row["tokens"] for row in found)
             over = ratio_interval(sides[who] / sides["none"]) if who == "lookahead" else ""
-            lines.append([draft, who, f"{np.median(sides[who]):.2f}", over, f"{reverified:.2f}", f"{idle:.2f}"])
-    head = ["drafts", "side", "seconds of a step's rollouts", "over none", "tokens kept from before", "idle slots"]
+            iterations[who] = sum(row["iterations"] for row in found) / len(found)
+            counted = f"{iterations[who]:.0f} ({iterations[who] / iterations['none']:.2f})"
+            lines.append(
+                [draft, who, f"{np.median(sides[who]):.2f}", over, counted, f"{reverified:.2f}", f"{idle:.2f}"]
+            )
+    head = ["drafts", "side", "seconds of a step's rollouts", "over none", "iterations (over none)"]
+    head += ["tokens kept from before", "idle slots"]
     return markdown(head, lines)
 
 
@@ -75,12 +90,13 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
+        versions = open_versions(RUNS[a.rate])
         for draft in a.drafts:
-            versions = open_versions(RUNS[a.rate], draft=draft)
+            k = versions.rollout.engine.draft_length if draft == "eagle3" else 0
             for ahead in (False, True):  # compiles
-                list(steps_of(versions, ahead, seed=0))
+                list(steps_of(versions, k, ahead, seed=0))
             for i, who in bench.in_turn(["none", "lookahead"], a.rounds):
-                for row in steps_of(versions, who == "lookahead", seed=1 + i):
+                for row in steps_of(versions, k, who == "lookahead", seed=1 + i):
                     write({"draft": draft, "who": who, "round": i} | row)
     found = table(bench.read_rows(str(a.output)))
     print(found)

@@ -37,12 +37,11 @@ class Versions:
         return self._read[step]
 
 
-def open_versions(workdir: str, dtype: str = "float32", draft: str = "eagle3") -> Versions:
+def open_versions(workdir: str, dtype: str = "float32") -> Versions:
     """Open a finished run of configs/rlzero_tiny.py:rooms; `dtype` of the rollout weights."""
     config = rlzero_tiny.get_config("rooms")
     config.rollout.rule, config.rollout.num_slots, config.policy.dtype = "coupled", 16, dtype
-    config.grpo.prompts_per_step, config.draft.kind = 16, draft  # 128 rollouts a step
-    config.draft.path = config.draft.path if draft == "eagle3" else ""
+    config.grpo.prompts_per_step = 16  # 128 rollouts a step
     config.pipeline.update = "exact"
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
