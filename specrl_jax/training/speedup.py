@@ -45,7 +45,13 @@ def timed(
     """Generate; return (rollouts, seconds)."""
     start = time.perf_counter()
     rollouts = engine.generate(
-        weights, work.prompts, work.samples, work.seed, 0, on_progress, lengths, responses=work.responses
+        weights,
+        work.prompts,
+        work.samples,
+        work.seed,
+        on_progress=on_progress,
+        lengths=lengths,
+        responses=work.responses,
     )
     return rollouts, time.perf_counter() - start
 

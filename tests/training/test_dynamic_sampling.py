@@ -42,6 +42,7 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         drafted=counters,
         accepted=counters,
         parked=counters[:, 0],
+        reverified=counters[:, 0],
         weights_version=np.zeros(rows, np.int64),
         draft_version=np.zeros(rows, np.int64),
         checksum=np.zeros(rows, np.int64),

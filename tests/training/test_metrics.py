@@ -19,7 +19,8 @@ def test_acceptance_counts_what_was_committed():
         drafted=np.array([[4, 4, 2], [3, 3, 0]], np.int32),
         accepted=np.array([[3, 1, 1], [2, 0, 0]], np.int32),
         verifications=np.array([4, 3], np.int32),
-        response_length=np.array([8, 5], np.int32),
+        response_length=np.array([10, 6], np.int32),
+        reverified=np.array([2, 1], np.int32),  # verified apart
         # Two programs of one length count together.
         chunks=[
             DecodeChunk(2, 3, 1.0, 2, 4, 0.0, 5.0),

@@ -53,6 +53,8 @@ def test_the_folders_have_the_names_of_their_libraries(tmp_path):
     assert {name for name in names if not name.startswith("layers.")} == own | {
         "markov_head.markov_w1.weight",
         "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
     }
     layer = {name.removeprefix("layers.1.") for name in names if name.startswith("layers.1.")}
     assert {"self_attn.q_proj.weight", "self_attn.k_norm.weight", "mlp.gate_proj.weight"} < layer and len(layer) == 11
