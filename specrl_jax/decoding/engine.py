@@ -140,20 +140,23 @@ class Engine(Generic[Params, Cache]):
         until: Callable[[], bool],
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
-    ) -> None:
+    ) -> bool:
         """Draw on at the texts of `lookahead` until all are finished, or `until` says so after a chunk.
 
         Its texts are verified first, and replaced by what these weights draw. Arguments as in `generate`.
+
+        Returns whether all are finished.
         """
         check_prompts(lookahead.prompts, self.config.max_prompt_tokens)
         lengths = lengths or FixedLength(self.draft_length)
         self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
-        batch = ActiveBatch(self, params, scheduler, seed)
-        while not until() and batch.prepare():
+        batch, runs = ActiveBatch(self, params, scheduler, seed), True
+        while not until() and (runs := batch.prepare()):
             self._decode(batch, lengths)
         lookahead.texts |= batch.begun()
+        return not runs
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
         """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""

@@ -24,7 +24,7 @@ from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
+from specrl_jax.training.pipeline import Devices, Pipeline, make_pipeline, with_rollouts
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good
@@ -108,7 +108,7 @@ class _Run:
         self.position: Mapping[str, object] | None = None  # of the data stream after `step`, once a step was done
         kept = [row for row in written if self.restored is not None and row["step"] <= self.restored]
         self.writer = _open_metrics(self.config, workdir, kept, page)
-        self.performance, self.devices = make_performance(learner), threading.Lock()
+        self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
         learner.programs.on_program = self.display.say_learner_program
         self.evaluation = 0.0  # seconds of the last one

@@ -52,10 +52,29 @@ class Published(NamedTuple):
     observed: int  # steps that Speculation had observed
 
 
+class Devices:
+    """A lock on the rollout devices whose holder sees that another waits for them."""
+
+    def __init__(self) -> None:
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self.waiting = 0
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self.waiting += 1
+        self._lock.acquire()
+        with self._counting:
+            self.waiting -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 # draws the problems of one round
 Draw = Callable[[], list[Problem]]
-# (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough
-Begin = Callable[[int, "Published", Callable[[], bool]], None]
+# (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough; returns whether
+# all are finished
+Begin = Callable[[int, "Published", Callable[[], bool]], bool]
 # (step, problems, policy) -> its rollouts; seconds: of generate
 Generate = Callable[[int, list[Problem], Published], RolloutBatch]
 
@@ -130,7 +149,7 @@ class Async:
         lag: int,
         first: int,
         last: int,
-        devices: threading.Lock,
+        devices: Devices,
         restored: Sequence[RolloutBatch] = (),
         begin: Begin | None = None,
     ) -> None:
@@ -227,10 +246,14 @@ class Async:
 
         with self._changed:
             policy = next(iter(self._published.values()), None)
-        # Nothing is at hand before the first step.
-        if policy is not None and not until():
+        finished = policy is None  # nothing is at hand before the first step
+        while not finished and not until():
+            assert policy is not None
+            if self._devices.waiting:  # an evaluation goes first
+                time.sleep(0.01)
+                continue
             with self._devices:
-                begin(step, policy, until)
+                finished = begin(step, policy, lambda: until() or self._devices.waiting > 0)
 
     def _policy(self, step: int) -> Published:
         """Wait for the policy before `step`, and release older ones."""
@@ -254,7 +277,7 @@ def make_pipeline(
     speculation: Speculation,
     first: int,
     on_progress: Callable[[int, int], None],
-    devices: threading.Lock,
+    devices: Devices,
     restored: Sequence[RolloutBatch] = (),
 ) -> Pipeline:
     """Build the pipeline of pipeline.mode.
@@ -305,12 +328,14 @@ def make_pipeline(
             begun.texts = later.texts
         return RolloutBatch(rounds, upcoming.position, {"generate": time.perf_counter() - start})
 
-    def begin(step: int, policy: Published, until: Callable[[], bool]) -> None:
+    def begin(step: int, policy: Published, until: Callable[[], bool]) -> bool:
         assert begun is not None
         lengths, history = speculation.as_of(policy.observed)
         later = begun.after(step - 1)
-        rollout.engine.begin(policy.weights, later, group_size, config.rollout.seed, until, lengths, history)
+        shared = group_size, config.rollout.seed, until, lengths, history
+        finished = rollout.engine.begin(policy.weights, later, *shared)
         begun.texts = later.texts
+        return finished
 
     if synchronous:
         return Sync(upcoming.take, generate_step)

@@ -137,11 +137,11 @@ def test_rollouts_that_begin_alone_go_on_from_call_to_call():
         engine = engine_of("table", earlier=True)
         for scale, chunks in ((1.0, 3), (0.1, 6), (0.05, 2)):
             looks = iter([False] * chunks + [True])
-            engine.begin(old(scale), lookahead, SAMPLES, SEED, looks.__next__)
+            assert not engine.begin(old(scale), lookahead, SAMPLES, SEED, looks.__next__)
             drawn.append(len(lookahead.texts))
         found = engine.generate(NEW, PROMPTS, SAMPLES, SEED, earlier=lookahead.texts)
         assert 0 < drawn[0] <= drawn[1] <= len(PROMPTS) * SAMPLES
-        engine.begin(NEW, lookahead, SAMPLES, SEED, lambda: False)
+        assert engine.begin(NEW, lookahead, SAMPLES, SEED, lambda: False)
     assert_same(found, plain())
     for i, text in lookahead.texts.items():
         np.testing.assert_array_equal(text, found.tokens[i, found.response_part(i)])

@@ -17,7 +17,7 @@ from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.pipeline import AHEAD, Async, RolloutBatch, Sync, with_rollouts, without_rollouts
+from specrl_jax.training.pipeline import AHEAD, Async, Devices, RolloutBatch, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.slow import slow_but
@@ -46,10 +46,8 @@ def no_problems():
 
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
     """Take steps first .. last from a pipeline whose weights are numbered by their step."""
-    if lag is None:
-        pipeline = Sync(no_problems, produce)
-    else:
-        pipeline = Async(no_problems, produce, lag, first, last, threading.Lock())
+    apart = () if lag is None else (lag, first, last, Devices())
+    pipeline = Async(no_problems, produce, *apart) if apart else Sync(no_problems, produce)
     taken = []
     try:
         for step in range(first, last + 1):
@@ -86,7 +84,7 @@ def test_it_ends_when_nothing_is_taken_any_more():
     """Closed while it waits for weights, and while what it made waits to be taken."""
     for steps in (0, 1):
         produce = Recorder()
-        pipeline = Async(no_problems, produce, 1, 1, LAST, threading.Lock())
+        pipeline = Async(no_problems, produce, 1, 1, LAST, Devices())
         if steps:
             pipeline.publish(1, 1)
             time.sleep(0.05)
@@ -95,13 +93,39 @@ def test_it_ends_when_nothing_is_taken_any_more():
 
 
 def test_it_waits_for_its_devices():
-    devices, produce = threading.Lock(), Recorder()
+    devices, produce = Devices(), Recorder()
     with devices:
         pipeline = Async(no_problems, produce, 1, 1, LAST, devices)
         pipeline.publish(1, 1)
         time.sleep(0.05)
         assert not produce.used
     pipeline.take(1)
+    pipeline.close()
+
+
+def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
+    """Under the policy before step 1 step 2 begins, pauses while others have the devices, and ends with its weights."""
+    devices, produce, calls = Devices(), Recorder(), []
+
+    def begin(step, policy, until):
+        calls.append((step, policy))
+        while not until():
+            time.sleep(0.001)
+        return False
+
+    pipeline = Async(no_problems, produce, 0, 1, LAST, devices, begin=begin)
+    pipeline.publish(1, 1)
+    pipeline.take(1)
+    time.sleep(0.05)
+    with devices:
+        assert calls == [(2, 1)]
+        time.sleep(0.05)
+        assert calls == [(2, 1)]
+    time.sleep(0.05)
+    assert calls == [(2, 1)] * 2
+    pipeline.publish(2, 2)
+    pipeline.take(2)
+    assert produce.used == {1: 1, 2: 2}
     pipeline.close()
 
 
