@@ -178,15 +178,17 @@ def rooms_made(seed: int) -> dict[str, list[str]]:
 
 def rooms() -> list[Chain]:
     """Return a chain for each seed of the policies of the rooms that are not there yet."""
-    chains = [
-        [
-            run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
-            for path, (config, *overrides) in rooms_made(seed).items()
-            if not (REPOSITORY / path / "config.json").exists()
-        ]
-        for seed in bases.SEEDS
-    ]
+    chains = [still_to_make(rooms_made(seed), seed) for seed in bases.SEEDS]
     return [chain for chain in chains if chain]
+
+
+def still_to_make(made: dict[str, list[str]], seed: int) -> Chain:
+    """Return the commands for what `made`, of one seed and like MADE, names and is not there yet."""
+    return [
+        run(config, [*overrides, f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"], path)
+        for path, (config, *overrides) in made.items()
+        if not (REPOSITORY / path / "config.json").exists()
+    ]
 
 
 def drafters() -> list[Chain]:
@@ -195,11 +197,13 @@ def drafters() -> list[Chain]:
     for kind, overrides in TRAINED.items():
         chain = []
         for task, seed in itertools.product(bases.WORKLOADS, bases.SEEDS):
-            path, words = bases.folder(task, kind, seed), [*overrides, f"draft.kind={kind}"]
-            words += [f"policy.path={bases.folder(task, 'base', seed)}", "data.task=rooms"]
-            words += [f"seed={seed}", f"rollout.seed={seed}", f"pretrain.output={path}"]
-            if not (REPOSITORY / path / "config.json").exists():
-                chain.append(run(f"configs/draft_tiny.py:{task}", words, path))
+            words = [
+                *overrides,
+                f"draft.kind={kind}",
+                f"policy.path={bases.folder(task, 'base', seed)}",
+                "data.task=rooms",
+            ]
+            chain += still_to_make({bases.folder(task, kind, seed): [f"configs/draft_tiny.py:{task}", *words]}, seed)
         chains.append(chain)
     return [chain for chain in chains if chain]
 

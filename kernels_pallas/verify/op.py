@@ -56,8 +56,7 @@ def verify(
     kernels = kernels or kernels_of(mesh.devices.flat[0] if mesh is not None else jax.devices()[0])
     if kernels is None or inputs.target_logits.dtype == jnp.float64:
         return reference.verify(inputs, sampling)
-    draft = inputs.draft
-    draft = dataclasses.replace(draft, confidence=None)
+    draft = dataclasses.replace(inputs.draft, confidence=None)
     if draft.logits is not None:
         draft = dataclasses.replace(draft, logits=draft.logits.astype(jnp.float32))
     inputs = VerifyInputs(inputs.noise, draft, inputs.target_logits.astype(jnp.float32))

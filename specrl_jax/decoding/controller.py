@@ -254,7 +254,7 @@ class Controller:
         self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
         jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
         tokens_read = chunk.live * chunk.verifications / chunk.iterations
-        # A call that was faster than ever says nothing of an iteration.
+        # A call that took less than calibration found leaves at least half to the iterations.
         seconds = max(chunk.seconds - state.call, chunk.seconds / 2) / chunk.iterations
         surprised = self._observe_cost(state, i, tokens_read, seconds)
         if i == current:

@@ -55,8 +55,7 @@ def decode_chunk(
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
         text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
-    if slots.mask is not None:
-        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+    slots = with_empty_mask(slots)
     before = slots
     loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
     count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
@@ -140,12 +139,24 @@ def _iterate(
         i, enough, slots = carry
         running = (~slots.done).sum(dtype=jnp.int32)
         goes_on = (i < inputs.max_iterations) & (running > inputs.stop_at_rows.sum()) & enough
-        if slots.mask is None:
-            return goes_on
-        return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
+        return goes_on & mask_has_room(slots, k, config)
 
     count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *reserve(slots, ahead, config)))
     return count[None], enough[None], slots
+
+
+def with_empty_mask(slots: Slots[Cache]) -> Slots[Cache]:
+    """Return the slots without the sampling masks of the last call, which the host has collected."""
+    if slots.mask is None:
+        return slots
+    return dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+
+
+def mask_has_room(slots: Slots[Cache], k: int, config: EngineConfig) -> jax.Array | bool:
+    """Return whether the sampling masks of an iteration with k drafts can still be recorded."""
+    if slots.mask is None:
+        return True
+    return slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1]
 
 
 def _here(shardings: Slots) -> Slots:

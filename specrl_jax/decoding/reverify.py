@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft
-from specrl_jax.decoding.decode import ChunkInputs, reserve
+from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.pages import release
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
@@ -73,13 +73,10 @@ def reverify_chunk(
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
         goes_on = (i < inputs.max_iterations) & has_earlier_tokens(slots).any() & enough
-        if slots.mask is None:
-            return goes_on
-        return goes_on & (slots.mask.used.max() + (k + 1) * config.most_kept <= slots.mask.ids.shape[1])
+        return goes_on & mask_has_room(slots, k, config)
 
-    if slots.mask is not None:
-        slots = dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
-    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
+    start = jnp.int32(0), *_reserved(with_empty_mask(slots))
+    count, enough, slots = jax.lax.while_loop(unfinished, body, start)
     pool, held = release(slots.pool, slots.held, slots.done)
     slots = dataclasses.replace(slots, pool=pool, held=held)
     left = has_earlier_tokens(slots).any()

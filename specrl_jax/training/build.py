@@ -176,14 +176,11 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     training = engine(inference, config.draft.adaptive, lengths)
     sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
+    # Masks are recorded, and tokens of earlier weights taken, only where the training engine itself evaluates.
+    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier=False)
     if sampling != inference.sampling:
-        # Recorded only where the training engine itself evaluates.
-        evaluation = dataclasses.replace(
-            evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, earlier=False)
-        )
-    greedy = dataclasses.replace(
-        evaluation, limits=dataclasses.replace(plan.eval_limits, most_kept=0, greedy=True, earlier=False)
-    )
+        evaluation = dataclasses.replace(evaluation, limits=apart)
+    greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(apart, greedy=True))
     plain = dataclasses.replace(
         inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier=False)
     )

@@ -153,8 +153,7 @@ class Async:
         restored: Sequence[RolloutBatch] = (),
         begin: Begin | None = None,
     ) -> None:
-        self._begin = begin
-        self._draw, self._generate, self._devices = draw, generate, devices
+        self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
@@ -339,9 +338,8 @@ def make_pipeline(
 
     if synchronous:
         return Sync(upcoming.take, generate_step)
-    if exact:
-        return Async(upcoming.take, generate_step, 0, first, last, devices, restored, begin)
-    return Async(upcoming.take, generate_step, lag, first, last, devices, restored)
+    lag, early = (0, begin) if exact else (lag, None)
+    return Async(upcoming.take, generate_step, lag, first, last, devices, restored, early)
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.

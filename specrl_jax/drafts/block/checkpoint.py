@@ -4,8 +4,8 @@
     zlab         `dflash_config` with `target_layer_ids` and `mask_token_id`                       z-lab, SpecForge
     speculators  speculators_model_type "dspark" or "dflash", sizes in transformer_layer_config    speculators, vLLM
 
-All name tensors fc, hidden_norm, norm and layers.N.*, and of the heads that there are markov_head.markov_w1 and
-markov_w2, and confidence_head.proj.
+All name their tensors fc, hidden_norm, norm and layers.N.*. A Markov head is markov_head.markov_w1 and markov_w2, a
+confidence head confidence_head.proj.
 Copies of the target's embed_tokens and lm_head are ignored, as they are frozen. Layer i of `target_layer_ids` is the
 one whose *output* is read, of speculators' `aux_hidden_state_layer_ids` the one that is *entered*. `block_size` counts
 slots: of a DSpark block all predict a token, of a DFlash block all but the first; speculators says so in
