@@ -22,8 +22,10 @@ import pytest
 from tests.helpers.runs import compile_cache, prune_compile_cache
 
 MEMORY_LIMIT = 3 << 29  # bytes of a process; beyond it compiled programs are dropped between modules
-# Regions of memory, beyond which they are dropped, too: each kernel has a few, and Linux allows 65,530.
+# Regions of memory, beyond which they are dropped, too: each kernel has a few, and Linux allows 65,530. A test that
+# would need more ends the process.
 REGION_LIMIT = 15_000
+REGION_LIMIT_OF_A_TEST = 40_000  # within a module, where programs are used again
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -58,22 +60,40 @@ def mapped_regions():
         return 0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def bounded_memory(request):
-    """Drop compiled programs after a module that leaves much memory; the compile cache has most of them.
+def drop_programs():
+    """Drop the compiled programs that nothing holds; the compile cache has most of them."""
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
 
-    Caches of functions that the module names, its own and its helpers', go always: an engine kept there keeps its
-    programs (57 of test_parity's were 30,000 regions).
+
+def clear_cached_functions(module):
+    """Clear the caches of functions that a module names: an engine kept there keeps its programs.
+
+    57 engines of test_parity's were 30,000 regions.
     """
-    yield
-    for value in vars(request.module).values():
+    for value in vars(module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory(request):
+    """Clear a module's cached functions, its own and its helpers'; drop programs after one that leaves much memory."""
+    yield
+    clear_cached_functions(request.module)
     if resident_bytes() > MEMORY_LIMIT or mapped_regions() > REGION_LIMIT:
-        jax.clear_caches()
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed, more than half of it all
+        drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def bounded_regions(request):
+    """Drop programs within a module that has many, too; regions are counted, 20 ms, only where memory is used."""
+    yield
+    if resident_bytes() > MEMORY_LIMIT and mapped_regions() > REGION_LIMIT_OF_A_TEST:
+        clear_cached_functions(request.module)
+        drop_programs()
 
 
 @pytest.fixture(scope="session")
