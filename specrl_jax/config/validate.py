@@ -151,16 +151,11 @@ def _objective(config: Config) -> None:
 
 
 def _exact(config: Config) -> None:
-    lag, rounds, rule = config.pipeline.lag, config.grpo.sampling_rounds, config.rollout.rule
+    lag, rule = config.pipeline.lag, config.rollout.rule
     if rule != "coupled" and config.rollout.temperature:
         raise InputError(
             f"pipeline.update=exact: under rollout.rule={rule} a rollout is not a function of weights and noise alone; "
             "set rollout.rule=coupled"
-        )
-    if rounds > 1:
-        raise InputError(
-            f"grpo.sampling_rounds={rounds}: how many prompts a step draws depends on its rewards, and under "
-            "pipeline.update=exact those of the next step begin before; leave 1"
         )
     if not lag:
         raise InputError("pipeline.lag=0: under pipeline.update=exact it is how many steps begin early; set 1 or more")

@@ -14,47 +14,62 @@ from collections.abc import Callable
 import numpy as np
 
 from specrl_jax import distributed
+from specrl_jax.config import GRPOConfig
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.training.dynamic_sampling import first_id
 
 
 class Upcoming:
     """The problems of a step and of those after it, drawn from the stream in their order."""
 
-    def __init__(self, stream: ProblemStream) -> None:
-        self._stream = stream
-        self._drawn: deque[tuple[list[Problem], dict[str, object]]] = deque()
+    def __init__(self, stream: ProblemStream, rounds: int = 1) -> None:
+        """
+        Args:
+          rounds: batches of problems that a step has for itself, whether it needs them or not: those of the steps after
+            it do then not depend on its rewards.
+        """
+        self._stream, self._rounds = stream, rounds
+        self._drawn: deque[tuple[list[list[Problem]], dict[str, object]]] = deque()
+        self._more = deque[list[Problem]]()  # of the step that was taken last
         self.position = stream.position  # after the problems that were taken
 
     def take(self) -> list[Problem]:
         """Return the problems of the next step."""
         self._draw(1)
-        problems, self.position = self._drawn.popleft()
+        (problems, *more), self.position = self._drawn.popleft()
+        self._more = deque(more)
         return problems
 
+    def take_more(self) -> list[Problem]:
+        """Return the problems of the next round of the same step."""
+        return self._more.popleft() if self._rounds > 1 else self.take()
+
     def ahead(self, steps: int) -> list[list[Problem]]:
-        """Return the problems of so many steps after the one that was taken last."""
+        """Return the problems of the first round of so many steps after the one that was taken last."""
         self._draw(steps)
-        return [problems for problems, _ in list(self._drawn)[:steps]]
+        return [problems for (problems, *_), _ in list(self._drawn)[:steps]]
 
     def _draw(self, steps: int) -> None:
         while len(self._drawn) < steps:
-            self._drawn.append((next(self._stream), self._stream.position))
+            batches = [next(self._stream) for _ in range(self._rounds)]
+            self._drawn.append((batches, self._stream.position))
 
 
 class Begun:
     """What this process has drawn of later steps."""
 
     def __init__(
-        self, upcoming: Upcoming, encode: Callable[[str], list[int]], group_size: int, lag: int, last: int
+        self, upcoming: Upcoming, encode: Callable[[str], list[int]], grpo: GRPOConfig, lag: int, last: int
     ) -> None:
         """
         Args:
+          grpo: sizes of a step.
           lag: steps that may begin early.
           last: the run's last step.
         """
-        self._upcoming, self._encode, self._group_size = upcoming, encode, group_size
+        self._upcoming, self._encode, self._grpo = upcoming, encode, grpo
         self._lag, self._last = lag, last
         self.texts: dict[int, np.ndarray] = {}  # rollout id -> response
 
@@ -63,9 +78,9 @@ class Begun:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
         prompts, ids = list[list[int]](), [np.zeros(0, np.int64)]
         for ahead, problems in zip(steps, self._upcoming.ahead(len(steps)), strict=True):
-            own, G = distributed.process_slice(len(problems)), self._group_size
+            own, G = distributed.process_slice(len(problems)), self._grpo.group_size
             prompts += [self._encode(problem.prompt) for problem in problems[own]]
-            first = (ahead * len(problems) + own.start) * G
+            first = first_id(self._grpo, ahead, 0) + own.start * G
             ids.append(first + np.arange((own.stop - own.start) * G))
         found = np.concatenate(ids)
         return Lookahead(prompts, found, {i: self.texts[i] for i in found.tolist() if i in self.texts})

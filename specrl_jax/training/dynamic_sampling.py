@@ -48,10 +48,8 @@ def sample_rounds(
       longest: tokens that a response may have.
     """
     rounds: list[ScoredRollouts] = []
-    per_round = grpo.prompts_per_step * grpo.group_size
     while True:
-        first_id = (step * grpo.sampling_rounds + len(rounds)) * per_round
-        rollouts, scores = generate(problems, first_id)
+        rollouts, scores = generate(problems, first_id(grpo, step, len(rounds)))
         rewards = scores.total
         if grpo.overlong_buffer:
             penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
@@ -61,6 +59,11 @@ def sample_rounds(
         if found >= grpo.prompts_per_step or len(rounds) == grpo.sampling_rounds:
             return rounds
         problems = draw()
+
+
+def first_id(grpo: GRPOConfig, step: int, index: int) -> int:
+    """Return the id of the first rollout of a round of a step; no other rollout of the run has it."""
+    return (step * grpo.sampling_rounds + index) * grpo.prompts_per_step * grpo.group_size
 
 
 def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:

@@ -290,8 +290,9 @@ def make_pipeline(
     """
     config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
     synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
-    lag, last, upcoming = config.pipeline.lag, config.steps, Upcoming(stream)
-    begun = Begun(upcoming, tokenizer.encode, group_size, lag, last) if exact else None
+    lag, last, grpo = config.pipeline.lag, config.steps, config.grpo
+    upcoming = Upcoming(stream, grpo.sampling_rounds if exact else 1)
+    begun = Begun(upcoming, tokenizer.encode, grpo, lag, last) if exact else None
 
     def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
         lengths, history = speculation.as_of(policy.observed)
@@ -310,7 +311,8 @@ def make_pipeline(
                     on_progress,
                     lengths,
                     history,
-                    earlier=begun.texts if begun else None,
+                    # A further round goes on with what the last one began of later steps.
+                    earlier=begun.texts | later.texts if begun and later else None,
                     lookahead=later,
                 ).with_version(policy.version)
                 count = len(rollouts.length)
@@ -322,7 +324,7 @@ def make_pipeline(
 
         start = time.perf_counter()
         longest = config.rollout.max_response_tokens
-        rounds = sample_rounds(generate, problems, upcoming.take, config.grpo, longest, step)
+        rounds = sample_rounds(generate, problems, upcoming.take_more, grpo, longest, step)
         if begun and later:
             begun.texts = later.texts
         return RolloutBatch(rounds, upcoming.position, {"generate": time.perf_counter() - start})

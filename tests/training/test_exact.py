@@ -9,10 +9,11 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
 from specrl_jax.config.validate import validate
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training import loop
+from specrl_jax.training import begun, loop
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.training import lower_case, make_run, saved, train, untimed
 
@@ -30,7 +31,7 @@ MODES = {
 HOW = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
 
 
-def run_of(folder, mode):
+def run_of(folder, mode, reward=lower_case, grpo=()):
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     config = rlzero_tiny.get_config("smoke")
@@ -38,13 +39,13 @@ def run_of(folder, mode):
     config.data.path = config.eval.path = str(file)
     config.policy.preset = "nano"
     config.draft.update({"kind": "eagle3", "path": "", "compare_rounds": 0, "length": 2})
-    config.grpo.old_logprobs = "learner"
+    config.grpo.update({"old_logprobs": "learner"} | dict(grpo))
     config.rollout.update({"num_slots": 6, "temperature": 1.0, "rule": "coupled", "parity": True, "chunk": 4})
     config.rollout.max_response_tokens = 24
     config.optimizer.update({"learning_rate": 1e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
     config.pipeline.update({"rollout_devices": 1} | MODES[mode])
-    return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(lower_case))
+    return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(reward))
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +109,37 @@ def test_a_killed_run_draws_again_what_had_begun(mode, synchronous, tmp_path):
     assert_same_run(run, workdir, synchronous)
 
 
+def often_equal(response, answer):
+    """0 or 1: some groups have no variance."""
+    return float(lower_case(response, answer) > 0.22)
+
+
+@pytest.mark.slow
+def test_rounds_of_a_step_take_no_problems_of_later_ones(tmp_path, monkeypatch):
+    """With dynamic sampling, begun early or not, learning asynchronously or not: the same run, some steps in two
+    rounds."""
+
+    def rounds_run(name, mode, begins=True):
+        (tmp_path / name).mkdir()
+        run = run_of(tmp_path / name, mode, often_equal, {"sampling_rounds": 2})
+        if not begins:
+            monkeypatch.setattr(begun.Begun, "after", lambda self, step: Lookahead([], np.zeros(0, np.int64)))
+        rows = train(run, tmp_path / name / "run")[1:]
+        monkeypatch.undo()
+        monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})
+        return run, tmp_path / name / "run", rows
+
+    *expected, rows = rounds_run("none", "sync, 1 ahead", begins=False)
+    assert {row["rollout/rounds"] for row in rows} == {1, 2}
+    assert not any(row["rollout/reverified"] for row in rows)
+    for mode in ("sync, 1 ahead", "async, 2 ahead"):
+        run, workdir, rows = rounds_run(mode.replace(", ", "_"), mode)
+        assert any(row["rollout/reverified"] for row in rows)
+        assert_same_run(run, workdir, expected)
+
+
 WRONG = [
     ({"rollout": {"rule": "rejection", "parity": False}}, r"pipeline\.update=exact: under rollout\.rule=rejection"),
-    ({"grpo": {"sampling_rounds": 2}}, r"grpo\.sampling_rounds=2: how many prompts"),
     ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0: under pipeline\.update=exact"),
 ]
 
