@@ -109,6 +109,26 @@ def test_a_killed_run_draws_again_what_had_begun(mode, synchronous, tmp_path):
     assert_same_run(run, workdir, synchronous)
 
 
+class Counting:
+    """A stream of numbers in place of problems."""
+
+    position = -1
+
+    def __next__(self):
+        self.position += 1
+        return [self.position]
+
+
+def test_what_begins_early_are_the_problems_that_its_step_takes():
+    """Whether or not the steps before it take further rounds."""
+    for takes_more in (False, True):
+        upcoming = begun.Upcoming(Counting(), rounds=2)
+        assert (upcoming.take(), upcoming.ahead(2)) == ([0], [[2], [4]])
+        if takes_more:
+            assert upcoming.take_more() == [1]
+        assert (upcoming.position, upcoming.take(), upcoming.position) == (1, [2], 3)
+
+
 def often_equal(response, answer):
     """0 or 1: some groups have no variance."""
     return float(lower_case(response, answer) > 0.22)
