@@ -18,6 +18,7 @@ import numpy as np
 from experiments.claims import markdown, put_table, write_rows
 from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import Rollouts
 
 OUTPUT = pathlib.Path(__file__).parent / "kept.csv"
@@ -30,7 +31,9 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
     drawn = [versions.weights(step) for step in (older, newer)]
     seed = 100 * older
     before = engine.generate(drawn[0], work.prompts, work.samples, seed)
-    after = engine.generate(drawn[1], work.prompts, work.samples, seed, earlier=responses(before))
+    after = engine.generate(
+        drawn[1], work.prompts, work.samples, seed, continuation=Continuation(earlier=responses(before))
+    )
     lengths, kept = before.response_length, after.reverified
     rest = after.response_length - kept
     tokens, disagreements = int(kept.sum()), int((kept < lengths).sum())

@@ -20,6 +20,7 @@ from experiments.claims import markdown, put_table
 from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 
@@ -43,8 +44,7 @@ def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dic
             seed,
             step * count,
             lengths=FixedLength(k),
-            earlier=texts,
-            lookahead=begun,
+            continuation=Continuation(earlier=texts, lookahead=begun),
         )
         seconds = time.perf_counter() - start
         texts = begun.texts if begun else {}

@@ -10,9 +10,9 @@ from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.parking import Parked, first_columns
-from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts, WeightsVersion
+from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
+from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
 
 # Fields of a finished slot that become fields of its rollout.
 _COLLECTED = (
@@ -29,15 +29,24 @@ class EngineParts(Protocol[Params, Cache]):
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
+    def pad_id(self) -> int: ...
+    @property
     def compiled(self) -> CompiledFunctions[Params, Cache]: ...
 
 
 class ActiveBatch(Generic[Params, Cache]):
     """Refills slots, runs decode chunks, collects finished rollouts."""
 
-    def __init__(self, engine: EngineParts[Params, Cache], params: Params, scheduler: Scheduler, seed: int) -> None:
+    def __init__(
+        self,
+        engine: EngineParts[Params, Cache],
+        params: Params,
+        scheduler: Scheduler,
+        seed: int,
+        version: WeightsVersion = NO_VERSION,
+    ) -> None:
         self.scheduler = scheduler
-        self.finished = 0  # rollouts that the call waits for
+        self._finished = scheduler.finished.copy()  # [requests] bool
         self.reverify_seconds = 0.0
         self._engine, self._params, self._seed = engine, params, seed
         self.slots, self._carried = engine.compiled.empty(params)
@@ -51,6 +60,19 @@ class ActiveBatch(Generic[Params, Cache]):
         self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
         self._parked: list[Parked] = []  # the oldest first
         self._times_parked = np.zeros(scheduler.total, np.int32)  # of each request
+        # Of each request, the version of the weights that drew each token.
+        shape = scheduler.total, engine.config.cache_length
+        self._token_version = np.full(shape, version.weights_version, np.int32) if engine.config.versions else None
+
+    @property
+    def is_finished(self) -> np.ndarray:
+        """[R] bool, of the rollouts that the call waits for."""
+        return self._finished[: self.scheduler.asked]
+
+    @property
+    def finished(self) -> int:
+        """How many of these are finished."""
+        return int(self.is_finished.sum())
 
     @property
     def size(self) -> int:
@@ -201,36 +223,85 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _collect(self, rows: np.ndarray) -> None:
         """Copy finished rollouts to the host and free their slots."""
-        if not len(rows):
-            return
-        on_device = {name: getattr(self.slots, name) for name in _COLLECTED}
-        if self.slots.mask is not None:
-            on_device["mask_count"] = self.slots.mask.count
-        if self.slots.earlier is not None:
-            on_device["reverified"] = self.slots.earlier.kept
+        if len(rows):
+            self._copy(rows)
+            self._finished[self.scheduler.finish(rows)] = True
+
+    def _copy(self, rows: np.ndarray) -> None:
+        """Copy the rollouts of some rows to the host."""
+        on_device = {name: getattr(self.slots, name) for name in _COLLECTED} | self._options_of(self.slots)
         found = jax.device_get(on_device)
-        requests = self.scheduler.finish(rows)
+        self._store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
+
+    def _options_of(self, slots: Slots) -> dict[str, jax.Array]:
+        """Return the fields of rollouts that some engines record."""
+        found = {} if slots.mask is None else {"mask_count": slots.mask.count}
+        return found if slots.earlier is None else found | {"reverified": slots.earlier.kept}
+
+    def _store(self, requests: np.ndarray, found: dict[str, np.ndarray]) -> None:
         for name, values in found.items():
             if name not in self._collected:
                 self._collected[name] = np.zeros((self.scheduler.total, *values.shape[1:]), values.dtype)
-            self._collected[name][requests] = values[rows]
-        self.finished += int((requests < self.scheduler.asked).sum())
+            self._collected[name][requests] = values
 
-    def rollouts(self, samples: int) -> Rollouts:
-        """Return all rollouts, once nothing runs; `samples` per prompt."""
+    def take_weights(self, params: Params, version: WeightsVersion) -> None:
+        """Go on with other weights; keys and values of earlier tokens stay those of the weights that made them."""
+        self._params = params
+        if self._token_version is not None:
+            for request, length in self._lengths().items():
+                self._token_version[request, length:] = version.weights_version
+
+    def _lengths(self) -> dict[int, int]:
+        """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
+        found = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
+        length = np.asarray(self.slots.length)
+        found |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
+        return found | {parked.request: int(parked.row.length) for parked in self._parked}
+
+    def _running_rows(self) -> np.ndarray:
+        return np.flatnonzero(self.scheduler.owner != FREE)
+
+    def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
+        """Return the rollouts that the call waits for, those that are not finished too; `samples` per prompt.
+
+        Args:
+          version: of the weights that the call began with.
+        """
         total = self.scheduler.asked
+        self._collect_unfinished()
         collected = {name: values[:total] for name, values in self._collected.items()}
         mask_ids = [ids for parts in self._mask_ids[:total] for ids in parts]
         last = collected["tokens"][np.arange(total), collected["length"] - 1]
-        return Rollouts(
+        none = np.zeros((total, 0), np.int32)
+        found = Rollouts(
             prompt_index=np.arange(total) // samples,
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
+            finished=self.is_finished,
             parked=self._times_parked[:total],
-            **{"mask_count": np.zeros((total, 0), np.int32), "reverified": np.zeros(total, np.int32)} | collected,
+            **{"mask_count": none, "reverified": np.zeros(total, np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
-            **{name: np.full(total, value) for name, value in WeightsVersion()._asdict().items()},
+            **{name: np.full(total, value) for name, value in version._asdict().items()},
+            token_version=none if self._token_version is None else self._token_version[:total],
             chunks=tuple(self._chunks),
         )
+        if self._token_version is not None:
+            found.token_version[~found.in_response()] = 0
+        return found
+
+    def _collect_unfinished(self) -> None:
+        """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""
+        asked, running = self.scheduler.asked, self._running_rows()
+        if len(running) or not self._collected:
+            self._copy(running)
+        for request, row, _ in self._parked:
+            values = {name: getattr(row, name) for name in _COLLECTED} | self._options_of(row)
+            self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in values.items()})
+        for request in np.flatnonzero(self._collected["length"][:asked] == 0).tolist():
+            prompt = self.scheduler.prompt(request)
+            self._collected["tokens"][request] = self._engine.pad_id
+            self._collected["tokens"][request, : len(prompt)] = prompt
+            self._collected["rollout_id"][request] = self.scheduler.ids(np.array([request]))[0]
+            self._collected["length"][request] = self._collected["prompt_length"][request] = len(prompt)
 
     def begun(self) -> dict[int, np.ndarray]:
         """Return id -> int32 response drawn so far, of the rollouts that the call does not wait for."""

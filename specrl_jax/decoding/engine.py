@@ -8,13 +8,14 @@ is plain autoregressive decoding through the same code.
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 import numpy as np
 
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import CompiledFunctions
+from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
@@ -86,15 +87,14 @@ class Engine(Generic[Params, Cache]):
         prompts: Sequence[Sequence[int]],
         samples: int,
         seed: int,
-        first_id: int = 0,
+        first_id: int | np.ndarray = 0,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         lengths: DraftLengthPolicy | None = None,
         history: History | None = None,
         responses: Sequence[int] | None = None,
-        earlier: Mapping[int, np.ndarray] | None = None,
-        lookahead: Lookahead | None = None,
+        continuation: Continuation[Params] | None = None,
     ) -> Rollouts:
-        """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, prompt-major.
+        """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, or first_id[i], prompt-major.
 
         With config.greedy a greedy rollout follows the samples of each prompt, on the same prefill; the samples have
         the ids that they would have without it.
@@ -105,9 +105,7 @@ class Engine(Generic[Params, Cache]):
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
-          earlier: responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified
-            before anything is drafted. Needs config.earlier, and `coupled` or greedy decoding.
-          lookahead: rollouts of later calls, begun in free slots; its texts are set. Needs config.earlier.
+          continuation: how the call stands to those before and after it; None: it stands alone.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
             1 to max_response_tokens.
@@ -118,18 +116,22 @@ class Engine(Generic[Params, Cache]):
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
-        shared = prompts, samples, first_id, history, responses, lookahead, earlier
+        c: Continuation[Params] = continuation or Continuation()
+        shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
-        batch = ActiveBatch(self, params, scheduler, seed)
-        while batch.finished < scheduler.asked and batch.prepare():
+        batch = ActiveBatch(self, params, scheduler, seed, c.version)
+        while not (batch.is_finished.all() or c.enough(batch.is_finished)) and batch.prepare():
             on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
             on_progress(batch.finished, scheduler.asked)
-        if lookahead is not None:
-            lookahead.texts |= batch.begun()
-        return batch.rollouts(samples)
+            if newer := c.newest():
+                batch.take_weights(*newer)
+        if c.lookahead is not None:
+            c.lookahead.texts |= batch.begun()
+        found = batch.rollouts(samples, c.version)
+        return found if c.begun is None else join(c.begun, found)
 
     def begin(
         self,

@@ -25,6 +25,7 @@ from specrl_jax.decoding.pages import (
     split,
     take,
 )
+from specrl_jax.decoding.reverify import at_once
 from specrl_jax.decoding.state import Cache, Earlier, EngineConfig, MaskBuffer, Params, PrefillBatch, Prompts, Slots
 
 # Token ids of a sampling mask that a row can record in one chunk, 64 KiB: with top_p a token keeps a few, seldom 512.
@@ -70,6 +71,7 @@ def _mask_capacity(config: EngineConfig, longest: int) -> int:
     Args:
       longest: tokens of the longest draft.
     """
+    longest = max(longest, at_once(config) if config.earlier == "verify" else 0)
     iteration = (longest + 1) * config.most_kept
     return min(config.chunk * iteration, max(LARGEST_MASK, 2 * iteration))
 

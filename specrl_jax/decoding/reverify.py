@@ -7,19 +7,24 @@ weights is exactly a sample of the present ones, and its log-probs are theirs.
 
 This is a draft without probabilities, `k` tokens at a time, by rows that still have such tokens; all others hold still.
 It counts in no statistics of acceptance: what the drafter is worth shows in the tokens after it.
+
+Partial rollouts (continued.py) keep their tokens whatever the weights at hand would draw. The same loop then only
+computes keys and values: nothing is drawn, and the head over the vocabulary does not run.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
-from kernels_pallas.verify.op import Draft
+from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
 from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.pages import release
+from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
 from specrl_jax.decoding.step import StepOptions, speculative_step
 
@@ -47,22 +52,31 @@ def reverify_chunk(
     config: EngineConfig,
     shardings: Slots,
 ) -> tuple[Slots[Cache], Reverified]:
-    """Verify tokens of earlier weights until none are left, up to `inputs.max_iterations` times."""
-    k = at_once(config)
+    """Verify tokens of earlier weights until none are left, up to `inputs.max_iterations` times.
+
+    With config.earlier "keep" they are all kept.
+    """
+    k, keeps = at_once(config), config.earlier == "keep"
     options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
         return functions.decode(params, tokens, paging, cache)
 
     def draft_fn(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
-        return earlier_tokens(slots, k), slots.cache
+        # Where all are kept, the last of them takes the place of the token that a verification draws.
+        return earlier_tokens(slots, k, all_but_last=keeps), slots.cache
 
     def body(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> tuple[jax.Array, jax.Array, Slots[Cache]]:
         i, _, slots = carry
         slots = jax.lax.with_sharding_constraint(slots, shardings)
         verifies = has_earlier_tokens(slots)
+        verify = functools.partial(_keep, slots) if keeps else options.verify
         stepped = speculative_step(
-            dataclasses.replace(slots, done=~verifies), inputs.seed, draft_fn, target_fn, options
+            dataclasses.replace(slots, done=~verifies),
+            inputs.seed,
+            draft_fn,
+            target_fn,
+            dataclasses.replace(options, verify=verify),
         )
         return i + 1, *_reserved(_after(slots, stepped, verifies))
 
@@ -73,7 +87,7 @@ def reverify_chunk(
     def unfinished(carry: tuple[jax.Array, jax.Array, Slots[Cache]]) -> jax.Array:
         i, enough, slots = carry
         goes_on = (i < inputs.max_iterations) & has_earlier_tokens(slots).any() & enough
-        return goes_on & mask_has_room(slots, k, config)
+        return goes_on & (keeps or mask_has_room(slots, k, config))  # no masks are recorded of tokens that are kept
 
     start = jnp.int32(0), *_reserved(with_empty_mask(slots))
     count, enough, slots = jax.lax.while_loop(unfinished, body, start)
@@ -94,13 +108,26 @@ def has_earlier_tokens(slots: Slots[Cache]) -> jax.Array:
     return ~slots.done & (slots.earlier.length > slots.length)
 
 
-def earlier_tokens(slots: Slots[Cache], k: int) -> Draft:
+def earlier_tokens(slots: Slots[Cache], k: int, all_but_last: bool) -> Draft:
     """Return the next k of each row's tokens of earlier weights as a draft."""
     assert slots.earlier is not None
+    count = jnp.clip(slots.earlier.length - all_but_last - slots.length, 0, k).astype(jnp.int32)
+    return Draft(_next_earlier(slots, k), None, jnp.ones_like(slots.done), num_drafted=count)
+
+
+def _next_earlier(slots: Slots[Cache], k: int) -> jax.Array:
+    assert slots.earlier is not None
     places = slots.length[:, None] + jnp.arange(k)[None]
-    tokens = jnp.take_along_axis(slots.earlier.tokens, places, axis=1, mode="clip")
-    count = jnp.clip(slots.earlier.length - slots.length, 0, k).astype(jnp.int32)
-    return Draft(tokens, None, jnp.ones_like(slots.done), num_drafted=count)
+    return jnp.take_along_axis(slots.earlier.tokens, places, axis=1, mode="clip")
+
+
+def _keep(slots: Slots[Cache], inputs: VerifyInputs, sampling: Sampling) -> Verified:
+    """Return all drafts and the token after them as if verified; their log-probs and masks are those of the host."""
+    count, (B, k) = inputs.draft.num_drafted, inputs.draft.tokens.shape
+    assert count is not None
+    nothing = jnp.zeros((B, k + 1), jnp.int32)
+    mask = SamplingMask(nothing[..., None], nothing) if slots.mask is not None else None
+    return Verified(_next_earlier(slots, k + 1), count, jnp.zeros((B, k + 1), jnp.float32), mask)
 
 
 def _after(slots: Slots[Cache], stepped: Slots[Cache], verifies: jax.Array) -> Slots[Cache]:

@@ -15,6 +15,9 @@ class WeightsVersion(NamedTuple):
     checksum: int = 0  # of every bit of both
 
 
+NO_VERSION = WeightsVersion()
+
+
 class DecodeChunk(NamedTuple):
     """Cost and counts of one call of the decode loop."""
 
@@ -42,15 +45,19 @@ class Rollouts:
     draft_positions: np.ndarray
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
-    ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens
+    ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens, or not finished
+    finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
     parked: np.ndarray  # [R] int32, times that it waited on the host for pages
     reverified: np.ndarray  # [R] int32, response tokens that earlier weights drew and that were kept
-    weights_version: np.ndarray  # [R] int64
+    weights_version: np.ndarray  # [R] int64, of the weights that a rollout began with, as the next two
     draft_version: np.ndarray  # [R] int64
     checksum: np.ndarray  # [R] int64
+    # [R, S] int32, the weights_version that drew each response token, by absolute position, 0 elsewhere; [R, 0] where
+    # all tokens of a rollout are of one version
+    token_version: np.ndarray
     chunks: tuple[DecodeChunk, ...]  # in the order they ran; the verification of earlier tokens is none of them
     # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
     mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
@@ -83,10 +90,10 @@ class Rollouts:
         ids = np.concatenate([masks[row] for row in np.arange(len(masks))[rows]] or [self.mask_ids[:0]])
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW}, mask_ids=ids)
 
-    def with_version(self, version: WeightsVersion) -> Self:
-        """Return these rollouts with the version of the weights that generated them."""
-        weights, draft, checksum = (np.full(len(self.length), value) for value in version)
-        return dataclasses.replace(self, weights_version=weights, draft_version=draft, checksum=checksum)
+    def in_response(self) -> np.ndarray:
+        """Return [R, S] bool: the columns of the responses."""
+        columns = np.arange(self.tokens.shape[1])
+        return (columns >= self.prompt_length[:, None]) & (columns < self.length[:, None])
 
 
 _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in ("chunks", "mask_ids"))

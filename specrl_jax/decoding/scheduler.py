@@ -1,7 +1,7 @@
 """Assignment of rollouts to slots: requests in order, prompt by prompt, and their groups in the lookup cache."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ class _Group(NamedTuple):
     """A prompt whose rollouts have started in part."""
 
     prompt: int
-    sample: int  # the next one to start
+    started: int  # of its samples that are to start
 
 
 class _Start(NamedTuple):
@@ -47,18 +47,21 @@ class Scheduler:
         pad_id: int,
         prompts: Sequence[Sequence[int]],
         samples: int,
-        first_id: int,
+        first_id: int | np.ndarray,
         history: History | None,
         responses: Sequence[int] | None = None,
         lookahead: Lookahead | None = None,
         earlier: Mapping[int, np.ndarray] | None = None,
+        finished: Collection[int] = (),
     ) -> None:
         """
         Args:
           samples: with config.greedy the last of them is greedy.
+          first_id: of the first request, or the ids of all that the call waits for.
           responses: most response tokens of each request; None: config.max_response_tokens of all.
           lookahead: rollouts that start after all others, and that the call does not wait for.
           earlier: responses, or their beginnings, that earlier weights drew, by rollout id.
+          finished: ids of rollouts that earlier calls finished; they do not start.
         """
         self.asked = len(prompts) * samples  # requests that the call waits for: the first ones
         prompts = [*prompts, *(lookahead.prompts if lookahead else ())]
@@ -73,7 +76,13 @@ class Scheduler:
         self._order = np.full(self.total, -1)  # of each request that has started: how many had before it
         self._free_groups = list(range(config.groups))
         self._group: dict[int, int] = {}  # of a prompt in flight
-        self._unfinished = Counter(dict.fromkeys(range(len(prompts)), samples))
+        ids = self.ids(np.arange(self.total))
+        self.finished = np.isin(ids, list(finished))  # [requests] bool, before the call
+        starts = ~self.finished.reshape(-1, samples)
+        # Of each prompt, the samples that start, in their order.
+        self._to_start = [np.flatnonzero(row) for row in starts]
+        self._unfinished = Counter({prompt: len(some) for prompt, some in enumerate(self._to_start)})
+        self._skip_finished()
 
     @property
     def waiting(self) -> bool:
@@ -123,10 +132,12 @@ class Scheduler:
             rows, free_rows[shard] = free_rows[shard][:room], free_rows[shard][room:]
             free_pages[shard] -= prefill * self._prompt_pages(group.prompt) + room
             source = 0 if group.prompt == carried[shard] else len(new[shard])
-            starts.append(_Start(rows, group.prompt * self._samples + group.sample + np.arange(room), source))
-            self.place(rows, starts[-1].requests)
-            rest = _Group(group.prompt, group.sample + room)
-            self._current[shard] = rest if rest.sample < self._samples else None
+            some = self._to_start[group.prompt]
+            requests = group.prompt * self._samples + some[group.started : group.started + room]
+            starts.append(_Start(rows, requests, source))
+            self.place(rows, requests)
+            rest = _Group(group.prompt, group.started + room)
+            self._current[shard] = rest if rest.started < len(some) else None
         return self._batch(starts, new, carried) if starts else None
 
     def _next_group(self, taken: int) -> _Group | None:
@@ -139,7 +150,13 @@ class Scheduler:
         """Let a refill prefill a prompt; it gets a group of the lookup cache if one is free."""
         new.append(prompt)
         self._next_prompt += 1
+        self._skip_finished()
         self._group[prompt] = self._free_groups.pop() if self._free_groups else self._config.groups
+
+    def _skip_finished(self) -> None:
+        """Go on to the next prompt that has rollouts to start."""
+        while self._next_prompt < len(self._prompts) and not len(self._to_start[self._next_prompt]):
+            self._next_prompt += 1
 
     def _prompt_pages(self, prompt: int) -> int:
         return -(-len(self._prompts[prompt]) // self._config.page_tokens)
@@ -152,7 +169,8 @@ class Scheduler:
         # Each takes a page, and leaves every running row those of its next iteration.
         fit = (pages - prefill * self._prompt_pages(group.prompt) - ahead * running) // (1 + ahead)
         # A shard where nothing runs has room for any rollout (EngineConfig.fewest_pages).
-        return min(rows, self._samples - group.sample, max(fit, 0 if running else 1))
+        left = len(self._to_start[group.prompt]) - group.started
+        return min(rows, left, max(fit, 0 if running else 1))
 
     def _batch(self, starts: list[_Start], new: list[list[int]], carried: list[int | None]) -> PrefillBatch:
         config = self._config
@@ -186,7 +204,10 @@ class Scheduler:
 
     def ids(self, requests: np.ndarray) -> np.ndarray:
         """Return the rollout ids of requests."""
-        found = self._first_id + self._number(requests)
+        if np.ndim(self._first_id):
+            found = np.asarray(self._first_id)[np.minimum(requests, self.asked - 1)]
+        else:
+            found = self._first_id + self._number(requests)
         if self._lookahead is None or not len(self._lookahead.ids):
             return found
         later = np.maximum(requests - self.asked, 0)
@@ -203,6 +224,10 @@ class Scheduler:
                 text = np.concatenate([self._prompts[request // self._samples], response])[:S]
                 tokens[row, : len(text)], length[row] = text, len(text)
         return {"earlier": stand_in(tokens), "earlier_length": stand_in(length)}
+
+    def prompt(self, request: int) -> Sequence[int]:
+        """Return the tokens of a request's prompt."""
+        return self._prompts[request // self._samples]
 
     def _greedy(self, requests: np.ndarray) -> np.ndarray:
         return requests % self._samples == self._samples - 1

@@ -31,7 +31,10 @@ class EngineConfig:
     new_prompts: int = 0  # most prompts that one refill can start; 0: num_slots
     free_slots: int = 0  # free slots that trigger a refill; 0: a quarter of num_slots
     width: int = 0  # least positions per forward of an iteration (rollout.parity)
-    earlier: bool = False  # rollouts may begin with tokens that were drawn under earlier weights (reverify.py)
+    # Rollouts may begin with tokens that were drawn under earlier weights (reverify.py): "verify" keeps those that the
+    # weights at hand draw too, "keep" all; "": none
+    earlier: str = ""
+    versions: bool = False  # the weights that drew it are recorded of each token
     budget: int = 0  # drafts of a shard that an iteration verifies at most; 0: all (draft.budget)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs

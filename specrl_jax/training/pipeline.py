@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
@@ -300,6 +301,9 @@ def make_pipeline(
 
         def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
             own = distributed.process_slice(len(problems))
+            # A further round goes on with what the last one began of later steps.
+            earlier = begun.texts | later.texts if begun and later else {}
+            continuation: Continuation[Weights] = Continuation(policy.version, earlier, later)
 
             def generate_own() -> tuple[Rollouts, Scores]:
                 rollouts = rollout.engine.generate(
@@ -311,10 +315,8 @@ def make_pipeline(
                     on_progress,
                     lengths,
                     history,
-                    # A further round goes on with what the last one began of later steps.
-                    earlier=begun.texts | later.texts if begun and later else None,
-                    lookahead=later,
-                ).with_version(policy.version)
+                    continuation=continuation,
+                )
                 count = len(rollouts.length)
                 scores = score_rollouts(rollouts, problems[own], tokenizer, scorer, lambda: on_progress(count, count))
                 return rollouts, scores

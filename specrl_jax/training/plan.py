@@ -162,7 +162,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(training_sampling(config)) if replays else 0,
         budget=draft.budget // num_shards,
-        earlier=config.pipeline.update == "exact" and config.task == "train",
+        earlier="verify" if config.pipeline.update == "exact" and config.task == "train" else "",
     )
 
 

@@ -45,7 +45,7 @@ TOKEN = 2 * 2 * MODEL.kv_heads * MODEL.head_dim  # bytes of keys and values in o
 
 
 @functools.cache
-def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier=False):
+def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier=""):
     """Return (engine, weights) of copies of the policy, whose pools have the live pages and those that they must have.
 
     Each has B rows.
@@ -67,7 +67,7 @@ def engine(platform, k, tensor=1, copies=1, kind="eagle3", budget=0, earlier=Fal
 
 @functools.cache
 def compiled(platform, kind, k=0, tensor=1, copies=1, draft="eagle3", budget=0):
-    made, weights = engine(platform, k, tensor, copies, draft, budget, earlier=kind == "reverify")
+    made, weights = engine(platform, k, tensor, copies, draft, budget, earlier="verify" if kind == "reverify" else "")
     return made.compiled.lower(Program(kind, copies * (B if kind != "compact" else 8), k), weights).compile()
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from kernels_pallas.verify.op import Verified
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import CALIBRATED_ROUNDS, FixedLength
 from specrl_jax.decoding.rollouts import WeightsVersion
@@ -730,7 +731,7 @@ def test_counters_equal_a_plain_loop_over_each_row_alone(greedy, chunk):
 
 def test_every_rollout_carries_the_version_of_its_weights():
     version = WeightsVersion(weights_version=7, draft_version=5, checksum=2**32 - 1)
-    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0).with_version(version)
+    out = engine(num_slots=4).generate(TABLE, PROMPTS, samples=2, seed=0, continuation=Continuation(version))
     for name, value in version._asdict().items():
         assert getattr(out, name).tolist() == [value] * 10
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.reverify import AT_ONCE
 from specrl_jax.decoding.state import EngineConfig
@@ -18,6 +19,7 @@ from tests.helpers.exact import sequences
 from tests.helpers.slow import slow_but
 from tests.helpers.toys import watched
 
+MASKS = {"most_kept": 4, "chunk": 1}  # fewer than those of the tokens verified at once
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]
 SAMPLES, LONGEST, SEED = 2, 24, 5
 END = np.eye(V, dtype=np.float32)[V - 1]
@@ -42,8 +44,8 @@ def engine_of(drafter="none", temperature=1.0, devices=1, **limits):
 
 def run(table, drafter="none", temperature=1.0, devices=1, limits=(), prompts=PROMPTS, first_id=0, **more):
     with jax.enable_x64(True):
-        engine = engine_of(drafter, temperature, devices, **dict(limits) | ({"earlier": True} if more else {}))
-        return engine.generate(table, prompts, SAMPLES, SEED, first_id, **more)
+        engine = engine_of(drafter, temperature, devices, **dict(limits) | ({"earlier": "verify"} if more else {}))
+        return engine.generate(table, prompts, SAMPLES, SEED, first_id, continuation=Continuation(**more))
 
 
 @functools.cache
@@ -89,7 +91,9 @@ def test_greedy_rollouts_too():
     assert_same(run(NEW, "table", 0.0, earlier=texts(1.0, 0.0)), plain(0.0))
 
 
-@pytest.mark.parametrize("limits", [{"num_slots": 3}, {"sizes": (4,)}, {"pages": 9, "page_tokens": 4}, {"width": 4}])
+@pytest.mark.parametrize(
+    "limits", [{"num_slots": 3}, {"sizes": (4,)}, {"pages": 9, "page_tokens": 4}, {"width": 4}, MASKS]
+)
 def test_nor_do_they_depend_on_slots_sizes_pages_or_shapes(limits):
     assert_same(run(NEW, "table", limits=limits.items(), earlier=texts(0.1)), plain())
 
@@ -115,10 +119,10 @@ LATER_IDS = 100 + np.arange(len(LATER) * SAMPLES)
 def test_later_rollouts_begin_in_free_slots_and_change_nothing(drafter, limits):
     lookahead = Lookahead(LATER, LATER_IDS)
     with jax.enable_x64(True):
-        engine = engine_of(drafter, earlier=True, **limits)
+        engine = engine_of(drafter, earlier="verify", **limits)
         parked = watched(engine)
-        first = engine.generate(old(0.1), FIRST, SAMPLES, SEED, lookahead=lookahead)
-        second = engine.generate(NEW, LATER, SAMPLES, SEED, 100, earlier=lookahead.texts)
+        first = engine.generate(old(0.1), FIRST, SAMPLES, SEED, continuation=Continuation(lookahead=lookahead))
+        second = engine.generate(NEW, LATER, SAMPLES, SEED, 100, continuation=Continuation(earlier=lookahead.texts))
     assert_same(first, run(old(0.1), prompts=FIRST))
     assert_same(second, run(NEW, prompts=LATER, first_id=100))
     assert set(lookahead.texts) <= set(LATER_IDS.tolist()) and lookahead.texts and second.reverified.sum() > 0
@@ -134,12 +138,12 @@ def test_rollouts_that_begin_alone_go_on_from_call_to_call():
     """Under three weights, each stopped after some chunks; then under the last, to the end."""
     lookahead, drawn = Lookahead(PROMPTS, np.arange(len(PROMPTS) * SAMPLES)), []
     with jax.enable_x64(True):
-        engine = engine_of("table", earlier=True)
+        engine = engine_of("table", earlier="verify")
         for scale, chunks in ((1.0, 3), (0.1, 6), (0.05, 2)):
             looks = iter([False] * chunks + [True])
             assert not engine.begin(old(scale), lookahead, SAMPLES, SEED, looks.__next__)
             drawn.append(len(lookahead.texts))
-        found = engine.generate(NEW, PROMPTS, SAMPLES, SEED, earlier=lookahead.texts)
+        found = engine.generate(NEW, PROMPTS, SAMPLES, SEED, continuation=Continuation(earlier=lookahead.texts))
         assert 0 < drawn[0] <= drawn[1] <= len(PROMPTS) * SAMPLES
         assert engine.begin(NEW, lookahead, SAMPLES, SEED, lambda: False)
     assert_same(found, plain())

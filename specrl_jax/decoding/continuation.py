@@ -1,0 +1,78 @@
+"""What a call of the engine goes on with, and what ends it early: rollouts that outlive a call, or their weights.
+
+Partial rollouts go on where an earlier call stopped them. Their tokens are kept whatever the weights at hand would
+draw; keys and values are computed anew, by a prefill of the prompt and of the tokens (reverify.py). Every token keeps
+its log-prob and the version of the weights that drew it, so a rollout may be of several versions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Generic
+
+import numpy as np
+
+from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion
+from specrl_jax.decoding.state import Params
+
+# What a call counts from zero, and what it writes from the first new token on.
+_COUNTS = ("verifications", "drafted", "accepted", "parked")
+_BY_TOKEN = ("logprobs", "draft_positions", "token_version", "mask_count")
+_OF_THE_START = ("weights_version", "draft_version", "checksum", "reverified")
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation(Generic[Params]):
+    """How a call stands to those before and after it."""
+
+    version: WeightsVersion = NO_VERSION  # of the call's weights
+    # Responses, or their beginnings, that earlier weights drew with the noise of the same ids; verified before anything
+    # is drafted. Needs EngineConfig.earlier "verify", and `coupled` or greedy decoding.
+    earlier: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    # Rollouts of later calls, begun in free slots; its texts are set. Needs EngineConfig.earlier "verify".
+    lookahead: Lookahead | None = None
+    # Rollouts of earlier calls to go on with, or finished ones, each with an id of this call's; their tokens are kept.
+    # Needs EngineConfig.earlier "keep".
+    begun: Rollouts | None = None
+    # Asked after each chunk for weights to go on with, and their version; None: those at hand.
+    newest: Callable[[], tuple[Params, WeightsVersion] | None] = lambda: None
+    # Asked before each chunk, with [R] bool, whether the call may end before all rollouts are finished.
+    enough: Callable[[np.ndarray], bool] = lambda finished: False
+
+    def earlier_tokens(self) -> Mapping[int, np.ndarray]:
+        """Return id -> int32 response so far, of rollouts that are not finished."""
+        if (begun := self.begun) is None:
+            return self.earlier
+        rows = np.flatnonzero(~begun.finished & (begun.response_length > 0)).tolist()
+        return {int(begun.rollout_id[row]): begun.tokens[row, begun.response_part(row)] for row in rows}
+
+    def finished_ids(self) -> list[int]:
+        """Return the ids of the rollouts that earlier calls finished."""
+        return [] if self.begun is None else self.begun.rollout_id[self.begun.finished].tolist()
+
+
+def join(begun: Rollouts, found: Rollouts) -> Rollouts:
+    """Return what a call `found` of its rollouts, with what those that had `begun` had before it.
+
+    Args:
+      begun: rollouts of earlier calls, each one of `found` by its id.
+      found: of a finished one nothing; of the others what this call counted, their earlier tokens included.
+    """
+    place = {number: row for row, number in enumerate(found.rollout_id.tolist())}
+    rows = np.array([place[number] for number in begun.rollout_id.tolist()], int)
+    values = {name: value.copy() for name, value in vars(found).items() if name != "chunks"}
+    for name in _OF_THE_START:
+        values[name][rows] = getattr(begun, name)
+    for name in _COUNTS:
+        values[name][rows] += getattr(begun, name)
+    earlier = begun.in_response()
+    for name in _BY_TOKEN:
+        if getattr(begun, name).size:
+            values[name][rows] = np.where(earlier, getattr(begun, name), values[name][rows])
+    finished = rows[begun.finished]
+    for name in ("tokens", "length", "ended", "finished"):
+        values[name][finished] = getattr(begun, name)[begun.finished]
+    masks = found.masks()
+    for row, mask in zip(rows, begun.masks(), strict=True):
+        masks[row] = np.concatenate([mask, masks[row]])
+    return Rollouts(**values | {"mask_ids": np.concatenate(masks)}, chunks=found.chunks)
