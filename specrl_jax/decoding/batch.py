@@ -21,6 +21,17 @@ _COLLECTED = (
 )
 
 
+class Agree(Protocol):
+    """What this process measured or was told -> what the first process of this engine did."""
+
+    def __call__(self, *values: float) -> tuple[float, ...]: ...
+
+
+def alone(*values: float) -> tuple[float, ...]:
+    """Agree as an engine of one process does."""
+    return values
+
+
 class EngineParts(Protocol[Params, Cache]):
     """What a batch reads of its engine."""
 
@@ -30,6 +41,8 @@ class EngineParts(Protocol[Params, Cache]):
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
     def compiled(self) -> CompiledFunctions[Params, Cache]: ...
+    @property
+    def agree(self) -> Agree: ...
 
 
 class ActiveBatch(Generic[Params, Cache]):
@@ -60,7 +73,7 @@ class ActiveBatch(Generic[Params, Cache]):
     @property
     def live(self) -> float:
         """Tokens that a running row holds, on average."""
-        return float(np.asarray(self.slots.length)[self.scheduler.owner != FREE].mean())
+        return float(self._fetch(self.slots.length)[self.scheduler.owner != FREE].mean())
 
     def prepare(self) -> bool:
         """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
@@ -85,7 +98,7 @@ class ActiveBatch(Generic[Params, Cache]):
         while left:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
             self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
-            found = jax.device_get(found)
+            found = self._fetch(found)
             self._free, left = np.asarray(found.free), bool(found.left)
             self._collect_mask()
             self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
@@ -95,7 +108,10 @@ class ActiveBatch(Generic[Params, Cache]):
         self.reverify_seconds += time.perf_counter() - start
 
     def _count_free(self) -> np.ndarray:
-        return jax.device_get(self.slots.pool.count)
+        return self._fetch(self.slots.pool.count)
+
+    def _fetch(self, tree: object) -> Any:
+        return self._engine.compiled.fetch(tree)
 
     def _make_room(self) -> None:
         """Park the youngest rows of shards whose next iteration might lack pages, until it has them."""
@@ -109,9 +125,9 @@ class ActiveBatch(Generic[Params, Cache]):
     def _park(self, row: int) -> None:
         """Copy a row to the host and free its pages."""
         number, call = np.int32(row), self._call
-        values = jax.device_get(call("read_row", number))
+        values = self._fetch(call("read_row", number))
         columns = first_columns(int(values.held.count))
-        pages = [jax.device_get(call("read_pages", number, first)) for first in columns]
+        pages = [self._fetch(call("read_pages", number, first)) for first in columns]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
         self._times_parked[self._parked[-1].request] += 1
@@ -148,13 +164,14 @@ class ActiveBatch(Generic[Params, Cache]):
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
         k, config = choice.k, self._engine.config
-        running, length = self.scheduler.owner != FREE, np.asarray(self.slots.length)
+        running, length = self.scheduler.owner != FREE, self._fetch(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
         # A draft itself processes the last k + 1 committed tokens.
         if k and self._behind > k + 1:
             switch_seconds = self._timed_decode(k, iterations=0, sync_cache=True)[1]
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
+        seconds, switch_seconds = self._engine.agree(seconds, switch_seconds)
         self._behind = k + 1 if k else float("inf")
         self._free = np.asarray(statistics.free)
         self._collect_mask()
@@ -177,7 +194,7 @@ class ActiveBatch(Generic[Params, Cache]):
         start = time.perf_counter()
         inputs = chunk_inputs(self._seed, iterations, self._engine.config.shards, self._stop_at_rows(), sync_cache)
         self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs)
-        statistics = jax.device_get(statistics)
+        statistics = self._fetch(statistics)
         return statistics, time.perf_counter() - start
 
     def _stop_at_rows(self) -> np.ndarray:
@@ -195,7 +212,7 @@ class ActiveBatch(Generic[Params, Cache]):
         """Copy the ids that the chunk recorded to the host."""
         if self.slots.mask is None:
             return
-        ids, used = jax.device_get((self.slots.mask.ids, self.slots.mask.used))
+        ids, used = self._fetch((self.slots.mask.ids, self.slots.mask.used))
         for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
             self._mask_ids[self.scheduler.owner[row]].append(ids[row, : used[row]].copy())
 
@@ -208,7 +225,7 @@ class ActiveBatch(Generic[Params, Cache]):
             on_device["mask_count"] = self.slots.mask.count
         if self.slots.earlier is not None:
             on_device["reverified"] = self.slots.earlier.kept
-        found = jax.device_get(on_device)
+        found = self._fetch(on_device)
         requests = self.scheduler.finish(rows)
         for name, values in found.items():
             if name not in self._collected:
@@ -240,7 +257,7 @@ class ActiveBatch(Generic[Params, Cache]):
             if request >= asked and length > prompt:
                 found[int(self.scheduler.ids(np.array(request)))] = np.array(tokens[prompt:length], np.int32)
 
-        tokens, prompts, lengths = jax.device_get((self.slots.tokens, self.slots.prompt_length, self.slots.length))
+        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
         for row in np.flatnonzero(self.scheduler.owner != FREE):
             add(int(self.scheduler.owner[row]), tokens[row], prompts[row], lengths[row])
         for parked in self._parked:

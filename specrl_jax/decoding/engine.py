@@ -13,7 +13,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
-from specrl_jax.decoding.batch import ActiveBatch
+from specrl_jax.decoding.batch import ActiveBatch, Agree, alone
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.functions import EngineFunctions
@@ -22,7 +22,7 @@ from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Stopped
 
 # Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
 # minimum counts: disturbances only add time, and matter where iterations are short.
@@ -74,6 +74,7 @@ class Engine(Generic[Params, Cache]):
     pad_id: int
     draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
+    agree: Agree = alone
 
     def controller(self, lengths: Sequence[int] = ()) -> Controller:
         """Return a new controller of this engine's draft lengths, or of some of them."""
@@ -101,7 +102,8 @@ class Engine(Generic[Params, Cache]):
 
         Args:
           on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
-            raises, such as Stopped, ends the call and drops its rollouts.
+            raises, such as Stopped, ends the call and drops its rollouts; of several processes the first one's Stopped
+            ends the call in all.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
@@ -118,6 +120,7 @@ class Engine(Generic[Params, Cache]):
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
+        on_progress = self._agreed(on_progress)
         shared = prompts, samples, first_id, history, responses, lookahead, earlier
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
@@ -153,10 +156,24 @@ class Engine(Generic[Params, Cache]):
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
-        while not until() and (runs := batch.prepare()):
+        while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
         lookahead.texts |= batch.begun()
         return not runs
+
+    def _agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
+
+        def agreed(done: int, total: int) -> None:
+            stopped: Stopped | None = None
+            try:
+                on_progress(done, total)
+            except Stopped as error:
+                stopped = error
+            if self.agree(stopped is not None)[0]:
+                raise stopped or Stopped
+
+        return agreed
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
         """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
@@ -254,6 +271,7 @@ def make_engine(
     shardings: Slots,
     prompt_shardings: Prompts,
     lengths: tuple[int, ...] | None = None,
+    agree: Agree = alone,
 ) -> Engine[Params, Cache]:
     """Return an engine; its functions are compiled at first use, or all at once by `compiled.compile_all`.
 
@@ -261,7 +279,8 @@ def make_engine(
       shardings: of the slots, which are donated from chunk to chunk.
       prompt_shardings: of one prefilled prompt.
       lengths: draft lengths that a call may choose from; None: the drafter's longest only.
+      agree: of the processes that run it in lock-step.
     """
     longest = functions.drafter.length
     compiled = CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings)
-    return Engine(config, functions.eos_ids, functions.pad_id, longest, compiled)
+    return Engine(config, functions.eos_ids, functions.pad_id, longest, compiled, agree)

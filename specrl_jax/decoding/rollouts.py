@@ -83,6 +83,11 @@ class Rollouts:
         ids = np.concatenate([masks[row] for row in np.arange(len(masks))[rows]] or [self.mask_ids[:0]])
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW}, mask_ids=ids)
 
+    def of_prompts(self, prompts: slice) -> Self:
+        """Return the rollouts of some prompts, which `prompt_index` then counts."""
+        part = self.take(np.flatnonzero((self.prompt_index >= prompts.start) & (self.prompt_index < prompts.stop)))
+        return dataclasses.replace(part, prompt_index=part.prompt_index - prompts.start)
+
     def with_version(self, version: WeightsVersion) -> Self:
         """Return these rollouts with the version of the weights that generated them."""
         weights, draft, checksum = (np.full(len(self.length), value) for value in version)

@@ -22,6 +22,7 @@ from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
+from specrl_jax.process_groups import ProcessGroups
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.begun import Begun, Upcoming
@@ -150,10 +151,12 @@ class Async:
         first: int,
         last: int,
         devices: Devices,
+        groups: ProcessGroups,
         restored: Sequence[RolloutBatch] = (),
         begin: Begin | None = None,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
+        self._groups = groups
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
@@ -201,7 +204,7 @@ class Async:
         """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
         if step not in self._gathered:
             own = distributed.together(lambda: self._own(step))
-            self._gathered[step] = own._replace(rounds=[gather_round(part) for part in own.rounds])
+            self._gathered[step] = own._replace(rounds=[gather_round(part, self._groups.order) for part in own.rounds])
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -291,34 +294,37 @@ def make_pipeline(
     config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
     synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
     lag, last, upcoming = config.pipeline.lag, config.steps, Upcoming(stream)
-    begun = Begun(upcoming, tokenizer.encode, group_size, lag, last) if exact else None
+    groups = rollout.plan.groups
+    begun = Begun(upcoming, tokenizer.encode, group_size, lag, last, groups) if exact else None
 
     def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
         lengths, history = speculation.as_of(policy.observed)
         later = begun.after(step) if begun else None
 
         def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-            own = distributed.process_slice(len(problems))
+            share = groups.share(len(problems))
 
             def generate_own() -> tuple[Rollouts, Scores]:
-                rollouts = rollout.engine.generate(
+                of_group = rollout.engine.generate(
                     policy.weights,
-                    [tokenizer.encode(problem.prompt) for problem in problems[own]],
+                    [tokenizer.encode(problem.prompt) for problem in problems[share.group]],
                     group_size,
                     config.rollout.seed,
-                    first_id + own.start * group_size,
+                    first_id + share.group.start * group_size,
                     on_progress,
                     lengths,
                     history,
                     earlier=begun.texts if begun else None,
                     lookahead=later,
                 ).with_version(policy.version)
-                count = len(rollouts.length)
-                scores = score_rollouts(rollouts, problems[own], tokenizer, scorer, lambda: on_progress(count, count))
+                rollouts, own, count = of_group.of_prompts(share.within), problems[share.own], len(of_group.length)
+                scores = score_rollouts(rollouts, own, tokenizer, scorer, lambda: on_progress(count, count))
                 return rollouts, scores
 
             # Beside the learner a process generates without the others, whose rollouts `take` gathers.
-            return gather_scored(*distributed.together(generate_own)) if synchronous else generate_own()
+            if synchronous:
+                return gather_scored(*distributed.together(generate_own), groups.order)
+            return generate_own()
 
         start = time.perf_counter()
         longest = config.rollout.max_response_tokens
@@ -339,7 +345,7 @@ def make_pipeline(
     if synchronous:
         return Sync(upcoming.take, generate_step)
     lag, early = (0, begin) if exact else (lag, None)
-    return Async(upcoming.take, generate_step, lag, first, last, devices, restored, early)
+    return Async(upcoming.take, generate_step, lag, first, last, devices, groups, restored, early)
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.
