@@ -26,7 +26,7 @@ import numpy as np
 from jax._src import clusters
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specrl_jax.core import Tree
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail
@@ -209,10 +209,10 @@ def all_gather_objects(kind: type[T], value: T) -> list[T]:
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(to_bytes(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)]))[:, 0]
+    sizes = _all_gather(np.array([len(data)], np.int32))[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded)
+    rows = _all_gather(padded)
     return [from_bytes(kind, row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
 
@@ -235,7 +235,24 @@ def any_process(flag: bool) -> bool:
     """Return whether `flag` is set in any process. All must call it together."""
     if jax.process_count() == 1:
         return flag
-    return bool(multihost_utils.process_allgather(np.array([flag])).any())
+    return bool(_all_gather(np.array([flag])).any())
+
+
+def _all_gather(x: np.ndarray) -> np.ndarray:
+    """Return the `x` of every process, of one shape, in their order; through the first device of each, which learns.
+
+    Those that only generate may be running programs of several processes, in another order.
+    """
+    devices = np.array([jax.local_devices(process_index=i)[0] for i in range(jax.process_count())])
+    mesh = Mesh(devices, ("process",))
+    by_process, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("process",), ()))
+    own = jax.device_put(x[None], jax.local_devices()[0])
+    rows = jax.make_array_from_single_device_arrays((len(devices), *x.shape), by_process, [own])
+    return np.asarray(jax.jit(_identity, out_shardings=whole)(rows))
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 def together(work: Callable[[], T]) -> T:

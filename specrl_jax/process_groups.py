@@ -1,9 +1,9 @@
 """Processes that hold one copy of the rollout weights together and run its engine in lock-step.
 
 Where `mesh.tensor` or `mesh.expert` goes beyond a process, a copy of the weights does too. Its processes then start the
-same programs in the same order. What the host decides between two programs follows from what it fetches, which is whole
-in every process, and from what the processes would find each for itself: seconds, signals, whether weights are there.
-Of these the group's first process sends the others what it found (`Agreement`). Groups do not wait for each other.
+same programs in the same order. What the host does between two programs follows from what it fetches, which is whole
+in every process. What follows from a clock, a signal or another thread (draft lengths, the end of a call, whose turn it
+is) the group's first process decides, and sends to the others (`Agreement`). Groups do not wait for each other.
 
 This goes through the coordinator, not through the devices: it needs no order among programs of several threads, and a
 process that waits holds no device. A message took 0.2 ms on this project's test machine, where a collective of a few
@@ -32,7 +32,7 @@ KEPT = 256
 # Agreements made so far.
 _agreements = itertools.count()
 # How a number is sent.
-_CODES = {bool: "?", int: "q", float: "d"}
+_CODES = {bool: "?", int: "i"}
 
 
 class Share(NamedTuple):
@@ -71,13 +71,16 @@ class ProcessGroups:
         return Share(slice(bounds[first], bounds[first + len(own)]), slice(bounds[i], bounds[i + 1]))
 
 
+ALONE = ProcessGroups()
+
+
 def find_groups(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> ProcessGroups:
     """Return the smallest groups whose devices hold all of each of `axes`.
 
     Raises InputError where the devices of processes lie so that there are none.
     """
     if jax.process_count() == 1:
-        return ProcessGroups()
+        return ALONE
     found = {i: _members(mesh, axes, i) for i in range(jax.process_count())}
     if any(found[other] != members for members in found.values() for other in members):
         shown = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
@@ -137,8 +140,8 @@ class Agreement:
         self.messages = self.bytes = 0  # that this process has sent or received
         self._members, self._folder = members, f"specrl_jax/agreement_{next(_agreements)}/{members[0]}"
 
-    def __call__(self, *values: float) -> tuple[float, ...]:
-        """Return the first process's `values`: bools, ints or floats, in every process of the same types.
+    def __call__(self, *values: int) -> tuple[int, ...]:
+        """Return the first process's `values`: bools and ints of 32 bits, in every process of the same types.
 
         Raises RunFailed where a process has left.
         """

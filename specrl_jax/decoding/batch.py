@@ -21,17 +21,6 @@ _COLLECTED = (
 )
 
 
-class Agree(Protocol):
-    """What this process measured or was told -> what the first process of this engine did."""
-
-    def __call__(self, *values: float) -> tuple[float, ...]: ...
-
-
-def alone(*values: float) -> tuple[float, ...]:
-    """Agree as an engine of one process does."""
-    return values
-
-
 class EngineParts(Protocol[Params, Cache]):
     """What a batch reads of its engine."""
 
@@ -41,8 +30,6 @@ class EngineParts(Protocol[Params, Cache]):
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
     def compiled(self) -> CompiledFunctions[Params, Cache]: ...
-    @property
-    def agree(self) -> Agree: ...
 
 
 class ActiveBatch(Generic[Params, Cache]):
@@ -171,7 +158,6 @@ class ActiveBatch(Generic[Params, Cache]):
         if k and self._behind > k + 1:
             switch_seconds = self._timed_decode(k, iterations=0, sync_cache=True)[1]
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
-        seconds, switch_seconds = self._engine.agree(seconds, switch_seconds)
         self._behind = k + 1 if k else float("inf")
         self._free = np.asarray(statistics.free)
         self._collect_mask()

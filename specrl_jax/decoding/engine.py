@@ -13,7 +13,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
-from specrl_jax.decoding.batch import ActiveBatch, Agree, alone
+from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.functions import EngineFunctions
@@ -27,6 +27,17 @@ from specrl_jax.errors import InputError, Stopped
 # Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
 # minimum counts: disturbances only add time, and matter where iterations are short.
 CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
+
+
+class Agree(Protocol):
+    """What this process found -> what the first of the processes found that run an engine in lock-step."""
+
+    def __call__(self, *values: int) -> tuple[int, ...]: ...
+
+
+def alone(*values: int) -> tuple[int, ...]:
+    """Agree as one process does."""
+    return values
 
 
 class DraftLengthPolicy(Protocol):
@@ -120,7 +131,7 @@ class Engine(Generic[Params, Cache]):
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
-        on_progress = self._agreed(on_progress)
+        on_progress = self.agreed(on_progress)
         shared = prompts, samples, first_id, history, responses, lookahead, earlier
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
@@ -161,7 +172,7 @@ class Engine(Generic[Params, Cache]):
         lookahead.texts |= batch.begun()
         return not runs
 
-    def _agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
 
         def agreed(done: int, total: int) -> None:
@@ -179,7 +190,9 @@ class Engine(Generic[Params, Cache]):
         """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
         if not batch.scheduler.running:  # all that ran was verified to its end
             return
-        chunk, counted = batch.decode(lengths.choose(batch.size, batch.scheduler.running, batch.live))
+        k, iterations = lengths.choose(batch.size, batch.scheduler.running, batch.live)
+        k, iterations = self.agree(k, iterations or 0)
+        chunk, counted = batch.decode(Choice(k, iterations or None))
         if chunk.iterations:
             lengths.observe(chunk, np.asarray(counted.accepted))
         if counted.replayed is not None:
@@ -207,7 +220,7 @@ class Engine(Generic[Params, Cache]):
             timed: dict[int, list[DecodeChunk]] = {k: [] for k in unmeasured}
             spent = 0.0
             for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
-                if i > 1 and spent > CALIBRATED_SECONDS:
+                if i > 1 and self.agree(spent > CALIBRATED_SECONDS)[0]:
                     break
                 # All lengths in each round: other load on the machine then slows them alike.
                 for k, iterations in itertools.product(unmeasured, (1, CALIBRATED_ITERATIONS) if i else (1,)):
