@@ -96,6 +96,11 @@ def group_mesh(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> Mesh:
     return Mesh(mesh.devices[np.ix_(*places)], mesh.axis_names, axis_types=mesh.axis_types)
 
 
+def spans_processes(mesh: Mesh) -> bool:
+    """Return whether a mesh has devices of several processes."""
+    return len(set(_owners(mesh).flat)) > 1
+
+
 def _members(mesh: Mesh, axes: tuple[str, ...], process: int) -> tuple[int, ...]:
     """Return the processes whose devices make a part of the mesh, with all of each of `axes` and with `process`."""
     members: tuple[int, ...] = ()
@@ -128,6 +133,33 @@ def group_copy(tree: Tree, shardings: object) -> Tree:
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
     return jax.tree.map(view, tree, shardings)
+
+
+def staging_mesh(learner: Mesh, rollout: Mesh) -> Mesh:
+    """Return the learner's devices as a mesh of copies split like those of `rollout`, devices that only generate.
+
+    Groups are of consecutive processes. Of each process the first devices hold the parts of its rollout devices, in
+    their order; further ones hold them again.
+    """
+    axes = learner.axis_names
+    each = int((_owners(rollout) == jax.process_index()).sum())
+    found = [[d for d in learner.devices.flat if d.process_index == i] for i in range(jax.process_count())]
+    devices = np.array([sorted(own, key=lambda d: d.id) for own in found]).reshape(len(found), -1, each)
+    parts = [rollout.shape[axis] if axis in COPY_AXES else 1 for axis in axes]
+    parts[0] = -1
+    return Mesh(devices.swapaxes(0, 1).reshape(parts), axes, axis_types=learner.axis_types)
+
+
+def move_parts(tree: Tree, shardings: object) -> Tree:
+    """Move arrays of a `staging_mesh` to the devices that only generate, within each process."""
+
+    def move(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
+        parts = sorted(x.addressable_shards, key=lambda shard: shard.device.id)[: len(devices)]
+        moved = jax.device_put([part.data for part in parts], devices)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, moved)
+
+    return jax.tree.map(move, tree, shardings)
 
 
 class Agreement:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
@@ -70,8 +71,8 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     check_chosen(config)
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
-    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
-    groups = find_groups(mesh)
+    groups = _groups(config.pipeline, mesh)
+    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
     page = page_bytes(model, method.model, config.rollout, rollout)
@@ -169,13 +170,32 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     )
 
 
-def _rollout_mesh(p: PipelineConfig, mesh: Mesh) -> Mesh:
-    """Return the learner's mesh, or one of the devices beside it. Raise InputError."""
+def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
+    """Return the processes of each copy of the rollout weights. Raise InputError."""
+    if not p.rollout_devices:
+        return find_groups(mesh)
+    n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
+    size = max(1, split // each)
+    shown = f"pipeline.tensor={p.tensor} x pipeline.expert={p.expert}: a copy takes pipeline.rollout_devices={each}"
+    if n % size:
+        raise InputError(f"{shown} of {size} processes, which must divide the {n} there are")
+    learning = mesh.size // n
+    if size > 1 and learning % each:
+        raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
+    return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
+
+
+def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
+    """Return the part of the learner's mesh that a group of processes has, or a mesh of its devices beside it."""
     if not p.rollout_devices:
         return group_mesh(mesh)
-    split = p.tensor * p.expert
-    sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
-    return make_mesh(sizes, jax.local_devices()[-p.rollout_devices :])
+    devices = [d for i in groups.own for d in jax.local_devices(process_index=i)[-p.rollout_devices :]]
+    sizes = {"data": len(devices) // (p.tensor * p.expert), "expert": p.expert, "tensor": p.tensor}
+    if len(groups.own) == 1:
+        return make_mesh(sizes, devices)
+    # In the order of the processes, each of which holds the same parts among its devices that learn (`staging_mesh`).
+    shape = [sizes.get(axis, 1) for axis in mesh.axis_names]
+    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _group_share(config: Config, n: int) -> Config:

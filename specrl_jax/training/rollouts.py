@@ -23,7 +23,7 @@ from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.process_groups import group_copy, group_mesh
+from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import Partitioner
 
 # The target's cache, with the draft's beside it where there is one.
@@ -90,6 +90,11 @@ def make_prepare(
 
     if learner.mesh == partition.mesh:
         return program(shardings(partition))
+    if spans_processes(partition.mesh) and partition.mesh.devices.flat[0] not in learner.mesh.devices:
+        # Each process first gets its parts of the copy among its devices that learn.
+        made, staged = program(shardings(learner)), staging_mesh(learner.mesh, partition.mesh)
+        between = shardings(dataclasses.replace(partition, mesh=staged))
+        return lambda *parts: move_parts(jax.device_put(made(*parts), between), shardings(partition))
     if jax.process_count() > 1:
         # One program of all processes, after which each group has a whole copy among its own devices; the part for
         # devices that only generate is moved within the process.
