@@ -1,6 +1,5 @@
 """Runs of several processes on this machine: the numbers of one process, checkpoints, and processes that die."""
 
-import itertools
 import json
 import shutil
 import signal
@@ -30,6 +29,7 @@ from tests.helpers.cluster import (
     output,
     run,
     start,
+    started_run,
 )
 from tests.helpers.runs import ROOT, process_environment
 from tests.helpers.training import make_run
@@ -112,16 +112,6 @@ def test_one_process_goes_on_where_two_stopped(two, tmp_path):
     shutil.copytree(two[0], tmp_path, dirs_exist_ok=True)
     rows = run(tmp_path, 1, 8, *SMALL, f"--config.steps={STEPS + 1}")
     assert rows[:-1] == two[1] and rows[-1]["step"] == STEPS + 1
-
-
-def started_run(folder, *more):
-    """Start two processes and wait until they have done one step of very many."""
-    endless = ["--config.steps=100000", "--config.eval.every=0"]
-    found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, 4, folder)
-    for _ in itertools.takewhile(lambda _: "step 1/" not in output(folder), range(6000)):
-        assert all(process.poll() is None for process in found), output(folder)
-        time.sleep(0.1)
-    return found
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Run main.py as several processes of this machine, each with fake CPU devices of its own, and compare such runs."""
 
+import itertools
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -55,6 +57,16 @@ def start(arguments, processes, devices, logs, own=None):
             command = [sys.executable, "main.py", *arguments, *(own[i] if own else ())]
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT))
     return started
+
+
+def started_run(folder, *more, devices=4):
+    """Start two processes and wait until they have done one step of very many."""
+    endless = ["--config.steps=100000", "--config.eval.every=0"]
+    found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, devices, folder)
+    for _ in itertools.takewhile(lambda _: "step 1/" not in output(folder), range(6000)):
+        assert all(process.poll() is None for process in found), output(folder)
+        time.sleep(0.1)
+    return found
 
 
 def output(logs, i=0):
