@@ -1,10 +1,11 @@
 """Several processes in one run: each runs the same program, and one learner mesh spans the devices of all.
 
-Every process draws the same problems, then generates and scores its slice of them on its own devices, with its own copy
-of the rollout weights. `all_gather_objects` gives all rollouts to every process. What follows is one program on the
-global mesh, and host code that does the same everywhere. Programs of several processes must start in the same order
-everywhere, so only the thread that learns may call these functions. All processes write checkpoints; the first one
-writes the other files and the terminal. With one process every function here is the identity.
+Every process draws the same problems. Each, or each group of processes that hold one copy of the rollout weights
+(process_groups.py), generates its share of them; each scores its own. `all_gather_objects` gives all rollouts to every
+process. What follows is one program on the global mesh, and host code that does the same everywhere. Programs of
+several processes must start in the same order everywhere, so only the thread that learns may call these functions. All
+processes write checkpoints; the first one writes the other files and the terminal. With one process every function here
+is the identity.
 
 Before there are devices, processes compare small texts through the coordinator (`exchange`).
 """
@@ -25,7 +26,7 @@ import numpy as np
 from jax._src import clusters
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specrl_jax.core import Tree
 from specrl_jax.errors import InputError, RunFailed, Stopped, fail
@@ -41,8 +42,6 @@ HEARTBEAT_SECONDS = 30
 LEAVE_SECONDS = 120
 # How often a process looks whether another one was asked to stop.
 LOOK_SECONDS = 1.0
-# Mesh axes that split rollout weights: each process needs all of such an axis.
-LOCAL_AXES = ("expert", "tensor")
 # For processes on one machine, or where no cluster manager tells.
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # The interface on which the first process listens, where it is not that of the coordinator's address.
@@ -202,12 +201,6 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
-def process_slice(count: int) -> slice:
-    """Return this process's slice of `count` things; the slices of all processes, in their order, cover them once."""
-    i, n = jax.process_index(), jax.process_count()
-    return slice(count * i // n, count * (i + 1) // n)
-
-
 def all_gather_objects(kind: type[T], value: T) -> list[T]:
     """Return the `value` of every process, in their order. All must call it together.
 
@@ -216,10 +209,10 @@ def all_gather_objects(kind: type[T], value: T) -> list[T]:
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(to_bytes(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)]))[:, 0]
+    sizes = _all_gather(np.array([len(data)], np.int32))[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded)
+    rows = _all_gather(padded)
     return [from_bytes(kind, row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
 
@@ -242,7 +235,24 @@ def any_process(flag: bool) -> bool:
     """Return whether `flag` is set in any process. All must call it together."""
     if jax.process_count() == 1:
         return flag
-    return bool(multihost_utils.process_allgather(np.array([flag])).any())
+    return bool(_all_gather(np.array([flag])).any())
+
+
+def _all_gather(x: np.ndarray) -> np.ndarray:
+    """Return the `x` of every process, of one shape, in their order; through the first device of each, which learns.
+
+    Those that only generate may be running programs of several processes, in another order.
+    """
+    devices = np.array([jax.local_devices(process_index=i)[0] for i in range(jax.process_count())])
+    mesh = Mesh(devices, ("process",))
+    by_process, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("process",), ()))
+    own = jax.device_put(x[None], jax.local_devices()[0])
+    rows = jax.make_array_from_single_device_arrays((len(devices), *x.shape), by_process, [own])
+    return np.asarray(jax.jit(_identity, out_shardings=whole)(rows))
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
 
 
 def together(work: Callable[[], T]) -> T:
@@ -274,33 +284,3 @@ def global_arrays(tree: Tree, sharding: NamedSharding) -> Tree:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(lambda x: place(np.asarray(x)), tree)
-
-
-def local_mesh(mesh: Mesh, local_axes: tuple[str, ...]) -> Mesh:
-    """Return the part of a global mesh on this process's devices, with all of each of `local_axes`.
-
-    Raises InputError where that is no such part: those axes would need more devices than one process has.
-    """
-    if jax.process_count() == 1:
-        return mesh
-    mine = np.vectorize(lambda device: device.process_index)(mesh.devices) == jax.process_index()
-    places = [np.flatnonzero(mine.any(axis=tuple(np.delete(np.arange(mine.ndim), i)))) for i in range(mine.ndim)]
-    devices = mesh.devices[np.ix_(*places)]
-    for axis in local_axes:
-        i = mesh.axis_names.index(axis)
-        if devices.shape[i] != mesh.devices.shape[i] or devices.size != mine.sum():
-            raise InputError(
-                f"mesh.{axis}={mesh.shape[axis]}: rollouts read it within a process, which has "
-                f"{jax.local_device_count()} devices"
-            )
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def local_copy(tree: Tree, shardings: object) -> Tree:
-    """View arrays that every process holds whole as arrays of this process's devices alone; nothing is moved."""
-
-    def local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        parts = [shard.data for shard in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-
-    return jax.tree.map(local, tree, shardings)

@@ -1,6 +1,5 @@
 """Runs of several processes on this machine: the numbers of one process, checkpoints, and processes that die."""
 
-import itertools
 import json
 import shutil
 import signal
@@ -19,53 +18,27 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.initial import abstract_run_state
 from specrl_jax.training.resume import open_checkpoints
-from tests.helpers.cluster import output, start
+from tests.helpers.cluster import (
+    AHEAD,
+    ASYNC,
+    RUN,
+    SMALL,
+    STEPS,
+    assert_equal_but_for_rounding,
+    compared,
+    output,
+    run,
+    start,
+    started_run,
+)
 from tests.helpers.runs import ROOT, process_environment
 from tests.helpers.training import make_run
-
-RUN = ["--config", "configs/rlzero_tiny.py:smoke", "--config.draft.adaptive=False", "--config.draft.compare_rounds=0"]
-RUN += ["--config.reward.name=tests.helpers.rewards:length", "--config.optimizer.learning_rate=1e-3"]
-# Tokens that do not depend on rounding, two updates a step, a draft that learns.
-RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--config.checkpoint.every=2"]
-# Little to compile.
-RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
-SMALL = ["--config.policy.preset=nano", "--config.draft.kind=mtp"]
-STEPS = 5
-ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
-AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
-# These depend on the clock and on memory, or are differences of numbers that are equal but for rounding.
-NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")
-
-
-def run(folder, count, devices, *more):
-    """Return the metrics rows of a run of `count` processes."""
-    started = start([*RUN, "--workdir", str(folder), f"--config.steps={STEPS}", *more], count, devices, folder)
-    try:
-        assert [process.wait(timeout=600) for process in started] == [0] * count, output(folder)
-    finally:
-        for process in started:
-            process.kill()
-    return read_metrics(str(folder))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     return folder, run(folder, 2, 4, *SMALL)
-
-
-def compared(rows, others):
-    """Yield (step, metric, value, other value) of all that should be equal."""
-    for row, other in zip(rows, others, strict=True):
-        assert row.keys() == other.keys()
-        yield from ((row["step"], key, row[key], other[key]) for key in row if not key.startswith(NOT_EQUAL))
-
-
-def assert_equal_but_for_rounding(rows, others):
-    """To 1e-6 of their size, or of 1: losses are differences of terms of that size."""
-    for step, key, value, expected in compared(rows, others):
-        allowed = 1e-6 * max(abs(expected), 1)
-        assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)
 
 
 def test_two_processes_learn_what_one_does(two, tmp_path):
@@ -141,16 +114,6 @@ def test_one_process_goes_on_where_two_stopped(two, tmp_path):
     assert rows[:-1] == two[1] and rows[-1]["step"] == STEPS + 1
 
 
-def started_run(folder, *more):
-    """Start two processes and wait until they have done one step of very many."""
-    endless = ["--config.steps=100000", "--config.eval.every=0"]
-    found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, 4, folder)
-    for _ in itertools.takewhile(lambda _: "step 1/" not in output(folder), range(6000)):
-        assert all(process.poll() is None for process in found), output(folder)
-        time.sleep(0.1)
-    return found
-
-
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_within_a_minute(tmp_path):
     """Also while a thread generates beside the learner."""
@@ -175,8 +138,7 @@ def test_a_signal_to_one_saves_and_ends_all(tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("rollout.num_slots=15", "rollout.num_slots=15 must divide by the 2 processes"),
-        ("mesh.tensor=8", "mesh.tensor=8: rollouts read it within a process, which has 4 devices"),
+        ("rollout.num_slots=15", "rollout.num_slots=15 must divide by the 2 copies of several processes"),
         ("pipeline.rollout_devices=4", "pipeline.rollout_devices=4: of the 4 devices present one must learn"),
         (
             " ".join((*ASYNC, "pipeline.lag=0", "grpo.sampling_rounds=2")),
@@ -264,7 +226,7 @@ def test_a_missing_number_of_processes_is_said_in_one_line(monkeypatch):
 
 
 def test_a_single_process_has_everything():
-    assert distributed.process_slice(7) == slice(0, 7) and distributed.all_gather_objects(str, "x") == ["x"]
+    assert distributed.all_gather_objects(str, "x") == ["x"]
     assert distributed.is_first_process()
     assert distributed.any_process(True) and not distributed.any_process(False)
 
@@ -288,13 +250,3 @@ def test_what_processes_exchange_arrives_bit_for_bit():
 def test_what_could_run_code_is_not_exchanged(value):
     with pytest.raises((TypeError, ValueError), match=r"cannot pack|Object arrays cannot be saved"):
         distributed.to_bytes(value)
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_slices_of_all_processes_are_the_whole(count, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: count)
-    found = []
-    for i in range(count):
-        monkeypatch.setattr(jax, "process_index", lambda i=i: i)
-        found += list(range(10))[distributed.process_slice(10)]
-    assert found == list(range(10))

@@ -13,6 +13,7 @@ ORDER += [
     "rl",
     "rewards",
     "data",
+    "process_groups",
     "distributed",
     "sharding",
     "serialize",

@@ -177,10 +177,10 @@ def _pipeline(config: Config) -> None:
         for key, value in (("tensor", p.tensor), ("expert", p.expert)):
             if value != 1:
                 raise InputError(f"pipeline.{key}={value} splits pipeline.rollout_devices, which is 0")
-    if p.rollout_devices % (p.tensor * p.expert):
+    if p.rollout_devices % (split := p.tensor * p.expert) and split % p.rollout_devices:
         raise InputError(
             f"pipeline.rollout_devices={p.rollout_devices} must divide by pipeline.tensor={p.tensor} x "
-            f"pipeline.expert={p.expert}"
+            f"pipeline.expert={p.expert}, or that by it: the copy then takes those of several processes"
         )
 
 

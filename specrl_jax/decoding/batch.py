@@ -82,7 +82,7 @@ class ActiveBatch(Generic[Params, Cache]):
     @property
     def live(self) -> float:
         """Tokens that a running row holds, on average."""
-        return float(np.asarray(self.slots.length)[self.scheduler.owner != FREE].mean())
+        return float(self._fetch(self.slots.length)[self.scheduler.owner != FREE].mean())
 
     def prepare(self) -> bool:
         """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
@@ -107,7 +107,7 @@ class ActiveBatch(Generic[Params, Cache]):
         while left:
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
             self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
-            found = jax.device_get(found)
+            found = self._fetch(found)
             self._free, left = np.asarray(found.free), bool(found.left)
             self._collect_mask()
             self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
@@ -117,7 +117,10 @@ class ActiveBatch(Generic[Params, Cache]):
         self.reverify_seconds += time.perf_counter() - start
 
     def _count_free(self) -> np.ndarray:
-        return jax.device_get(self.slots.pool.count)
+        return self._fetch(self.slots.pool.count)
+
+    def _fetch(self, tree: object) -> Any:
+        return self._engine.compiled.fetch(tree)
 
     def _make_room(self) -> None:
         """Park the youngest rows of shards whose next iteration might lack pages, until it has them."""
@@ -131,9 +134,9 @@ class ActiveBatch(Generic[Params, Cache]):
     def _park(self, row: int) -> None:
         """Copy a row to the host and free its pages."""
         number, call = np.int32(row), self._call
-        values = jax.device_get(call("read_row", number))
+        values = self._fetch(call("read_row", number))
         columns = first_columns(int(values.held.count))
-        pages = [jax.device_get(call("read_pages", number, first)) for first in columns]
+        pages = [self._fetch(call("read_pages", number, first)) for first in columns]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
         self._times_parked[self._parked[-1].request] += 1
@@ -170,7 +173,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
         k, config = choice.k, self._engine.config
-        running, length = self.scheduler.owner != FREE, np.asarray(self.slots.length)
+        running, length = self.scheduler.owner != FREE, self._fetch(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
         # A draft itself processes the last k + 1 committed tokens.
@@ -199,7 +202,7 @@ class ActiveBatch(Generic[Params, Cache]):
         start = time.perf_counter()
         inputs = chunk_inputs(self._seed, iterations, self._engine.config.shards, self._stop_at_rows(), sync_cache)
         self.slots, statistics = self._engine.compiled.decode(self._params, self.slots, k, inputs)
-        statistics = jax.device_get(statistics)
+        statistics = self._fetch(statistics)
         return statistics, time.perf_counter() - start
 
     def _stop_at_rows(self) -> np.ndarray:
@@ -217,7 +220,7 @@ class ActiveBatch(Generic[Params, Cache]):
         """Copy the ids that the chunk recorded to the host."""
         if self.slots.mask is None:
             return
-        ids, used = jax.device_get((self.slots.mask.ids, self.slots.mask.used))
+        ids, used = self._fetch((self.slots.mask.ids, self.slots.mask.used))
         for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
             self._mask_ids[self.scheduler.owner[row]].append(ids[row, : used[row]].copy())
 
@@ -230,7 +233,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
         on_device = {name: getattr(self.slots, name) for name in _COLLECTED} | self._options_of(self.slots)
-        found = jax.device_get(on_device)
+        found = self._fetch(on_device)
         self._store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
 
     def _options_of(self, slots: Slots) -> dict[str, jax.Array]:
@@ -254,7 +257,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def _lengths(self) -> dict[int, int]:
         """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
         found = dict.fromkeys(np.flatnonzero(~self._finished).tolist(), 0)
-        length = np.asarray(self.slots.length)
+        length = self._fetch(self.slots.length)
         found |= {int(self.scheduler.owner[row]): int(length[row]) for row in self._running_rows()}
         return found | {parked.request: int(parked.row.length) for parked in self._parked}
 
@@ -311,7 +314,7 @@ class ActiveBatch(Generic[Params, Cache]):
             if request >= asked and length > prompt:
                 found[int(self.scheduler.ids(np.array(request)))] = np.array(tokens[prompt:length], np.int32)
 
-        tokens, prompts, lengths = jax.device_get((self.slots.tokens, self.slots.prompt_length, self.slots.length))
+        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
         for row in np.flatnonzero(self.scheduler.owner != FREE):
             add(int(self.scheduler.owner[row]), tokens[row], prompts[row], lengths[row])
         for parked in self._parked:

@@ -21,6 +21,7 @@ from typing import Any, Generic, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
@@ -71,6 +72,8 @@ class CompiledFunctions(Generic[Params, Cache]):
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
+        self._whole = _whole(shardings)
+        self._gather = jax.jit(lambda tree: tree, out_shardings=self._whole)
 
     def all(self) -> list[Program]:
         """Return every program of this engine."""
@@ -149,6 +152,13 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Call one of PARKING; those that return slots are given them donated."""
         return self.get(Program(name, slots.done.shape[0]), params)(slots, *rest)
 
+    def fetch(self, tree: object) -> Any:
+        """Return arrays on the host, whole in every process of the engine; all of them call it together."""
+        parts = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        if not all(x.is_fully_addressable or x.is_fully_replicated for x in parts):
+            tree = self._gather(tree)
+        return jax.device_get(tree)
+
     def lower(self, program: Program, params: Params) -> jax.stages.Lowered:
         """Lower one program; ShapeDtypeStructs with shardings are enough as `params`."""
         function, arguments = self.describe(program, params)
@@ -185,7 +195,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             return self._describe_parking(program)
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
         chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
-        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, None))
+        jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, self._whole))
         inputs = jax.eval_shape(lambda: chunk_inputs(0, 0, config.shards))
         return jitted, (params, self._abstract(program.size)[0], inputs)
 
@@ -213,6 +223,12 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         # Shardings may be a prefix of the tree.
         return jax.tree.map(place, self._shardings, slots), jax.tree.map(place, self._prompt_shardings, prompts)
+
+
+def _whole(shardings: Slots) -> NamedSharding | None:
+    """Return the sharding of arrays that each device has whole; None where there is no mesh."""
+    sharding: object = jax.tree.leaves(shardings)[0]
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 
 def abstract_prefill_batch(config: EngineConfig) -> PrefillBatch:

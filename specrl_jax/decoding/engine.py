@@ -23,11 +23,22 @@ from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
-from specrl_jax.errors import InputError
+from specrl_jax.errors import InputError, Stopped
 
 # Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
 # minimum counts: disturbances only add time, and matter where iterations are short.
 CALIBRATED_ITERATIONS, CALIBRATED_ROUNDS, CALIBRATED_SECONDS = 4, 5, 0.5
+
+
+class Agree(Protocol):
+    """What this process found -> what the first of the processes found that run an engine in lock-step."""
+
+    def __call__(self, *values: int) -> tuple[int, ...]: ...
+
+
+def alone(*values: int) -> tuple[int, ...]:
+    """Agree as one process does."""
+    return values
 
 
 class DraftLengthPolicy(Protocol):
@@ -75,6 +86,7 @@ class Engine(Generic[Params, Cache]):
     pad_id: int
     draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
+    agree: Agree = alone
 
     def controller(self, lengths: Sequence[int] = ()) -> Controller:
         """Return a new controller of this engine's draft lengths, or of some of them."""
@@ -101,7 +113,8 @@ class Engine(Generic[Params, Cache]):
 
         Args:
           on_progress: called before and after each chunk with (finished rollouts, all rollouts). What it
-            raises, such as Stopped, ends the call and drops its rollouts.
+            raises, such as Stopped, ends the call and drops its rollouts; of several processes the first one's Stopped
+            ends the call in all.
           lengths: chooses the draft length of every chunk; None: always `draft_length`.
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
@@ -116,6 +129,7 @@ class Engine(Generic[Params, Cache]):
         lengths, samples = lengths or FixedLength(self.draft_length), samples + self.config.greedy
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
+        on_progress = self.agreed(on_progress)
         c: Continuation[Params] = continuation or Continuation()
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
@@ -155,16 +169,32 @@ class Engine(Generic[Params, Cache]):
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
-        while not until() and (runs := batch.prepare()):
+        while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
         lookahead.texts |= batch.begun()
         return not runs
+
+    def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""
+
+        def agreed(done: int, total: int) -> None:
+            stopped: Stopped | None = None
+            try:
+                on_progress(done, total)
+            except Stopped as error:
+                stopped = error
+            if self.agree(stopped is not None)[0]:
+                raise stopped or Stopped
+
+        return agreed
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
         """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
         if not batch.scheduler.running:  # all that ran was verified to its end
             return
-        chunk, counted = batch.decode(lengths.choose(batch.size, batch.scheduler.running, batch.live))
+        k, iterations = lengths.choose(batch.size, batch.scheduler.running, batch.live)
+        k, iterations = self.agree(k, iterations or 0)
+        chunk, counted = batch.decode(Choice(k, iterations or None))
         if chunk.iterations:
             lengths.observe(chunk, np.asarray(counted.accepted))
         if counted.replayed is not None:
@@ -192,7 +222,7 @@ class Engine(Generic[Params, Cache]):
             timed: dict[int, list[DecodeChunk]] = {k: [] for k in unmeasured}
             spent = 0.0
             for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted
-                if i > 1 and spent > CALIBRATED_SECONDS:
+                if i > 1 and self.agree(spent > CALIBRATED_SECONDS)[0]:
                     break
                 # All lengths in each round: other load on the machine then slows them alike.
                 for k, iterations in itertools.product(unmeasured, (1, CALIBRATED_ITERATIONS) if i else (1,)):
@@ -256,6 +286,7 @@ def make_engine(
     shardings: Slots,
     prompt_shardings: Prompts,
     lengths: tuple[int, ...] | None = None,
+    agree: Agree = alone,
 ) -> Engine[Params, Cache]:
     """Return an engine; its functions are compiled at first use, or all at once by `compiled.compile_all`.
 
@@ -263,7 +294,8 @@ def make_engine(
       shardings: of the slots, which are donated from chunk to chunk.
       prompt_shardings: of one prefilled prompt.
       lengths: draft lengths that a call may choose from; None: the drafter's longest only.
+      agree: of the processes that run it in lock-step.
     """
     longest = functions.drafter.length
     compiled = CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings)
-    return Engine(config, functions.eos_ids, functions.pad_id, longest, compiled)
+    return Engine(config, functions.eos_ids, functions.pad_id, longest, compiled, agree)

@@ -90,6 +90,11 @@ class Rollouts:
         ids = np.concatenate([masks[row] for row in np.arange(len(masks))[rows]] or [self.mask_ids[:0]])
         return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW}, mask_ids=ids)
 
+    def of_prompts(self, prompts: slice) -> Self:
+        """Return the rollouts of some prompts, which `prompt_index` then counts."""
+        part = self.take(np.flatnonzero((self.prompt_index >= prompts.start) & (self.prompt_index < prompts.stop)))
+        return dataclasses.replace(part, prompt_index=part.prompt_index - prompts.start)
+
     def in_response(self) -> np.ndarray:
         """Return [R, S] bool: the columns of the responses."""
         columns = np.arange(self.tokens.shape[1])

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from specrl_jax import distributed
 from specrl_jax.config import GRPOConfig
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.process_groups import ProcessGroups
 from specrl_jax.training.dynamic_sampling import first_id
 
 
@@ -58,10 +58,16 @@ class Upcoming:
 
 
 class Begun:
-    """What this process has drawn of later steps."""
+    """What this process's group has drawn of later steps."""
 
     def __init__(
-        self, upcoming: Upcoming, encode: Callable[[str], list[int]], grpo: GRPOConfig, lag: int, last: int
+        self,
+        upcoming: Upcoming,
+        encode: Callable[[str], list[int]],
+        grpo: GRPOConfig,
+        lag: int,
+        last: int,
+        groups: ProcessGroups,
     ) -> None:
         """
         Args:
@@ -70,7 +76,7 @@ class Begun:
           last: the run's last step.
         """
         self._upcoming, self._encode, self._grpo = upcoming, encode, grpo
-        self._lag, self._last = lag, last
+        self._lag, self._last, self._groups = lag, last, groups
         self.texts: dict[int, np.ndarray] = {}  # rollout id -> response
 
     def after(self, step: int) -> Lookahead:
@@ -78,7 +84,7 @@ class Begun:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
         prompts, ids = list[list[int]](), [np.zeros(0, np.int64)]
         for ahead, problems in zip(steps, self._upcoming.ahead(len(steps)), strict=True):
-            own, G = distributed.process_slice(len(problems)), self._grpo.group_size
+            own, G = self._groups.share(len(problems)).group, self._grpo.group_size
             prompts += [self._encode(problem.prompt) for problem in problems[own]]
             first = first_id(self._grpo, ahead, 0) + own.start * G
             ids.append(first + np.arange((own.stop - own.start) * G))

@@ -46,6 +46,7 @@ from specrl_jax.learner.programs import Programs
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
+from specrl_jax.process_groups import Agreement
 from specrl_jax.rewards.messages import Row
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.rl.objectives import Objective
@@ -154,6 +155,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     """
     config, partition = plan.config, plan.rollout_partition
     tokenizer = tokenizer or find_tokenizer(config, plan.model.vocab)
+    agree = Agreement(plan.groups.own)  # one engine runs at a time
     inference = InferenceConfig(
         sampling=training_sampling(config),
         limits=plan.limits,
@@ -170,7 +172,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         )
         drafter = plan.draft_method.make_drafter(sizes)
         lengths = lengths or draft_lengths(drafter.length, adaptive)
-        return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths)
+        return make_rollout_engine(plan.model, plan.draft, drafter, inference, tokenizer, partition, lengths, agree)
 
     # Evaluation is short: the longest drafts or none, so its programs are few.
     training = engine(inference, config.draft.adaptive, lengths)
@@ -194,7 +196,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         engine=training,
         eval_engine=training if evaluation == inference else engine(evaluation, adaptive=False),
         greedy_engine=engine(greedy, adaptive=False),
-        plain_engine=make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition),
+        plain_engine=make_rollout_engine(plan.model, None, NO_DRAFTER, plain, tokenizer, partition, agree=agree),
     )
 
 

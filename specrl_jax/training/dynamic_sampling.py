@@ -146,15 +146,16 @@ class _Generated(NamedTuple):
     scores: Scores
 
 
-def gather_scored(rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores]:
-    """Return the rollouts and scores of every process, in their order; the chunk timings are this process's."""
-    parts = all_gather_objects(_Generated, _Generated(rollouts, scores))
+def gather_scored(rollouts: Rollouts, scores: Scores, order: Sequence[int]) -> tuple[Rollouts, Scores]:
+    """Return the rollouts and scores of every process, the processes in `order`; the chunk timings are this one's."""
+    gathered = all_gather_objects(_Generated, _Generated(rollouts, scores))
+    parts = [gathered[i] for i in order]
     together = concatenate([part.rollouts for part in parts])
     return dataclasses.replace(together, chunks=rollouts.chunks), merge_scores([part.scores for part in parts])
 
 
-def gather_round(own: ScoredRollouts) -> ScoredRollouts:
-    """Return one round of all processes from this one's share of it. Collective: every process must call it."""
-    rewards = np.concatenate(all_gather_objects(np.ndarray, own.rewards))
-    rollouts, scores = gather_scored(own.rollouts, own.scores)
-    return ScoredRollouts(rollouts, own.problems, scores, rewards)
+def gather_round(own: ScoredRollouts, order: Sequence[int]) -> ScoredRollouts:
+    """Return one round of all processes, in `order`, from this one's part of it. Collective."""
+    rewards = all_gather_objects(np.ndarray, own.rewards)
+    rollouts, scores = gather_scored(own.rollouts, own.scores, order)
+    return ScoredRollouts(rollouts, own.problems, scores, np.concatenate([rewards[i] for i in order]))

@@ -99,21 +99,25 @@ def evaluate(
     Raises:
       NotScored: the reward of every response failed.
     """
-    own = distributed.process_slice(len(problems))
-    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[own]]
-    noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, own.start * samples
+    groups = rollout.plan.groups
+    share = groups.share(len(problems))
+    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[share.group]]
+    noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, share.group.start * samples
 
     def generate() -> list[tuple[Rollouts, Scores]]:
         found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths)
+        found = found.of_prompts(share.within)
         count, place = len(found.length), np.arange(len(found.length)) % (samples + engine.config.greedy)
         parts = [found.take(rows) for rows in (place < samples, place == samples) if rows.any()]
 
         def waiting() -> None:
             on_progress(count, count)
 
-        return [(part, score_rollouts(part, problems[own], rollout.tokenizer, scorer, waiting)) for part in parts]
+        own = problems[share.own]
+        return [(part, score_rollouts(part, own, rollout.tokenizer, scorer, waiting)) for part in parts]
 
-    (rollouts, scores), *greedy = [gather_scored(*part) for part in distributed.together(generate)]
+    gathered = [gather_scored(*part, groups.order) for part in distributed.together(generate)]
+    (rollouts, scores), *greedy = gathered
     scores.require_some("evaluation")
     return Evaluation(problems, samples, scores, rollouts, float(greedy[0][1].correct.mean()) if greedy else None)
 

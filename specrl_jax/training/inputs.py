@@ -13,7 +13,7 @@ from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import Messages, Tokenizer
-from specrl_jax.distributed import exchange, refused_together
+from specrl_jax.distributed import agree, exchange, refused_together
 from specrl_jax.errors import Mistakes
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.rewards.scorer import Scorer
@@ -85,6 +85,9 @@ def open_inputs(config: Config, workdir: str, train: bool = True, rewards: bool 
     with contextlib.ExitStack() as ending:
         with refused_together():
             found = _find(config, shared[0][0], min(memory for _, memory in shared), train, rewards, ending)
+        if any(len(group) > 1 for group in found.plan.groups.groups):
+            # One engine of several processes has one number of pages, whatever memory each of them found.
+            agree({"rollout.cache_gb, in pages": [found.plan.limits.pages, found.plan.eval_limits.pages]})
         yield found
 
 

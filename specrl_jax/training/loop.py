@@ -21,10 +21,11 @@ from specrl_jax.io.wandb import WandbRun
 from specrl_jax.rewards.messages import NotScored
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
+from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
-from specrl_jax.training.pipeline import Devices, Pipeline, make_pipeline, with_rollouts
+from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
 from specrl_jax.training.problems import Problems
 from specrl_jax.training.resume import open_checkpoints, saved_part, start_run
 from specrl_jax.training.saving import DueSaves, save_good
@@ -74,6 +75,7 @@ def training_steps(
         except OSError as error:
             raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {run.checkpoints.kept()}") from None
         finally:
+            ending.close()  # before what all devices take part in
             run.close()
 
 
@@ -227,7 +229,8 @@ class _Run:
         if self.unfinished:
             host = host._replace(values=host.values | {"unfinished": self.unfinished})
         state = saved_part(self.state, self.config)
-        return save_good(self.checkpoints, self.step, state, host, self.monitor.skipping, accuracy)
+        with self.devices:  # all devices take part when processes wait for each other here
+            return save_good(self.checkpoints, self.step, state, host, self.monitor.skipping, accuracy)
 
     def save_stopped(self) -> str:
         """Save the last step after a signal; return what the user is told."""

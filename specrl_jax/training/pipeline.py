@@ -10,6 +10,7 @@ So the rollouts of steps t + 1 .. t + lag need nothing from after step t - 1. A 
 resumed run takes them instead of drawing them from its newer policy, and ends bit-equal to one without interruption.
 """
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +24,12 @@ from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
+from specrl_jax.process_groups import ALONE, Agreement, ProcessGroups
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.serialize import Packed, unpack
 from specrl_jax.training.begun import Begun, Upcoming
 from specrl_jax.training.build import Rollout
+from specrl_jax.training.devices import Devices
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
     gather_round,
@@ -53,22 +56,13 @@ class Published(NamedTuple):
     observed: int  # steps that Speculation had observed
 
 
-class Devices:
-    """A lock on the rollout devices whose holder sees that another waits for them."""
+class _Turn(enum.IntEnum):
+    """What the rollout devices do next."""
 
-    def __init__(self) -> None:
-        self._lock, self._counting = threading.Lock(), threading.Lock()
-        self.waiting = 0
-
-    def __enter__(self) -> None:
-        with self._counting:
-            self.waiting += 1
-        self._lock.acquire()
-        with self._counting:
-            self.waiting -= 1
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    CLOSE = 0
+    LEND = 1  # to an evaluation
+    GENERATE = 2
+    BEGIN = 3
 
 
 # draws the problems of one round
@@ -135,12 +129,16 @@ class Sync:
 class Async:
     """Generates in a thread, ahead by at most `lag` steps. Its failure is raised where its rollouts are asked for.
 
+    The thread decides what the rollout devices do next (`_Turn`): in several processes that hold one copy of the
+    weights that of the first one, since all must start the same programs in the same order.
+
     Args:
       first: the first step to take; its weights are the oldest available.
       last: the last step to generate for.
-      devices: held while rollouts are generated, so that an evaluation may wait for its turn.
+      devices: held by the thread, which lends them to evaluations.
       restored: the rollouts of steps first, first + 1 ... of all processes, from a checkpoint.
       begin: called while the weights of the next step are not there, to begin its rollouts under those before them.
+      groups: of the processes.
     """
 
     def __init__(
@@ -153,14 +151,16 @@ class Async:
         devices: Devices,
         restored: Sequence[RolloutBatch] = (),
         begin: Begin | None = None,
+        groups: ProcessGroups = ALONE,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
+        self._groups, self._agree = groups, Agreement(groups.own)
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
         self._error: BaseException | None = None
         self._closed = False
-        self._changed = threading.Condition()  # guards the four above
+        self._changed = devices.changed  # guards the four above
         self._gathered = dict(enumerate(restored, start=first))  # of all processes; the learner's thread only
         self._thread = threading.Thread(target=self._run, args=(first + len(restored),), name="rollouts", daemon=True)
         self._thread.start()
@@ -202,7 +202,7 @@ class Async:
         """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
         if step not in self._gathered:
             own = distributed.together(lambda: self._own(step))
-            self._gathered[step] = own._replace(rounds=[gather_round(part) for part in own.rounds])
+            self._gathered[step] = own._replace(rounds=[gather_round(part, self._groups.order) for part in own.rounds])
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -216,58 +216,68 @@ class Async:
 
     def _run(self, first: int) -> None:
         try:
-            for step in range(first, self._last + 1):
-                if self._begin is not None:
-                    self._begin_early(step, self._begin)
-                start = time.perf_counter()
-                policy = self._policy(max(step - self._lag, self._first))
-                idle = time.perf_counter() - start
-                with self._devices:
-                    start = time.perf_counter()
-                    problems = self._draw()
-                    data = time.perf_counter() - start
-                    batch = self._generate(step, problems, policy)
-                del policy
-                with self._changed:
-                    self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
-                    self._changed.notify_all()
-        except _Closed:
-            return
+            with self._devices:
+                for step in range(first, self._last + 1):
+                    if not self._run_step(step):
+                        return
         except BaseException as error:  # raised in the learner's thread
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _begin_early(self, step: int, begin: Begin) -> None:
-        """Begin the rollouts of a step under the weights at hand, until its own are there."""
+    def _run_step(self, step: int) -> bool:
+        """Generate the rollouts of a step once its policy is there; return False where the pipeline was closed."""
+        wanted, idle = max(step - self._lag, self._first), 0.0
+        # Under the weights at hand; before the first step there are none.
+        begin = self._begin if step > self._first else None
+        while True:
+            start = time.perf_counter()
+            turn = self._turn(wanted, begin is not None)
+            if turn == _Turn.CLOSE:
+                return False
+            if turn == _Turn.LEND:
+                self._devices.lend()
+            if turn == _Turn.BEGIN and begin is not None and self._begin_early(step, begin):
+                begin = None  # all are finished
+            if turn != _Turn.BEGIN:
+                idle += time.perf_counter() - start
+            if turn == _Turn.GENERATE:
+                break
+        policy, start = self._policy(wanted), time.perf_counter()
+        problems = self._draw()
+        data = time.perf_counter() - start
+        batch = self._generate(step, problems, policy)
+        with self._changed:
+            self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
+            self._changed.notify_all()
+        return True
 
-        def until() -> bool:
-            return self._closed or step in self._published
+    def _turn(self, wanted: int, begins: bool) -> int:
+        """Return what is next: at once where rollouts can begin early, else as soon as it is anything else."""
+
+        def found() -> _Turn:
+            if self._closed or self._devices.waiting:
+                return _Turn.CLOSE if self._closed else _Turn.LEND
+            return _Turn.GENERATE if wanted in self._published else _Turn.BEGIN
 
         with self._changed:
-            policy = next(iter(self._published.values()), None)
-        finished = policy is None  # nothing is at hand before the first step
-        while not finished and not until():
-            assert policy is not None
-            if self._devices.waiting:  # an evaluation goes first
-                time.sleep(0.01)
-                continue
-            with self._devices:
-                finished = begin(step, policy, lambda: until() or self._devices.waiting > 0)
+            self._changed.wait_for(lambda: begins or found() != _Turn.BEGIN)
+            turn = found()
+        return self._agree(int(turn))[0]
+
+    def _begin_early(self, step: int, begin: Begin) -> bool:
+        """Begin the rollouts of a step under the weights at hand, until something else is next."""
+        with self._changed:
+            policy = next(iter(self._published.values()))
+        return begin(step, policy, lambda: self._closed or step in self._published or self._devices.waiting > 0)
 
     def _policy(self, step: int) -> Published:
         """Wait for the policy before `step`, and release older ones."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or step in self._published)
-            if self._closed:
-                raise _Closed
+            self._changed.wait_for(lambda: step in self._published)
             for old in [known for known in self._published if known < step]:
                 del self._published[old]
             return self._published[step]
-
-
-class _Closed(Exception):
-    pass
 
 
 def make_pipeline(
@@ -291,38 +301,45 @@ def make_pipeline(
     """
     config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
     synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
-    lag, last, grpo = config.pipeline.lag, config.steps, config.grpo
+    lag, last, grpo, groups = config.pipeline.lag, config.steps, config.grpo, rollout.plan.groups
     upcoming = Upcoming(stream, grpo.sampling_rounds if exact else 1)
-    begun = Begun(upcoming, tokenizer.encode, grpo, lag, last) if exact else None
+    begun = Begun(upcoming, tokenizer.encode, grpo, lag, last, groups) if exact else None
 
     def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
         lengths, history = speculation.as_of(policy.observed)
         later = begun.after(step) if begun else None
 
         def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-            own = distributed.process_slice(len(problems))
+            share = groups.share(len(problems))
             # A further round goes on with what the last one began of later steps.
             earlier = begun.texts | later.texts if begun and later else {}
             continuation: Continuation[Weights] = Continuation(policy.version, earlier, later)
 
             def generate_own() -> tuple[Rollouts, Scores]:
-                rollouts = rollout.engine.generate(
+                of_group = rollout.engine.generate(
                     policy.weights,
-                    [tokenizer.encode(problem.prompt) for problem in problems[own]],
+                    [tokenizer.encode(problem.prompt) for problem in problems[share.group]],
                     group_size,
                     config.rollout.seed,
-                    first_id + own.start * group_size,
+                    first_id + share.group.start * group_size,
                     on_progress,
                     lengths,
                     history,
                     continuation=continuation,
                 )
-                count = len(rollouts.length)
-                scores = score_rollouts(rollouts, problems[own], tokenizer, scorer, lambda: on_progress(count, count))
-                return rollouts, scores
+                rollouts, own, count = of_group.of_prompts(share.within), problems[share.own], len(of_group.length)
+
+                def waiting() -> None:
+                    # Processes of one copy that generate beside the learner end in the engine, all at one place.
+                    if synchronous or len(groups.own) == 1:
+                        on_progress(count, count)
+
+                return rollouts, score_rollouts(rollouts, own, tokenizer, scorer, waiting)
 
             # Beside the learner a process generates without the others, whose rollouts `take` gathers.
-            return gather_scored(*distributed.together(generate_own)) if synchronous else generate_own()
+            if synchronous:
+                return gather_scored(*distributed.together(generate_own), groups.order)
+            return generate_own()
 
         start = time.perf_counter()
         longest = config.rollout.max_response_tokens
@@ -343,7 +360,7 @@ def make_pipeline(
     if synchronous:
         return Sync(upcoming.take, generate_step)
     lag, early = (0, begin) if exact else (lag, None)
-    return Async(upcoming.take, generate_step, lag, first, last, devices, restored, early)
+    return Async(upcoming.take, generate_step, lag, first, last, devices, restored, early, groups)
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.

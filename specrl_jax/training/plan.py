@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from kernels_pallas.verify.sampling import most_kept
@@ -11,13 +12,13 @@ from specrl_jax.config.automatic import check_chosen
 from specrl_jax.config.validate import draft_options
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
-from specrl_jax.distributed import LOCAL_AXES, local_mesh
 from specrl_jax.drafts.base import DraftMethod, DraftModel
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
+from specrl_jax.process_groups import ProcessGroups, find_groups, group_mesh
 from specrl_jax.sharding import LEARNER, ROLLOUT, Partitioner, learner_devices, make_mesh, partitioner
 from specrl_jax.training.cache_size import most_pages, page_bytes, with_pages
 from specrl_jax.training.rollouts import check_cache_length
@@ -40,8 +41,9 @@ class Plan:
     model: qwen3.Qwen3Config  # the policy's
     draft_method: DraftMethod
     learner_partition: Partitioner
-    rollout_partition: Partitioner  # the learner's devices, or this process's own rollout devices
-    limits: EngineConfig  # of the training engine of this process
+    rollout_partition: Partitioner  # the learner's devices, or those that only generate, of this process's group
+    limits: EngineConfig  # of the training engine of this process's group
+    groups: ProcessGroups  # that hold one copy of the rollout weights each
     most_pages: int | None = None  # of a shard; None: no bound
     page_bytes: int = 0  # of one page on one device
 
@@ -69,11 +71,13 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     check_chosen(config)
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
-    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh), ROLLOUT)
-    limits = find_limits(_process_share(config), rollout.num_shards("batch"), method.uses_lookup_cache)
+    groups = _groups(config.pipeline, mesh)
+    learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
+    share = _group_share(config, len(groups.groups))
+    limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
     page = page_bytes(model, method.model, config.rollout, rollout)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
-    plan = Plan(config, model, method, learner, rollout, limits, most, page)
+    plan = Plan(config, model, method, learner, rollout, limits, groups, most, page)
     _check_processes(config)
     _check_length(plan)
     _check_vocabulary(plan)
@@ -166,22 +170,41 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
     )
 
 
-def _rollout_mesh(p: PipelineConfig, mesh: Mesh) -> Mesh:
-    """Return the learner's mesh, or one of the devices beside it. Raise InputError."""
+def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
+    """Return the processes of each copy of the rollout weights. Raise InputError."""
     if not p.rollout_devices:
-        return local_mesh(mesh, LOCAL_AXES)
-    local_mesh(mesh, LOCAL_AXES)  # what the weights pass through
-    split = p.tensor * p.expert
-    sizes = {"data": p.rollout_devices // split, "fsdp": 1, "expert": p.expert, "tensor": p.tensor}
-    return make_mesh(sizes, jax.local_devices()[-p.rollout_devices :])
+        return find_groups(mesh)
+    n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
+    size = max(1, split // each)
+    shown = f"pipeline.tensor={p.tensor} x pipeline.expert={p.expert}: a copy takes pipeline.rollout_devices={each}"
+    if n % size:
+        raise InputError(f"{shown} of {size} processes, which must divide the {n} there are")
+    learning = mesh.size // n
+    if size > 1 and learning % each:
+        raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
+    return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
 
 
-def _process_share(config: Config) -> Config:
-    """Return the config with the slots and prompts of one process. Raise InputError where they do not divide."""
-    n, rollout, grpo = jax.process_count(), config.rollout, config.grpo
-    for key, value in (("rollout.num_slots", rollout.num_slots), ("grpo.prompts_per_step", grpo.prompts_per_step)):
-        if value % n:
-            raise InputError(f"{key}={value} must divide by the {n} processes")
+def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
+    """Return the part of the learner's mesh that a group of processes has, or a mesh of its devices beside it."""
+    if not p.rollout_devices:
+        return group_mesh(mesh)
+    devices = [d for i in groups.own for d in jax.local_devices(process_index=i)[-p.rollout_devices :]]
+    sizes = {"data": len(devices) // (p.tensor * p.expert), "expert": p.expert, "tensor": p.tensor}
+    if len(groups.own) == 1:
+        return make_mesh(sizes, devices)
+    # In the order of the processes, each of which holds the same parts among its devices that learn (`staging_mesh`).
+    shape = [sizes.get(axis, 1) for axis in mesh.axis_names]
+    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _group_share(config: Config, n: int) -> Config:
+    """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
+    rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
+    if rollout.num_slots % n:
+        raise InputError(f"rollout.num_slots={rollout.num_slots} must divide by the {n} copies of several processes")
+    if grpo.prompts_per_step % processes:  # each scores its own
+        raise InputError(f"grpo.prompts_per_step={grpo.prompts_per_step} must divide by the {processes} processes")
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
     grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
     draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)
@@ -235,7 +258,7 @@ def _check_shards(plan: Plan) -> None:
     if plan.limits.num_slots % rollout.num_shards("batch"):
         raise InputError(f"rollout.num_slots={plan.limits.num_slots} must divide by {_shown_shards(rollout)}")
     if (budget := plan.config.draft.budget) and not plan.limits.budget:
-        shards = rollout.num_shards("batch") * jax.process_count()
+        shards = rollout.num_shards("batch") * len(plan.groups.groups)
         raise InputError(f"draft.budget={budget}: at least one draft for each of the {shards} shards of sequences")
 
 

@@ -12,18 +12,18 @@ from kernels_pallas.verify.op import SamplingMask, Verified, VerifyInputs, verif
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.drafters import Drafter
-from specrl_jax.decoding.engine import Engine, make_engine
+from specrl_jax.decoding.engine import Agree, Engine, alone, make_engine
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
-from specrl_jax.distributed import LOCAL_AXES, local_copy, local_mesh
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import Partitioner
 
 # The target's cache, with the draft's beside it where there is one.
@@ -90,12 +90,17 @@ def make_prepare(
 
     if learner.mesh == partition.mesh:
         return program(shardings(partition))
+    if spans_processes(partition.mesh) and partition.mesh.devices.flat[0] not in learner.mesh.devices:
+        # Each process first gets its parts of the copy among its devices that learn.
+        made, staged = program(shardings(learner)), staging_mesh(learner.mesh, partition.mesh)
+        between = shardings(dataclasses.replace(partition, mesh=staged))
+        return lambda *parts: move_parts(jax.device_put(made(*parts), between), shardings(partition))
     if jax.process_count() > 1:
-        # One program of all processes, after which each has a whole copy among its own devices; the part for devices
-        # that only generate is moved within the process.
+        # One program of all processes, after which each group has a whole copy among its own devices; the part for
+        # devices that only generate is moved within the process.
         everywhere = program(shardings(dataclasses.replace(partition, mesh=learner.mesh)))
-        own = shardings(dataclasses.replace(partition, mesh=local_mesh(learner.mesh, LOCAL_AXES)))
-        return lambda *parts: jax.device_put(local_copy(everywhere(*parts), own), shardings(partition))
+        own = shardings(dataclasses.replace(partition, mesh=group_mesh(learner.mesh)))
+        return lambda *parts: jax.device_put(group_copy(everywhere(*parts), own), shardings(partition))
     # Made where the parameters are, split as finely as they are, then moved.
     made = program(shardings(learner))
     return lambda *parts: jax.device_put(made(*parts), shardings(partition))
@@ -109,6 +114,7 @@ def make_rollout_engine(
     tokenizer: Tokenizer,
     partition: Partitioner,
     lengths: tuple[int, ...] | None = None,
+    agree: Agree = alone,
 ) -> Engine:
     """Build the engine of a policy for one sampling setting.
 
@@ -116,6 +122,7 @@ def make_rollout_engine(
       draft: the draft model, whose cache is kept beside the target's; None: no draft with weights.
       drafter: proposes tokens, from that model or by copying.
       lengths: draft lengths that a call may choose from; None: the drafter's own only.
+      agree: of the processes whose devices the partition has.
     Raises:
       InputError: the model has too few positions, or num_slots does not divide over the mesh.
     """
@@ -135,7 +142,7 @@ def make_rollout_engine(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
     )
-    return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths)
+    return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths, agree)
 
 
 @dataclasses.dataclass(frozen=True)

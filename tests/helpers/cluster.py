@@ -1,11 +1,40 @@
-"""Run main.py as several processes of this machine, each with fake CPU devices of its own."""
+"""Run main.py as several processes of this machine, each with fake CPU devices of its own, and compare such runs."""
 
+import itertools
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 
+import pytest
+
+from specrl_jax.io.metrics import read_metrics
 from tests.helpers.runs import ROOT, process_environment
+
+RUN = ["--config", "configs/rlzero_tiny.py:smoke", "--config.draft.adaptive=False", "--config.draft.compare_rounds=0"]
+RUN += ["--config.reward.name=tests.helpers.rewards:length", "--config.optimizer.learning_rate=1e-3"]
+# Tokens that do not depend on rounding, two updates a step, a draft that learns.
+RUN += ["--config.rollout.rule=coupled", "--config.grpo.minibatches=2", "--config.checkpoint.every=2"]
+# Little to compile.
+RUN += ["--config.draft.length=1", "--config.draft.ttt_steps=1", "--config.eval.problems=4"]
+SMALL = ["--config.policy.preset=nano", "--config.draft.kind=mtp"]
+STEPS = 5
+ASYNC = ("pipeline.mode=async", "pipeline.rollout_devices=2")
+AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.correction=token_truncate")]
+# These depend on the clock and on memory, or are differences of numbers that are equal but for rounding.
+NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")
+
+
+def run(folder, count, devices, *more):
+    """Return the metrics rows of a run of `count` processes."""
+    started = start([*RUN, "--workdir", str(folder), f"--config.steps={STEPS}", *more], count, devices, folder)
+    try:
+        assert [process.wait(timeout=600) for process in started] == [0] * count, output(folder)
+    finally:
+        for process in started:
+            process.kill()
+    return read_metrics(str(folder))
 
 
 def start(arguments, processes, devices, logs, own=None):
@@ -30,6 +59,30 @@ def start(arguments, processes, devices, logs, own=None):
     return started
 
 
+def started_run(folder, *more, devices=4):
+    """Start two processes and wait until they have done one step of very many."""
+    endless = ["--config.steps=100000", "--config.eval.every=0"]
+    found = start([*RUN, "--workdir", str(folder), *endless, *more], 2, devices, folder)
+    for _ in itertools.takewhile(lambda _: "step 1/" not in output(folder), range(6000)):
+        assert all(process.poll() is None for process in found), output(folder)
+        time.sleep(0.1)
+    return found
+
+
 def output(logs, i=0):
     """Return what process `i` has written so far."""
     return (pathlib.Path(logs) / f"output_{i}.log").read_text()
+
+
+def compared(rows, others):
+    """Yield (step, metric, value, other value) of all that should be equal."""
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        yield from ((row["step"], key, row[key], other[key]) for key in row if not key.startswith(NOT_EQUAL))
+
+
+def assert_equal_but_for_rounding(rows, others):
+    """To 1e-6 of their size, or of 1: losses are differences of terms of that size."""
+    for step, key, value, expected in compared(rows, others):
+        allowed = 1e-6 * max(abs(expected), 1)
+        assert value == pytest.approx(expected, rel=0, abs=allowed), (step, key)

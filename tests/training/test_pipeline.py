@@ -16,8 +16,9 @@ from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
+from specrl_jax.training.devices import Devices
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.pipeline import AHEAD, Async, Devices, RolloutBatch, Sync, with_rollouts, without_rollouts
+from specrl_jax.training.pipeline import AHEAD, Async, RolloutBatch, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.slow import slow_but

@@ -1,0 +1,34 @@
+"""Whose turn it is on the rollout devices: the thread that generates, or an evaluation."""
+
+import threading
+
+
+class Devices:
+    """The rollout devices, one thread's at a time. Who holds them sees that another waits, and may lend them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()  # also where a thread waits for other things than the devices
+        self.waiting = 0
+        self._held, self._loans = False, 0
+
+    def __enter__(self) -> None:
+        with self.changed:
+            self.waiting += 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._held)
+            self._held = True
+            self.waiting -= 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.changed:
+            self._held, self._loans = False, self._loans + 1
+            self.changed.notify_all()
+
+    def lend(self) -> None:
+        """Wait until another thread wants them, and until it has had them."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting)
+            self._held, before = False, self._loans
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._loans > before and not self._held)
+            self._held = True

@@ -1,0 +1,259 @@
+"""A copy of the rollout weights in several processes: which ones, what they agree on, and the tokens of one process."""
+
+import itertools
+import json
+import signal
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from specrl_jax import process_groups
+from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.process_groups import ALONE, Agreement, ProcessGroups, find_groups
+from specrl_jax.sharding import MESH_AXES
+from tests.helpers.cluster import (
+    AHEAD,
+    RUN,
+    SMALL,
+    assert_equal_but_for_rounding,
+    compared,
+    output,
+    run,
+    start,
+    started_run,
+)
+
+# ---- which processes
+
+
+def mesh_of(owners, **sizes):
+    """Return what `find_groups` reads of a mesh whose devices belong to these processes."""
+    shape = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+    devices = np.array([SimpleNamespace(process_index=i) for i in owners]).reshape(list(shape.values()))
+    return SimpleNamespace(devices=devices, axis_names=MESH_AXES, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("owners", "sizes", "groups"),
+    [
+        ([0, 0, 1, 1], {"fsdp": 2, "tensor": 2}, ((0,), (1,))),
+        ([0, 0, 1, 1], {"tensor": 4}, ((0, 1),)),
+        ([0, 0, 1, 1], {"expert": 2, "tensor": 2}, ((0, 1),)),
+        ([0, 0, 1, 1], {"tensor": 2, "sequence": 2}, ((0, 1),)),
+        ([0, 0, 1, 1], {"fsdp": 4}, ((0,), (1,))),
+        ([0, 1, 2, 3], {"fsdp": 2, "tensor": 2}, ((0, 1), (2, 3))),
+        ([0, 2, 1, 3], {"fsdp": 2, "tensor": 2}, ((0, 2), (1, 3))),
+        (
+            np.repeat(range(3), 4),
+            {"fsdp": 4, "tensor": 3},
+            ((0, 1, 2),),
+        ),  # rows of three devices cross processes of four
+        (
+            np.repeat(range(128), 4),
+            {"fsdp": 16, "expert": 8, "tensor": 4},
+            tuple(map(tuple, np.arange(128).reshape(16, 8))),
+        ),
+    ],
+)
+def test_processes_whose_devices_hold_whole_copies_are_a_group(owners, sizes, groups, monkeypatch):
+    """The last one is configs/rlzero_235b_a22b.py on 128 nodes of four GPUs."""
+    monkeypatch.setattr(jax, "process_count", lambda: max(owners) + 1)
+    assert find_groups(mesh_of(owners, **sizes)).groups == groups
+
+
+def test_one_process_is_a_group(monkeypatch):
+    assert find_groups(mesh_of([0, 0], tensor=2)) == ALONE and ALONE.share(7) == (slice(0, 7), slice(0, 7))
+
+
+def test_devices_that_lie_in_no_groups_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(InputError, match=r"mesh\.data=2, mesh\.fsdp=2: no groups of processes hold whole copies"):
+        find_groups(mesh_of([0, 1, 2, 0], data=2, fsdp=2))
+
+
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1, 2),), ((0, 2), (1,)), ((0, 3), (1, 2))])
+def test_all_processes_cover_everything_once(groups, monkeypatch):
+    found, of_groups, all_groups = [], [], ProcessGroups(groups)
+    for i in all_groups.order:
+        monkeypatch.setattr(jax, "process_index", lambda i=i: i)
+        share = all_groups.share(10)
+        found += range(10)[share.own]
+        assert list(range(10)[share.group][share.within]) == list(range(10)[share.own])
+        of_groups += range(10)[share.group] if all_groups.own[0] == i else ()
+    assert found == of_groups == list(range(10))
+
+
+# ---- what they agree on
+
+
+class Coordinator:
+    """Stands in for the client of the coordinator, of all processes."""
+
+    def __init__(self):
+        self.values, self.barriers = {}, []
+
+    def key_value_set_bytes(self, key, value):
+        assert key not in self.values
+        self.values[key] = value
+
+    def blocking_key_value_get_bytes(self, key, timeout):
+        if key not in self.values:
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+    def key_value_delete(self, prefix):
+        self.values = {key: value for key, value in self.values.items() if not key.startswith(prefix)}
+
+    def wait_at_barrier(self, name, timeout, processes):
+        self.barriers.append((name, processes))
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Return (coordinator, ask): ask(i, ...) asks process i of two that hold a copy, 2 and 5."""
+    coordinator, agreements = Coordinator(), {}
+    for i in (2, 5):
+        monkeypatch.setattr(process_groups, "_agreements", itertools.count())
+        agreements[i] = Agreement((2, 5))
+
+    def ask(i, *values):
+        state = SimpleNamespace(client=coordinator, process_id=i)
+        monkeypatch.setattr(process_groups, "global_state", state)
+        return agreements[i](*values)
+
+    return coordinator, ask
+
+
+def test_the_first_process_decides(pair):
+    _, ask = pair
+    assert ask(2, 7, -1) == (7, -1) and ask(2, True) == (True,)
+    assert ask(5, 0, 0) == (7, -1) and ask(5, False) == (True,)
+
+
+def test_messages_are_dropped_once_all_have_read_them(pair):
+    coordinator, ask = pair
+    for i in range(3 * process_groups.KEPT):
+        assert ask(2, i) == (i,) == ask(5, -1)
+        assert len(coordinator.values) <= process_groups.KEPT
+    assert [processes for _, processes in coordinator.barriers] == [[2, 5]] * 4
+
+
+def test_a_first_process_that_left_ends_the_others_in_one_line(pair):
+    with pytest.raises(RunFailed, match="another process has left: DEADLINE_EXCEEDED"):
+        pair[1](5, 1)
+
+
+def test_one_process_asks_nobody():
+    assert Agreement((0,))(3, False) == (3, False)
+
+
+# ---- the same tokens: one process with the same mesh, devices and slots
+
+PARITY = ["--config.rollout.parity=True"]
+# tensor is split over the processes, each of which has rows of its own over sequence: sums of two parts, whose order
+# does not matter. Sums of four or more are added in another order by gloo than within a process.
+SPLIT = ["--config.mesh.tensor=2", "--config.mesh.sequence=2"]
+# Slots for half of a step's rollouts.
+REFILLS = ["--config.rollout.num_slots=8", "--config.rollout.chunk=4"]
+# Twelve pages a shard, of which each of its four rows may need six.
+PARKS = ["--config.rollout.page_tokens=4", "--config.rollout.cache_gb=0.000031"]
+
+
+def texts(folder, *names):
+    """Return the samples of every step and every evaluation: these names of them, or all but how they were drafted."""
+    kept = names or ("id", "prompt", "response", "tokens", "logprobs", "reward", "correct")
+    files = sorted((*folder.glob("rollouts/*.jsonl"), *folder.glob("evaluations/*.jsonl")))
+    assert files
+    return {
+        (file.parent.name, file.name): [
+            {key: value for key, value in json.loads(line).items() if key in kept} for line in file.open()
+        ]
+        for file in files
+    }
+
+
+def both(tmp_path, *more, processes=2, devices=2):
+    """Run one copy in several processes and in one; return the folders and metrics of both."""
+    found = []
+    for count in (processes, 1):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        found.append((folder, run(folder, count, processes * devices // count, "--config.steps=3", *more)))
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_that_hold_one_copy_are_one_process_to_the_last_bit(tmp_path):
+    """Refills, parked rows, an eagle3 draft that learns, two updates a step: tokens, log-probs and all metrics."""
+    settings = ["--config.policy.preset=nano", "--config.draft.kind=eagle3", *PARITY, *SPLIT, *REFILLS, *PARKS]
+    (folder, rows), (other, expected) = both(tmp_path, *settings)
+    assert texts(folder) == texts(other)
+    assert not [found for found in compared(rows, expected) if found[2] != found[3]]
+    assert max(row["rollout/parked"] for row in rows[1:]) > 0
+
+
+@pytest.mark.slow
+def test_whatever_drafts_the_controllers_choose(tmp_path):
+    """By their clocks: other lengths in each run; the same in all processes of one, or they would wait for ever."""
+    settings = [*SMALL, *PARITY, *SPLIT, *REFILLS, "--config.draft.adaptive=True", "--config.draft.length=3"]
+    (folder, _), (other, _) = both(tmp_path, *settings)
+    assert texts(folder) == texts(other)
+
+
+@pytest.mark.slow
+def test_experts_in_two_processes_and_batches_that_thin_out(tmp_path):
+    """Without parity, so that the batch is compacted; of four devices, so that metrics are equal to rounding."""
+    mesh = ["--config.mesh.tensor=2", "--config.mesh.expert=2", "--config.policy.preset=nano_moe"]
+    (folder, rows), (other, expected) = both(tmp_path, *mesh, "--config.draft.kind=eagle3", "--config.rollout.chunk=4")
+    assert texts(folder, "tokens") == texts(other, "tokens")
+    assert_equal_but_for_rounding(rows, expected)
+
+
+@pytest.mark.slow
+def test_two_copies_of_two_processes_each(tmp_path):
+    """Of four processes with a device each; beside one process with two copies."""
+    mesh = ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+    (_, rows), (_, expected) = both(tmp_path, *SMALL, *mesh, *PARITY, processes=4, devices=1)
+    assert_equal_but_for_rounding(rows, expected)
+
+
+@pytest.mark.slow
+def test_asynchronously_on_devices_that_only_generate(tmp_path):
+    """Of each process one device learns; evaluations borrow the other ones in turn with two processes' rollouts."""
+    one_each = ["--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]
+    shared = [*SMALL, *AHEAD, *PARITY, "--config.eval.every=2"]
+    several, one = tmp_path / "several", tmp_path / "one"
+    several.mkdir(), one.mkdir()
+    rows = run(several, 2, 2, *shared, *one_each)
+    assert [row["rollout/lag"] for row in rows[1:]] == [0, 1, 1, 1, 1]
+    expected = run(one, 1, 4, *shared, *one_each, "--config.pipeline.rollout_devices=2")
+    assert texts(several) == texts(one)
+    assert not [found for found in compared(rows, expected) if found[2] != found[3]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["sync", "async"])
+def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
+    settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]}
+    started = started_run(tmp_path, *SMALL, *settings[pipeline], devices=2)
+    started[1].send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=120) for process in started] == [143, 143]
+    assert "the same command" in output(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pipeline.tensor=4", "pipeline.tensor=4 x pipeline.expert=1: a copy takes pipeline.rollout_devices=1 of 4 "),
+        ("pipeline.rollout_devices=3 pipeline.tensor=2", "pipeline.rollout_devices=3 must divide by pipeline.tensor=2"),
+    ],
+)
+def test_copies_that_no_processes_can_hold_are_refused_in_one_line(override, message, tmp_path):
+    overrides = [f"--config.{one}" for one in ("pipeline.rollout_devices=1", *override.split())]
+    started = start([*RUN, *AHEAD, "--workdir", str(tmp_path), *overrides], 2, 4, tmp_path)
+    assert [process.wait(timeout=120) for process in started] == [1, 1]
+    for i in range(2):
+        assert f"error: {message}" in output(tmp_path, i) and "Traceback" not in output(tmp_path, i)
