@@ -61,6 +61,14 @@ class RolloutConfig:
     )
     cache_dtype: str = key("float32", "storage of keys and values", choices=DTYPES)
     compute_dtype: str = key("float32", "activations of decoding between matmuls", choices=DTYPES)
+    carry: int = key(
+        0,
+        "most unfinished rollouts that a step leaves and that go on in the next (partial rollouts); 0 = they are "
+        "dropped; needs grpo.oversample",
+        "rollouts",
+        low=0,
+        high=INT32,
+    )
     quantize: str = key(
         "none",
         "8-bit weights of the policy that generates, one scale an output channel; training needs grpo.correction",
@@ -127,11 +135,24 @@ class GRPOConfig:
     sampling_rounds: int = key(
         1, "DAPO's dynamic sampling: most rounds of generation; 1 = off", "rounds", low=1, high=1000
     )
+    oversample: int = key(
+        0,
+        "prompts that a step begins beyond prompts_per_step; it ends when so many are complete, the others are dropped "
+        "or go on (rollout.carry)",
+        "prompts",
+        low=0,
+        high=65_536,
+    )
     mask_truncated: bool = key(False, "exclude responses cut at the limit from the loss")
     overlong_buffer: int = key(
         0, "DAPO's buffer before the limit, where length costs reward; 0 = off", "tokens", low=0, high=LONGEST
     )
     overlong_penalty: float = key(1.0, "reward lost at the limit", low=0, high=1e6)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts whose rollouts a round begins."""
+        return self.prompts_per_step + self.oversample
 
     @property
     def leaves_out(self) -> bool:
@@ -145,9 +166,14 @@ class PipelineConfig:
     update: str = key(
         "none",
         "what new weights do to rollouts that have begun: none = nothing; exact = verify what earlier weights drew, so "
-        "that every rollout is a sample of the newest policy, and those of later steps may begin early",
-        choices=("none", "exact"),
+        "that every rollout is a sample of the newest policy, and those of later steps may begin early; inflight = "
+        "running rollouts go on with them (async)",
+        choices=("none", "exact", "inflight"),
     )
+    recompute_cache: bool = key(
+        False, "inflight: compute keys and values of running rollouts anew under new weights; else they stay"
+    )
+    repeat: str = key("", "inflight: workdir of a run whose weight updates arrive at the same chunks again")
     lag: int = key(
         1,
         "async: largest age of the policy that drew a rollout; exact: steps whose rollouts begin early",

@@ -6,7 +6,7 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, check_values
+from specrl_jax.config import Config, DraftConfig, GRPOConfig, check_values
 from specrl_jax.config.schema import UINT32
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
 from specrl_jax.drafts.base import DraftOptions
@@ -161,18 +161,63 @@ def _exact(config: Config) -> None:
         raise InputError("pipeline.lag=0: under pipeline.update=exact it is how many steps begin early; set 1 or more")
 
 
+def _makes_up_for_age(g: GRPOConfig) -> bool:
+    """Return whether the loss corrects for rollouts of older weights."""
+    return g.old_logprobs == "rollout" or g.correction != "none"
+
+
+def _in_flight(config: Config) -> None:
+    p = config.pipeline
+    if p.update != "inflight":
+        for key, value in (("recompute_cache", p.recompute_cache), ("repeat", p.repeat)):
+            if value:
+                raise InputError(f"pipeline.{key}={value} is for pipeline.update=inflight, not {p.update}")
+    elif p.mode != "async" or not p.lag:
+        raise InputError(
+            f"pipeline.update=inflight: with pipeline.mode={p.mode} and pipeline.lag={p.lag} no new weights arrive "
+            "while rollouts run; set async and a lag of 1 or more"
+        )
+    elif p.repeat and config.draft.kind != "none" and config.draft.adaptive:
+        raise InputError(
+            "pipeline.repeat: with draft.adaptive the draft lengths, and so what a chunk does, follow the clock; set "
+            "draft.adaptive=False in both runs"
+        )
+
+
+def _oversampling(config: Config) -> None:
+    g, carry = config.grpo, config.rollout.carry
+    if carry and not g.oversample:
+        raise InputError(f"rollout.carry={carry}: a step waits for all its rollouts where grpo.oversample is 0")
+    if not g.oversample:
+        return
+    if config.pipeline.update == "exact":
+        raise InputError(
+            f"grpo.oversample={g.oversample}: which groups a step learns from would depend on their lengths, and no "
+            "rollout would be a sample of the newest policy any more (pipeline.update=exact); leave 0"
+        )
+    if g.sampling_rounds > 1:
+        raise InputError(f"grpo.oversample={g.oversample}: grpo.sampling_rounds={g.sampling_rounds} must be 1")
+    if carry and not _makes_up_for_age(g):
+        raise InputError(
+            f"rollout.carry={carry}: older policies draw a part of the rollouts, which grpo.correction "
+            "(token_truncate) or grpo.old_logprobs=rollout must make up for"
+        )
+
+
 def _pipeline(config: Config) -> None:
     p, g = config.pipeline, config.grpo
     if p.mode == "async":
         if not p.rollout_devices:
             raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        if p.update == "none" and p.lag and g.old_logprobs != "rollout" and g.correction == "none":
+        if p.update != "exact" and p.lag and not _makes_up_for_age(g):
             raise InputError(
                 f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "
                 "grpo.old_logprobs=rollout must make up for"
             )
     if p.update == "exact":
         _exact(config)
+    _in_flight(config)
+    _oversampling(config)
     if not p.rollout_devices:
         for key, value in (("tensor", p.tensor), ("expert", p.expert)):
             if value != 1:
@@ -231,11 +276,11 @@ def _train(config: Config) -> None:
             f"grpo.group_size={g.group_size}: at least 2 is needed, since the advantage (grpo.advantage={g.advantage}) "
             "compares the responses to a prompt"
         )
-    rollouts = g.sampling_rounds * g.prompts_per_step * g.group_size
+    rollouts = g.sampling_rounds * g.prompts_at_once * g.group_size
     if (most := (UINT32 + 1) // rollouts - 1) < config.steps:
         raise InputError(
             f"steps={config.steps}: at most {most} steps of {rollouts} rollouts (grpo.sampling_rounds x "
-            "grpo.prompts_per_step x grpo.group_size) have noise of their own"
+            "(grpo.prompts_per_step + grpo.oversample) x grpo.group_size) have noise of their own"
         )
     if draft.compare_rounds == 1:
         raise InputError("draft.compare_rounds=1: 0 (none), or 2 to 1000 is needed for an interval")

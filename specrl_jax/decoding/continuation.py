@@ -58,6 +58,7 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
       begun: rollouts of earlier calls, each one of `found` by its id.
       found: of a finished one nothing; of the others what this call counted, their earlier tokens included.
     """
+    begun = begun.take(begun.finished | (begun.response_length > 0))  # those that have begun
     place = {number: row for row, number in enumerate(found.rollout_id.tolist())}
     rows = np.array([place[number] for number in begun.rollout_id.tolist()], int)
     values = {name: value.copy() for name, value in vars(found).items() if name != "chunks"}
@@ -75,4 +76,4 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
     masks = found.masks()
     for row, mask in zip(rows, begun.masks(), strict=True):
         masks[row] = np.concatenate([mask, masks[row]])
-    return Rollouts(**values | {"mask_ids": np.concatenate(masks)}, chunks=found.chunks)
+    return Rollouts(**values | {"mask_ids": np.concatenate(masks)}, chunks=begun.chunks + found.chunks)

@@ -179,12 +179,12 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
     # Masks are recorded, and tokens of earlier weights taken, only where the training engine itself evaluates.
-    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="")
+    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="", versions=False)
     if sampling != inference.sampling:
         evaluation = dataclasses.replace(evaluation, limits=apart)
     greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(apart, greedy=True))
     plain = dataclasses.replace(
-        inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier="")
+        inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier="", versions=False)
     )
     return Rollout(
         plan=plan,

@@ -27,8 +27,8 @@ class ScoredRollouts(NamedTuple):
     rewards: np.ndarray  # [R] float32, for the advantages: the scores' total, less the overlong penalty
 
 
-# (problems, id of the first rollout) -> their rollouts and scores
-Generate = Callable[[Sequence[Problem], int], tuple[Rollouts, Scores]]
+# (problems, id of the first rollout) -> their rollouts
+Generate = Callable[[list[Problem], int], ScoredRollouts]
 
 
 def sample_rounds(
@@ -36,7 +36,6 @@ def sample_rounds(
     problems: list[Problem],
     draw: Callable[[], list[Problem]],
     grpo: GRPOConfig,
-    longest: int,
     step: int,
 ) -> list[ScoredRollouts]:
     """Generate rounds of P groups each, until P groups have reward variance or `grpo.sampling_rounds` are done.
@@ -45,16 +44,10 @@ def sample_rounds(
 
     Args:
       problems: of the first round; `draw` returns those of the next.
-      longest: tokens that a response may have.
     """
     rounds: list[ScoredRollouts] = []
     while True:
-        rollouts, scores = generate(problems, first_id(grpo, step, len(rounds)))
-        rewards = scores.total
-        if grpo.overlong_buffer:
-            penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
-            rewards = rewards + grpo.overlong_penalty * penalty
-        rounds.append(ScoredRollouts(rollouts, problems, scores, rewards))
+        rounds.append(generate(problems, first_id(grpo, step, len(rounds))))
         found = sum(has_variance(one.rewards, grpo.group_size).sum() for one in rounds)
         if found >= grpo.prompts_per_step or len(rounds) == grpo.sampling_rounds:
             return rounds
@@ -63,7 +56,22 @@ def sample_rounds(
 
 def first_id(grpo: GRPOConfig, step: int, index: int) -> int:
     """Return the id of the first rollout of a round of a step; no other rollout of the run has it."""
-    return (step * grpo.sampling_rounds + index) * grpo.prompts_per_step * grpo.group_size
+    return (step * grpo.sampling_rounds + index) * grpo.prompts_at_once * grpo.group_size
+
+
+def with_rewards(
+    rollouts: Rollouts, problems: list[Problem], scores: Scores, grpo: GRPOConfig, longest: int
+) -> ScoredRollouts:
+    """Return rollouts with the rewards that their advantages come from.
+
+    Args:
+      longest: tokens that a response may have.
+    """
+    rewards = scores.total
+    if grpo.overlong_buffer:
+        penalty = overlong_penalty(rollouts.response_length, longest, grpo.overlong_buffer)
+        rewards = rewards + grpo.overlong_penalty * penalty
+    return ScoredRollouts(rollouts, problems, scores, rewards)
 
 
 def has_variance(rewards: np.ndarray, group_size: int) -> np.ndarray:
@@ -156,6 +164,7 @@ def gather_scored(rollouts: Rollouts, scores: Scores, order: Sequence[int]) -> t
 
 def gather_round(own: ScoredRollouts, order: Sequence[int]) -> ScoredRollouts:
     """Return one round of all processes, in `order`, from this one's part of it. Collective."""
-    rewards = all_gather_objects(np.ndarray, own.rewards)
+    rewards, problems = all_gather_objects(np.ndarray, own.rewards), all_gather_objects(list[Problem], own.problems)
     rollouts, scores = gather_scored(own.rollouts, own.scores, order)
-    return ScoredRollouts(rollouts, own.problems, scores, np.concatenate([rewards[i] for i in order]))
+    together = [problem for i in order for problem in problems[i]]
+    return ScoredRollouts(rollouts, together, scores, np.concatenate([rewards[i] for i in order]))

@@ -23,6 +23,7 @@ from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.evaluate import evaluation_metrics
+from specrl_jax.training.generation import NOTHING_AHEAD
 from specrl_jax.training.metrics import rollout_samples, speculation_metrics, step_metrics
 from specrl_jax.training.performance import make_performance
 from specrl_jax.training.pipeline import Pipeline, make_pipeline, with_rollouts
@@ -96,7 +97,8 @@ class _Run:
     ) -> None:
         self.learner, self.rollout, self.problems, self.scorer = learner, rollout, problems, scorer
         self.workdir, self.stop, self.config = workdir, stop, learner.plan.config
-        self.stream = problems.stream(self.config.grpo.prompts_per_step)
+        grpo = self.config.grpo
+        self.stream = problems.stream(1 if grpo.oversample else grpo.prompts_per_step)
         self.checkpoints = open_checkpoints(self.config, workdir)
         written = _written_rows(workdir)  # before the checkpoint is: a damaged file is found before long work
         start = start_run(learner, rollout, self.checkpoints, self.stream)
@@ -135,8 +137,8 @@ class _Run:
         synchronous = self.config.pipeline.mode == "sync"
         on_progress = self.display.update_phase if synchronous else raise_once_set(self.stop)
         shared = self.rollout, self.stream, self.scorer, self.monitor.speculation
-        self.pipeline = make_pipeline(*shared, self.step + 1, on_progress, self.devices, self.ahead)
-        self.ahead = []
+        self.pipeline = make_pipeline(*shared, self.step + 1, on_progress, self.devices, self.workdir, self.ahead)
+        self.ahead = NOTHING_AHEAD
 
     def make_step(self) -> Row:
         """Make the next step: train, evaluate, write its row, save. Return the row."""

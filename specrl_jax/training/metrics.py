@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -19,6 +20,7 @@ from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.objectives import kl_estimate
 from specrl_jax.training.build import Learner
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
+from specrl_jax.training.partial import Left
 from specrl_jax.training.performance import Performance
 from specrl_jax.training.step import StepResult
 
@@ -33,6 +35,11 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     row |= reward_metrics(scores, float(1 - varies.mean()))
     row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
+    if rollouts.token_version.size:
+        drawn = rollouts.token_version[rollouts.in_response()]
+        row |= {"rollout/token_lag": float((result.step - 1 - drawn).mean())}
+    if learner.plan.config.grpo.oversample:
+        row |= left_metrics(result.left)
     if learner.plan.config.pipeline.update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
@@ -71,6 +78,14 @@ def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
         "rollout/response_length_mean": float(rollouts.response_length.mean()),
         "rollout/truncated": float(1 - rollouts.ended.mean()),
         "rollout/parked": int(rollouts.parked.sum()),
+    }
+
+
+def left_metrics(left: Sequence[Left]) -> dict[str, int]:
+    """Return what a step has begun and not learned from."""
+    return {
+        "rollout/carried": sum(one.carried for one in left),
+        "rollout/dropped_tokens": sum(one.dropped for one in left),
     }
 
 

@@ -14,46 +14,24 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
-from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
-from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError
+from specrl_jax.decoding.engine import Agree, alone
+from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
-from specrl_jax.process_groups import ALONE, Agreement, ProcessGroups
-from specrl_jax.rewards.scorer import Scorer, Scores
+from specrl_jax.process_groups import Agreement
+from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.serialize import Packed, unpack
-from specrl_jax.training.begun import Begun, Upcoming
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.devices import Devices
-from specrl_jax.training.dynamic_sampling import (
-    ScoredRollouts,
-    gather_round,
-    gather_scored,
-    sample_rounds,
-    score_rollouts,
-)
+from specrl_jax.training.dynamic_sampling import gather_round
+from specrl_jax.training.generation import NOTHING_AHEAD, Ahead, Generation, Newer, Published, RolloutBatch, never
+from specrl_jax.training.inflight import WeightUpdates
+from specrl_jax.training.partial import Left, gather_left, own_left
 from specrl_jax.training.speculation import Speculation
-
-
-class RolloutBatch(NamedTuple):
-    """One step's rollouts, of all processes."""
-
-    rounds: list[ScoredRollouts]
-    position: dict[str, object]  # of the data stream, after the problems drawn for them
-    seconds: dict[str, float]  # of data and generate; "idle": the rollout devices waited for weights
-
-
-class Published(NamedTuple):
-    """The policy before a step, and what its rollouts may know."""
-
-    weights: Weights
-    version: WeightsVersion
-    observed: int  # steps that Speculation had observed
 
 
 class _Turn(enum.IntEnum):
@@ -70,8 +48,8 @@ Draw = Callable[[], list[Problem]]
 # (step, policy before an earlier one, until): begins its rollouts until `until` says that it is enough; returns whether
 # all are finished
 Begin = Callable[[int, "Published", Callable[[], bool]], bool]
-# (step, problems, policy) -> its rollouts; seconds: of generate
-Generate = Callable[[int, list[Problem], Published], RolloutBatch]
+# (step, problems, policy, newer policies for what runs) -> its rollouts; seconds: of generate
+Generate = Callable[[int, list[Problem], Published, Newer], RolloutBatch]
 
 
 class Pipeline(Protocol):
@@ -83,8 +61,8 @@ class Pipeline(Protocol):
         """Return whether `take` would not wait, or would fail, in every process. Collective."""
 
     def take(self, step: int) -> RolloutBatch: ...
-    def ahead(self, step: int, wait: bool) -> list[RolloutBatch] | None:
-        """Return the rollouts of the steps after `step` that its checkpoint keeps. Collective.
+    def ahead(self, step: int, wait: bool) -> Ahead | None:
+        """Return what the checkpoint of a step keeps for those after it. Collective.
 
         None without `wait` where some are still being generated.
         """
@@ -95,8 +73,8 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, draw: Draw, generate: Generate) -> None:
-        self._draw, self._generate = draw, generate
+    def __init__(self, draw: Draw, generate: Generate, left: list[Left]) -> None:
+        self._draw, self._generate, self._left = draw, generate, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
         self._newest: Published | None = None
@@ -116,11 +94,13 @@ class Sync:
         assert self._newest is not None  # published
         # Released before learning: nothing reads these weights any more.
         policy, self._newest = self._newest, None
-        batch = self._generate(step, self._problems, policy)
-        return batch._replace(seconds=batch.seconds | {"data": self._data_seconds, "idle": 0.0})
+        batch = self._generate(step, self._problems, policy, never)
+        self._left = gather_left(*batch.left)
+        seconds = batch.seconds | {"data": self._data_seconds, "idle": 0.0}
+        return batch._replace(seconds=seconds, left=self._left)
 
-    def ahead(self, step: int, wait: bool) -> list[RolloutBatch]:
-        return []
+    def ahead(self, step: int, wait: bool) -> Ahead:
+        return Ahead([], self._left)
 
     def close(self) -> None:
         pass
@@ -138,7 +118,9 @@ class Async:
       devices: held by the thread, which lends them to evaluations.
       restored: the rollouts of steps first, first + 1 ... of all processes, from a checkpoint.
       begin: called while the weights of the next step are not there, to begin its rollouts under those before them.
-      groups: of the processes.
+      updates: gives running rollouts newer weights.
+      order: of the processes, as their rollouts follow each other.
+      agree: what the first process of a copy found -> that, in all of its processes.
     """
 
     def __init__(
@@ -149,20 +131,24 @@ class Async:
         first: int,
         last: int,
         devices: Devices,
-        restored: Sequence[RolloutBatch] = (),
+        restored: Ahead = NOTHING_AHEAD,
         begin: Begin | None = None,
-        groups: ProcessGroups = ALONE,
+        updates: WeightUpdates | None = None,
+        order: Sequence[int] = (0,),
+        agree: Agree = alone,
     ) -> None:
         self._draw, self._generate, self._begin, self._devices = draw, generate, begin, devices
-        self._groups, self._agree = groups, Agreement(groups.own)
+        self._updates, self._order, self._agree, self._left = updates, order, agree, restored.left
         self._lag, self._first, self._last = lag, first, last
         self._published: dict[int, Published] = {}
         self._generated: dict[int, RolloutBatch] = {}  # this process's part, by step
         self._error: BaseException | None = None
         self._closed = False
         self._changed = devices.changed  # guards the four above
-        self._gathered = dict(enumerate(restored, start=first))  # of all processes; the learner's thread only
-        self._thread = threading.Thread(target=self._run, args=(first + len(restored),), name="rollouts", daemon=True)
+        # Of all processes; the learner's thread only.
+        self._gathered = dict(enumerate(restored.batches, start=first))
+        start = first + len(restored.batches)
+        self._thread = threading.Thread(target=self._run, args=(start,), name="rollouts", daemon=True)
         self._thread.start()
 
     def draw(self) -> None:
@@ -184,12 +170,15 @@ class Async:
             del self._gathered[learned]
         return self._gather(step)
 
-    def ahead(self, step: int, wait: bool) -> list[RolloutBatch] | None:
+    def ahead(self, step: int, wait: bool) -> Ahead | None:
         steps = range(step + 1, min(step + self._lag, self._last) + 1)
         missing = any(ahead not in self._gathered and ahead not in self._generated for ahead in steps)
         if not wait and distributed.any_process(missing):
             return None
-        return [self._gather(ahead) for ahead in steps]
+        batches = [self._gather(ahead) for ahead in steps]
+        # The steps before the last are there, too: `step` itself, or nothing was generated yet.
+        last = self._gathered.get(steps[-1] if steps else step)
+        return Ahead(batches, last.left if last else self._left)
 
     def close(self) -> None:
         """Wait for the rollouts under way and drop them."""
@@ -202,7 +191,8 @@ class Async:
         """Return a step's rollouts of all processes; kept until a later step is taken, for a checkpoint before it."""
         if step not in self._gathered:
             own = distributed.together(lambda: self._own(step))
-            self._gathered[step] = own._replace(rounds=[gather_round(part, self._groups.order) for part in own.rounds])
+            rounds = [gather_round(part, self._order) for part in own.rounds]
+            self._gathered[step] = own._replace(rounds=rounds, left=gather_left(*own.left))
         return self._gathered[step]
 
     def _own(self, step: int) -> RolloutBatch:
@@ -243,10 +233,11 @@ class Async:
                 idle += time.perf_counter() - start
             if turn == _Turn.GENERATE:
                 break
+        wanted, newer = self._in_flight(step, wanted)
         policy, start = self._policy(wanted), time.perf_counter()
         problems = self._draw()
         data = time.perf_counter() - start
-        batch = self._generate(step, problems, policy)
+        batch = self._generate(step, problems, policy, newer)
         with self._changed:
             self._generated[step] = batch._replace(seconds=batch.seconds | {"data": data, "idle": idle})
             self._changed.notify_all()
@@ -271,10 +262,32 @@ class Async:
             policy = next(iter(self._published.values()))
         return begin(step, policy, lambda: self._closed or step in self._published or self._devices.waiting > 0)
 
+    def _in_flight(self, step: int, policy: int) -> tuple[int, Newer]:
+        """Return (the policy that the rollouts of a step begin with, what gives them newer ones); `policy` is there."""
+        if self._updates is None:
+            return policy, never
+        choose = self._updates.of(step, policy)
+
+        def choice() -> int:
+            with self._changed:
+                newest = max(self._published)
+            return choose(newest)
+
+        current = choice()
+
+        def newer() -> Published | None:
+            nonlocal current
+            before, current = current, choice()
+            return self._policy(current) if current != before else None
+
+        return current, newer
+
     def _policy(self, step: int) -> Published:
-        """Wait for the policy before `step`, and release older ones."""
+        """Wait for the policy before `step`, and release older ones. Raises Stopped where the pipeline is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: step in self._published)
+            self._changed.wait_for(lambda: step in self._published or self._closed)
+            if step not in self._published:
+                raise Stopped
             for old in [known for known in self._published if known < step]:
                 del self._published[old]
             return self._published[step]
@@ -288,7 +301,8 @@ def make_pipeline(
     first: int,
     on_progress: Callable[[int, int], None],
     devices: Devices,
-    restored: Sequence[RolloutBatch] = (),
+    workdir: str,
+    restored: Ahead = NOTHING_AHEAD,
 ) -> Pipeline:
     """Build the pipeline of pipeline.mode.
 
@@ -297,89 +311,38 @@ def make_pipeline(
       on_progress: of the engine; an asynchronous pipeline calls it in its own thread. Stopped, which it may raise, is
         raised by `take` in every process.
       devices: held while an asynchronous pipeline generates.
-      restored: rollouts of step `first` and later ones, from a checkpoint.
+      workdir: in-flight weight updates are written there.
+      restored: from a checkpoint.
     """
-    config, tokenizer, group_size = rollout.plan.config, rollout.tokenizer, rollout.plan.config.grpo.group_size
-    synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
-    lag, last, grpo, groups = config.pipeline.lag, config.steps, config.grpo, rollout.plan.groups
-    upcoming = Upcoming(stream, grpo.sampling_rounds if exact else 1)
-    begun = Begun(upcoming, tokenizer.encode, grpo, lag, last, groups) if exact else None
-
-    def generate_step(step: int, problems: list[Problem], policy: Published) -> RolloutBatch:
-        lengths, history = speculation.as_of(policy.observed)
-        later = begun.after(step) if begun else None
-
-        def generate(problems: Sequence[Problem], first_id: int) -> tuple[Rollouts, Scores]:
-            share = groups.share(len(problems))
-            # A further round goes on with what the last one began of later steps.
-            earlier = begun.texts | later.texts if begun and later else {}
-            continuation: Continuation[Weights] = Continuation(policy.version, earlier, later)
-
-            def generate_own() -> tuple[Rollouts, Scores]:
-                of_group = rollout.engine.generate(
-                    policy.weights,
-                    [tokenizer.encode(problem.prompt) for problem in problems[share.group]],
-                    group_size,
-                    config.rollout.seed,
-                    first_id + share.group.start * group_size,
-                    on_progress,
-                    lengths,
-                    history,
-                    continuation=continuation,
-                )
-                rollouts, own, count = of_group.of_prompts(share.within), problems[share.own], len(of_group.length)
-
-                def waiting() -> None:
-                    # Processes of one copy that generate beside the learner end in the engine, all at one place.
-                    if synchronous or len(groups.own) == 1:
-                        on_progress(count, count)
-
-                return rollouts, score_rollouts(rollouts, own, tokenizer, scorer, waiting)
-
-            # Beside the learner a process generates without the others, whose rollouts `take` gathers.
-            if synchronous:
-                return gather_scored(*distributed.together(generate_own), groups.order)
-            return generate_own()
-
-        start = time.perf_counter()
-        longest = config.rollout.max_response_tokens
-        rounds = sample_rounds(generate, problems, upcoming.take_more, grpo, longest, step)
-        if begun and later:
-            begun.texts = later.texts
-        return RolloutBatch(rounds, upcoming.position, {"generate": time.perf_counter() - start})
-
-    def begin(step: int, policy: Published, until: Callable[[], bool]) -> bool:
-        assert begun is not None
-        lengths, history = speculation.as_of(policy.observed)
-        later = begun.after(step - 1)
-        shared = group_size, config.rollout.seed, until, lengths, history
-        finished = rollout.engine.begin(policy.weights, later, *shared)
-        begun.texts = later.texts
-        return finished
-
-    if synchronous:
-        return Sync(upcoming.take, generate_step)
-    lag, early = (0, begin) if exact else (lag, None)
-    return Async(upcoming.take, generate_step, lag, first, last, devices, restored, early, groups)
+    config, groups = rollout.plan.config, rollout.plan.groups
+    shared = rollout, stream, scorer, speculation, on_progress
+    generation = Generation(*shared, own_left(restored.left))
+    if config.pipeline.mode == "sync":
+        return Sync(generation.draw, generation.generate, restored.left)
+    update, agree, first_generated = config.pipeline.update, Agreement(groups.own), first + len(restored.batches)
+    updates = WeightUpdates(workdir, config.pipeline.repeat, first_generated, agree) if update == "inflight" else None
+    lag, begin = (0, generation.begin) if update == "exact" else (config.pipeline.lag, None)
+    steps = lag, first, config.steps
+    return Async(generation.draw, generation.generate, *steps, devices, restored, begin, updates, groups.order, agree)
 
 
 # Name of the rollouts ahead among a checkpoint's values, and the beginning of the names of their arrays.
 AHEAD = "ahead"
 
 
-def with_rollouts(host: HostState, ahead: Sequence[RolloutBatch]) -> HostState:
+def with_rollouts(host: HostState, ahead: Ahead) -> HostState:
     """Add the rollouts that the steps after a checkpoint learn from, of all processes."""
-    return with_packed(host, AHEAD, list(ahead))
+    return with_packed(host, AHEAD, ahead)
 
 
-def without_rollouts(host: HostState) -> tuple[list[RolloutBatch], HostState]:
-    """Return (the rollouts that `with_rollouts` added, the rest). Raises InputError for those of an older version."""
+def without_rollouts(host: HostState) -> tuple[Ahead, HostState]:
+    """Return (what `with_rollouts` added, the rest). Raises InputError for those of an older version."""
     arrays = {name: x for name, x in host.arrays.items() if name.startswith(f"{AHEAD}.")}
     values = {name: value for name, value in host.values.items() if name != AHEAD}
     rest = HostState(values, {name: x for name, x in host.arrays.items() if name not in arrays})
     try:
-        return unpack(list[RolloutBatch], Packed(host.values[AHEAD], arrays)), rest
-    except KeyError as error:
+        return unpack(Ahead, Packed(host.values[AHEAD], arrays)), rest
+    except (KeyError, TypeError) as error:
         raise InputError(
             f"checkpoints: the rollouts ahead lack {error}, an older version wrote them; resume with that version, or "
             "start anew in another --workdir"

@@ -162,11 +162,12 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         prefill_rows=num_shards * max(1, prompts // (4 * num_shards)),
         new_prompts=prompts,
         width=draft.length + 1 if rollout.parity else 0,
-        groups=max(grpo.prompts_per_step, prompts + 1) if uses_lookup_cache else 0,
+        groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(training_sampling(config)) if replays else 0,
         budget=draft.budget // num_shards,
-        earlier="verify" if config.pipeline.update == "exact" and config.task == "train" else "",
+        earlier=_earlier(config) if config.task == "train" else "",
+        versions=config.pipeline.update == "inflight" or rollout.carry > 0,
     )
 
 
@@ -183,6 +184,13 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
     if size > 1 and learning % each:
         raise InputError(f"{shown} of {size} processes: that must divide the {learning} devices of each that learn")
     return ProcessGroups(tuple(tuple(range(i, i + size)) for i in range(0, n, size)))
+
+
+def _earlier(config: Config) -> str:
+    """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
+    if config.pipeline.update == "exact":
+        return "verify"
+    return "keep" if config.rollout.carry or config.pipeline.recompute_cache else ""
 
 
 def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
@@ -203,8 +211,9 @@ def _group_share(config: Config, n: int) -> Config:
     rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
     if rollout.num_slots % n:
         raise InputError(f"rollout.num_slots={rollout.num_slots} must divide by the {n} copies of several processes")
-    if grpo.prompts_per_step % processes:  # each scores its own
-        raise InputError(f"grpo.prompts_per_step={grpo.prompts_per_step} must divide by the {processes} processes")
+    for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
+        if value % processes:  # each scores its own
+            raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")
     rollout = dataclasses.replace(rollout, num_slots=rollout.num_slots // n)
     grpo = dataclasses.replace(grpo, prompts_per_step=grpo.prompts_per_step // n)
     draft = dataclasses.replace(config.draft, budget=config.draft.budget // n)

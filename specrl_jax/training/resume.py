@@ -11,9 +11,10 @@ from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import Row
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.build import Learner, Rollout
+from specrl_jax.training.generation import NOTHING_AHEAD, Ahead
 from specrl_jax.training.initial import abstract_run_state, frozen_params, initial_state, initial_trained
 from specrl_jax.training.monitor import Monitor
-from specrl_jax.training.pipeline import RolloutBatch, without_rollouts
+from specrl_jax.training.pipeline import without_rollouts
 from specrl_jax.training.replay import Replay, make_replay
 from specrl_jax.training.update import copy_params
 
@@ -30,7 +31,7 @@ class Start(NamedTuple):
     state: RunState
     step: int | None  # of the checkpoint; None: a fresh run
     monitor: Monitor
-    ahead: list[RolloutBatch]  # rollouts of the next steps
+    ahead: Ahead  # of the next steps
     replay: Replay | None  # None: draft.replay_updates is 0
     unfinished: Row  # metrics not written yet: before training, or of a step whose evaluation was stopped; {} if none
 
@@ -40,7 +41,7 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
 
     Raises InputError for a checkpoint that does not fit or is beyond `steps`, RunFailed where none is whole.
     """
-    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), list[RolloutBatch]()
+    plan, steps, unfinished, ahead = learner.plan, learner.plan.config.steps, Row(step=0), NOTHING_AHEAD
     found, latest = checkpoints.restore_latest(abstract_run_state(learner), _print_once), None
     if found is None:
         state, monitor, replay = initial_state(learner), Monitor(plan, rollout.engine), make_replay(learner)
@@ -50,7 +51,7 @@ def start_run(learner: Learner, rollout: Rollout, checkpoints: Checkpoints, stre
             raise InputError(f"steps={steps}, but the run in this workdir has already done {latest}")
         ahead, host = without_rollouts(host)
         unfinished = host.values.get("unfinished", {})
-        stream.position = ahead[-1].position if ahead else host.values["position"]
+        stream.position = ahead.batches[-1].position if ahead.batches else host.values["position"]
         monitor, replay = Monitor(plan, rollout.engine, host), make_replay(learner, host)
         state = dataclasses.replace(state, policy=dataclasses.replace(state.policy, frozen=frozen_params(learner)))
     if plan.config.grpo.kl_coef and state.reference is None:

@@ -21,8 +21,10 @@ from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
+from specrl_jax.training.generation import Published
 from specrl_jax.training.initial import with_initial_draft
-from specrl_jax.training.pipeline import Pipeline, Published
+from specrl_jax.training.partial import Left
+from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.replay import Replay
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
@@ -35,6 +37,7 @@ class StepResult(NamedTuple):
     generated: ScoredRollouts  # of all rounds and processes
     rounds: int  # of dynamic sampling
     position: dict[str, object]  # of the data stream, after the step's problems
+    left: list[Left]  # what each process has begun beside them
     training_batch: TrainingBatch
     batch: LearnerBatch
     inputs: LossInputs
@@ -97,6 +100,7 @@ def train_step(
         generated=generated,
         rounds=len(produced.rounds),
         position=produced.position,
+        left=produced.left,
         training_batch=training_batch,
         batch=batch,
         inputs=inputs,

@@ -14,14 +14,21 @@ from specrl_jax.training.dynamic_sampling import (
     merge_scores,
     sample_rounds,
     select_groups,
+    with_rewards,
 )
 
 P, G, LONGEST = 3, 2, 10
 
 
 def settings(**changes):
-    values = {"prompts_per_step": P, "group_size": G, "sampling_rounds": 1, "advantage": "dr_grpo"}
-    values |= {"mask_truncated": False, "overlong_buffer": 0, "overlong_penalty": 1.0}
+    values = {
+        "prompts_per_step": P,
+        "prompts_at_once": P,
+        "group_size": G,
+        "sampling_rounds": 1,
+        "advantage": "dr_grpo",
+    }
+    values |= {"advantage": "dr_grpo", "mask_truncated": False, "overlong_buffer": 0, "overlong_penalty": 1.0}
     return types.SimpleNamespace(**values | changes)
 
 
@@ -46,6 +53,8 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         weights_version=np.zeros(rows, np.int64),
         draft_version=np.zeros(rows, np.int64),
         checksum=np.zeros(rows, np.int64),
+        finished=np.ones(rows, bool),
+        token_version=np.zeros((rows, 0), np.int32),
         chunks=(first_id,),
         mask_ids=first_id * 1000 + np.arange(mask_count.sum(), dtype=np.int32),
         mask_count=mask_count,
@@ -63,10 +72,10 @@ def rounds_of(*rewards, g=None, step=0):
 
     def generate(problems, first_id):
         asked.append((problems, first_id))
-        return rollouts_of(first_id), scores_of(left.pop(0))
+        return with_rewards(rollouts_of(first_id), problems, scores_of(left.pop(0)), g or settings(), LONGEST)
 
     drawn = iter([["more 1"] * P, ["more 2"] * P])
-    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), g or settings(), LONGEST, step), asked
+    return sample_rounds(generate, ["first"] * P, lambda: next(drawn), g or settings(), step), asked
 
 
 MIXED, EQUAL = [[1, 0], [0, 1], [1, 0]], [[1, 1], [0, 0], [1, 1]]
@@ -121,9 +130,9 @@ def test_length_costs_reward():
     g = settings(overlong_buffer=4, overlong_penalty=2.0)
 
     def generate(problems, first_id):
-        return rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), scores_of(EQUAL)
+        return with_rewards(rollouts_of(first_id, [1, 10, 6, 8, 3, 3]), problems, scores_of(EQUAL), g, LONGEST)
 
-    (batch,) = sample_rounds(generate, [], list, g, LONGEST, 0)
+    (batch,) = sample_rounds(generate, [], list, g, 0)
     np.testing.assert_allclose(batch.rewards, [1, -1, 0, -1, 1, 1])
     # What is reported is what was earned.
     assert batch.scores.total.tolist() == [1, 1, 0, 0, 1, 1]

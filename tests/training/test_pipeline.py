@@ -17,8 +17,10 @@ from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
 from specrl_jax.training.build import prepare
 from specrl_jax.training.devices import Devices
+from specrl_jax.training.generation import Ahead, RolloutBatch
 from specrl_jax.training.initial import initial_state
-from specrl_jax.training.pipeline import AHEAD, Async, RolloutBatch, Sync, with_rollouts, without_rollouts
+from specrl_jax.training.partial import NOTHING_LEFT
+from specrl_jax.training.pipeline import AHEAD, Async, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.slow import slow_but
@@ -33,12 +35,12 @@ class Recorder:
     def __init__(self, fails_at=0):
         self.used, self.ahead, self.learning, self.fails_at = {}, [], 0, fails_at
 
-    def __call__(self, step, problems, policy):
+    def __call__(self, step, problems, policy, newer):
         if step == self.fails_at:
             raise ValueError("the engine broke")
         self.used[step] = policy
         self.ahead.append(step - self.learning)
-        return RolloutBatch([], {"next": step}, {"generate": 0.0})
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, [NOTHING_LEFT])
 
 
 def no_problems():
@@ -48,7 +50,7 @@ def no_problems():
 def learn(produce, lag, first=1, last=LAST, patience=0.02):
     """Take steps first .. last from a pipeline whose weights are numbered by their step."""
     apart = () if lag is None else (lag, first, last, Devices())
-    pipeline = Async(no_problems, produce, *apart) if apart else Sync(no_problems, produce)
+    pipeline = Async(no_problems, produce, *apart) if apart else Sync(no_problems, produce, [])
     taken = []
     try:
         for step in range(first, last + 1):
@@ -131,9 +133,10 @@ def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
 
 
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
-    host = with_rollouts(HostState({}, {}), [RolloutBatch([], {}, {})])
-    assert without_rollouts(host)[0] == [RolloutBatch([], {}, {})]
-    del host.values[AHEAD][0]["seconds"]
+    ahead = Ahead([RolloutBatch([], {}, {}, [])], [NOTHING_LEFT])
+    host = with_rollouts(HostState({}, {}), ahead)
+    assert without_rollouts(host)[0] == ahead
+    del host.values[AHEAD]["batches"][0]["seconds"]
     with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
         without_rollouts(host)
 

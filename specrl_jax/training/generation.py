@@ -1,0 +1,208 @@
+"""The rollouts of a step: its problems, their generation, their scores."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specrl_jax import distributed
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.sources import ProblemStream
+from specrl_jax.decoding.continuation import Continuation
+from specrl_jax.decoding.lookahead import Lookahead
+from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.process_groups import Share
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.training.begun import Begun, Upcoming
+from specrl_jax.training.build import Rollout
+from specrl_jax.training.dynamic_sampling import (
+    ScoredRollouts,
+    gather_round,
+    sample_rounds,
+    score_rollouts,
+    with_rewards,
+)
+from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, split_groups
+from specrl_jax.training.speculation import Speculation
+
+
+class RolloutBatch(NamedTuple):
+    """One step's rollouts, of all processes."""
+
+    rounds: list[ScoredRollouts]
+    position: dict[str, object]  # of the data stream, after the problems drawn for them
+    seconds: dict[str, float]  # of data and generate; "idle": the rollout devices waited for weights
+    left: list[Left]  # of each process: what it has begun beside them (grpo.oversample)
+
+
+class Ahead(NamedTuple):
+    """What the steps after a checkpoint go on with, of all processes."""
+
+    batches: list[RolloutBatch]  # of the next steps
+    left: list[Left]  # after the last of them
+
+
+NOTHING_AHEAD = Ahead([], [])
+
+
+class Published(NamedTuple):
+    """The policy before a step, and what its rollouts may know."""
+
+    weights: Weights
+    version: WeightsVersion
+    observed: int  # steps that Speculation had observed
+
+
+# Asked between two chunks: the policy to go on with; None: the one at hand.
+Newer = Callable[[], Published | None]
+
+
+def never() -> None:
+    """Keep the policy at hand."""
+
+
+class _UntilNewer:
+    """Ends a call of the engine where it would end, or once there is a newer policy."""
+
+    def __init__(self, enough: Callable[[np.ndarray], bool], newer: Newer) -> None:
+        self._enough, self._newer = enough, newer
+        self.policy: Published | None = None
+
+    def __call__(self, finished: np.ndarray) -> bool:
+        if self._enough(finished):
+            return True
+        self.policy = self._newer()
+        return self.policy is not None
+
+
+class Generation:
+    """Draws, generates and scores the rollouts of one step after the other."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        stream: ProblemStream,
+        scorer: Scorer,
+        speculation: Speculation,
+        on_progress: Callable[[int, int], None],
+        left: Left = NOTHING_LEFT,
+    ) -> None:
+        """
+        Args:
+          stream: batches of prompts_per_step problems; single problems with grpo.oversample.
+          on_progress: of the engine.
+          left: what this process has begun beside the rollouts of the step before.
+        """
+        config = rollout.plan.config
+        self._rollout, self._scorer, self._speculation = rollout, scorer, speculation
+        self._on_progress, self._left = on_progress, left
+        self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
+        self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
+        self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
+        later = self._upcoming, rollout.tokenizer.encode, self._grpo, config.pipeline.lag, config.steps, self._groups
+        self._begun = Begun(*later) if exact else None
+
+    def draw(self) -> list[Problem]:
+        """Return the problems that the next step begins with, which all processes draw alike."""
+        if not self._grpo.oversample:
+            return self._upcoming.take()
+        # As many as go on are not drawn; their number is the same in all groups of processes.
+        count = self._grpo.prompts_at_once - len(self._groups.groups) * len(self._left.problems)
+        return [problem for _ in range(count) for problem in self._upcoming.take()]
+
+    def generate(self, step: int, problems: list[Problem], policy: Published, newer: Newer = never) -> RolloutBatch:
+        """Return the rollouts of a step: of all processes where these generate in turn with learning, else its part.
+
+        Args:
+          problems: what `draw` returned.
+          newer: weights that running rollouts go on with.
+        """
+        start, later = time.perf_counter(), self._begun.after(step) if self._begun else None
+
+        def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
+            def own() -> ScoredRollouts:
+                return self._own(problems, first_id, policy, newer, later)
+
+            # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
+            return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
+
+        rounds = sample_rounds(generate, problems, self._upcoming.take_more, self._grpo, step)
+        if self._begun and later:
+            self._begun.texts = later.texts
+        seconds = {"generate": time.perf_counter() - start}
+        return RolloutBatch(rounds, self._upcoming.position, seconds, [self._left])
+
+    def begin(self, step: int, policy: Published, until: Callable[[], bool]) -> bool:
+        """Begin the rollouts of a step under an earlier policy; return whether all are finished.
+
+        Args:
+          until: says after a chunk that it is enough.
+        """
+        assert self._begun is not None
+        later = self._begun.after(step - 1)
+        shared = self._grpo.group_size, self._config.rollout.seed, until, *self._speculation.as_of(policy.observed)
+        finished = self._rollout.engine.begin(policy.weights, later, *shared)
+        self._begun.texts = later.texts
+        return finished
+
+    def _own(
+        self, problems: list[Problem], first_id: int, policy: Published, newer: Newer, later: Lookahead | None
+    ) -> ScoredRollouts:
+        """Return this process's part of a round: of the rollouts of its group it scores its own."""
+        grpo, G, left, share = self._grpo, self._grpo.group_size, self._left, self._groups.share(len(problems))
+        begins = range(len(problems))[share.group]
+        asked, ids = problems[share.group], first_id + begins.start * G + np.arange(len(begins) * G)
+        # A further round goes on with what the last one began of later steps.
+        earlier = self._begun.texts | later.texts if self._begun and later else {}
+        how: Continuation[Weights] = Continuation(policy.version, earlier, later, left.rollouts)
+        if not grpo.oversample:
+            return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
+        if left.rollouts is not None:
+            asked, ids = left.problems + asked, np.concatenate([left.rollouts.rollout_id, ids])
+        share, carry = self._groups.share(grpo.prompts_per_step), self._config.rollout.carry
+        groups = share.group.stop - share.group.start
+        how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
+        found = self._rollouts(asked, ids, policy, newer, how)
+        learned, asked, self._left = split_groups(found, asked, groups, G, carry > 0)
+        return self._scored(learned, asked, share)
+
+    def _rollouts(
+        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
+    ) -> Rollouts:
+        """Generate, in one call for each policy where keys and values are computed anew."""
+        prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in problems]
+        shared = self._grpo.group_size, self._config.rollout.seed, ids, self._on_progress
+        lengths = self._speculation.as_of(policy.observed)
+
+        def call(policy: Published, how: Continuation[Weights]) -> Rollouts:
+            return self._rollout.engine.generate(policy.weights, prompts, *shared, *lengths, continuation=how)
+
+        if not self._config.pipeline.recompute_cache:
+
+            def newest() -> tuple[Weights, WeightsVersion] | None:
+                found = newer()
+                return found and (found.weights, found.version)
+
+            return call(policy, dataclasses.replace(how, newest=newest))
+        while True:
+            until = _UntilNewer(how.enough, newer)
+            found = call(policy, dataclasses.replace(how, version=policy.version, enough=until))
+            if until.policy is None:
+                return found
+            policy, how = until.policy, dataclasses.replace(how, begun=found)
+
+    def _scored(self, rollouts: Rollouts, problems: list[Problem], share: Share) -> ScoredRollouts:
+        """Score this process's share of its group's rollouts."""
+        count = len(rollouts.length)
+
+        def waiting() -> None:
+            # Processes of one copy that generate beside the learner end in the engine, all at one place.
+            if self._synchronous or len(self._groups.own) == 1:
+                self._on_progress(count, count)
+
+        own, asked = rollouts.of_prompts(share.within), problems[share.within]
+        scores = score_rollouts(own, asked, self._rollout.tokenizer, self._scorer, waiting)
+        return with_rewards(own, asked, scores, self._grpo, self._config.rollout.max_response_tokens)

@@ -1,0 +1,83 @@
+"""Over-sampled groups and partial rollouts: a step learns from the groups that are complete first.
+
+A step begins `grpo.oversample` groups more than it learns from, and ends once enough are complete. The others are
+dropped, or, with `rollout.carry`, go on in the next step with their tokens. Either way a rollout's length decides when
+it is learned from, and carried tokens are of older weights: the rollouts of a step are no sample of its policy (by how
+much, on a toy: docs/scaling.md).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specrl_jax import distributed
+from specrl_jax.data.problem import Problem
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.errors import InputError
+
+
+class Left(NamedTuple):
+    """What a step has begun and does not learn from."""
+
+    problems: list[Problem]  # of groups that go on in the next step
+    rollouts: Rollouts | None  # theirs, finished or not; None: no groups
+    dropped: int = 0  # response tokens of groups that do not go on
+
+    @property
+    def carried(self) -> int:
+        """Rollouts that are not finished and go on."""
+        return 0 if self.rollouts is None else int((~self.rollouts.finished).sum())
+
+
+NOTHING_LEFT = Left([], None)
+
+
+def gather_left(own: Left) -> list[Left]:
+    """Return what every process has left, in their order. Collective."""
+    return distributed.all_gather_objects(Left, own)
+
+
+def own_left(left: Sequence[Left]) -> Left:
+    """Return this process's part of what `gather_left` returned. Raises InputError where processes have changed."""
+    if not left:
+        return NOTHING_LEFT
+    if len(left) != jax.process_count():
+        raise InputError(f"grpo.oversample: {len(left)} processes began this run, and {jax.process_count()} resume it")
+    return left[jax.process_index()]
+
+
+def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndarray], bool]:
+    """Return whether, of rollouts that are `finished` [R] bool, `groups` are complete and few others still run.
+
+    Args:
+      carry: most unfinished ones that may go on in the next step; 0: any number, they are dropped.
+    """
+
+    def enough(finished: np.ndarray) -> bool:
+        complete = finished.reshape(-1, group_size).all(axis=1).sum()
+        return bool(complete >= groups and (not carry or (~finished).sum() <= carry))
+
+    return enough
+
+
+def split_groups(
+    found: Rollouts, problems: list[Problem], groups: int, group_size: int, carries: bool
+) -> tuple[Rollouts, list[Problem], Left]:
+    """Return the first complete groups, their problems, and what is left."""
+    complete = np.flatnonzero(found.finished.reshape(-1, group_size).all(axis=1))[:groups]
+    others = np.setdiff1d(np.arange(len(problems)), complete)
+    learned, rest = _groups(found, complete, group_size), _groups(found, others, group_size)
+    chosen = [problems[i] for i in complete]
+    if not carries:
+        return learned, chosen, Left([], None, int(rest.response_length.sum()))
+    rest = dataclasses.replace(rest, chunks=())  # their time is this step's
+    return learned, chosen, Left([problems[i] for i in others], rest)
+
+
+def _groups(rollouts: Rollouts, groups: np.ndarray, group_size: int) -> Rollouts:
+    """Return some groups, whose prompts `prompt_index` then counts."""
+    rows = (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    return dataclasses.replace(rollouts.take(rows), prompt_index=np.repeat(np.arange(len(groups)), group_size))
