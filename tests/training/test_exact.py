@@ -1,6 +1,7 @@
 """Whole runs under `pipeline.update=exact`: to the last bit those whose rollouts begin under their own weights."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ MODES = {
 HOW = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
 
 
-def run_of(folder, mode, reward=lower_case, grpo=()):
+def run_of(folder, mode, reward=lower_case, changes=()):
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     config = rlzero_tiny.get_config("smoke")
@@ -39,12 +40,14 @@ def run_of(folder, mode, reward=lower_case, grpo=()):
     config.data.path = config.eval.path = str(file)
     config.policy.preset = "nano"
     config.draft.update({"kind": "eagle3", "path": "", "compare_rounds": 0, "length": 2})
-    config.grpo.update({"old_logprobs": "learner"} | dict(grpo))
+    config.grpo.old_logprobs = "learner"
     config.rollout.update({"num_slots": 6, "temperature": 1.0, "rule": "coupled", "parity": True, "chunk": 4})
     config.rollout.max_response_tokens = 24
     config.optimizer.update({"learning_rate": 1e-3, "warmup": 0})
     config.checkpoint.update({"every": 2, "keep": 9})
     config.pipeline.update({"rollout_devices": 1} | MODES[mode])
+    for section, values in dict(changes).items():
+        config[section].update(values)
     return make_run(config, make_mesh({}, jax.devices()[:1]), FunctionScorer(reward))
 
 
@@ -94,6 +97,12 @@ def test_an_exact_run_is_the_synchronous_one_to_the_last_bit(mode, synchronous, 
     assert [row["rollout/lag"] for row in rows] == [0] * STEPS
 
 
+def forget(workdir, *steps):
+    """Remove checkpoints, as if the run had been killed before them."""
+    for step in steps:
+        shutil.rmtree(workdir / f"checkpoints/{step}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync, 1 ahead", "async"])
 def test_a_killed_run_draws_again_what_had_begun(mode, synchronous, tmp_path):
@@ -101,10 +110,7 @@ def test_a_killed_run_draws_again_what_had_begun(mode, synchronous, tmp_path):
     run, workdir = run_of(tmp_path, mode), tmp_path / "run"
     train(run, workdir)
     assert not saved(run, workdir, 4)[1]["ahead"]["batches"]
-    for step in (4, 5):
-        for path in sorted((workdir / f"checkpoints/{step}").rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        (workdir / f"checkpoints/{step}").rmdir()
+    forget(workdir, 4, 5)
     train(run, workdir)
     assert_same_run(run, workdir, synchronous)
 
@@ -141,7 +147,7 @@ def test_rounds_of_a_step_take_no_problems_of_later_ones(tmp_path, monkeypatch):
 
     def rounds_run(name, mode, begins=True):
         (tmp_path / name).mkdir()
-        run = run_of(tmp_path / name, mode, often_equal, {"sampling_rounds": 2})
+        run = run_of(tmp_path / name, mode, often_equal, {"grpo": {"sampling_rounds": 2}})
         if not begins:
             monkeypatch.setattr(begun.Begun, "after", lambda self, step: Lookahead([], np.zeros(0, np.int64)))
         rows = train(run, tmp_path / name / "run")[1:]
