@@ -12,9 +12,10 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BYTES, ONE_PASS, Head, Precision, priced_head, twin_bytes, weight_bytes
+from specrl_jax.simulator.counts import BYTES, Head, Precision, twin_bytes, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_rows, scale_cells, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from specrl_jax.simulator.heads import ONE_PASS, priced_head
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths

@@ -11,7 +11,8 @@ import numpy as np
 
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
-from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Head, Precision
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import BFLOAT16, Head, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, sequences_at_once
