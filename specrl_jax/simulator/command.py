@@ -38,7 +38,8 @@ def run(f: flags.FlagValues) -> None:
     """Print the report of a configuration and write its grid if asked to. Raises InputError."""
     scenario, (point, optimize_split) = make_scenario(f, f.config), make_point(f, f.config)
     check_weights_fit(scenario)
-    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split)]))
+    disagreement = None if f.disagreement == -1 else f.disagreement
+    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split, disagreement)]))
     if f.grid:
         print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
 
@@ -125,10 +126,11 @@ def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
         raise InputError(f"--devices={devices}: a positive multiple of {mesh} is needed")
     if lag < 0:
         raise InputError(f"--lag={lag}: 0 (synchronous) or the policy versions that a rollout may be behind")
-    if lag and devices < 2 * unit:
-        raise InputError(
-            f"--lag={lag}: generation and learner need {mesh} devices each, --devices={devices} are too few"
-        )
+    if f.disagreement != -1 and not 0 <= f.disagreement <= 1:
+        raise InputError(f"--disagreement={f.disagreement:g}: a chance, 0 to 1, or -1 for none")
+    if devices < 2 * unit and (lag or f.disagreement != -1):
+        flag = f"--lag={lag}" if lag else f"--disagreement={f.disagreement:g}"
+        raise InputError(f"{flag}: generation and learner need {mesh} devices each, --devices={devices} are too few")
     if rollout_devices and not (0 < rollout_devices < devices and rollout_devices % unit == 0):
         raise InputError(
             f"--rollout_devices={rollout_devices}: a multiple of {mesh} below --devices={devices} is needed"

@@ -144,6 +144,12 @@ class DecoderCost:
         exchanged = c.layers * self._exchange(tokens / s.expert)
         return np.where(np.asarray(tokens) > 0, compute + exchanged, 0.0)
 
+    def verification(self, tokens: Array, length: Array) -> Array:
+        """Seconds to verify texts of `length` tokens each, `tokens` in total, on one replica: a prefill with logits."""
+        c, s = self.model, self.split
+        rows = rank_rows(tokens, s)
+        return self.prefill(tokens, length) + self._seconds(lm_head(c.embed, c.vocab, rows, s, self.precision), rows)
+
     def _mlp(self, rows: Array, group_rows: Array) -> Work:
         """Work of one layer's MLP; the experts process the rows of all devices, `group_rows`."""
         c, s, p = self.model, self.split, self.precision
