@@ -18,6 +18,7 @@ import numpy as np
 
 from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.events import Line, Pace, advance, new_line, verified
+from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.learner import Workload
 
 STEPS, FIRST = 8, 3  # simulated; the first of those that are averaged
@@ -144,14 +145,14 @@ def _complete(line: Line) -> np.ndarray:
 # ---- the formula
 
 
-def exact_seconds(generate: float, learn: float, verifying: float, rest: float) -> float:
+def exact_seconds(generate: Array, learn: Array, verifying: Array, rest: Array) -> np.ndarray:
     """Return the seconds of an `exact` step on separate devices: max(G, L) + (v + rho) min(G, L).
 
     Args:
       verifying: v, share of generation that it takes to verify its rollouts.
       rest: rho, the longest part of a rollout that is drawn again, over the longest rollout.
     """
-    return max(generate, learn) + (verifying + rest) * min(generate, learn)
+    return np.asarray(np.maximum(generate, learn) + (verifying + rest) * np.minimum(generate, learn))
 
 
 def expected_rest(lengths: np.ndarray, disagreement: float) -> float:
