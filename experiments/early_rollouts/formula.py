@@ -7,7 +7,7 @@ verifying takes, rho the longest rest that is drawn again over the longest answe
 begins the rollouts under a version of the policy of one RL run, then it verifies them under the next version and draws
 on until all are finished. **The learner is a clock**: nothing else runs in those L seconds, as on devices that share
 nothing; one CPU cannot both learn and generate undisturbed. All else is the engine's own work. G, v and rho are
-measured by themselves, from the same rollouts. Writes formula.csv and its table.
+measured by themselves, from the same rollouts; no seconds are those of moving weights. Writes formula.csv and its table.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from experiments.early_rollouts.kept import responses
 from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts
@@ -38,13 +39,14 @@ def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]
     engine, work, seed = versions.rollout.engine, versions.workloads[older], 100 * older
     weights, lengths = [versions.weights(step) for step in (older, older + 1)], FixedLength(k)
 
-    def generate(version: int, earlier: dict[int, np.ndarray] | None) -> tuple[Rollouts, float]:
+    def generate(version: int, earlier: dict[int, np.ndarray]) -> tuple[Rollouts, float]:
+        asked = Continuation(earlier=earlier)
         start = time.perf_counter()
-        found = engine.generate(weights[version], work.prompts, work.samples, seed, lengths=lengths, earlier=earlier)
+        found = engine.generate(weights[version], work.prompts, work.samples, seed, lengths=lengths, continuation=asked)
         return found, time.perf_counter() - start
 
-    whole, _ = generate(0, None)
-    fresh, G = generate(1, None)
+    whole, _ = generate(0, {})
+    fresh, G = generate(1, {})
     _, verify = generate(1, responses(fresh))
     again, _ = generate(1, responses(whole))
     rest = float((again.response_length - again.reverified).max() / again.response_length.max())
