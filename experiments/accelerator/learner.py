@@ -14,7 +14,7 @@ from experiments.accelerator.sizes import Sizes
 from experiments.grpo_step import rows
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import forward_flops
+from specrl_jax.simulator.counts import forward_flops
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.tasks.train import train
 from specrl_jax.training.initial import initial_state

@@ -25,8 +25,10 @@ from experiments.rooms.bases import NAMES
 from experiments.scale_projection.paper import DRAFT_VOCAB
 from experiments.verdicts import Interval, interval, ratio_interval
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost, Precision, priced_head
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import Precision
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from specrl_jax.simulator.heads import priced_head
 
 Row = dict[str, Any]
 SHOWN, CONTEXT = (3, 5, 7), 2000.0

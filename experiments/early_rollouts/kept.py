@@ -5,7 +5,9 @@
 For two versions of the policy of one RL run: 128 rollouts of the older, verified under the newer. Kept is the share of
 tokens before the first disagreement; rho the longest rest that has to be drawn again, over the longest answer;
 break-even the disagreement per token 1 / (mean length of an answer), above which most of a rollout is lost. The same
-weights (0 versions between) show what rounding does. Writes kept.csv and its table.
+weights (0 versions between) show what rounding does. Beside the measured disagreements stands what is expected of the
+two distributions under shared Gumbel noise, and its bound by their total variation (bound.py). Writes kept.csv and its
+table.
 """
 
 import argparse
@@ -16,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from experiments.claims import markdown, put_table, write_rows
-from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
+from experiments.early_rollouts.bound import disagreement
+from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import Rollouts
@@ -37,6 +40,9 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
     lengths, kept = before.response_length, after.reverified
     rest = after.response_length - kept
     tokens, disagreements = int(kept.sum()), int((kept < lengths).sum())
+    learner = versions.learner
+    policies = versions.policy(older), versions.policy(newer)
+    chances = disagreement(*policies, learner.plan.model, learner.plan.learner_partition, before, kept)
     return {
         "tokens": int(lengths.sum()),
         "kept": tokens,
@@ -44,7 +50,7 @@ def pair(versions: Versions, older: int, newer: int) -> dict[str, float]:
         "longest": int(after.response_length.max()),
         "longest_rest": int(rest.max()),
         "mean_length": float(lengths.mean()),
-    }
+    } | chances._asdict()
 
 
 def responses(rollouts: Rollouts) -> dict[int, np.ndarray]:
@@ -52,8 +58,8 @@ def responses(rollouts: Rollouts) -> dict[int, np.ndarray]:
     return {int(number): rollouts.tokens[i, rollouts.response_part(i)] for i, number in enumerate(rollouts.rollout_id)}
 
 
-def measure(rate: float, workdir: str, dtype: str) -> Iterator[dict[str, Any]]:
-    versions = open_versions(workdir, dtype)
+def measure(rate: float, dtype: str, folder: str) -> Iterator[dict[str, Any]]:
+    versions = open_versions(rate, dtype, folder)
     for between in BETWEEN:
         for older in range(1, STEPS + 1 - between, 2):
             found = pair(versions, older, older + between)
@@ -68,22 +74,29 @@ def table(rows: list[dict[str, Any]]) -> str:
         # One disagreement ends what can be seen of a rollout.
         a_token = sum(row["disagreements"] for row in found) / sum(row["kept"] + row["disagreements"] for row in found)
         rho = [row["longest_rest"] / row["longest"] for row in found]
+        tested = np.array([row["kept"] + row["disagreements"] for row in found])
+        chances = [
+            f"{np.average([row[name] for row in found], weights=tested):.1e}"
+            for name in ("variation", "expected", "bound")
+        ]
+        entropy = np.average([row["entropy"] for row in found], weights=tested)
         even = np.mean([1 / row["mean_length"] for row in found])
         shown = f"{np.mean(kept):.3f} ({min(kept):.3f} to {max(kept):.3f})"
-        lines.append(
-            [f"{rate:g}", dtype, between, len(found), shown, f"{a_token:.1e}", f"{even:.1e}", f"{np.mean(rho):.2f}"]
-        )
+        last = f"{even:.1e}", f"{np.mean(rho):.2f}", f"{entropy:.2f}"
+        lines.append([f"{rate:g}", dtype, between, len(found), shown, f"{a_token:.1e}", *chances, *last])
     head = ["learning rate", "rollout weights", "versions between", "pairs", "tokens kept", "disagreements per token"]
-    return markdown([*head, "break-even", "rho"], lines)
+    head += ["total variation", "expected", "bound"]
+    return markdown([*head, "break-even", "rho", "entropy, nats"], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
-    rows = [row for rate in a.rates for dtype in a.dtypes for row in measure(rate, RUNS[rate], dtype)]
+    rows = [row for rate in a.rates for dtype in a.dtypes for row in measure(rate, dtype, a.folder)]
     write_rows(a.output, rows)
     found = table(rows)
     print(found)

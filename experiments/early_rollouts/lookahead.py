@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims import markdown, put_table
-from experiments.early_rollouts.runs import RUNS, STEPS, Versions, open_versions
+from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.continuation import Continuation
@@ -86,11 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
     parser.add_argument("--rate", type=float, choices=RUNS, default=next(iter(RUNS)))
+    parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
-        versions = open_versions(RUNS[a.rate])
+        versions = open_versions(a.rate, folder=a.folder)
         for draft in a.drafts:
             k = versions.rollout.engine.draft_length if draft == "eagle3" else 0
             for ahead in (False, True):  # compiles

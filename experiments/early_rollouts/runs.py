@@ -1,9 +1,14 @@
 """The versions of the policy of one RL run, and the engine that draws and verifies their rollouts."""
 
 import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
 
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
+from specrl_jax.core import Params
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.learner.state import RunState
@@ -13,8 +18,9 @@ from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import Workload, step_workload
 
 STEPS = 9  # of each run
-# Learning rate -> the run's workdir; README.md has the commands.
-RUNS = {1e-4: "runs/early_1e-4", 1e-5: "runs/early_1e-5"}
+# Learning rate -> the run's folder in that of all runs; README.md has the commands.
+RUNS = {1e-4: "early_1e-4", 1e-5: "early_1e-5"}
+FOLDER = "runs"
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,23 +33,41 @@ class Versions:
     checkpoints: Checkpoints
 
     def __post_init__(self) -> None:
-        self._read: dict[int, Weights] = {}
+        self._read: dict[int, tuple[Weights, Params]] = {}
 
     def weights(self, step: int) -> Weights:
         """Return the rollout weights after a step; read once."""
+        return self._version(step)[0]
+
+    def policy(self, step: int) -> Params:
+        """Return the policy after a step in the learner's layout, rounded as the rollout weights are."""
+        return self._version(step)[1]
+
+    def _version(self, step: int) -> tuple[Weights, Params]:
         if step not in self._read:
             state: RunState = self.checkpoints.restore(step, abstract_run_state(self.learner))[0]
-            self._read[step] = prepare(self.learner, self.rollout, state)[0]
+            dtype = jnp.dtype(self.learner.plan.config.policy.dtype)
+            params = self.learner.merged(state.policy)
+            rounded = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), params)
+            self._read[step] = prepare(self.learner, self.rollout, state)[0], rounded
         return self._read[step]
 
 
-def open_versions(workdir: str, dtype: str = "float32") -> Versions:
-    """Open a finished run of configs/rlzero_tiny.py:rooms; `dtype` of the rollout weights."""
+def open_versions(rate: float, dtype: str = "float32", folder: str = FOLDER) -> Versions:
+    """Open the finished run of a learning rate of configs/rlzero_tiny.py:rooms.
+
+    Args:
+      dtype: of the rollout weights.
+      folder: of this run, and of the policy and head that it began with.
+    """
     config = rlzero_tiny.get_config("rooms")
+    config.policy.path, config.draft.path = (
+        os.path.join(folder, os.path.basename(path)) for path in (config.policy.path, config.draft.path)
+    )
     config.rollout.rule, config.rollout.num_slots, config.policy.dtype = "coupled", 16, dtype
     config.grpo.prompts_per_step = 16  # 128 rollouts a step
     config.pipeline.update = "exact"
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
     workloads = [step_workload(rollout, next(stream)) for _ in range(STEPS)]
-    return Versions(learner, rollout, workloads, Checkpoints(workdir, STEPS))
+    return Versions(learner, rollout, workloads, Checkpoints(os.path.join(folder, RUNS[rate]), STEPS))

@@ -22,8 +22,9 @@ from experiments.scale_projection.paper import (
 )
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import Precision, head_config
+from specrl_jax.simulator.counts import Precision
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Points, Scenario, compare, points

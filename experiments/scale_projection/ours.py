@@ -17,8 +17,10 @@ from experiments.scale_projection.calibrate import Calibration, fit
 from specrl_jax.core import PHASES
 from specrl_jax.data.tasks import TaskSource
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost, Precision, head_config
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import Precision
 from specrl_jax.simulator.hardware import HARDWARE, Hardware
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import sample
 from specrl_jax.simulator.rollout import Drafting, EngineSchedule, cumulative_acceptance, profile, run

@@ -14,8 +14,8 @@ import numpy as np
 from experiments.scale_projection.calibrate import NINETY, Calibration, fit
 from specrl_jax.models.qwen3 import PRESETS
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import head_config
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE, SHARES, SPREAD, Hardware
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Points, Prediction, Scenario, points, predict

@@ -26,8 +26,9 @@ from experiments.traces.counts import Trace, read_traces
 from experiments.traces.replay import Clock, Measured, ratio, resampled
 from experiments.verdicts import Claim, Interval, judge_simulated
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost, head_config
+from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from specrl_jax.simulator.heads import head_config
 
 Row = dict[str, Any]
 HERE = pathlib.Path(__file__).parent

@@ -1,10 +1,11 @@
 """Command line of the performance model.
 
     python -m specrl_jax.simulator --config configs/NAME.py --devices N --hardware NAME [--lag L]
-        [--draft_length K --acceptance TOKENS] [--grid FOLDER] [--config.key=value ...]
+        [--draft_length K --acceptance TOKENS] [--disagreement D] [--grid FOLDER] [--config.key=value ...]
 
 Prints the seconds of a step by phase, plain and speculative, speedups with intervals, every draft length and the
-bottleneck of the step. With --grid it also writes scale.csv, draft.csv and a heat map of each into a folder.
+bottleneck of the step. With --disagreement it also prints what rollouts that outlive a step would bring. With --grid it
+also writes scale.csv, draft.csv and a heat map of each into a folder.
 
 Reads sizes, counts, dtypes and the mesh from the config; makes no array and touches no device.
 """
@@ -50,6 +51,8 @@ def define_flags(argv: list[str]) -> flags.FlagValues:
     define(flags.DEFINE_float, "mean_tokens", 0.0, "mean response length; 0 = command.MEAN_SHARE of the limit")
     define(flags.DEFINE_string, "rollout_dtype", "", "of weights, keys and values; '' = the config's")
     define(flags.DEFINE_bool, "free_verification", False, "k + 1 positions cost as much as one, the paper's assumption")
+    meaning = "also simulate rollouts that outlive a step; chance that new weights draw another token; -1 = do not"
+    define(flags.DEFINE_float, "disagreement", -1.0, meaning)
     define(flags.DEFINE_string, "grid", "", "folder for CSV and heat maps of a grid around this configuration")
     return f
 

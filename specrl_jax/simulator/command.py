@@ -12,9 +12,10 @@ from specrl_jax.errors import InputError
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
 from specrl_jax.models.qwen3 import Qwen3Config, preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import BYTES, ONE_PASS, Head, Precision, priced_head, twin_bytes, weight_bytes
+from specrl_jax.simulator.counts import BYTES, Head, Precision, twin_bytes, weight_bytes
 from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_rows, scale_cells, write_rows
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
+from specrl_jax.simulator.heads import ONE_PASS, priced_head
 from specrl_jax.simulator.heatmaps import heatmaps
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
@@ -37,7 +38,8 @@ def run(f: flags.FlagValues) -> None:
     """Print the report of a configuration and write its grid if asked to. Raises InputError."""
     scenario, (point, optimize_split) = make_scenario(f, f.config), make_point(f, f.config)
     check_weights_fit(scenario)
-    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split)]))
+    disagreement = None if f.disagreement == -1 else f.disagreement
+    print("\n".join([headline(f, scenario), "", *report(scenario, point, optimize_split, disagreement)]))
     if f.grid:
         print("\n" + "\n".join(write_grid(f.grid, scenario, point)))
 
@@ -124,10 +126,11 @@ def make_point(f: flags.FlagValues, c: ConfigDict) -> tuple[Points, bool]:
         raise InputError(f"--devices={devices}: a positive multiple of {mesh} is needed")
     if lag < 0:
         raise InputError(f"--lag={lag}: 0 (synchronous) or the policy versions that a rollout may be behind")
-    if lag and devices < 2 * unit:
-        raise InputError(
-            f"--lag={lag}: generation and learner need {mesh} devices each, --devices={devices} are too few"
-        )
+    if f.disagreement != -1 and not 0 <= f.disagreement <= 1:
+        raise InputError(f"--disagreement={f.disagreement:g}: a chance, 0 to 1, or -1 for none")
+    if devices < 2 * unit and (lag or f.disagreement != -1):
+        flag = f"--lag={lag}" if lag else f"--disagreement={f.disagreement:g}"
+        raise InputError(f"{flag}: generation and learner need {mesh} devices each, --devices={devices} are too few")
     if rollout_devices and not (0 < rollout_devices < devices and rollout_devices % unit == 0):
         raise InputError(
             f"--rollout_devices={rollout_devices}: a multiple of {mesh} below --devices={devices} is needed"

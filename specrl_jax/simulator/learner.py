@@ -8,7 +8,7 @@ import numpy as np
 from specrl_jax.drafts.block.network import BlockConfig
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism, all_gather
-from specrl_jax.simulator.cost import (
+from specrl_jax.simulator.counts import (
     BYTES,
     Head,
     Precision,

@@ -9,7 +9,8 @@ import numpy as np
 
 from specrl_jax.drafts.block.network import BlockConfig
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.cost import BYTES, DecoderCost, head_parameters, parameters, twin_bytes, weight_bytes
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import BYTES, head_parameters, parameters, twin_bytes, weight_bytes
 from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.learner import LearnerCost, Workload
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from specrl_jax.core import PHASES
 from specrl_jax.simulator.memory import live_tokens
+from specrl_jax.simulator.modes import MODES, divided, simulate_update
 from specrl_jax.simulator.rollout import LENGTHS, cumulative_acceptance
 from specrl_jax.simulator.scenario import (
     ADAPTIVE,
@@ -33,8 +34,8 @@ RESOURCES: dict[str, dict[str, float]] = {
 }
 
 
-def report(s: Scenario, p: Points, optimize_split: bool) -> list[str]:
-    """Return lines about one point, N = 1; `optimize_split` as in `compare`."""
+def report(s: Scenario, p: Points, optimize_split: bool, disagreement: float | None) -> list[str]:
+    """Return lines about one point, N = 1; `optimize_split` as in `compare`, `disagreement` as in `_updates`."""
     found = compare(s, p, optimize_split)
     fast = p._replace(rollout_devices=found.rollout_devices)
     blocks = (
@@ -44,6 +45,7 @@ def report(s: Scenario, p: Points, optimize_split: bool) -> list[str]:
         _limits(s, found, fast),
         _memory(s, fast),
         _iterations(s, fast),
+        *([] if disagreement is None else [_updates(s, p, disagreement)]),
     )
     return [line for block in blocks for line in (*block, "")][:-1]
 
@@ -135,4 +137,21 @@ def _iterations(s: Scenario, fast: Points) -> list[str]:
     for k in sorted({0, int(fast.k[0])}):
         moved = (float(s.decoder.iteration_bytes(B, k, n)) / 1e9 for n in held)
         lines.append(f"{f'  k = {k}':<30}" + "".join(f"{x:>9.1f}" for x in moved))
+    return lines
+
+
+def _updates(s: Scenario, p: Points, disagreement: float) -> list[str]:
+    """Return what each way to let rollouts and updates follow each other brings (simulator/updates.py).
+
+    Args:
+      disagreement: chance that new weights draw another token, per token and version.
+    """
+    head = f"{'step, s':>9}{'faster':>9}{'kept':>7}{'rest':>7}{'stale':>7}{'rollout devices':>17}"
+    lines = [f"ways to update, {disagreement:g} disagreements a token and version", f"{'':<24}{head}"]
+    base = simulate_update(s, divided(s, p, MODES["synchronous"]), MODES["synchronous"]).seconds
+    for name, update in MODES.items():
+        q = divided(s, p, update, disagreement)
+        found = simulate_update(s, q, update, disagreement)
+        shares = f"{found.kept:>7.2f}{found.rest:>7.2f}{found.stale:>7.2f}{q.rollout_devices[0]:>17.0f}"
+        lines.append(f"  {name:<22}{found.seconds:>9.2f}{base / found.seconds:>8.2f}x{shares}")
     return lines

@@ -197,7 +197,7 @@ def cumulative_acceptance(acceptance: Array, k: Array) -> np.ndarray:
 
 def run(decoder: DecoderCost, p: BatchProfile, drafting: Drafting) -> Rollout:
     """Return the cost of one batch by itself, from its first token to its last."""
-    k, tokens, cost = _choose(decoder, p.batch, p.context, drafting)
+    k, tokens, cost = choose(decoder, p.batch, p.context, drafting)
     iterations = p.tokens / tokens
     host = p.refills * decoder.hardware.attained.chunk_seconds
     seconds = (iterations * cost).sum(-1, keepdims=True) + host
@@ -221,12 +221,12 @@ def run_steady(
     mean = drawn.mean()
     context = np.array([[prompt + (drawn**2).mean() / mean / 2]])
     sequences = np.exp(np.linspace(0.0, 1.0, ADMISSIONS) * np.log(np.maximum(most, 1.0)))
-    _, tokens, cost = _choose(decoder, sequences, context, drafting)
+    _, tokens, cost = choose(decoder, sequences, context, drafting)
     longest = lengths.quantile(1 - 0.5 / np.maximum(each, 1.0))
     return Steady(each * mean / tokens / sequences * cost, longest / tokens * cost)
 
 
-def _choose(
+def choose(
     decoder: DecoderCost, batch: np.ndarray, context: np.ndarray, drafting: Drafting
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (k, committed tokens, seconds) of an iteration, [N, G] each."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.communication import ONE_DEVICE, Parallelism
-from specrl_jax.simulator.cost import BFLOAT16, DecoderCost, Head, Precision
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import BFLOAT16, Head, Precision
 from specrl_jax.simulator.hardware import Array, Hardware
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.memory import DeviceBytes, estimate_bytes, sequences_at_once
@@ -180,15 +181,20 @@ def sample_speedups(s: Scenario, p: Points, found: Comparison, draws: int) -> Sp
 
 def best_split(s: Scenario, p: Points) -> np.ndarray:
     """Return [N] rollout devices of the shortest step: whole replicas on both sides where there is a lag, else all."""
-    unit = s.rollout_split.devices
-    shares = np.arange(1, SPLITS) / SPLITS
-    replicas = np.maximum(np.round(p.devices[:, None] / unit * shares), 1)
-    tried = np.minimum(replicas * unit, np.maximum(p.devices[:, None] - unit, unit))
+    tried = whole_splits(s, p)
     found = predict(s, p.repeat(SPLITS - 1)._replace(rollout_devices=tried.ravel()))
     # A split that does not fit is chosen only where none does.
     total = (np.where(found.fits, 1.0, 1e6) * found.step.total).reshape(tried.shape)
     best = tried[np.arange(len(tried)), np.argmin(total, axis=1)].astype(int)
     return np.where(p.lag > 0, best, p.devices)
+
+
+def whole_splits(s: Scenario, p: Points) -> np.ndarray:
+    """Return [N, SPLITS - 1] numbers of rollout devices, whole replicas on both sides; some more than once."""
+    unit = s.rollout_split.devices
+    shares = np.arange(1, SPLITS) / SPLITS
+    replicas = np.maximum(np.round(p.devices[:, None] / unit * shares), 1)
+    return np.minimum(replicas * unit, np.maximum(p.devices[:, None] - unit, unit))
 
 
 def device_bytes(s: Scenario, p: Points) -> DeviceBytes:

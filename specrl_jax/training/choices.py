@@ -29,8 +29,10 @@ from specrl_jax.models import cache as kv
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import LEARNER, ROLLOUT, partitioner
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import DecoderCost, Precision, priced_head
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import Precision
 from specrl_jax.simulator.hardware import HARDWARE
+from specrl_jax.simulator.heads import priced_head
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.memory import USABLE, DeviceBytes, estimate_bytes, sequences_at_once

@@ -9,7 +9,7 @@ import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.models.qwen3 import Qwen3Config
-from specrl_jax.simulator.cost import forward_flops
+from specrl_jax.simulator.counts import forward_flops
 from specrl_jax.simulator.hardware import peak_flops
 from specrl_jax.training.build import Learner
 

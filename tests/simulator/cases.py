@@ -6,8 +6,8 @@ import numpy as np
 
 from specrl_jax.models.qwen3 import PRESETS, Qwen3Config
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import head_config
 from specrl_jax.simulator.hardware import HARDWARE, Attained, Hardware, Link, Peak
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.learner import Workload
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.scenario import Scenario

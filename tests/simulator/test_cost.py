@@ -11,22 +11,20 @@ from specrl_jax.drafts.eagle3 import network as eagle3
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import count_params
 from specrl_jax.simulator.communication import Parallelism, all_gather, all_reduce, all_to_all
-from specrl_jax.simulator.cost import (
-    ONE_PASS,
-    DecoderCost,
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import (
     Precision,
     distinct_experts,
     forward_flops,
-    head_config,
     head_parameters,
     matmul_weights,
     parameters,
-    priced_head,
-    rank_rows,
     twin_bytes,
     weight_bytes,
 )
 from specrl_jax.simulator.hardware import HARDWARE, Link
+from specrl_jax.simulator.heads import ONE_PASS, head_config, priced_head
+from specrl_jax.simulator.operations import rank_rows
 from tests.simulator.cases import MIXTURE, NANO, ideal
 
 FLOAT32 = Precision("float32", "float32", "float32")

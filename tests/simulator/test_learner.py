@@ -9,8 +9,10 @@ import pytest
 
 from specrl_jax.models.qwen3 import preset
 from specrl_jax.simulator.communication import Parallelism
-from specrl_jax.simulator.cost import DecoderCost, head_config, head_parameters, parameters
+from specrl_jax.simulator.cost import DecoderCost
+from specrl_jax.simulator.counts import head_parameters, parameters
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, SPREAD, Link
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.learner import LearnerCost, Workload
 from specrl_jax.simulator.lengths import LogNormalLengths, sample
 from specrl_jax.simulator.memory import estimate_bytes, live_tokens, sequences_at_once, token_bytes

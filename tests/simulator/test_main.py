@@ -8,6 +8,7 @@ import pytest
 
 from specrl_jax.core import PHASES
 from specrl_jax.simulator.__main__ import main
+from specrl_jax.simulator.modes import MODES
 
 ROOT = pathlib.Path(__file__).parents[2]
 LARGE, DENSE = (str(ROOT / "configs" / f"{name}.py") for name in ("rlzero_235b_a22b", "rlzero_8b"))
@@ -50,6 +51,18 @@ def test_the_largest_case(call):
     for what in ("plain step", "with drafts"):
         assert re.search(rf"{what} +[\d.]+ s \([\d.]+ to [\d.]+\)", out)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("x")] == [*"012357", "adaptive"]
+
+
+def test_ways_to_update_are_printed_where_a_disagreement_is_given(call):
+    _, out, _ = call(*dense())
+    assert "ways to update" not in out
+    status, out, err = call(*dense("--disagreement", "1e-5"))
+    assert (status, err) == (0, "") and "1e-05 disagreements" in out
+    lines = out.split("ways to update")[1].splitlines()[2:]
+    assert [re.match(r"  ([a-z, ]+?)  ", line)[1] for line in lines] == list(MODES)
+    seconds, faster = zip(*(re.search(r"([\d.]+) +([\d.]+)x", line).groups() for line in lines))
+    assert [float(x) for x in faster] == pytest.approx([float(seconds[0]) / float(x) for x in seconds], abs=0.01)
+    assert all(line.split()[-1] == "32" for line in lines[:3])
 
 
 @pytest.mark.parametrize("name", ["rlzero_0p6b", "rlzero_1p7b", "rlzero_30b_a3b", "rlzero_235b_a22b"])
@@ -115,6 +128,8 @@ def test_a_grid_is_written(call, tmp_path):
         (dense("--devices", "30"), ["--devices=30", "mesh.tensor x mesh.expert = 4"]),
         (dense("--lag", "-1"), ["--lag=-1"]),
         (dense("--devices", "4", "--lag", "1"), ["--lag=1", "--devices=4"]),
+        (dense("--devices", "4", "--disagreement", "0"), ["--disagreement=0", "--devices=4"]),
+        (dense("--disagreement", "1.5"), ["--disagreement=1.5", "0 to 1"]),
         (dense("--rollout_devices", "32"), ["--rollout_devices=32", "--devices=32"]),
         (dense("--rollout_devices", "6"), ["--rollout_devices=6", "multiple"]),
         (dense("--draft_length", "9"), ["--draft_length=9", "7"]),

@@ -7,8 +7,9 @@ import pytest
 
 from specrl_jax.models import qwen3
 from specrl_jax.simulator import programs
-from specrl_jax.simulator.cost import DecoderCost, head_config
+from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import ENGINES
+from specrl_jax.simulator.heads import head_config
 from tests.simulator.cases import ideal
 
 POLICY = qwen3.preset("qwen3_8b")

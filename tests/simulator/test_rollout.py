@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from specrl_jax.errors import InputError
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.simulator.cost import DecoderCost, head_config
+from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.hardware import HARDWARE
+from specrl_jax.simulator.heads import head_config
 from specrl_jax.simulator.lengths import LogNormalLengths, sample
 from specrl_jax.simulator.rollout import (
     LENGTHS,
