@@ -21,7 +21,8 @@ from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding
 
 from specrl_jax.core import Tree
-from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.distributed import has_left
+from specrl_jax.errors import InputError
 
 # Mesh axes that split rollout weights: a copy has all of such an axis.
 COPY_AXES = ("expert", "tensor")
@@ -184,7 +185,7 @@ class Agreement:
         try:
             return struct.unpack(code, self._exchange(struct.pack(code, *values)))
         except RuntimeError as error:
-            raise RunFailed(f"another process has left: {' '.join(str(error).split())[:200]}") from None
+            raise has_left(error) from None
 
     def _exchange(self, message: bytes) -> bytes:
         client: Any = global_state.client
