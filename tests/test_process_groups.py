@@ -235,6 +235,18 @@ def test_asynchronously_on_devices_that_only_generate(tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_that_begin_early_in_two_processes(tmp_path):
+    """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
+    early = ["--config.pipeline.mode=async", "--config.pipeline.update=exact", "--config.pipeline.tensor=2"]
+    shared = [*SMALL, *PARITY, *early, "--config.eval.every=2", "--config.steps=4", "--config.rollout.chunk=4"]
+    several, one = tmp_path / "several", tmp_path / "one"
+    several.mkdir(), one.mkdir()
+    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1")
+    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2")
+    assert texts(several) == texts(one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["sync", "async"])
 def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
     settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]}
