@@ -170,7 +170,7 @@ class Agreement:
     """
 
     def __init__(self, members: tuple[int, ...]) -> None:
-        self.messages = self.bytes = 0  # that this process has sent or received
+        self._messages = 0  # sent or received
         self._members, self._folder = members, f"specrl_jax/agreement_{next(_agreements)}/{members[0]}"
 
     def __call__(self, *values: int) -> tuple[int, ...]:
@@ -181,7 +181,6 @@ class Agreement:
         if len(self._members) == 1:
             return values
         code = "<" + "".join(_CODES[type(value)] for value in values)
-        self.messages, self.bytes = self.messages + 1, self.bytes + struct.calcsize(code)
         try:
             return struct.unpack(code, self._exchange(struct.pack(code, *values)))
         except RuntimeError as error:
@@ -189,7 +188,8 @@ class Agreement:
 
     def _exchange(self, message: bytes) -> bytes:
         client: Any = global_state.client
-        number, first = self.messages - 1, self._members[0] == global_state.process_id
+        number, first = self._messages, self._members[0] == global_state.process_id
+        self._messages += 1
         if number % KEPT == 0 and number:
             epoch = f"{self._folder}/{number // KEPT - 1}"
             client.wait_at_barrier(epoch, 1000 * WAIT_SECONDS, list(self._members))
