@@ -52,6 +52,12 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 T = TypeVar("T")
+
+
+class ProcessLost(RunFailed):
+    """Another process has left; nothing more can be saved."""
+
+
 # Exchanges of texts so far; every process makes the same ones.
 _exchanges = itertools.count()
 
@@ -134,7 +140,7 @@ def exchange(value: str) -> list[str]:
     return [values[i] for i in range(global_state.num_processes)]
 
 
-def has_left(error: RuntimeError) -> RunFailed:
+def has_left(error: RuntimeError) -> ProcessLost:
     """Return what to raise where `error` says that another process has left; it names those that do not answer."""
     client: Any = global_state.client
     silent = [0]  # with which the coordinator has left
@@ -143,20 +149,27 @@ def has_left(error: RuntimeError) -> RunFailed:
         time.sleep(ANSWER_SECONDS)
         here = {int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get("specrl_jax/lost")}
         silent = [i for i in range(global_state.num_processes) if i not in here]
+        if not global_state.process_id:  # the others may ask later
+            time.sleep(ANSWER_SECONDS)
     who = f"process{'es' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "another process"
     why = " ".join(str(error).split())[:200]
-    return RunFailed(f"{who} left: {why}; the same command goes on from the last checkpoint")
+    return ProcessLost(f"{who} left: {why}; the same command goes on from the last checkpoint")
 
 
 @contextlib.contextmanager
-def losses_named() -> Iterator[None]:
-    """Raise RunFailed where a program of several processes, in the body, fails as one of them has left."""
+def leave_with_others() -> Iterator[None]:
+    """End the process with one line where the body fails as another one has left: closing a run would wait for that."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if not (is_joined() and re.search("Gloo|NCCL|peer|heartbeat", str(error))):
-            raise
-        raise has_left(error) from None
+    except (jax.errors.JaxRuntimeError, ProcessLost) as error:
+        if not isinstance(error, ProcessLost):
+            if not (is_joined() and re.search("Gloo|NCCL|peer|heartbeat", str(error))):
+                raise
+            error = has_left(error)
+        fail(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def share_event(event: threading.Event) -> None:
