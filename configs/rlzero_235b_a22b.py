@@ -4,12 +4,8 @@
 
 It is for the simulator and for dry runs with 512 GB200, as in the paper's simulation. On each GPU parameters, gradient
 and moments in float32 take 7 GB, rollout weights in bfloat16 18 GB (experts split in 8, widths in 4), keys and values
-of 4,096 slots 10,240 tokens x 193 kB = 16 GB. A rollout stays within one process, and no process has the 32 GPUs that
-this split needs. On 128 nodes x 4 GPUs, with one process each, add
-
-    --config.mesh.expert=1 --config.mesh.fsdp=128
-
-A dry run of that (dry_run.layers=8) reports 187 of 198 GB for a refill, 118 of it rollout weights.
+of 4,096 slots 10,240 tokens x 193 kB = 16 GB. On 128 nodes x 4 GPUs, with one process each, eight processes hold a copy
+of the rollout weights: experts go through all-to-alls between nodes, widths stay within one (docs/scaling.md).
 
 Weights and data are read from local folders:
 

@@ -100,7 +100,7 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
     import jax
 
     from specrl_jax.config.validate import validate
-    from specrl_jax.distributed import initialize, is_joined, refused_together
+    from specrl_jax.distributed import initialize, is_joined, leave_with_others, refused_together
     from specrl_jax.io.agreement import check_agreement
     from specrl_jax.io.memory import within_memory
     from specrl_jax.training.choices import fit_policy
@@ -120,7 +120,7 @@ def run(config: Config, workdir: str, distributed: bool = False, given: Collecti
             validate(config)
         if is_joined() and config.task != "train":
             raise InputError(f"task={config.task} is for one process, and there are {jax.process_count()}")
-    with within_memory(f"task={config.task}"):
+    with leave_with_others(), within_memory(f"task={config.task}"):
         tasks()[config.task](config, workdir)
 
 

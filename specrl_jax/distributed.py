@@ -16,8 +16,10 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +42,8 @@ EXCHANGE_SECONDS = 3600
 HEARTBEAT_SECONDS = 30
 # A process that ends alone, by an error of its own, waits so long for the others; then they end too.
 LEAVE_SECONDS = 120
+# Processes that have lost another one wait so long for each other's names.
+ANSWER_SECONDS = 5.0
 # How often a process looks whether another one was asked to stop.
 LOOK_SECONDS = 1.0
 # For processes on one machine, or where no cluster manager tells.
@@ -48,6 +52,12 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 T = TypeVar("T")
+
+
+class ProcessLost(RunFailed):
+    """Another process has left; nothing more can be saved."""
+
+
 # Exchanges of texts so far; every process makes the same ones.
 _exchanges = itertools.count()
 
@@ -126,8 +136,40 @@ def exchange(value: str) -> list[str]:
         client.wait_at_barrier(folder, 1000 * EXCHANGE_SECONDS)
         values = {int(name.rpartition("/")[2]): value for name, value in client.key_value_dir_get(folder)}
     except RuntimeError as error:
-        raise RunFailed(f"another process has left: {' '.join(str(error).split())[:200]}") from None
+        raise has_left(error) from None
     return [values[i] for i in range(global_state.num_processes)]
+
+
+def has_left(error: RuntimeError) -> ProcessLost:
+    """Return what to raise where `error` says that another process has left; it names those that do not answer."""
+    client: Any = global_state.client
+    silent = [0]  # with which the coordinator has left
+    with contextlib.suppress(RuntimeError):
+        client.key_value_set(f"specrl_jax/lost/{global_state.process_id}", "", allow_overwrite=True)
+        time.sleep(ANSWER_SECONDS)
+        here = {int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get("specrl_jax/lost")}
+        silent = [i for i in range(global_state.num_processes) if i not in here]
+        if not global_state.process_id:  # the others may ask later
+            time.sleep(ANSWER_SECONDS)
+    who = f"process{'es' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "another process"
+    why = " ".join(str(error).split())[:200]
+    return ProcessLost(f"{who} left: {why}; the same command goes on from the last checkpoint")
+
+
+@contextlib.contextmanager
+def leave_with_others() -> Iterator[None]:
+    """End the process with one line where the body fails as another one has left: closing a run would wait for that."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ProcessLost) as error:
+        if not isinstance(error, ProcessLost):
+            if not (is_joined() and re.search("Gloo|NCCL|peer|heartbeat", str(error))):
+                raise
+            error = has_left(error)
+        fail(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def share_event(event: threading.Event) -> None:

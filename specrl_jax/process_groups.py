@@ -21,7 +21,8 @@ from jax._src.distributed import global_state
 from jax.sharding import Mesh, NamedSharding
 
 from specrl_jax.core import Tree
-from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.distributed import has_left
+from specrl_jax.errors import InputError
 
 # Mesh axes that split rollout weights: a copy has all of such an axis.
 COPY_AXES = ("expert", "tensor")
@@ -81,7 +82,8 @@ def find_groups(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> ProcessGroups:
     """
     if jax.process_count() == 1:
         return ALONE
-    found = {i: _members(mesh, axes, i) for i in range(jax.process_count())}
+    owners = _owners(mesh)
+    found = {i: _members(owners, mesh.axis_names, axes, i) for i in range(jax.process_count())}
     if any(found[other] != members for members in found.values() for other in members):
         shown = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         raise InputError(f"{shown}: no groups of processes hold whole copies of the rollout weights")
@@ -92,7 +94,8 @@ def group_mesh(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> Mesh:
     """Return the part of a mesh on the devices of this process's group."""
     if jax.process_count() == 1:
         return mesh
-    places = _places(mesh, axes, _members(mesh, axes, jax.process_index()))
+    owners, names = _owners(mesh), mesh.axis_names
+    places = _places(owners, names, axes, _members(owners, names, axes, jax.process_index()))
     return Mesh(mesh.devices[np.ix_(*places)], mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -101,23 +104,25 @@ def spans_processes(mesh: Mesh) -> bool:
     return len(set(_owners(mesh).flat)) > 1
 
 
-def _members(mesh: Mesh, axes: tuple[str, ...], process: int) -> tuple[int, ...]:
+def _members(owners: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...], process: int) -> tuple[int, ...]:
     """Return the processes whose devices make a part of the mesh, with all of each of `axes` and with `process`."""
     members: tuple[int, ...] = ()
-    owners, found = _owners(mesh), (*members, process)
+    found = (*members, process)
     while found != members:
         members = found
-        found = tuple(sorted({int(i) for i in owners[np.ix_(*_places(mesh, axes, members))].flat}))
+        found = tuple(int(i) for i in np.unique(owners[np.ix_(*_places(owners, names, axes, members))]))
     return members
 
 
-def _places(mesh: Mesh, axes: tuple[str, ...], members: tuple[int, ...]) -> list[np.ndarray]:
+def _places(
+    owners: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...], members: tuple[int, ...]
+) -> list[np.ndarray]:
     """Return, axis by axis, the places of processes in a mesh; all of each of `axes`."""
-    theirs = np.isin(_owners(mesh), members)
+    theirs = np.isin(owners, members)
     others = [tuple(j for j in range(theirs.ndim) if j != i) for i in range(theirs.ndim)]
     return [
         np.arange(theirs.shape[i]) if name in axes else np.flatnonzero(theirs.any(axis=others[i]))
-        for i, name in enumerate(mesh.axis_names)
+        for i, name in enumerate(names)
     ]
 
 
@@ -169,7 +174,7 @@ class Agreement:
     """
 
     def __init__(self, members: tuple[int, ...]) -> None:
-        self.messages = self.bytes = 0  # that this process has sent or received
+        self._messages = 0  # sent or received
         self._members, self._folder = members, f"specrl_jax/agreement_{next(_agreements)}/{members[0]}"
 
     def __call__(self, *values: int) -> tuple[int, ...]:
@@ -180,15 +185,15 @@ class Agreement:
         if len(self._members) == 1:
             return values
         code = "<" + "".join(_CODES[type(value)] for value in values)
-        self.messages, self.bytes = self.messages + 1, self.bytes + struct.calcsize(code)
         try:
             return struct.unpack(code, self._exchange(struct.pack(code, *values)))
         except RuntimeError as error:
-            raise RunFailed(f"another process has left: {' '.join(str(error).split())[:200]}") from None
+            raise has_left(error) from None
 
     def _exchange(self, message: bytes) -> bytes:
         client: Any = global_state.client
-        number, first = self.messages - 1, self._members[0] == global_state.process_id
+        number, first = self._messages, self._members[0] == global_state.process_id
+        self._messages += 1
         if number % KEPT == 0 and number:
             epoch = f"{self._folder}/{number // KEPT - 1}"
             client.wait_at_barrier(epoch, 1000 * WAIT_SECONDS, list(self._members))

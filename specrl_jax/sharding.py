@@ -39,6 +39,9 @@ LEARNER = {
 # are whole along `embed`: an all-gather per layer and token would cost more than the memory it saves. Its rows are one
 # or a few tokens long, so the devices of the sequence axis take rows too.
 ROLLOUT = LEARNER | {"embed": (), "sequence": (), "batch": ("data", "fsdp", "sequence", "expert")}
+# Between the two, on a mesh whose `data` axis counts copies: split like the rollouts' weights, and besides along
+# `embed`. From LEARNER to ROLLOUT at once XLA gathers whole weights where the two differ.
+HALFWAY = ROLLOUT | {"embed": ("data",)}
 
 
 class Spec(Protocol):

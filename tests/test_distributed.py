@@ -122,6 +122,7 @@ def test_a_killed_process_ends_the_run_within_a_minute(tmp_path):
     before = time.monotonic()
     assert first.wait(timeout=120) != 0
     assert time.monotonic() - before < 60
+    assert "process 1 left: " in output(tmp_path) and "Traceback" not in output(tmp_path)
     assert read_metrics(str(tmp_path))[-1]["step"] >= 1
 
 

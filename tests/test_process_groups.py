@@ -140,8 +140,9 @@ def test_messages_are_dropped_once_all_have_read_them(pair):
     assert [processes for _, processes in coordinator.barriers] == [[2, 5]] * 4
 
 
-def test_a_first_process_that_left_ends_the_others_in_one_line(pair):
-    with pytest.raises(RunFailed, match="another process has left: DEADLINE_EXCEEDED"):
+def test_a_first_process_that_left_ends_the_others_in_one_line(pair, monkeypatch):
+    monkeypatch.setattr(process_groups, "has_left", lambda error: RunFailed(f"process 2 left: {error}"))
+    with pytest.raises(RunFailed, match="process 2 left: DEADLINE_EXCEEDED"):
         pair[1](5, 1)
 
 
@@ -231,6 +232,18 @@ def test_asynchronously_on_devices_that_only_generate(tmp_path):
     expected = run(one, 1, 4, *shared, *one_each, "--config.pipeline.rollout_devices=2")
     assert texts(several) == texts(one)
     assert not [found for found in compared(rows, expected) if found[2] != found[3]]
+
+
+@pytest.mark.slow
+def test_rollouts_that_begin_early_in_two_processes(tmp_path):
+    """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
+    early = ["--config.pipeline.mode=async", "--config.pipeline.update=exact", "--config.pipeline.tensor=2"]
+    shared = [*SMALL, *PARITY, *early, "--config.eval.every=2", "--config.steps=4", "--config.rollout.chunk=4"]
+    several, one = tmp_path / "several", tmp_path / "one"
+    several.mkdir(), one.mkdir()
+    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1")
+    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2")
+    assert texts(several) == texts(one)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The table from logical axes to mesh axes: the shardings it gives, and the ones it refuses."""
 
+import itertools
 import math
 
 import jax
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from specrl_jax.dry_run.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.sharding import LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
+from specrl_jax.sharding import HALFWAY, LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
 
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
@@ -38,8 +40,31 @@ def test_rollout_keeps_embed_whole_and_gives_rows_to_the_devices_of_a_sequence()
 
 
 def test_the_tables_spell_mesh_axes_only():
-    for table in (LEARNER, ROLLOUT):
+    for table in (LEARNER, HALFWAY, ROLLOUT):
         assert {name for entry in table.values() for name in entry} <= set(MESH_AXES)
+
+
+def test_halfway_no_device_gathers_weights_that_it_will_not_hold():
+    """From fsdp 8 to four copies split in two: a device's half, and a quarter of that on the way."""
+    specs = qwen3.inference_specs(qwen3.preset("nano"), "none")
+    copies = make_mesh(ONE | {"data": 4, "tensor": 2})
+
+    def shardings(mesh, table):
+        return partitioner(mesh, table).shardings(specs)
+
+    def moved(*steps):
+        """Return the bytes of all collectives over those of a device's part."""
+        total = 0
+        for start, end in itertools.pairwise(steps):
+            given = jax.tree.map(lambda s, on: jax.ShapeDtypeStruct(s.shape, jnp.float32, sharding=on), specs, start)
+            hlo = jax.jit(lambda tree: tree, out_shardings=end).lower(given).compile().as_text()
+            total += sum(count(hlo).collectives.values())
+        part = [math.prod(on.shard_shape(s.shape)) for s, on in zip(*map(jax.tree.leaves, (specs, steps[-1])))]
+        return total / (4 * sum(part))
+
+    learner, rollout = shardings(make_mesh(ONE | {"fsdp": 8}), LEARNER), shardings(copies, ROLLOUT)
+    assert moved(learner, shardings(copies, HALFWAY), rollout) < 1.3
+    assert moved(learner, rollout) > 1.9  # in one step
 
 
 def test_an_unknown_logical_axis_is_a_callers_bug():

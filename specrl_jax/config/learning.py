@@ -188,8 +188,14 @@ class PipelineConfig:
         low=0,
         high=65_536,
     )
-    tensor: int = key(1, "shards of heads and widths on pipeline.rollout_devices", "devices", low=1, high=65_536)
-    expert: int = key(1, "shards of the experts on pipeline.rollout_devices", "devices", low=1, high=65_536)
+    tensor: int = key(
+        1,
+        "shards of heads and widths on pipeline.rollout_devices, of several processes where one has too few",
+        "devices",
+        low=1,
+        high=65_536,
+    )
+    expert: int = key(1, "shards of the experts there", "devices", low=1, high=65_536)
 
 
 @dataclasses.dataclass(frozen=True)

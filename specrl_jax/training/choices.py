@@ -260,7 +260,7 @@ def _microbatch_tokens(config: Config, model: Qwen3Config, machine: Machine, mea
 def _slots(config: Config, model: Qwen3Config, machine: Machine, measured: Measured) -> Chosen:
     rollouts = config.grpo.prompts_per_step * config.grpo.group_size
     fitting = _free_slots(config, model, machine)
-    unit = jax.process_count() * _rollout_shards(config, machine)
+    unit = _rollout_shards(config, machine)
     slots = min(fitting, rollouts)
     # Batches that have thinned go on in a quarter and a sixteenth of the rows.
     slots = max(slots // (16 * unit) * 16 * unit if slots >= 16 * unit else slots // unit * unit, unit)
@@ -278,10 +278,10 @@ def _free_slots(config: Config, model: Qwen3Config, machine: Machine) -> int:
 
 
 def _rollout_shards(config: Config, machine: Machine) -> int:
-    p = config.pipeline
-    if p.rollout_devices:
-        return p.rollout_devices // p.tensor  # batches are split over data and expert
-    return max(1, partitioner(machine.mesh, ROLLOUT).num_shards("batch") // jax.process_count())
+    """Return the shards of the rows of all copies."""
+    if _apart(config):
+        return _rollout_devices(config, machine) // config.pipeline.tensor  # batches are split over data and expert
+    return partitioner(machine.mesh, ROLLOUT).num_shards("batch")
 
 
 def _apart(config: Config) -> bool:

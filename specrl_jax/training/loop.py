@@ -60,15 +60,16 @@ def training_steps(
     run = _Run(learner, rollout, problems, scorer, workdir, stop, page)
     with run.display, contextlib.ExitStack() as ending:
         try:
-            run.compile()
-            if run.unfinished:
-                row = run.finish_row(run.unfinished, {})
-                run.show_step(row)
-                yield row
-            run.open_pipeline()
-            ending.callback(run.pipeline.close)
-            while run.step < run.config.steps:
-                yield run.make_step()
+            with distributed.leave_with_others():
+                run.compile()
+                if run.unfinished:
+                    row = run.finish_row(run.unfinished, {})
+                    run.show_step(row)
+                    yield row
+                run.open_pipeline()
+                ending.callback(run.pipeline.close)
+                while run.step < run.config.steps:
+                    yield run.make_step()
         except Stopped:
             raise Stopped(run.save_stopped()) from None
         except NotScored as error:

@@ -39,7 +39,8 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
         drawn = rollouts.token_version[rollouts.in_response()]
         row |= {"rollout/token_lag": float((result.step - 1 - drawn).mean())}
     if learner.plan.config.grpo.oversample:
-        row |= left_metrics(result.left)
+        # All processes of a group have what their copy has left.
+        row |= left_metrics([result.left[group[0]] for group in learner.plan.groups.groups])
     if learner.plan.config.pipeline.update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
-from specrl_jax.sharding import Partitioner
+from specrl_jax.sharding import HALFWAY, ROLLOUT, Partitioner, partitioner
 
 # The target's cache, with the draft's beside it where there is one.
 Cache = kv.KVCache | Caches
@@ -93,8 +93,16 @@ def make_prepare(
     if spans_processes(partition.mesh) and partition.mesh.devices.flat[0] not in learner.mesh.devices:
         # Each process first gets its parts of the copy among its devices that learn.
         made, staged = program(shardings(learner)), staging_mesh(learner.mesh, partition.mesh)
-        between = shardings(dataclasses.replace(partition, mesh=staged))
-        return lambda *parts: move_parts(jax.device_put(made(*parts), between), shardings(partition))
+        ends = shardings(partitioner(staged, ROLLOUT))
+        try:
+            halfway = shardings(partitioner(staged, HALFWAY))
+        except InputError:  # widths that the copies do not divide
+            halfway = ends
+
+        def prepare_apart(*parts: Any) -> Weights:
+            return move_parts(jax.device_put(jax.device_put(made(*parts), halfway), ends), shardings(partition))
+
+        return prepare_apart
     if jax.process_count() > 1:
         # One program of all processes, after which each group has a whole copy among its own devices; the part for
         # devices that only generate is moved within the process.

@@ -1,5 +1,6 @@
 """Rollouts ahead of the learner: which policy draws them, how far ahead, and what becomes of failures."""
 
+import functools
 import json
 import shutil
 import threading
@@ -15,6 +16,7 @@ from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
+from specrl_jax.training import pipeline as asynchronous
 from specrl_jax.training.build import prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.generation import Ahead, RolloutBatch
@@ -130,6 +132,71 @@ def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
     pipeline.take(2)
     assert produce.used == {1: 1, 2: 2}
     pipeline.close()
+
+
+class Turns:
+    """Stands in for the agreement of two processes, of which the first decides."""
+
+    def __init__(self):
+        self.sent, self.read, self.changed = [], 0, threading.Condition()
+
+    def first(self, *turn):
+        with self.changed:
+            self.sent.append(turn)
+            self.changed.notify_all()
+        return turn
+
+    def second(self, *turn):
+        self.read += 1
+        number = self.read - 1
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.sent) > number)
+            return self.sent[number]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_devices_of_two_processes_take_turns_in_one_order(lag, monkeypatch):
+    """Generation, early beginnings and evaluations, though each learner publishes and evaluates when it likes."""
+    turns = Turns()
+    agreements = iter([turns.first, turns.second])
+    monkeypatch.setattr(asynchronous, "Agreement", lambda members: next(agreements))
+    logs = [], []
+
+    def begin(log, step, policy, until):
+        log.append(("begin", step, policy))
+        while not until():
+            time.sleep(0.001)
+        return False
+
+    def generate(log, step, problems, policy):
+        log.append(("generate", step, policy))
+        return RolloutBatch([], {"next": step}, {"generate": 0.0})
+
+    def learn(log, made, devices, pauses):
+        for step in range(1, LAST + 1):
+            time.sleep(next(pauses))
+            made.publish(step, step)
+            made.take(step)
+            time.sleep(next(pauses))
+            if step % 2 == 0:
+                with devices:
+                    log.append(("evaluate", step))
+        made.close()
+
+    threads = []
+    for i, log in enumerate(logs):
+        devices, pauses = Devices(), iter(np.random.default_rng(i).uniform(0, 0.03, 2 * LAST))
+        early = None if lag else functools.partial(begin, log)
+        made = Async(no_problems, functools.partial(generate, log), lag, 1, LAST, devices, begin=early)
+        threads.append(threading.Thread(target=learn, args=(log, made, devices, pauses), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), logs
+    # After the last generation the devices are free.
+    first, second = ([done for done in log if done[1:] != (LAST,)] for log in logs)
+    assert first == second and ("evaluate", 2) in first and (lag or ("begin", 2, 1) in first)
 
 
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():

@@ -25,13 +25,13 @@ MESHES = {
 
 MEMORY = 141_000_000_000  # bytes of a device, as an H200 has
 
-# Devices of one process on the nodes that the configs name; rollouts reach no further.
+# Devices of one process on the nodes that the configs name.
 NODE = 4
 
 
 @pytest.mark.parametrize("name", sorted(MESHES.keys() - {"rlzero_235b_a22b"}))
 def test_a_copy_of_the_policy_that_generates_fits_into_a_node(name):
-    """What local_mesh asks for. The 235B config says of itself that it does not."""
+    """No all-reduce of a decode step leaves a node. Of the 235B config, eight nodes hold a copy."""
     mesh = importlib.import_module(f"configs.{name}").get_config().mesh
     assert NODE % (mesh.expert * mesh.tensor) == 0
 
