@@ -12,6 +12,7 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import PipelineConfig
 from specrl_jax.decoding import records
+from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import NO_EXPERTS, concatenate
 from specrl_jax.decoding.sampling import Sampling
@@ -124,7 +125,7 @@ def test_records_in_several_reads_and_of_rows_taken_and_joined(monkeypatch):
     assert_honest(rollouts)
     order = np.array([4, 0, 17, 7])
     none = rollouts.take(np.zeros(18, bool))
-    assert none.experts.shape == (0, rollouts.experts.shape[1])
+    assert none.experts.size == 0
     assert_honest(concatenate([rollouts.take(order), rollouts.take(np.arange(18) % 5 == 0), none]))
 
 
@@ -137,21 +138,40 @@ def test_nothing_is_recorded_unless_asked_for():
 @pytest.mark.slow
 def test_what_earlier_weights_drew_is_recorded_anew_when_it_is_verified():
     """And rollouts that begin early do not leave their record to the weights that go on with them."""
-    engine, weights = engine_and_weights("self", limits=(("earlier", True),))
-    other = real.make_engine_and_weights(DraftOptions("none"), 0, LIMITS, SAMPLING, preset="nano_moe")[0]
-    old = jax.tree.map(lambda x: x, weights)._replace(
-        policy=jax.tree.map(
-            lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), weights.policy
-        )
-    )
+    engine, weights = engine_and_weights("self", limits=(("earlier", "verify"),))
+    other, old = engine_and_weights()[0], earlier_weights(weights)
     lookahead = Lookahead(real.prompts(6), 100 + np.arange(18))
-    first = engine.generate(old, real.prompts(2), 3, seed=3, lookahead=lookahead)
+    first = engine.generate(old, real.prompts(2), 3, seed=3, continuation=Continuation(lookahead=lookahead))
     assert len(first.experts) == (first.length - 1).sum() and lookahead.texts
     drawn = other.generate(old, real.prompts(6), 3, seed=3, first_id=100)
     texts = {100 + i: drawn.tokens[i, drawn.response_part(i)] for i in range(18)}
-    found = engine.generate(weights, real.prompts(6), 3, seed=3, first_id=100, earlier=texts)
+    how = Continuation(earlier=texts)
+    found = engine.generate(weights, real.prompts(6), 3, seed=3, first_id=100, continuation=how)
     assert 0 < found.reverified.sum() < found.response_length.sum()
     assert_honest(found)
+
+
+def earlier_weights(weights):
+    """Weights that draw some other tokens, and choose other experts."""
+
+    def moved(x):
+        return x + 0.02 * jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
+    return weights._replace(policy=jax.tree.map(moved, weights.policy))
+
+
+@pytest.mark.slow
+def test_a_rollout_that_goes_on_in_a_later_call_has_the_record_of_that_call():
+    """Its keys and values are computed anew there, and with them its experts; a finished one keeps its own."""
+    engine, weights = engine_and_weights("self", limits=(("earlier", "keep"), ("versions", True)))
+    old, prompts = earlier_weights(weights), real.prompts(6)
+    stops = Continuation(enough=lambda finished: finished.sum() >= 4)
+    first = engine.generate(old, prompts, 3, seed=3, continuation=stops)
+    assert len(first.experts) == (first.length - 1)[first.finished].sum() and 4 <= first.finished.sum() < 18
+    found = engine.generate(weights, prompts, 3, seed=3, continuation=Continuation(begun=first))
+    assert found.finished.all()
+    assert_honest(found.take(~first.finished))
+    np.testing.assert_array_equal(found.take(first.finished).experts, first.experts)
 
 
 # ---- the learner
