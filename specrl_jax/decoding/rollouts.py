@@ -91,7 +91,9 @@ class Rollouts:
 
     def experts_by_rollout(self) -> list[np.ndarray]:
         """Return the `experts` of each rollout; none of those that are not finished."""
-        return np.split(self.experts, np.cumsum(np.where(self.finished, self.length - 1, 0))[:-1])
+        # Of one that an earlier call finished, what a call returns has no response (continuation.py).
+        has_some = self.finished & (self.response_length > 0)
+        return np.split(self.experts, np.cumsum(np.where(has_some, self.length - 1, 0))[:-1])
 
     def take(self, rows: np.ndarray) -> Self:
         """Return selected rows; `chunks` stays that of all rows."""
