@@ -10,7 +10,7 @@ from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.parking import Parked, first_columns
-from specrl_jax.decoding.records import collect
+from specrl_jax.decoding.records import joined_records, start_reading
 from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion, stack_experts
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
@@ -272,13 +272,14 @@ class ActiveBatch(Generic[Params, Cache]):
         rows = rows[self.scheduler.owner[rows] < self.scheduler.asked]
         if self.slots.last_pages is None or not len(rows):
             return
-        requests, config, pages = self.scheduler.owner[rows], self._engine.config, jax.device_get(self.slots.last_pages)
+        requests, config, pages = self.scheduler.owner[rows], self._engine.config, self._fetch(self.slots.last_pages)
         shard = (rows // (self.size // config.shards)).astype(np.int32)
 
         def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
             return self._engine.compiled.read_records(self._params, self.slots, shard, pages)
 
-        found = collect(read, shard, pages[rows], self._collected["length"][requests], config)
+        parts = start_reading(read, shard, pages[rows], self._collected["length"][requests], config)
+        found = joined_records(self._fetch(parts), self._collected["length"][requests])
         self._records |= dict(zip(requests.tolist(), found, strict=True))
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:

@@ -207,7 +207,7 @@ class CompiledFunctions(Generic[Params, Cache]):
             assert engine_functions.recorded is not None, "something is recorded"
             pool = engine_functions.recorded(self._abstract(program.size)[0].cache)
             pages = jax.ShapeDtypeStruct((pages_at_once(config),), jnp.int32)
-            jitted = jax.jit(functools.partial(read_records, shards=config.shards))
+            jitted = jax.jit(functools.partial(read_records, shards=config.shards), out_shardings=self._whole)
             return jitted, (pool, jax.ShapeDtypeStruct((), jnp.int32), pages)
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
         chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)

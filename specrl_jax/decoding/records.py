@@ -45,10 +45,10 @@ def read_records(pool: jax.Array, shard: jax.Array, pages: jax.Array, *, shards:
     return found.reshape(-1, found.shape[-1])
 
 
-def collect(
+def start_reading(
     read: Read, shard: np.ndarray, pages: np.ndarray, length: np.ndarray, config: EngineConfig
-) -> list[np.ndarray]:
-    """Copy the records of m rows to the host: of each [tokens, N].
+) -> list[list[jax.Array]]:
+    """Start to read the records of m rows; `joined_records` puts the parts of each together on the host.
 
     Args:
       shard: [m] int32.
@@ -57,9 +57,12 @@ def collect(
     """
     n, T = pages_at_once(config), config.page_tokens
     padded = np.pad(pages, ((0, 0), (0, -pages.shape[1] % n)))
-    # All reads are under way before the first copy is waited for.
-    parts = [
+    return [
         [read(shard[i], padded[i, first : first + n]) for first in range(0, -(-tokens // T), n)]
         for i, tokens in enumerate(length - 1)
     ]
-    return [np.concatenate(found)[:tokens] for found, tokens in zip(jax.device_get(parts), length - 1)]
+
+
+def joined_records(parts: list[list[np.ndarray]], length: np.ndarray) -> list[np.ndarray]:
+    """Return the records [tokens, N] of each of m rows of `length` [m] committed tokens."""
+    return [np.concatenate(found)[:tokens] for found, tokens in zip(parts, length - 1, strict=True)]
