@@ -21,6 +21,7 @@ from configs import rlzero_tiny
 from experiments.engine import bench
 from specrl_jax.config import from_config_dict
 from specrl_jax.data.rows import Rows
+from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
@@ -49,7 +50,7 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
     logprobs = np.full(tokens.shape, -4.85, np.float32)
     none = np.zeros((R, 0), int)
     rollouts: Any = types.SimpleNamespace(
-        tokens=tokens, logprobs=logprobs, prompt_length=prompt, length=length, mask_count=none
+        tokens=tokens, logprobs=logprobs, prompt_length=prompt, length=length, mask_count=none, experts=NO_EXPERTS
     )
     training_batch = TrainingBatch(rollouts, rng.normal(size=R).astype(np.float32), np.ones(R, bool))
     batch = learner_batch(training_batch, 0, learner.packing)

@@ -43,6 +43,9 @@ class PolicyConfig:
         "product nor attention; none = nothing",
         choices=("full", "selective", "none"),
     )
+    router_replay: bool = key(
+        False, "in a mixture of experts: the learner takes the experts that the rollout's forward chose for each token"
+    )
     vocab_tile: int = key(0, "vocabulary entries of the learner's lm_head computed at once; 0 = all", low=0, high=INT32)
     yarn_factor: float = key(
         0.0, "YaRN factor for longer sequences, at least 1; 0 = the checkpoint's own", low=0, high=1000

@@ -35,6 +35,7 @@ class Rows:
     kept: KeptTokens | None = None  # None: every token could be sampled
     # [B, T] bool, targets that the policy drew itself where drafts were verified; None: not told apart from drafts
     drawn: jax.Array | None = None
+    experts: jax.Array | None = None  # [B, T, L k], the rollouts' of each token (models/expert_record.py); None: none
 
 
 class Places(NamedTuple):

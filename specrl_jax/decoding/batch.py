@@ -10,7 +10,8 @@ from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.parking import Parked, first_columns
-from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion
+from specrl_jax.decoding.records import joined_records, start_reading
+from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion, stack_experts
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
 
@@ -55,6 +56,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._collected: dict[str, np.ndarray] = {}
         # Per request, the ids of its sampling mask, chunk by chunk.
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
+        self._records: dict[int, np.ndarray] = {}  # by request, of its tokens
         self._free = self._count_free()  # [D] pages
         # Pages that an iteration of a row takes at most.
         self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
@@ -228,6 +230,7 @@ class ActiveBatch(Generic[Params, Cache]):
         """Copy finished rollouts to the host and free their slots."""
         if len(rows):
             self._copy(rows)
+            self._collect_records(rows)
             self._finished[self.scheduler.finish(rows)] = True
 
     def _copy(self, rows: np.ndarray) -> None:
@@ -264,6 +267,21 @@ class ActiveBatch(Generic[Params, Cache]):
     def _running_rows(self) -> np.ndarray:
         return np.flatnonzero(self.scheduler.owner != FREE)
 
+    def _collect_records(self, rows: np.ndarray) -> None:
+        """Copy what was recorded of finished rollouts to the host; of those that the call waits for."""
+        rows = rows[self.scheduler.owner[rows] < self.scheduler.asked]
+        if self.slots.last_pages is None or not len(rows):
+            return
+        requests, config, pages = self.scheduler.owner[rows], self._engine.config, self._fetch(self.slots.last_pages)
+        shard = (rows // (self.size // config.shards)).astype(np.int32)
+
+        def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
+            return self._engine.compiled.read_records(self._params, self.slots, shard, pages)
+
+        parts = start_reading(read, shard, pages[rows], self._collected["length"][requests], config)
+        found = joined_records(self._fetch(parts), self._collected["length"][requests])
+        self._records |= dict(zip(requests.tolist(), found, strict=True))
+
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
         """Return the rollouts that the call waits for, those that are not finished too; `samples` per prompt.
 
@@ -283,6 +301,7 @@ class ActiveBatch(Generic[Params, Cache]):
             parked=self._times_parked[:total],
             **{"mask_count": none, "reverified": np.zeros(total, np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
+            experts=stack_experts([self._records[i] for i in range(total) if i in self._records]),
             **{name: np.full(total, value) for name, value in version._asdict().items()},
             token_version=none if self._token_version is None else self._token_version[:total],
             chunks=tuple(self._chunks),

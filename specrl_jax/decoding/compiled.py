@@ -7,6 +7,8 @@
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
              copy a row to the host and back (parking.py); compiled when pages first run out
+    read_records
+             copies what is recorded of a finished row's tokens to the host (records.py)
 
 Each is compiled ahead of time for fixed shapes, so a call that does not fit raises instead of compiling another.
 """
@@ -26,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.parking import drop_row, read_pages, read_row, restore_row, write_pages
+from specrl_jax.decoding.records import pages_at_once, read_records
 from specrl_jax.decoding.refill import compact, empty_slots, refill
 from specrl_jax.decoding.reverify import Reverified, at_once, reverify_chunk
 from specrl_jax.decoding.scheduler import Scheduler
@@ -80,6 +83,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         decodes = [Program("decode", size, k) for size in self.sizes for k in self.lengths]
         compacts = [Program("compact", size) for size in self.sizes[1:]]
         once = ["empty", "refill", *(["reverify"] if self._config.earlier else [])]
+        once += ["read_records"] if self._config.records else []
         return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *compacts]
 
     def compile_all(
@@ -159,6 +163,12 @@ class CompiledFunctions(Generic[Params, Cache]):
             tree = self._gather(tree)
         return jax.device_get(tree)
 
+    def read_records(self, params: Params, slots: Slots[Cache], shard: np.ndarray, pages: np.ndarray) -> jax.Array:
+        """Call `read_records` on the slots' pool."""
+        assert self._functions.recorded is not None, "something is recorded"
+        program = self.get(Program("read_records", self.sizes[0]), params)
+        return program(self._functions.recorded(slots.cache), shard, pages)
+
     def lower(self, program: Program, params: Params) -> jax.stages.Lowered:
         """Lower one program; ShapeDtypeStructs with shardings are enough as `params`."""
         function, arguments = self.describe(program, params)
@@ -193,6 +203,12 @@ class CompiledFunctions(Generic[Params, Cache]):
             return jitted, (slots.by_row(), slots.not_by_row(), rows)
         if program.kind in PARKING:
             return self._describe_parking(program)
+        if program.kind == "read_records":
+            assert engine_functions.recorded is not None, "something is recorded"
+            pool = engine_functions.recorded(self._abstract(program.size)[0].cache)
+            pages = jax.ShapeDtypeStruct((pages_at_once(config),), jnp.int32)
+            jitted = jax.jit(functools.partial(read_records, shards=config.shards), out_shardings=self._whole)
+            return jitted, (pool, jax.ShapeDtypeStruct((), jnp.int32), pages)
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
         chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
         jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, self._whole))

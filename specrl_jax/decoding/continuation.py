@@ -12,7 +12,7 @@ from typing import Generic
 import numpy as np
 
 from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion
+from specrl_jax.decoding.rollouts import NO_VERSION, Rollouts, WeightsVersion, stack_experts
 from specrl_jax.decoding.state import Params
 
 # What a call counts from zero, and what it writes from the first new token on.
@@ -76,4 +76,9 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
     masks = found.masks()
     for row, mask in zip(rows, begun.masks(), strict=True):
         masks[row] = np.concatenate([mask, masks[row]])
-    return Rollouts(**values | {"mask_ids": np.concatenate(masks)}, chunks=begun.chunks + found.chunks)
+    # Of one that went on, all tokens have been in a forward of this call.
+    experts, known = found.experts_by_rollout(), begun.experts_by_rollout()
+    for i in np.flatnonzero(begun.finished):
+        experts[rows[i]] = known[i]
+    joined = {"mask_ids": np.concatenate(masks), "experts": stack_experts(experts)}
+    return Rollouts(**values | joined, chunks=begun.chunks + found.chunks)

@@ -15,7 +15,8 @@ from kernels_pallas.verify.op import Draft
 from specrl_jax.core import stand_in
 from specrl_jax.decoding.drafters import Text
 from specrl_jax.decoding.functions import EngineFunctions
-from specrl_jax.decoding.pages import missing, release, take
+from specrl_jax.decoding.pages import missing, take
+from specrl_jax.decoding.records import free_finished
 from specrl_jax.decoding.replay import replay
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
 from specrl_jax.decoding.step import StepOptions, no_draft, speculative_step
@@ -60,8 +61,7 @@ def decode_chunk(
     loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
     count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
     count, enough = count.max(), enough.all()
-    pool, held = release(slots.pool, slots.held, slots.done)
-    slots = dataclasses.replace(slots, pool=pool, held=held)
+    slots = free_finished(slots)
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
     # At most half a chunk, so that the other half is left to be replayed.
@@ -71,7 +71,7 @@ def decode_chunk(
             before, slots, lambda then: drafter.draft(params, then, seed, replay_length)[0], replay_length
         )
     return slots, ChunkStatistics(
-        slots.done, slots.length, count, verifications, drafted, accepted, pool.count, ~enough, replayed
+        slots.done, slots.length, count, verifications, drafted, accepted, slots.pool.count, ~enough, replayed
     )
 
 

@@ -32,3 +32,5 @@ class EngineFunctions(Generic[Params, Cache]):
     sampling: Sampling
     eos_ids: tuple[int, ...]
     pad_id: int
+    # cache -> pool [C, T, N] in which the target's forwards record each token; None: they do not
+    recorded: Callable[[Cache], jax.Array] | None = None

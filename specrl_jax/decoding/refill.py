@@ -61,6 +61,7 @@ def empty_slots(functions: EngineFunctions[Params, Cache], config: EngineConfig)
         mask=MaskBuffer(zeros(B, S), zeros(B, _mask_capacity(config, k)), zeros(B)) if config.most_kept else None,
         greedy=jnp.zeros((B,), bool) if config.greedy else None,
         earlier=Earlier(zeros(B, S), zeros(B), zeros(B)) if config.earlier else None,
+        last_pages=zeros(B, config.columns) if config.records else None,
     )
     return slots, Prompts(zeros(D, T), zeros(D) + 1, no_pages(D, config.columns, C))
 

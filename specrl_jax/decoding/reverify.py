@@ -23,7 +23,7 @@ from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
 from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask
 from specrl_jax.decoding.functions import EngineFunctions
-from specrl_jax.decoding.pages import release
+from specrl_jax.decoding.records import free_finished
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
 from specrl_jax.decoding.step import StepOptions, speculative_step
@@ -91,10 +91,9 @@ def reverify_chunk(
 
     start = jnp.int32(0), *_reserved(with_empty_mask(slots))
     count, enough, slots = jax.lax.while_loop(unfinished, body, start)
-    pool, held = release(slots.pool, slots.held, slots.done)
-    slots = dataclasses.replace(slots, pool=pool, held=held)
+    slots = free_finished(slots)
     left = has_earlier_tokens(slots).any()
-    return slots, Reverified(slots.done, slots.length, count, left, pool.count, ~enough)
+    return slots, Reverified(slots.done, slots.length, count, left, slots.pool.count, ~enough)
 
 
 def at_once(config: EngineConfig) -> int:

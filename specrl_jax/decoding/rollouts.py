@@ -32,6 +32,9 @@ class DecodeChunk(NamedTuple):
     finished: int = 0  # rows
 
 
+NO_EXPERTS = np.zeros((0, 0), np.uint8)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Finished rollouts, in the order of their requests. R = prompts x samples."""
@@ -62,6 +65,8 @@ class Rollouts:
     # The sampling mask: ids that top-k and top-p kept at each response token, rollout by rollout, token by token.
     mask_ids: np.ndarray  # [N] int32; [0] where it is not recorded
     mask_count: np.ndarray  # [R, S] int32, how many of them belong to each token; [R, 0] where it is not recorded
+    # The experts of each token of a finished rollout but its last (models/expert_record.py), rollout by rollout.
+    experts: np.ndarray  # [N, L k] uint8 or int16; NO_EXPERTS where they are not recorded
 
     @property
     def response_length(self) -> np.ndarray:
@@ -84,11 +89,22 @@ class Rollouts:
         """Return the `mask_ids` of each rollout."""
         return np.split(self.mask_ids, np.cumsum(self.mask_count.sum(axis=1))[:-1])
 
+    def experts_by_rollout(self) -> list[np.ndarray]:
+        """Return the `experts` of each rollout; none of those that are not finished."""
+        # Of one that an earlier call finished, what a call returns has no response (continuation.py).
+        has_some = self.finished & (self.response_length > 0)
+        return np.split(self.experts, np.cumsum(np.where(has_some, self.length - 1, 0))[:-1])
+
     def take(self, rows: np.ndarray) -> Self:
         """Return selected rows; `chunks` stays that of all rows."""
-        masks = self.masks()
-        ids = np.concatenate([masks[row] for row in np.arange(len(masks))[rows]] or [self.mask_ids[:0]])
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _PER_ROW}, mask_ids=ids)
+        masks, experts = self.masks(), self.experts_by_rollout()
+        numbers = np.arange(len(masks))[rows]
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in _PER_ROW},
+            mask_ids=np.concatenate([masks[row] for row in numbers] or [self.mask_ids[:0]]),
+            experts=stack_experts([experts[row] for row in numbers]),
+        )
 
     def of_prompts(self, prompts: slice) -> Self:
         """Return the rollouts of some prompts, which `prompt_index` then counts."""
@@ -101,7 +117,13 @@ class Rollouts:
         return (columns >= self.prompt_length[:, None]) & (columns < self.length[:, None])
 
 
-_PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in ("chunks", "mask_ids"))
+_NOT_PER_ROW = ("chunks", "mask_ids", "experts")
+_PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in _NOT_PER_ROW)
+
+
+def stack_experts(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the experts of several rollouts or calls, of which some may have none."""
+    return np.concatenate([part for part in parts if len(part)] or [NO_EXPERTS])
 
 
 def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
@@ -109,6 +131,7 @@ def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
     if len(parts) == 1:
         return parts[0]
     values = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*_PER_ROW, "mask_ids")}
+    values["experts"] = stack_experts([part.experts for part in parts])
     prompts = np.cumsum([0] + [part.prompt_index.max() + 1 for part in parts[:-1]])
     values["prompt_index"] = np.concatenate([part.prompt_index + n for part, n in zip(parts, prompts)])
     return Rollouts(**values, chunks=tuple(chunk for part in parts for chunk in part.chunks))

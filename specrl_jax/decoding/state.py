@@ -39,6 +39,7 @@ class EngineConfig:
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs
     most_kept: int = 0  # K, tokens that top-k and top-p keep at most, recorded of each response token; 0: not recorded
+    records: bool = False  # the target's record of each token is returned with the rollouts (records.py)
     page_tokens: int = 16  # T, positions of a page, a power of two
     pages: int = 0  # pages of a shard; 0: as many as its slots can ever hold
     shards: int = 1  # D, data shards that split the slots
@@ -128,6 +129,7 @@ class Slots(Generic[Cache]):
     mask: MaskBuffer | None = None  # None: not recorded
     greedy: jax.Array | None = None  # [B] bool, rows that take the target's likeliest token; None: none
     earlier: Earlier | None = None  # None: rollouts begin at their prompts
+    last_pages: jax.Array | None = None  # [B, P] int32, pages of a row when it ended; None: nothing is recorded
 
     @property
     def table(self) -> Table:

@@ -21,10 +21,11 @@ class Weights(NamedTuple):
 
 
 class Caches(NamedTuple, Generic[Cache]):
-    """The engine's cache where the draft has one beside the target's."""
+    """The engine's cache where it is more than the target's keys and values."""
 
     target: kv.KVCache
-    draft: Cache  # as `DraftModel.init_cache` makes it
+    draft: Cache  # as `DraftModel.init_cache` makes it; None: the draft has none
+    experts: jax.Array | None = None  # [C, T, L k], those of the target's forwards (policy.router_replay)
 
 
 def checksum(tree: object) -> jax.Array:

@@ -19,6 +19,7 @@ from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
+from specrl_jax.models.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
@@ -69,6 +70,15 @@ def find_phases(plan: Plan) -> list[Phase]:
             Phase(
                 "logprob",
                 lambda: learner.logprob_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
+                (PARAMETERS, BATCH),
+                (*moments, *([draft.params] if draft else []), *reference),
+            )
+        )
+    if plan.limits.records:
+        phases.append(
+            Phase(
+                "comparison of experts",
+                lambda: learner.unreplayed_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -126,6 +136,10 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
         kinds = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
         return phase(name, Program("decode", size, k), *kinds, pages=limits.shard_pages)
 
+    def records() -> Phase:
+        rest = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
+        return phase("experts to the host", Program("read_records", size), CACHE, BATCH, BATCH, beside=(rest,))
+
     return [
         phase("empty slots", Program("empty", size)),
         phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
@@ -138,6 +152,7 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
         parking("end of a row", "drop_row"),
         parking("row from the host", "restore_row", BATCH),
         parking("pages from the host", "write_pages", BATCH, BATCH),
+        *([records()] if limits.records else []),
     ]
 
 
@@ -199,7 +214,13 @@ def abstract_rows(learner: Learner, rollouts: int, parts: int) -> Rows:
     ids = stand_in(jax.ShapeDtypeStruct((B, ids_per_row(T, T * most_kept)), jnp.int32, sharding=sharding))
     mask = stand_in(jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding))
     kept = KeptTokens(ids, ints) if most_kept else None
-    return Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
+    rows = Rows(ints, ints, ints, mask, ints, kept, mask if learner.tells_drawn else None)
+    if not limits.records:
+        return rows
+    model = learner.plan.model
+    each = (B, T, model.layers * model.experts_per_token)
+    experts = jax.ShapeDtypeStruct(each, record_dtype(model), sharding=sharding)
+    return dataclasses.replace(rows, experts=stand_in(experts))
 
 
 def bytes_by_kind(tree: object) -> dict[str, int]:

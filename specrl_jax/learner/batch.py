@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from specrl_jax.core import stand_in
@@ -114,6 +115,8 @@ def learner_batch(
         by_token = [packed(x, places, r.length, 0) for x in by_token]
     if r.mask_count.shape[1]:
         rows = dataclasses.replace(rows, kept=_kept_tokens(r, places))
+    if len(r.experts):
+        rows = dataclasses.replace(rows, experts=_experts(r, places, rows.tokens.shape))
     if drawn:
         rows = dataclasses.replace(rows, drawn=stand_in(by_token.pop()))
     return LearnerBatch(rows, *by_token)
@@ -132,6 +135,15 @@ def _kept_tokens(rollouts: Rollouts, places: Places | None) -> KeptTokens:
         ids[row[i], used[row[i]] : used[row[i]] + len(masks[i])] = masks[i]
         used[row[i]] += len(masks[i])
     return KeptTokens(stand_in(ids), stand_in(count))
+
+
+def _experts(rollouts: Rollouts, places: Places | None, shape: tuple[int, ...]) -> jax.Array:
+    """Lay out the experts of the rollouts' tokens, [B, T, L k]; none of a rollout's last token and of padding."""
+    out = np.zeros((*shape, rollouts.experts.shape[1]), rollouts.experts.dtype)
+    for i, experts in enumerate(rollouts.experts_by_rollout()):
+        row, start = (places.row[i], places.start[i]) if places else (i, 0)
+        out[row, start : start + len(experts)] = experts
+    return stand_in(out)
 
 
 def ids_per_row(tokens: int, most: int) -> int:

@@ -15,6 +15,7 @@ from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_xla
+from specrl_jax.models.expert_record import differing
 from specrl_jax.models.layers import Specs
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
@@ -52,9 +53,10 @@ class PolicyForward:
         """Return the parameters that the forward runs on: the trained ones, or the frozen ones with their adapters."""
         return attach(frozen, trained, self.lora) if self.lora and frozen else trained
 
-    def apply(self, params: Params, rows: Rows, partition: Partitioner) -> qwen3.Output:
+    def apply(self, params: Params, rows: Rows, partition: Partitioner, return_experts: bool = False) -> qwen3.Output:
         """Compute log-probs and entropy of the rows' targets, and the features."""
-        inputs = qwen3.Inputs(rows.tokens, rows.positions, rows.segments, rows.targets, rows.mask, rows.kept)
+        r = rows
+        inputs = qwen3.Inputs(r.tokens, r.positions, r.segments, r.targets, r.mask, r.kept, r.experts)
         options = qwen3.Options(
             dtype=self.dtype,
             aux_layers=self.aux_layers,
@@ -62,6 +64,7 @@ class PolicyForward:
             remat=self.remat,
             vocab_tile=self.vocab_tile,
             temperature=self.temperature,
+            return_experts=return_experts,
         )
         return qwen3.forward(params, self.model, inputs, partition, options)
 
@@ -84,6 +87,13 @@ class UpdateMetrics:
     routing: jax.Array | None  # [L, E] float32, copies of response tokens that each expert got; None: no experts
 
 
+class Unreplayed(NamedTuple):
+    """The policy's tokens where it chooses its experts itself."""
+
+    logprobs: jax.Array  # [B, T] float32, nats
+    differing: jax.Array  # [B, T] float32, share of the rows' experts that it does not choose
+
+
 class StepOutputs(NamedTuple):
     """Per-token outputs of a minibatch, by the policy before the update."""
 
@@ -93,6 +103,7 @@ class StepOutputs(NamedTuple):
 
 # (policy params, rows) -> (log-probs [B, T], entropy [B, T]), float32, nats
 LogprobStep = Jitted[[Params, Rows], tuple[jax.Array, jax.Array]]
+UnreplayedStep = Jitted[[Params, Rows], Unreplayed]
 FeatureStep = Jitted[[Params, Rows], Features]
 # The state is donated.
 PolicyStep = Jitted[[TrainState, Rows, LossInputs], tuple[TrainState, UpdateMetrics, StepOutputs]]
@@ -113,6 +124,24 @@ def make_logprob_step(forward: PolicyForward, partition: Partitioner) -> Logprob
     batch = partition.sharding(("batch", "sequence"))
     params = partition.shardings(forward.specs)
     return jax.jit(logprobs, in_shardings=(params, batch), out_shardings=batch)
+
+
+def make_unreplayed_step(forward: PolicyForward, partition: Partitioner) -> UnreplayedStep:
+    """Return the jitted comparison of rows' experts with those that the policy chooses, by microbatch."""
+
+    def unreplayed(params: Params, rows: Rows) -> Unreplayed:
+        def compare(rows: Rows) -> Unreplayed:
+            assert rows.experts is not None, "there are experts to compare with"
+            out = forward.apply(params, dataclasses.replace(rows, experts=None), partition, return_experts=True)
+            assert out.logprobs is not None and out.experts is not None  # rows have targets
+            return Unreplayed(out.logprobs, differing(rows.experts, out.experts, forward.model))
+
+        size = microbatch_rows(rows.tokens.shape, forward.microbatch_tokens, partition.num_shards("batch"))
+        return merge(jax.lax.map(compare, split(rows, size)))
+
+    batch = partition.sharding(("batch", "sequence"))
+    params = partition.shardings(forward.specs)
+    return jax.jit(unreplayed, in_shardings=(params, batch), out_shardings=batch)
 
 
 def make_feature_step(forward: PolicyForward, partition: Partitioner) -> FeatureStep:

@@ -41,6 +41,13 @@ class Routes(NamedTuple):
     chosen: jax.Array  # [B, T, k] int32, the largest share first
 
 
+class Routed(NamedTuple):
+    """What a mixture tells of its routing."""
+
+    copies: jax.Array  # [E] float32, copies of tokens that each expert got
+    chosen: jax.Array  # [B, T, k] int32, as `Routes.chosen`
+
+
 class Balance(NamedTuple):
     """Load balance of the experts; both are 1 where the load is uniform."""
 
@@ -55,36 +62,55 @@ def mixture(
     renormalise: bool,
     partition: Partitioner,
     counted: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Apply the mixture: x [B, T, D] -> (out [B, T, D], copies of tokens that each expert got, [E] float32).
+    replayed: jax.Array | None = None,
+) -> tuple[jax.Array, Routed]:
+    """Apply the mixture: x [B, T, D] -> out [B, T, D], and what it tells of its routing.
 
     Args:
       w: `router` [D, E], `gate` and `up` [E, D, F], `down` [E, F, D].
       counted: [B, T] bool, the tokens that the copies are counted of; None: all.
+      replayed: as of `route`.
     """
     # Each device takes the same number of rows; rows of zeros are added where they do not divide.
     B = len(x)
-    x = jnp.pad(x, ((0, -B % partition.num_shards("batch")), (0, 0), (0, 0)))
-    routes = route(x, w["router"], experts_per_token, renormalise, partition)
+    added = ((0, -B % partition.num_shards("batch")), (0, 0), (0, 0))
+    x = jnp.pad(x, added)
+    replayed = None if replayed is None else jnp.pad(replayed, added)
+    routes = route(x, w["router"], experts_per_token, renormalise, partition, replayed)
     out = experts(x, routes.share, routes.chosen, {name: w[name] for name in MATRICES}, partition)
-    return out[:B], count_copies(routes.chosen[:B], w["router"].shape[1], counted)
+    chosen = routes.chosen[:B]
+    return out[:B], Routed(count_copies(chosen, w["router"].shape[1], counted), chosen)
 
 
-def route(x: jax.Array, router: jax.Array, k: int, renormalise: bool, partition: Partitioner) -> Routes:
+def route(
+    x: jax.Array,
+    router: jax.Array,
+    k: int,
+    renormalise: bool,
+    partition: Partitioner,
+    replayed: jax.Array | None = None,
+) -> Routes:
     """Choose the k experts of every token of x [B, T, D]; router [D, E]. Ties: the first expert.
 
     Logits and softmax are float32, also where Hugging Face rounds the logits to the activations' dtype: near ties
     decide which expert a token sees, and learner and decoding must agree.
+
+    Args:
+      replayed: [B, T, k], experts to take, of models/expert_record.py; their shares are this router's all the same,
+        so it has a gradient. None: every token chooses.
     """
 
-    def here(x: jax.Array, router: jax.Array) -> Routes:
+    def here(x: jax.Array, router: jax.Array, replayed: jax.Array | None) -> Routes:
         p = jax.nn.softmax(matmul("BTD,DE->BTE", x, router), axis=-1)
         share, chosen = jax.lax.top_k(p, k)
+        if replayed is not None:
+            chosen = jnp.where(replayed > 0, replayed.astype(jnp.int32) - 1, chosen)
+            share = jnp.take_along_axis(p, chosen, axis=-1)
         return Routes(share / share.sum(axis=-1, keepdims=True) if renormalise else share, chosen)
 
     # Explicitly by rows: XLA would gather the probabilities of all devices before top_k.
     over = Exchange(partition)
-    return over.mapped(here, (over.row, partition.spec(())), over.row)(x, router)
+    return over.mapped(here, (over.row, partition.spec(()), over.row), over.row)(x, router, replayed)
 
 
 def count_copies(chosen: jax.Array, E: int, counted: jax.Array | None) -> jax.Array:

@@ -38,9 +38,11 @@ from specrl_jax.learner.policy_step import (
     LogprobStep,
     PolicyForward,
     PolicyStep,
+    UnreplayedStep,
     make_feature_step,
     make_logprob_step,
     make_policy_step,
+    make_unreplayed_step,
 )
 from specrl_jax.learner.programs import Programs
 from specrl_jax.learner.state import RunState, TrainState
@@ -68,6 +70,7 @@ class Learner:
     programs: Programs  # announces what the steps compile
     logprob_step: LogprobStep
     policy_step: PolicyStep
+    unreplayed_step: UnreplayedStep
     feature_step: FeatureStep
     read_tables: ReadTables
     draft_step: DraftStep | None  # None, as the next: no draft with weights
@@ -136,6 +139,7 @@ def make_learner(plan: Plan) -> Learner:
         programs=programs,
         logprob_step=announced("logprob", "logprob", make_logprob_step(forward, partition)),
         policy_step=announced("policy update", "train", make_policy_step(forward, objective, optimizer, partition)),
+        unreplayed_step=announced("comparison of experts", "logprob", make_unreplayed_step(forward, partition)),
         feature_step=announced("features", "features", make_feature_step(forward, partition)),
         read_tables=make_read_tables(plan.model, partition, replays=plan.limits.most_kept > 0),
         draft_step=draft_step and announced("draft update", "train", draft_step),
@@ -178,8 +182,8 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     training = engine(inference, config.draft.adaptive, lengths)
     sampling = Sampling(config.eval.temperature, config.eval.top_k, config.eval.top_p, config.rollout.rule)
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
-    # Masks are recorded, and tokens of earlier weights taken, only where the training engine itself evaluates.
-    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="", versions=False)
+    # Masks and experts are recorded, and tokens of earlier weights taken, where the training engine itself evaluates.
+    apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="", versions=False, records=False)
     if sampling != inference.sampling:
         evaluation = dataclasses.replace(evaluation, limits=apart)
     greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(apart, greedy=True))

@@ -13,6 +13,7 @@ from specrl_jax.drafts.base import DraftModel
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models.cache import ACCELERATOR_SHARE, GB
+from specrl_jax.models.expert_record import init_record
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.sharding import Partitioner
 
@@ -24,8 +25,10 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 CPU_SHARE = 1 / 48
 
 
-def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner) -> int:
-    """Return the bytes of one page on one device: of the policy's cache and the draft's.
+def page_bytes(
+    model: Qwen3Config, draft: DraftModel | None, rollout: RolloutConfig, partition: Partitioner, records: bool = False
+) -> int:
+    """Return the bytes of one page on one device: of the policy's cache, the draft's, and with `records` the experts'.
 
     Each pool as it is sharded: keys and values by heads, the hidden states of a draft's head whole on every device.
     Raises InputError where the heads do not divide over the mesh.
@@ -36,12 +39,12 @@ def page_bytes(model: Qwen3Config, draft: DraftModel | None, rollout: RolloutCon
 
     def pools() -> object:
         target = kv.init_cache(model.layers, model.kv_heads, model.head_dim, shape)
-        return target, draft.init_cache(shape) if draft else None
+        return target, draft.init_cache(shape) if draft else None, init_record(model, shape) if records else None
 
     def size(axes: kv.Axes, pool: jax.ShapeDtypeStruct) -> int:
         return math.prod(partition.sharding(axes, pool.shape).shard_shape(pool.shape)) * pool.dtype.itemsize
 
-    axes = (kv.PAGE_AXES,) * model.layers, draft.cache_axes() if draft else None
+    axes = (kv.PAGE_AXES,) * model.layers, draft.cache_axes() if draft else None, kv.TOKEN_AXES if records else None
     return sum(jax.tree.leaves(jax.tree.map(size, axes, jax.eval_shape(pools), is_leaf=kv.is_axes)))
 
 

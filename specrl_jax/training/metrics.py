@@ -22,6 +22,7 @@ from specrl_jax.training.build import Learner
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, has_variance
 from specrl_jax.training.partial import Left
 from specrl_jax.training.performance import Performance
+from specrl_jax.training.router_replay import Compared
 from specrl_jax.training.step import StepResult
 
 
@@ -51,7 +52,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     scored = learner.objective.old_logprobs == "learner"
     logprobs = result.inputs.old_logprobs if scored else updates.logprobs
     compared = (stand_in(x) for x in (result.batch.behaviour, logprobs, result.batch.rows.mask))
-    return row | mismatch_metrics(*compared)
+    return row | mismatch_metrics(*compared) | replay_mismatch_metrics(result.compared)
 
 
 def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
@@ -176,6 +177,15 @@ def mismatch_metrics(behaviour: jax.Array, learner: jax.Array, mask: jax.Array) 
     x, y = (p - masked_mean(p, mask).value() for p in (jnp.exp(behaviour), jnp.exp(learner)))
     xx, yy, xy = (float(masked_mean(product, mask).value()) for product in (x * x, y * y, x * y))
     return row | ({"rollout_vs_learner/probs_pearson": min(xy / math.sqrt(xx * yy), 1.0)} if xx * yy > 0 else {})
+
+
+def replay_mismatch_metrics(compared: Compared | None) -> dict[str, float]:
+    """Return what `mismatch_metrics` would be without policy.router_replay, and the share of experts that differ."""
+    if compared is None:
+        return {}
+    behaviour, logprobs, differing, mask = (stand_in(x) for x in compared)
+    row = {f"{name}_without_replay": value for name, value in mismatch_metrics(behaviour, logprobs, mask).items()}
+    return row | {"rollout_vs_learner/differing_experts": float(masked_mean(differing, mask).value())}
 
 
 def response_texts(rollouts: Rollouts, row: int, tokenizer: Tokenizer) -> list[str]:

@@ -71,11 +71,13 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     check_chosen(config)
     model = model or policy_sizes(config.policy)
     method = make_method(draft_options(config.draft), model)
+    if config.policy.router_replay and not model.experts:
+        raise InputError("policy.router_replay=True: the policy is no mixture of experts; leave False")
     groups = _groups(config.pipeline, mesh)
     learner, rollout = partitioner(mesh, LEARNER), partitioner(_rollout_mesh(config.pipeline, mesh, groups), ROLLOUT)
     share = _group_share(config, len(groups.groups))
     limits = find_limits(share, rollout.num_shards("batch"), method.uses_lookup_cache)
-    page = page_bytes(model, method.model, config.rollout, rollout)
+    page = page_bytes(model, method.model, config.rollout, rollout, limits.records)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
     plan = Plan(config, model, method, learner, rollout, limits, groups, most, page)
     _check_processes(config)
@@ -168,6 +170,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",
         versions=config.pipeline.update == "inflight" or rollout.carry > 0,
+        records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
     )
 
 

@@ -33,8 +33,8 @@ class Replay:
         self._texts = deque(texts_of(saved) if saved else [], maxlen=self._draft.replay_steps)
 
     def add(self, rows: Rows) -> None:
-        """Keep the rows of a step in place of the oldest ones."""
-        self._texts.append(rows)
+        """Keep the rows of a step in place of the oldest ones; a later policy chooses its own experts."""
+        self._texts.append(dataclasses.replace(rows, experts=None))
 
     def with_texts(self, host: HostState) -> HostState:
         """Add the texts to what a checkpoint keeps."""

@@ -23,6 +23,7 @@ from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
+from specrl_jax.models.expert_record import init_record
 from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import HALFWAY, ROLLOUT, Partitioner, partitioner
 
@@ -149,6 +150,7 @@ def make_rollout_engine(
         sampling=config.sampling,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
+        recorded=(lambda cache: cache.experts) if limits.records else None,
     )
     return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths, agree)
 
@@ -165,7 +167,10 @@ class Target:
     def init_cache(self, pages: int, tokens: int) -> Cache:
         m, shape = self.model, kv.PageShape(pages, tokens, self.config.cache_dtype, self.partition.platform)
         target = kv.init_cache(m.layers, m.kv_heads, m.head_dim, shape)
-        return Caches(target, self.draft.init_cache(shape)) if self.draft else target
+        experts = init_record(m, shape) if self.config.limits.records else None
+        if self.draft is None and experts is None:
+            return target
+        return Caches(target, self.draft and self.draft.init_cache(shape), experts)
 
     def prefill(self, params: Weights, tokens: jax.Array, paging: kv.Paging, cache: Cache) -> Cache:
         return self.decode(params, tokens, paging, cache, return_logits=False)[1]
@@ -178,16 +183,21 @@ class Target:
             dtype=self.config.compute_dtype,
             aux_layers=self.draft.aux_layers if self.draft else (),
             return_logits=return_logits,
+            return_experts=self.config.limits.records,
         )
         own = cache.target if isinstance(cache, Caches) else cache
         inputs = qwen3.Inputs(tokens, paging.positions)
         out = qwen3.forward(params.policy, self.model, inputs, self.partition, options, own, paging.table)
         assert out.cache is not None  # one was given
         logits = cast(jax.Array, out.logits)
-        if self.draft is None or not isinstance(cache, Caches):
+        if not isinstance(cache, Caches):
             return logits, out.cache
-        draft = self.draft.update_cache(params.draft, cache.draft, paging, out, self.partition)
-        return logits, Caches(out.cache, draft)
+        draft, experts = cache.draft, cache.experts
+        if self.draft is not None:
+            draft = self.draft.update_cache(params.draft, draft, paging, out, self.partition)
+        if experts is not None and out.experts is not None:
+            experts = kv.write_tokens(experts, paging, out.experts, self.partition)
+        return logits, Caches(out.cache, draft, experts)
 
     def slots_shardings(self) -> Slots:
         """Return shardings of the engine's state. Raise InputError where num_slots does not divide over the mesh."""
@@ -215,6 +225,7 @@ class Target:
             mask=cast(MaskBuffer, row),
             earlier=cast(Earlier, row),
             greedy=row,
+            last_pages=table,
         )
 
     def prompt_shardings(self) -> Prompts:
@@ -224,7 +235,10 @@ class Target:
 
     def _cache_shardings(self) -> Cache:
         axes = (stand_in(kv.PAGE_AXES),) * self.model.layers
-        cache = Caches(axes, self.draft.cache_axes()) if self.draft else axes
+        experts = stand_in(kv.TOKEN_AXES) if self.config.limits.records else None
+        cache: Cache = axes
+        if self.draft or experts:
+            cache = Caches(axes, self.draft and self.draft.cache_axes(), experts)
         return jax.tree.map(self.partition.sharding, cache, is_leaf=kv.is_axes)
 
 

@@ -26,6 +26,7 @@ from specrl_jax.training.initial import with_initial_draft
 from specrl_jax.training.partial import Left
 from specrl_jax.training.pipeline import Pipeline
 from specrl_jax.training.replay import Replay
+from specrl_jax.training.router_replay import Compared, compare_experts
 from specrl_jax.training.speculation import Speculation
 from specrl_jax.training.update import Updates, compute_loss_inputs, copy_params, update
 
@@ -41,6 +42,7 @@ class StepResult(NamedTuple):
     training_batch: TrainingBatch
     batch: LearnerBatch
     inputs: LossInputs
+    compared: Compared | None  # the policy with its own experts, where the rollouts' are replayed
     updates: Updates
     replayed: list[DraftMetrics]  # the draft's further updates from the texts of earlier steps
     coverage: dict[str, float]  # draft/coverage, where the draft has a vocabulary of its own
@@ -81,6 +83,7 @@ def train_step(
         training_batch = select_groups(generated, grpo)
         batch = learner_batch(training_batch, rollout.tokenizer.pad_id, learner.packing, learner.tells_drawn)
         inputs = compute_loss_inputs(learner, state, batch)
+        compared = compare_experts(learner, state, batch)
     leave_if(stop)
     with clock("train"):
         state, coverage = speculation.update_vocabulary(state, training_batch.rollouts)
@@ -104,6 +107,7 @@ def train_step(
         training_batch=training_batch,
         batch=batch,
         inputs=inputs,
+        compared=compared,
         updates=updates,
         replayed=replayed,
         coverage=coverage,

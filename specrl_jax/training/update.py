@@ -41,7 +41,9 @@ def compute_loss_inputs(learner: Learner, state: RunState, batch: LearnerBatch) 
     if o.kl_coef:
         assert state.reference is not None  # set where there is a KL term
         reference = learner.forward.merge(state.reference, state.policy.frozen)
-        ref_logprobs = distributed.to_host(learner.logprob_step(reference, rows)[0])
+        # Another policy than that of the rollouts, which chooses its own experts.
+        own = dataclasses.replace(rows, experts=None)
+        ref_logprobs = distributed.to_host(learner.logprob_step(reference, own)[0])
     behaviour = batch.behaviour if o.correction != "none" else None
     loss_mask = batch.loss_mask if learner.plan.config.grpo.leaves_out else None
     found = old_logprobs, ref_logprobs, batch.advantages, behaviour, loss_mask

@@ -53,20 +53,30 @@ def engine_and_weights(name, k, limits, sampling, lengths=None, preset="nano_dee
 
 
 def make_engine_and_weights(
-    options, k, limits, sampling, lengths=None, preset="nano_deep", quantize="none", argmax=False
+    options,
+    k,
+    limits,
+    sampling,
+    lengths=None,
+    preset="nano_deep",
+    quantize="none",
+    argmax=False,
+    dtype="float32",
+    over=None,
 ):
-    """Return the engine and the weights of a draft with these options."""
+    """Return the engine and the weights of a draft with these options; `over`: a mesh, None: one device."""
+    over, dtype = partitioner(over, ROLLOUT) if over else partition(), jnp.dtype(dtype)
     model = qwen3.preset(preset)
     method = make_method(options, model)
     draft = method.model
     if method.uses_lookup_cache:
         limits = dataclasses.replace(limits, groups=limits.num_slots, sequences=8)
-    drafter = method.make_drafter(DrafterConfig(k, sampling, jnp.float32, partition(), argmax))
-    config = InferenceConfig(sampling, limits, 0, jnp.float32, jnp.float32, quantize=quantize)
-    engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, partition(), lengths)
+    drafter = method.make_drafter(DrafterConfig(k, sampling, dtype, over, argmax))
+    config = InferenceConfig(sampling, limits, 0, dtype, dtype, dtype, quantize)
+    engine = make_rollout_engine(model, draft, drafter, config, TOKENIZER, over, lengths)
     params = init_params(jax.random.key(1), draft.specs) if draft else None
     vocab_map = jnp.arange(draft.vocab, dtype=jnp.int32) if draft and draft.has_vocab_map else None
-    prepare = make_prepare(model, draft, config, partition(), partition(), method.derived)
+    prepare = make_prepare(model, draft, config, over, over, method.derived)
     return engine, prepare(policy(preset), params, vocab_map)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specrl_jax.data.rows import pack
+from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import SIZES, Packing, TrainingBatch, few_sizes, ids_per_row, learner_batch, pack_parts
 from specrl_jax.learner.microbatches import microbatch_rows
 from specrl_jax.rl.objectives import LossInputs, Objective
@@ -120,6 +121,7 @@ def training_batch(seed=0, rollouts=8, masks=False):
         length=prompt + response,
         mask_count=mask_count,
         masks=lambda: ids,
+        experts=NO_EXPERTS,
         draft_positions=np.where(responses, rng.integers(-2, 3, (rollouts, T)), 0).astype(np.int8),
     )
     loss_mask = np.ones(rollouts, bool)

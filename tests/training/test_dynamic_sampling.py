@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from specrl_jax.decoding.rollouts import Rollouts, concatenate
+from specrl_jax.decoding.rollouts import NO_EXPERTS, Rollouts, concatenate
 from specrl_jax.rewards.scorer import Scores
 from specrl_jax.rl.advantages import overlong_penalty
 from specrl_jax.training.dynamic_sampling import (
@@ -58,6 +58,7 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         chunks=(first_id,),
         mask_ids=first_id * 1000 + np.arange(mask_count.sum(), dtype=np.int32),
         mask_count=mask_count,
+        experts=NO_EXPERTS,
     )
 
 

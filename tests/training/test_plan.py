@@ -7,6 +7,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import Config, DraftConfig, GRPOConfig, PolicyConfig, RolloutConfig, from_config_dict
+from specrl_jax.errors import InputError
 from specrl_jax.models.layers import Yarn
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.plan import draft_lengths, find_limits, make_plan, policy_sizes
@@ -98,6 +99,13 @@ def test_only_drafts_that_copy_other_rollouts_have_a_lookup_cache(changes, group
     limits = make_plan(from_config_dict(config), make_mesh({"fsdp": 1}, jax.devices()[:1])).limits
     assert (limits.groups, limits.sequences, limits.width) == (groups, sequences, 0)
     assert (limits.num_slots, limits.prompts, limits.chunk, limits.cache_length) == (16, 4, 16, 22)
+
+
+def test_experts_are_replayed_where_there_are_some():
+    c = rlzero_tiny.get_config("smoke")
+    c.policy.update({"preset": "nano", "router_replay": True})
+    with pytest.raises(InputError, match=r"^policy\.router_replay=True: the policy is no mixture of experts"):
+        make_plan(from_config_dict(c), make_mesh({}, jax.devices()[:1]))
 
 
 # ---- longer sequences than the policy was made for

@@ -17,7 +17,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.state import Slots
 from specrl_jax.drafts.autoregressive import draft_tokens
 from specrl_jax.drafts.base import DerivedWeights, DrafterConfig, DraftMethod, DraftOptions
-from specrl_jax.drafts.weights import Weights
+from specrl_jax.drafts.weights import Caches, Weights
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
 from specrl_jax.models.qwen3 import Qwen3Config
@@ -35,9 +35,10 @@ def make(options: DraftOptions, target: Qwen3Config) -> DraftMethod:
 def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
     """Draft up to `config.length` tokens, each by one forward of the twin over the policy's cache."""
 
-    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, kv.KVCache]:
+    def draft(params: Weights, slots: Slots, seed: jax.Array, k: int) -> tuple[Draft, kv.KVCache | Caches]:
         own, options = whole(params.policy, params.draft), qwen3.Options(dtype=config.dtype)
-        cache: kv.KVCache = slots.cache
+        caches: kv.KVCache | Caches = slots.cache
+        cache: kv.KVCache = caches.target if isinstance(caches, Caches) else caches
         last = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
 
         def step(i: int, token: jax.Array | None) -> jax.Array:
@@ -51,7 +52,7 @@ def twin_drafter(model: Qwen3Config, config: DrafterConfig) -> Drafter:
             return out.logits[:, 0]
 
         drafted = draft_tokens(step, slots, seed, k, None, config)
-        return drafted, cache
+        return drafted, caches._replace(target=cache) if isinstance(caches, Caches) else cache
 
     return Drafter(config.length, draft, sync_cache=lambda params, text, cache: cache)
 

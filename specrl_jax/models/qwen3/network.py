@@ -12,6 +12,7 @@ from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
+from specrl_jax.models.expert_record import by_layer, to_record
 from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
     targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
     counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
     kept: KeptTokens | None = None  # the tokens that could be sampled as targets; None: all
+    experts: jax.Array | None = None  # [B, T, L k], a mixture's experts to take (models/expert_record.py); None: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Options:
     vocab_tile: int = 0  # with targets: lm_head entries at a time, so that [B, T, V] never exists; 0: all at once
     temperature: float = 1.0  # of the targets' log-probs and the entropy
     return_logits: bool = True  # False skips the lm_head: prefill needs the cache only
+    return_experts: bool = False  # return the record of a mixture's experts
 
 
 DEFAULT = Options()
@@ -61,6 +64,7 @@ class Output(NamedTuple):
     hidden: jax.Array  # [B, T, D], input of the lm_head
     cache: kv.KVCache | None
     routing: jax.Array | None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
+    experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/expert_record.py)
 
 
 def forward(
@@ -81,22 +85,28 @@ def forward(
       table: the rows' pages of the cache.
     """
     angles = rotary_angles(inputs.positions, config.head_dim, config.rope_theta, config.yarn)
-    mlp = feed_forward(config, partition, inputs.counted)
 
     def block(
-        x: jax.Array, w: Params, attend: AttendRows, attend_fused: AttendFused | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+        x: jax.Array,
+        w: Params,
+        attend: AttendRows,
+        attend_fused: AttendFused | None = None,
+        replayed: jax.Array | None = None,
+    ) -> tuple[jax.Array, moe.Routed | None]:
+        mlp = feed_forward(config, partition, inputs.counted, replayed)
         return layer(x, w, config, angles, attend, mlp, partition.sums(x.dtype), attend_fused)
 
     x = params["embed"][inputs.tokens].astype(options.dtype)
     x = partition.constrain(x, "batch", "sequence", None)
     if cache is None:
         attend = options.attention(inputs.segment_ids, partition)
-        x, aux, routing = _scanned(branch(params, "layers"), x, block, attend, options, partition)
+        replayed = None if inputs.experts is None else by_layer(inputs.experts, config)
+        x, aux, routed = _scanned(branch(params, "layers"), x, block, attend, replayed, options, partition)
     else:
         assert table is not None, "a cache is read by a table"
+        assert inputs.experts is None, "what is decoded chooses its experts"
         layers, paging = branches(params, "layers"), kv.Paging(table, inputs.positions)
-        x, aux, routing, cache = _unrolled(
+        x, aux, routed, cache = _unrolled(
             layers, x, block, paging, cache, options.aux_layers, partition, config.norm_epsilon
         )
     x = rms_norm(x, params["final_norm"], config.norm_epsilon)
@@ -107,7 +117,8 @@ def forward(
         logprobs, entropy, normaliser = token_scores(x, lm_head, inputs.targets, tiling, inputs.kept)
     elif options.return_logits:
         logits = lm_head_logits(params, config, x, partition)
-    return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routing)
+    experts = to_record(routed.chosen, config) if routed and options.return_experts else None
+    return Output(logits, logprobs, entropy, normaliser, aux, x, cache, routed and routed.copies, experts)
 
 
 def lm_head_logits(params: Params, config: Qwen3Config, hidden: jax.Array, partition: Partitioner) -> jax.Array:
@@ -124,55 +135,69 @@ def lm_head_weight(params: Params, config: Qwen3Config) -> jax.Array:
     return params["embed" if config.tied else "unembed"]
 
 
-# (x [B, T, D], layer) -> (the mlp's output [B, T, D], copies of tokens per expert [E]; None: dense).
-FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, jax.Array | None]]
+# (x [B, T, D], layer) -> (the mlp's output [B, T, D], its routing; None: dense).
+FeedForward = Callable[[jax.Array, Params], tuple[jax.Array, moe.Routed | None]]
 
 
 def dense(x: jax.Array, w: Params, sums: jnp.dtype | None = None) -> tuple[jax.Array, None]:
     return swiglu(x, w, sums), None
 
 
-def feed_forward(config: Qwen3Config, partition: Partitioner, counted: jax.Array | None = None) -> FeedForward:
-    """Return the mlp of this config's layers."""
+def feed_forward(
+    config: Qwen3Config,
+    partition: Partitioner,
+    counted: jax.Array | None = None,
+    replayed: jax.Array | None = None,
+) -> FeedForward:
+    """Return the mlp of a layer of this config; `replayed` [B, T, k]: its experts, as of `moe.route`."""
     if not config.experts:
         return lambda x, w: dense(x, w, partition.sums(x.dtype))
-    return lambda x, w: moe.mixture(x, w, config.experts_per_token, config.renormalise, partition, counted)
+    k, renormalise = config.experts_per_token, config.renormalise
+    return lambda x, w: moe.mixture(x, w, k, renormalise, partition, counted, replayed)
 
 
 # From the fused product [B, T, K, R + 2, H] of the inference layout and how its heads are normed and rotated to
 # attention's output [B, T, N, H]; None where no kernel does all of it.
 AttendFused = Callable[[jax.Array, kv.Heads], jax.Array | None]
-# (x [B, T, D], layer, attention) -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
-Block = Callable[[jax.Array, Params, AttendRows, AttendFused | None], tuple[jax.Array, jax.Array | None]]
+# (x [B, T, D], layer, attention, attention fused, experts to take) -> (x [B, T, D], its routing; None: dense).
+Block = Callable[
+    [jax.Array, Params, AttendRows, AttendFused | None, jax.Array | None], tuple[jax.Array, moe.Routed | None]
+]
 
 
 def _scanned(
-    stacked: Params, x: jax.Array, block: Block, attend: AttendRows, options: Options, partition: Partitioner
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Scan the layers of the training layout: (x, aux, routing)."""
+    stacked: Params,
+    x: jax.Array,
+    block: Block,
+    attend: AttendRows,
+    replayed: jax.Array | None,
+    options: Options,
+    partition: Partitioner,
+) -> tuple[jax.Array, jax.Array | None, moe.Routed | None]:
+    """Scan the layers of the training layout: (x, aux, routing), with `replayed` [L, B, T, k] experts."""
 
-    def apply(x: jax.Array, w: Params) -> tuple[jax.Array, jax.Array | None]:
+    def apply(x: jax.Array, w: Params, replayed: jax.Array | None) -> tuple[jax.Array, moe.Routed | None]:
         # Adapters are merged here, inside the checkpoint: the merged weights of one layer exist at a time.
-        x, copies = block(x, merged(w), attend, None)
-        return partition.constrain(x, "batch", "sequence", None), copies
+        x, routed = block(x, merged(w), attend, None, replayed)
+        return partition.constrain(x, "batch", "sequence", None), routed
 
     apply = rematerialised(apply, options.remat)
     wanted = jnp.array(options.aux_layers, jnp.int32)
 
     Carry = tuple[jax.Array, jax.Array]
 
-    def body(carry: Carry, inputs: tuple[jax.Array, Params]) -> tuple[Carry, jax.Array | None]:
+    def body(carry: Carry, inputs: tuple[jax.Array, Params, jax.Array | None]) -> tuple[Carry, moe.Routed | None]:
         x, aux = carry
-        index, w = inputs
+        index, w, replayed = inputs
         # stop_gradient and outside the checkpoint: the features cost no residuals in the backward pass.
         aux = jnp.where((wanted == index)[None, None, :, None], jax.lax.stop_gradient(x)[:, :, None], aux)
-        x, copies = apply(x, w)
-        return (x, aux), copies
+        x, routed = apply(x, w, replayed)
+        return (x, aux), routed
 
     L = len(stacked["attention_norm"])
     empty = jnp.zeros((*x.shape[:2], len(options.aux_layers), x.shape[2]), x.dtype)
-    (x, aux), routing = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked))
-    return x, aux if options.aux_layers else None, routing
+    (x, aux), routed = jax.lax.scan(body, (x, empty), (jnp.arange(L), stacked, replayed))
+    return x, aux if options.aux_layers else None, routed
 
 
 def _unrolled(
@@ -184,10 +209,10 @@ def _unrolled(
     aux_layers: tuple[int, ...],
     partition: Partitioner,
     epsilon: float,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, kv.KVCache]:
+) -> tuple[jax.Array, jax.Array | None, moe.Routed | None, kv.KVCache]:
     """Run the layers of the inference layout one by one: (x, aux, routing, cache)."""
     written: list[jax.Array] = []
-    entering, copies = [], []
+    entering, routing = [], []
     for index, w in enumerate(layers):
         entering.append(x)
 
@@ -203,11 +228,12 @@ def _unrolled(
             written.append(found[1])
             return found[0]
 
-        x, got = block(x, w, attend, attend_fused)
-        if got is not None:
-            copies.append(got)
+        x, routed = block(x, w, attend, attend_fused, None)
+        if routed is not None:
+            routing.append(routed)
     aux = jnp.stack([entering[index] for index in aux_layers], axis=2) if aux_layers else None
-    return x, aux, jnp.stack(copies) if copies else None, tuple(written)
+    together = jax.tree.map(lambda *layers: jnp.stack(layers), *routing) if routing else None
+    return x, aux, together, tuple(written)
 
 
 def layer(
@@ -219,8 +245,8 @@ def layer(
     mlp: FeedForward = dense,
     sums: jnp.dtype | None = None,
     attend_fused: AttendFused | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], copies of tokens per expert [E]; None: dense).
+) -> tuple[jax.Array, moe.Routed | None]:
+    """Run one pre-norm block: x [B, T, D] -> (x [B, T, D], its routing; None: dense).
 
     Args:
       attend_fused: first choice for the fused product of the inference layout; else, and where it gives None, `attend`.
@@ -229,8 +255,8 @@ def layer(
     normed = rms_norm(x, w["attention_norm"], config.norm_epsilon)
     attended = kept(_attended(normed, w, config, angles, attend, attend_fused))
     x = x + kept(project_heads(attended, w["o"], sums))
-    added, copies = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
-    return x + added, copies
+    added, routed = mlp(rms_norm(x, w["mlp_norm"], config.norm_epsilon), w)
+    return x + added, routed
 
 
 def _attended(
