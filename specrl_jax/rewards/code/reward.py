@@ -39,7 +39,7 @@ class CodeReward:
     def __init__(self, options: CodeOptions) -> None:
         self._options = options
         self._seconds = options.sandbox.limits.seconds
-        self._sandbox: Sandbox = options.sandbox.sandbox()
+        self.sandbox: Sandbox = options.sandbox.sandbox()
 
     def __call__(self, response: str, answer: str, *, row: Mapping[str, object]) -> dict[str, float]:
         """Return the reward, whether all tests passed, and parts: the share of them, whether there was a program, and
@@ -64,7 +64,7 @@ class CodeReward:
         seconds = min(self._seconds, end - time.monotonic())
         if seconds <= 0:
             return 0.0, True
-        ran = self._sandbox.run(test.make(program), seconds)
+        ran = self.sandbox.run(test.make(program), seconds)
         return test.share(ran), ran.cause == "time"
 
 

@@ -82,8 +82,9 @@ def _asker(peer: io.FileIO) -> Ask:
         if "error" in reply:
             name, text = map(str, reply["error"])
             kind: Any = getattr(builtins, name, None)
-            # An AssertionError would be the test's own, and an exit its end.
-            is_usual = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
+            # An AssertionError would be the test's own; an exit its end, a StopIteration that of its loop.
+            not_its_own = (AssertionError,) if question[0] == "next" else (AssertionError, StopIteration)
+            is_usual = isinstance(kind, type) and issubclass(kind, Exception) and kind not in not_its_own
             raise (kind if is_usual else RuntimeError)(text)
         for before, after in zip(given, decode(reply["given"], look_up)):
             _update(before, after)

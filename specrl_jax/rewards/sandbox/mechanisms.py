@@ -7,12 +7,13 @@ is root gives them an account of their own: the kernel holds root to no limit of
 import ctypes
 import json
 import os
+import platform
 import shutil
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specrl_jax.rewards.sandbox.limits import Limits
-from specrl_jax.rewards.sandbox.seccomp import seccomp_filter
+from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
 
 MECHANISMS = ("bubblewrap", "landlock", "http")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
@@ -73,6 +74,8 @@ def landlock_abi() -> int:
 
 def missing(mechanism: str) -> str:
     """Return what this machine lacks for a mechanism, as far as that is known without trying it; "" for nothing."""
+    if platform.machine() not in MACHINES:
+        return f"no list of system calls for {platform.machine()}"
     if mechanism == "bubblewrap":
         return "" if shutil.which("bwrap") else "there is no bwrap (Debian's package bubblewrap)"
     if os.geteuid() != 0:
@@ -90,7 +93,7 @@ def command(mechanism: str, python: Interpreter, limits: Limits, server: str, so
     uid = own_uid()
     settings = {
         "socket": socket,
-        "seccomp": seccomp_filter().hex(),
+        "seccomp": seccomp_filter(confined).hex(),
         "limits": resource_limits(limits, confined),
         "uid": 0 if confined else uid,  # bubblewrap has it from its start
         "landlock": None if confined else landlock_settings(python),
@@ -116,15 +119,8 @@ def resource_limits(limits: Limits, has_files: bool) -> dict[str, int]:
 
 def bubblewrap(python: Interpreter, limits: Limits) -> list[str]:
     """Return the command to which the fork server's is appended."""
-    out = [
-        shutil.which("bwrap") or "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--uid",
-        str(_NO_UID),
-        "--gid",
-        str(_NO_UID),
-    ]
+    out = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user"]
+    out += ["--uid", str(_NO_UID), "--gid", str(_NO_UID)]
     out += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     for path in (*SYSTEM, *python.folders):
         if os.path.islink(path):

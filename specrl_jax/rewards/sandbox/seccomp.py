@@ -86,17 +86,44 @@ _REFUSED = {
     "ioperm": (173, -1),
     "modify_ldt": (154, -1),
 }
+# Landlock leaves what is not a file's content to its owner and mode, and some files may be written by anybody.
+_ATTRIBUTES = {
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+}
 _CLONE, _CLONE3, _IOCTL, _SOCKETPAIR = (56, 220), (435, 435), (16, 29), (53, 199)
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 
 
-def seccomp_filter(machine: str = "") -> bytes:
-    """Return the filter as the kernel takes it: 8 bytes an instruction. Raises KeyError for an unknown machine."""
-    column, architecture = _MACHINES[machine or platform.machine()]
+def seccomp_filter(has_files: bool, machine: str = "") -> bytes:
+    """Return the filter as the kernel takes it: 8 bytes an instruction. Raises KeyError for an unknown machine.
+
+    Args:
+      has_files: whether programs have files of their own, whose attributes they may change.
+    """
+    column, architecture = MACHINES[machine or platform.machine()]
     code = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, architecture), _answer(_KILL), (_LOAD, 0, 0, _NUMBER)]
     if column == 0:  # numbers from here on are the x32 calls
         code += [(_AT_LEAST, 0, 1, 0x40000000), _answer(_KILL)]
-    for numbers in _REFUSED.values():
+    for numbers in (_REFUSED if has_files else _REFUSED | _ATTRIBUTES).values():
         if numbers[column] >= 0:
             code += [(_EQUAL, 0, 1, numbers[column]), _answer(_ERRNO | _EPERM)]
     # Its flags lie in memory, which a filter cannot read; without it libc takes clone.
