@@ -35,7 +35,7 @@ class RewardConfig:
     )
     test_memory: float = key(1.0, "memory of each process of a program", "GiB", low=0.0625, high=65_536)
     test_output: float = key(1.0, "most that a program prints in a test", "MiB", above=0, high=1024)
-    test_processes: int = key(32, "most processes and threads of a program", "processes", low=1, high=4096)
+    test_processes: int = key(32, "most processes and threads of a program and tests", "processes", low=1, high=4096)
     test_disk: float = key(16.0, "size of a program's /tmp, under bubblewrap", "MiB", above=0, high=65_536)
     sandbox: str = key(
         "auto",

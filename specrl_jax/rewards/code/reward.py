@@ -68,7 +68,7 @@ class CodeReward:
         return test.share(ran), ran.cause == "time"
 
 
-def tests_problem(answer: str, row: Mapping[str, object]) -> str:
+def fault_of_tests(answer: str, row: Mapping[str, object]) -> str:
     """Return why a row has no tests for this reward; "" if it has."""
     try:
         parse_tests(answer, row)

@@ -7,6 +7,7 @@ from specrl_jax.rewards.sandbox import judging, programs, values
 
 _LOAD = """
 import sys, types
+sys.path = [folder for folder in sys.path if folder]  # not the current one, where programs may write
 for name, text in SOURCES.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, name, "exec"), module.__dict__)

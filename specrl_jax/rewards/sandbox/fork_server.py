@@ -32,7 +32,9 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # landlock_*, on eve
 _FILES = 6  # that a run passes, at most
 _MOST_FILES = 256  # that this process has
 # What programs import most: loaded once, here.
-_WARM = "bisect collections copy decimal fractions functools heapq itertools math operator random re string typing unittest"
+_WARM = (
+    "bisect collections copy decimal fractions functools heapq itertools math operator random re string typing unittest"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

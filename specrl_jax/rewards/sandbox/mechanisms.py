@@ -99,7 +99,7 @@ def command(mechanism: str, python: Interpreter, limits: Limits, server: str, so
         "landlock": None if confined else landlock_settings(python),
         "tmp": confined,
     }
-    served = [python.path, "-I", "-c", server, json.dumps(settings)]
+    served = [python.path, "-s", "-c", server, json.dumps(settings)]  # -I would ignore PYTHONHASHSEED
     return Command([*bubblewrap(python, limits), *served], uid) if confined else Command(served, 0)
 
 
@@ -108,7 +108,7 @@ def resource_limits(limits: Limits, has_files: bool) -> dict[str, int]:
     return {
         "AS": limits.memory,
         "CPU": int(limits.seconds) + 1,
-        "NPROC": limits.processes + 2,  # the process itself, and the fork server
+        "NPROC": limits.processes + (1 if has_files else 0),  # the fork server has the same account then
         "FSIZE": limits.disk if has_files else 0,
         "NOFILE": 256,
         "CORE": 0,
