@@ -44,8 +44,8 @@ LEFT = ("/dev/shm/left", "/tmp/l", "/tmp/h", "/tmp/fill", "/tmp/0", "/tmp/d", "/
 LEFT += ("/usr/left", "/bin/left", "/left", "/etc/left", "/var/tmp/left", "/root/left", "/run/left")
 CHECK = """
 def check(candidate):
-    assert all(map(lambda x: candidate(x) == x * x, [1, 2, 3]))
     assert candidate(2) == 4
+    assert [candidate(x) for x in (1, 3)] == [1, 9]
 """
 UNIT = """
 import unittest
@@ -58,8 +58,8 @@ class Squares(unittest.TestCase):
     def test_close(self):
         assert abs(f(3) - 9) < 1e-6 and len([f(1)]) == 1 and all([f(1) == 1])
 
-def test_four():
-    assert f(4) == 16
+def test_all():
+    assert all(map(lambda x: f(x) == x * x, [2, 3]))
 """
 ROWS = {
     "print": json.dumps({"inputs": ["2 2\n"], "outputs": ["4\n"]}),

@@ -65,18 +65,19 @@ class LocalSandbox:
                 if cause:
                     control.send(b"end")
                 told = _parse(control, END_SECONDS)
-            except (OSError, ValueError):
+                status, left = int(told["status"]), bool(told["left"])
+            except (OSError, ValueError, KeyError, TypeError):
                 ended = self.close()
                 raise SandboxError(f"the sandbox ended with status {ended} while a program ran") from None
             except BaseException:
                 self.close()
                 raise
             reader.drain()
-        if told["left"]:
+        if left:
             self.close()  # nobody else finds what this one wrote
         out, err, result = (bytes(content) for content in reader.contents)
         text = err.decode(errors="replace")[-_STDERR:]
-        return Ran(int(told["status"]), out.decode(errors="replace"), text, _result(result), cause)
+        return Ran(status, out.decode(errors="replace"), text, _result(result), cause)
 
     def close(self) -> int:
         """End the sandbox and everything in it; return the exit status. A later run starts a new one."""
