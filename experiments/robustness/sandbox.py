@@ -214,8 +214,8 @@ def strangers(most: int) -> str:
     return ""
 
 
-def try_all(chosen: Chosen, console: Console) -> list[dict[str, Any]]:
-    """Run every hostile program in one sandbox; print and return what became of each."""
+def try_all(chosen: Chosen, programs: list[Hostile], console: Console) -> list[dict[str, Any]]:
+    """Run hostile programs in one sandbox; print and return what became of each."""
     reward = CodeReward(CodeOptions(chosen, True, 60.0))
     sandbox = reward.sandbox = Recorded(reward.sandbox)
     table = Table("program", "tests", "seconds", "ended by", "got away with", title=chosen.line())
@@ -225,7 +225,7 @@ def try_all(chosen: Chosen, console: Console) -> list[dict[str, Any]]:
         for form, program in HONEST.items():
             if reward(f"```\n{program}\n```", ROWS[form], row={})["reward"] != 1:
                 raise SystemExit(f"{chosen.mechanism}: an honest program earned nothing ({form}): {sandbox.ran[-1]}")
-        for one in hostile_programs():
+        for one in programs:
             what, seconds, ended = fault(reward, sandbox, one, attacked, most)
             table.add_row(one.name, one.form, f"{seconds:.2f}", ended, what or "nothing")
             rows.append(
@@ -254,12 +254,14 @@ def throughput(chosen: Chosen, count: int, workers: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mechanisms", nargs="+", default=["bubblewrap", "landlock"])
+    parser.add_argument("--only", nargs="+", default=[""], help="names of programs, or their beginnings, as forges")
     parser.add_argument("--programs", type=int, default=200, help="of the throughput measurement; 0 leaves it out")
     parser.add_argument("--workers", type=int, default=2, help="reward processes of it")
     parser.add_argument("--output", help="JSON file for what each program did")
     a = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
     result: dict[str, Any] = {"date": datetime.date.today().isoformat(), "cpus": os.cpu_count()}
+    programs = [one for one in hostile_programs() if one.name.startswith(tuple(a.only))]
     held = []
     for name in a.mechanisms:
         try:
@@ -267,7 +269,7 @@ def main() -> int:
         except InputError as error:
             console.print(f"not tried: {error}")
             continue
-        rows = try_all(chosen, console)
+        rows = try_all(chosen, programs, console)
         bad = [row for row in rows if row["fault"]]
         held.append(not bad)
         speed = throughput(chosen, a.programs, a.workers) if a.programs else {}

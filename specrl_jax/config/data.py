@@ -31,7 +31,11 @@ class RewardConfig:
         choices=("all", "share"),
     )
     test_seconds: float = key(
-        6.0, "time for each test of a program; at least 1 s less than reward.timeout, which is for all", "s", above=0
+        6.0,
+        "time for each test of a program; at least 1 s less than reward.timeout, which is for all",
+        "s",
+        above=0,
+        high=86_400,
     )
     test_memory: float = key(1.0, "memory of each process of a program", "GiB", low=0.0625, high=65_536)
     test_output: float = key(1.0, "most that a program prints in a test", "MiB", above=0, high=1024)

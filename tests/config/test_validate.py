@@ -47,8 +47,8 @@ def refusal(values):
         ("optimizer.name", "adam", "adamw, muon"),
         ("data.task", "arithmetics", "arithmetic, long_arithmetic, countdown"),
         ("reward.name", "exakt", "package.module:function"),
-        ("reward.tests", "most", "'all', 'share'"),
-        ("reward.sandbox", "docker", "'auto', 'bubblewrap', 'landlock', 'http'"),
+        ("reward.tests", "most", "all, share"),
+        ("reward.sandbox", "docker", "auto, bubblewrap, landlock, http"),
         ("dry_run.target", "a100", "h100"),
     ],
 )

@@ -74,6 +74,9 @@ def reward(sandbox, partial=False, timeout=10.0):
         ("Here it is.\nimport math\ndef f(x):\n    return x\nIt works.", "f", "import math\ndef f(x):\n    return x\n"),
         ("def g(x):\n    return x", "f", ""),
         ("def f(x:\n", "f", ""),
+        ("Sure.\ndef f(x):\n    return 2\n\nIt's done: f(1) is 2.", "f", "def f(x):\n    return 2\n\n"),
+        ("```x!\n" * 20_000, "", ""),
+        ("~~~python\na\n```\n~~~", "", "a\n```\n"),
     ],
 )
 def test_the_program_of_a_response(response, function, program):

@@ -20,7 +20,7 @@ from specrl_jax.rewards.sandbox.mechanisms import ENVIRONMENT, Interpreter, acco
 
 START_SECONDS = 20.0  # limit for a sandbox to be ready
 END_SECONDS = 5.0  # limit for what is killed to be gone
-MAX_RESULT = 16 * 2**20  # bytes of a returned value
+MAX_RESULT = 4 * 2**20  # bytes of a returned value
 _STDERR = 2000  # characters kept of it
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
