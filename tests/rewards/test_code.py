@@ -9,8 +9,9 @@ import zlib
 import numpy as np
 import pytest
 
+from specrl_jax.config import RewardConfig
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Schema, parse_problem
+from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, parse_problem
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.compare import same_output, same_value
@@ -19,8 +20,9 @@ from specrl_jax.rewards.code.forms import parse_tests
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward, fault_of_tests
 from specrl_jax.rewards.messages import Context
 from specrl_jax.rewards.sandbox.choose import Chosen, choose
-from specrl_jax.rewards.sandbox.limits import Ran, Run
+from specrl_jax.rewards.sandbox.limits import Limits, Ran, Run
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.training.build import make_scorer
 from tests.helpers import sandboxes
 
 ROWS = pathlib.Path(__file__).with_name("code_rows")
@@ -197,6 +199,14 @@ def test_a_row_without_tests_is_refused_with_its_line(tmp_path):
         parse_problem(row, Schema("prompt", "answer"), PromptFormat("{prompt}"), CharTokenizer(), fault_of_tests)
 
 
+def test_rows_without_tests_can_be_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1", "answer": "42"}\n{"prompt": "2", "answer": ["assert f(1) == 1"]}\n')
+    reader = Reader(CharTokenizer(), PromptFormat(), 100, skip_malformed=True, tests_fault=fault_of_tests)
+    found, counts = reader.read(str(path), Schema("prompt", "answer"))
+    assert [problem.prompt for problem in found] == ["2"] and counts.malformed == 1
+
+
 def test_lists_are_answers_for_programs_only(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Add.", "answer": ["assert f(1) == 1"]}\n')
@@ -293,6 +303,25 @@ def test_the_reward_in_its_workers():
     np.testing.assert_array_equal(scores.correct, [True, False, False, False])
     assert scores.failures == {"error": 1} and "holds no tests" in scores.first_failure
     np.testing.assert_array_equal(scores.parts["program"][:3], [1, 1, 0])
+
+
+def test_a_sandbox_that_fails_costs_its_own_answer():
+    with sandboxes.run_code_server() as server:
+        code = CodeOptions(choose("http", server.url, "", sandboxes.LIMITS), False, 10.0)
+        row = json.dumps({"inputs": [""], "outputs": ["1"]})
+        with Scorer(("code",), workers=1, code=code) as scorer:
+            server.broken = ["", "500", "SandboxError"]
+            scores = scorer([fenced("print(1)")] * 4, [row] * 4, [Context()] * 4)
+    np.testing.assert_array_equal(scores.total, [1, 0, 0, 1])
+    assert scores.failures == {"error": 2}
+    assert scores.first_failure == f"error: SandboxError: {server.url}/run_code: HTTP status 500"
+
+
+def test_the_start_of_a_run_names_the_sandbox(capsys):
+    mechanism = sandboxes.any_local().mechanism
+    with make_scorer(RewardConfig(name="code", sandbox=mechanism, test_memory=0.5, test_disk=2.0), []) as scorer:
+        assert scorer._workers.code.sandbox.limits == Limits(memory=2**29, disk=2**21)
+    assert capsys.readouterr().out.startswith(f"reward.sandbox: {mechanism}, programs run in /")
 
 
 def test_a_scorer_of_programs_needs_a_sandbox():
