@@ -15,7 +15,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.rewards.sandbox import mechanisms
 from specrl_jax.rewards.sandbox.choose import Chosen, choose, find_python
 from specrl_jax.rewards.sandbox.http import HttpSandbox, check_url
-from specrl_jax.rewards.sandbox.judging import _names_of_the_program, _own_modules
+from specrl_jax.rewards.sandbox.judging import _names, _own_modules
 from specrl_jax.rewards.sandbox.limits import Run, SandboxError
 from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
 from specrl_jax.rewards.sandbox.values import decode, encode
@@ -200,9 +200,27 @@ def test_objects_have_no_value():
 
 
 def test_names_that_the_program_is_asked_for():
-    source = "import math\ndef test(x):\n    assert abs(math.pi - f(x)) < g.h and random.random() and string(x)\n"
-    assert _own_modules(source) == ["math", "random"]
-    assert _names_of_the_program(source, ["random"]) == ["f", "g", "string"]
+    source = (
+        "from math import isclose\ndef test(x):\n    assert isclose(abs(f(x)), g.h) and random.random() and string(x)\n"
+    )
+    assert _own_modules(source) == ["random"]
+    used, own = _names(source)
+    assert used - own == {"f", "g", "random", "string"}
+
+
+def test_a_star_brings_no_name_of_the_tests_own(sandbox):
+    program = "isclose = abs = lambda *a: True\ndef f(x): return x + 1"
+    tests = "from math import isclose\nfrom solution import *\nassert f(1) == 2 and abs(1.0 - isclose(1, 2))\n"
+    ran = sandbox.run(Run(program, tests=tests + "assert isclose(f(1), 7)"), 5.0)
+    assert ran.result == {"passed": 0, "total": 1}
+    assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
+
+
+def test_errors_of_the_program_are_those_of_the_tests(sandbox):
+    program = "def f(x):\n    assert x > 0, 'small'\n    return {}[x]"
+    tests = "import unittest\nfrom solution import f\nclass T(unittest.TestCase):\n    def test(self):\n"
+    tests += "        with self.assertRaisesRegex(AssertionError, 'small'): f(0)\n        self.assertRaises(KeyError, f, 1)\n"
+    assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
 
 
 # ---- how one is chosen

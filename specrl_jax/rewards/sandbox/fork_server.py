@@ -55,7 +55,7 @@ def main() -> None:
             break
         status = _run(control, files, settings, rules)
         control.send(json.dumps({"status": status, "left": bool(settings["tmp"] and os.listdir("/tmp"))}).encode())
-    _end_all(settings)
+    _end_all(settings, [])
 
 
 def _receive(control: socket.socket) -> list[int]:
@@ -93,7 +93,7 @@ def _run(control: socket.socket, files: list[int], settings: dict[str, Any], rul
     poll.register(control, select.POLLIN)
     poll.poll()  # until it has ended, or the other end wants no more of it
     os.close(child)
-    return _end_all(settings).get(children[-1], -signal.SIGKILL)
+    return _end_all(settings, children).get(children[-1], -signal.SIGKILL)
 
 
 def _fork(files: list[int], settings: dict[str, Any], rules: int, start: Callable[[], int]) -> int:
@@ -113,7 +113,7 @@ def _fork(files: list[int], settings: dict[str, Any], rules: int, start: Callabl
         os.closerange(len(kept), _MOST_FILES)
         _confine(settings, len(files) if rules >= 0 else -1)
         status = start()
-    except BaseException as error:  # of this file alone: a program's own are the driver's
+    except BaseException as error:  # of this file alone: a program's own never come here
         os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(status)
@@ -152,10 +152,12 @@ def _make_rules(settings: dict[str, Any]) -> int:
     return rules
 
 
-def _end_all(settings: dict[str, Any]) -> dict[int, int]:
+def _end_all(settings: dict[str, Any], children: list[int]) -> dict[int, int]:
     """Kill every process of a run at once and wait until all are gone; return how each child ended, by its id."""
     ended: dict[int, int] = {}
     killer = 0
+    for child in children:
+        os.kill(child, signal.SIGKILL)  # one may not have its account yet
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # all but this one

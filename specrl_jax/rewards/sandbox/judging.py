@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from specrl_jax.rewards.sandbox.programs import MODULE, execute, read, read_job, to_its_end, write
@@ -24,7 +24,10 @@ from specrl_jax.rewards.sandbox.values import decode, encode
 
 Ask = Callable[..., Any]
 _COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
-_WITHOUT_THEM = ("collections", "itertools", "math", "random", "re", "string", "sys")  # Python 3.9 has no list of them
+# Python 3.9 has no list of them.
+_MODULES = set(
+    getattr(sys, "stdlib_module_names", ("collections", "itertools", "math", "random", "re", "string", "sys"))
+)
 
 
 class Remote:
@@ -81,9 +84,9 @@ def _asker(peer: io.FileIO) -> Ask:
         if "error" in reply:
             name, text = map(str, reply["error"])
             kind: Any = getattr(builtins, name, None)
-            # An AssertionError would be the test's own; an exit its end, a StopIteration that of its loop.
-            not_its_own = (AssertionError,) if question[0] == "next" else (AssertionError, StopIteration)
-            is_usual = isinstance(kind, type) and issubclass(kind, Exception) and kind not in not_its_own
+            # A StopIteration that a call raises would end a loop of the test's, as over map(f, ...), with success.
+            ends_a_loop = kind is StopIteration and question[0] != "next"
+            is_usual = isinstance(kind, type) and issubclass(kind, Exception) and not ends_a_loop
             raise (kind if is_usual else RuntimeError)(text)
         for before, after in zip(given, decode(reply["given"], look_up)):
             _update(before, after)
@@ -107,12 +110,13 @@ def check(job_file: int, peer_file: int, result_file: int) -> int:
     outcome = {"passed": 0, "total": 1}
 
     def judge() -> None:
-        module = sys.modules[MODULE] = _Program(_asker(peer))
+        used, own = _names(job["tests"])
+        module = sys.modules[MODULE] = _Program(_asker(peer), own)
         namespace = execute("", "tests")
         for name in _own_modules(job["tests"]):
             namespace[name] = __import__(name)
         namespace.update({name: getattr(collections, name) for name in _COLLECTIONS})
-        for name in _names_of_the_program(job["tests"], namespace):
+        for name in sorted(used - own - namespace.keys()):
             with contextlib.suppress(AttributeError):
                 namespace[name] = getattr(module, name)
         execute(job["tests"], "tests", namespace)
@@ -131,13 +135,13 @@ def check(job_file: int, peer_file: int, result_file: int) -> int:
 class _Program(types.ModuleType):
     """The program as a module that tests import."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, own: set[str]) -> None:
         super().__init__(MODULE)
-        self.__dict__.update(_ask=ask, _program=Remote(ask, 0))
+        self.__dict__.update(_ask=ask, _program=Remote(ask, 0), _own=own)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return [n for n in self._ask("names", self._program) if not hasattr(builtins, n)]
+            return sorted(set(self._ask("names", self._program)) - self._own)
         if name.startswith("__"):
             raise AttributeError(name)
         try:
@@ -151,14 +155,14 @@ def _own_modules(source: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(source)))
     called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return sorted((used - called) & set(getattr(sys, "stdlib_module_names", _WITHOUT_THEM)))
+    return sorted((used - called) & _MODULES)
 
 
-def _names_of_the_program(source: str, known: Iterable[str]) -> list[str]:
-    """Return the names that tests use, and that neither they nor Python define: the program must not be asked for `abs`
-    or `math`, and so answer for them.
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """Return the names that tests use, and those that they or Python define: the program must not be asked for `abs`
+    or an imported `isclose`, and so answer for them.
     """
-    used, own = set[str](), {*dir(builtins), *known}
+    used, own = set[str](), set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
@@ -168,7 +172,7 @@ def _names_of_the_program(source: str, known: Iterable[str]) -> list[str]:
             own.add(node.arg)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             own.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-    return sorted(used - own)
+    return used, own
 
 
 def _passed(namespace: dict[str, Any]) -> Iterator[bool]:

@@ -22,7 +22,6 @@ START_SECONDS = 20.0  # limit for a sandbox to be ready
 END_SECONDS = 5.0  # limit for what is killed to be gone
 MAX_RESULT = 4 * 2**20  # bytes of a returned value
 _STDERR = 2000  # characters kept of it
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 class Sandbox(Protocol):
@@ -182,7 +181,7 @@ def _sealed(content: bytes) -> Iterator[int]:
         with open(file, "wb", closefd=False) as writer:
             writer.write(content)
         os.lseek(file, 0, os.SEEK_SET)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         yield file
     finally:
         os.close(file)
