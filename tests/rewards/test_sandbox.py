@@ -200,17 +200,16 @@ def test_objects_have_no_value():
 
 
 def test_names_that_the_program_is_asked_for():
-    source = (
-        "from math import isclose\ndef test(x):\n    assert isclose(abs(f(x)), g.h) and random.random() and string(x)\n"
-    )
+    source = "from math import isclose\ndef test(x):\n    assert isclose(abs(f(x)), g.h) and random.x and string(x)\n"
     assert _own_modules(source) == ["random"]
     used, own = _names(source)
     assert used - own == {"f", "g", "random", "string"}
 
 
 def test_a_star_brings_no_name_of_the_tests_own(sandbox):
-    program = "isclose = abs = lambda *a: True\ndef f(x): return x + 1"
+    program = "isclose = abs = lambda *a: True\nclass math: tau = 7\ndef f(x): return x + 1"
     tests = "from math import isclose\nfrom solution import *\nassert f(1) == 2 and abs(1.0 - isclose(1, 2))\n"
+    tests += "assert 6 < math.tau < 7\n"
     ran = sandbox.run(Run(program, tests=tests + "assert isclose(f(1), 7)"), 5.0)
     assert ran.result == {"passed": 0, "total": 1}
     assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
@@ -219,7 +218,8 @@ def test_a_star_brings_no_name_of_the_tests_own(sandbox):
 def test_errors_of_the_program_are_those_of_the_tests(sandbox):
     program = "def f(x):\n    assert x > 0, 'small'\n    return {}[x]"
     tests = "import unittest\nfrom solution import f\nclass T(unittest.TestCase):\n    def test(self):\n"
-    tests += "        with self.assertRaisesRegex(AssertionError, 'small'): f(0)\n        self.assertRaises(KeyError, f, 1)\n"
+    tests += "        with self.assertRaisesRegex(AssertionError, 'small'): f(0)\n"
+    tests += "        self.assertRaises(KeyError, f, 1)\n"
     assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
 
 

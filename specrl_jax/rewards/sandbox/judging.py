@@ -24,10 +24,8 @@ from specrl_jax.rewards.sandbox.values import decode, encode
 
 Ask = Callable[..., Any]
 _COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
-# Python 3.9 has no list of them.
-_MODULES = set(
-    getattr(sys, "stdlib_module_names", ("collections", "itertools", "math", "random", "re", "string", "sys"))
-)
+_USUAL = ("collections", "itertools", "math", "random", "re", "string", "sys")  # Python 3.9 has no list of all
+_MODULES = set(getattr(sys, "stdlib_module_names", _USUAL))
 
 
 class Remote:
@@ -110,13 +108,14 @@ def check(job_file: int, peer_file: int, result_file: int) -> int:
     outcome = {"passed": 0, "total": 1}
 
     def judge() -> None:
-        used, own = _names(job["tests"])
-        module = sys.modules[MODULE] = _Program(_asker(peer), own)
         namespace = execute("", "tests")
         for name in _own_modules(job["tests"]):
             namespace[name] = __import__(name)
         namespace.update({name: getattr(collections, name) for name in _COLLECTIONS})
-        for name in sorted(used - own - namespace.keys()):
+        used, own = _names(job["tests"])
+        own |= namespace.keys()
+        module = sys.modules[MODULE] = _Program(_asker(peer), own)
+        for name in sorted(used - own):
             with contextlib.suppress(AttributeError):
                 namespace[name] = getattr(module, name)
         execute(job["tests"], "tests", namespace)
