@@ -156,7 +156,7 @@ def test_private_tests_of_livecodebench_count():
         assert counts(problem.answer, problem.row) == 3
 
 
-def test_a_pickle_that_imports_anything_is_refused():
+def test_a_pickle_that_imports_anything_is_refused(capsys):
     class Bomb:
         def __reduce__(self):
             return (print, ("unpickled",))
@@ -164,6 +164,7 @@ def test_a_pickle_that_imports_anything_is_refused():
     written = base64.b64encode(zlib.compress(pickle.dumps(Bomb()))).decode()
     public = json.dumps([{"input": "1", "output": "1"}])
     assert "private_test_cases" in fault_of_tests(public, {"private_test_cases": written})
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
