@@ -11,7 +11,7 @@ import pytest
 
 from specrl_jax.config import RewardConfig
 from specrl_jax.data.files import read_rows
-from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, parse_problem
+from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, detect_schema, parse_problem
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.compare import same_output, same_value
@@ -149,6 +149,12 @@ def test_ten_rows_of_each_form(form):
     assert len(found) == 10
     for problem in found:
         assert counts(problem.answer, problem.row) >= 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_columns_say_the_form(form):
+    name = "apps" if form == "apps_call" else form
+    assert detect_schema(str(ROWS / f"{form}.jsonl"), Schema("prompt", "answer"), "data.path") == name
 
 
 def test_private_tests_of_livecodebench_count():
