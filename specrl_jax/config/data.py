@@ -13,7 +13,7 @@ BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_wa
 class RewardConfig:
     name: str = key(
         "exact",
-        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format or your own "
+        "math, exact, answer_line, countdown, boxed_format, answer_line_format, think_format, code or your own "
         "FILE.py:function or module:function; several are separated by commas, and the first decides what is correct",
     )
     # With the largest reward of a worker, 1e30, totals are finite in float32.
@@ -24,6 +24,35 @@ class RewardConfig:
     timeout: float = key(10.0, "time for one response; a reward that takes longer counts 0", "s", above=0, high=86_400)
     workers: int = key(0, "reward processes; 0 = one per core, at most 8", "processes", low=0, high=1024)
     memory: float = key(4.0, "memory of each reward process", "GiB", above=0, high=65_536)
+    # Of the reward `code`.
+    tests: str = key(
+        "all",
+        "what code pays: all = 1 if a program passes every test of its row, else 0; share = the share that it passes",
+        choices=("all", "share"),
+    )
+    test_seconds: float = key(
+        6.0,
+        "time for each test of a program; at least 1 s less than reward.timeout, which is for all",
+        "s",
+        above=0,
+        high=86_400,
+    )
+    test_memory: float = key(1.0, "memory of each process of a program", "GiB", low=0.0625, high=65_536)
+    test_output: float = key(1.0, "most that a program prints in a test", "MiB", above=0, high=1024)
+    test_processes: int = key(32, "most processes and threads of a program and tests", "processes", low=1, high=4096)
+    test_disk: float = key(16.0, "size of a program's /tmp, under bubblewrap", "MiB", above=0, high=65_536)
+    sandbox: str = key(
+        "auto",
+        "where code runs programs: bubblewrap, landlock (as root), http (a SandboxFusion server), or auto = the first "
+        "of bubblewrap and landlock that works",
+        choices=("auto", "bubblewrap", "landlock", "http"),
+    )
+    sandbox_url: str = key("", "http://HOST:PORT of the server, for reward.sandbox=http")
+    sandbox_python: str = key(
+        "",
+        "Python of programs, such as a virtual environment's; '' = that of this run without its packages, or "
+        "/usr/bin/python3 where the programs' account cannot read it",
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,8 +71,8 @@ class DataConfig:
     weights: tuple[float, ...] = key((), "sampling weight of each file; () = its number of prompts", above=0, high=1e9)
     schema: str = key(
         "",
-        "gsm8k, dapo, verl, math, question, keys (those below): for all files, or one each with commas; '' = keys; "
-        "auto = by the columns of each file's first row",
+        "gsm8k, dapo, verl, math, question, apps, livecodebench, mbpp, mbpp_sanitized, humaneval, kodcode, keys (those "
+        "below): for all files, or one each with commas; '' = keys; auto = by the columns of each file's first row",
     )
     prompt_key: str = key("prompt", "a row's prompt: text or chat messages; a.b reads inside an object")
     answer_key: str = key("answer", "a row's answer: text or number")

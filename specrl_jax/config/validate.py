@@ -12,7 +12,10 @@ from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_pa
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.rewards.code.reward import MARGIN
+from specrl_jax.rewards.sandbox.http import check_url
 from specrl_jax.rewards.scorer import check_rewards
+from specrl_jax.rewards.worker import CODE
 
 # Lowest temperature above 0, so that logits divided by it stay finite and accurate.
 COLDEST = 0.01
@@ -33,6 +36,8 @@ def validate(config: Config) -> None:
         _draft(config)
     with mistakes.check():
         check_rewards(config.reward.names, config.reward.weights)
+    with mistakes.check():
+        _programs(config)
     for check in (_policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
         with mistakes.check():
             check(config)
@@ -71,6 +76,26 @@ def _draft(config: Config) -> None:
         raise InputError(
             "draft.kind=auto chooses a new draft: name its kind beside draft.path, .preset, .dialect, .cascade"
         )
+
+
+def _programs(config: Config) -> None:
+    r, e = config.reward, config.eval
+    if r.sandbox_url and r.sandbox != "http":
+        raise InputError(f"reward.sandbox_url={r.sandbox_url}: reward.sandbox={r.sandbox} uses no server; http does")
+    if CODE not in r.names:
+        return
+    if r.sandbox == "http" and (fault := check_url(r.sandbox_url)):
+        raise InputError(f"reward.sandbox_url={r.sandbox_url!r}: {fault}")
+    if r.test_seconds + MARGIN > r.timeout:
+        raise InputError(
+            f"reward.test_seconds={r.test_seconds:g}: reward.timeout={r.timeout:g} must be {MARGIN:g} s more, or longer"
+        )
+    if config.task not in ("train", "pretrain", "evaluate"):
+        return
+    learns = config.task != "evaluate" and not config.data.path
+    if learns or (not e.path and (e.task or not config.data.path)):
+        key = "data.path" if learns else "eval.path"
+        raise InputError(f"{key}='': reward.name=code needs rows with tests, which the built-in tasks do not have")
 
 
 def has_weights(kind: str) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 from specrl_jax.data.files import Row, read_rows
@@ -23,6 +23,7 @@ class Schema(NamedTuple):
     prompt: str  # text, or chat messages
     answer: str  # text or number
     answer_after: str = ""  # the answer follows the last occurrence of this; '' = all of the text
+    shows: str = ""  # column whose text, or first entry, follows a text prompt: what a program must be called
 
 
 SCHEMAS = {
@@ -31,7 +32,15 @@ SCHEMAS = {
     "verl": Schema("prompt", "reward_model.ground_truth"),
     "math": Schema("problem", "answer"),
     "question": Schema("question", "answer"),
+    "apps": Schema("question", "input_output", shows="starter_code"),
+    "livecodebench": Schema("question_content", "public_test_cases", shows="starter_code"),
+    "mbpp": Schema("text", "test_list", shows="test_list"),
+    "mbpp_sanitized": Schema("prompt", "test_list", shows="test_list"),
+    "humaneval": Schema("prompt", "test"),
+    "kodcode": Schema("question", "test"),
 }
+# Says what is wrong with an answer that is tests, beside its row's other columns; "" for nothing.
+TestsFault = Callable[[str, Mapping[str, object]], str]
 # Other names of a schema: found by the columns of a file's first row, and data.prompt_key with data.answer_key.
 AUTO, KEYS = "auto", "keys"
 
@@ -99,6 +108,7 @@ class Reader:
       skip_malformed, skip_long: count and skip such rows; otherwise the first one is an error.
       key: the config key of the files, for messages.
       special_tokens: "text" counts rows that hold the text of a special token; "refuse" treats them as malformed.
+      tests_fault: given where answers are tests of programs: they may be lists and objects, and are checked by it.
     """
 
     tokenizer: Tokenizer
@@ -108,6 +118,7 @@ class Reader:
     skip_long: bool = False
     key: str = "data.path"
     special_tokens: str = "text"
+    tests_fault: TestsFault | None = None
 
     def read(self, path: str, schema: Schema, answers: dict[str, str] | None = None) -> tuple[list[Problem], Counts]:
         """Return the problems of a file in order; only the first occurrence of a prompt counts.
@@ -132,7 +143,7 @@ class Reader:
     def _problem(self, row: Row, schema: Schema, answers: dict[str, str], counts: Counts) -> Problem | None:
         """Return the row's problem, or None if it is left out and counted."""
         try:
-            problem = parse_problem(row, schema, self.format, self.tokenizer)
+            problem = parse_problem(row, schema, self.format, self.tokenizer, self.tests_fault)
             special = holds_special(row.where, problem.prompt, self.tokenizer, self.special_tokens)
             before = answers.get(problem.prompt)
             if before is not None:
@@ -157,8 +168,14 @@ class Reader:
         return None
 
 
-def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokenizer: Tokenizer) -> Problem:
-    """Return the problem of one row. Raises InputError naming its position."""
+def parse_problem(
+    row: Row,
+    schema: Schema,
+    prompt_format: PromptFormat,
+    tokenizer: Tokenizer,
+    tests_fault: TestsFault | None = None,
+) -> Problem:
+    """Return the problem of one row. `tests_fault`: see Reader. Raises InputError naming the row's position."""
     if row.fault:
         raise InputError(f"{row.where}: {row.fault}")
     prompt, answer = _at(row.content, schema.prompt), _at(row.content, schema.answer)
@@ -166,14 +183,24 @@ def parse_problem(row: Row, schema: Schema, prompt_format: PromptFormat, tokeniz
         raise InputError(f"{row.where}: needs an object with '{schema.prompt}' and '{schema.answer}'")
     if not (isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
         raise InputError(f"{row.where}: '{schema.prompt}' must be text or a list of messages with role and content")
+    if tests_fault and isinstance(answer, list | dict):
+        answer = json.dumps(answer, default=str)
     if not _is_answer(answer):
         raise InputError(f"{row.where}: '{schema.answer}' must be text or a number, and finite")
     try:
-        text = prompt_format.text(prompt, tokenizer)
+        text = prompt_format.text(_with_shown(prompt, row.content, schema), tokenizer)
     except InputError as error:  # a chat template may reject the roles of a row
         raise InputError(f"{row.where}: {error}") from None
     extracted, others = _extract_answer(_as_text(answer), schema, row.where), _other_columns(row.content, schema)
+    if tests_fault and (fault := tests_fault(extracted, others)):
+        raise InputError(f"{row.where}: '{schema.answer}' {fault}")
     return Problem(text, extracted, _solution(row.content, schema), others)
+
+
+def _with_shown(prompt: str | Messages, content: dict[str, object], schema: Schema) -> str | Messages:
+    shown = content.get(schema.shows)
+    shown = shown[0] if isinstance(shown, list) and shown else shown
+    return f"{prompt}\n\n{shown}" if isinstance(prompt, str) and isinstance(shown, str) and shown.strip() else prompt
 
 
 def encode_row(where: str, text: str, tokenizer: Tokenizer) -> list[int]:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import NotScored, Outcome, Row
 from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
 
@@ -25,10 +26,13 @@ class Workers:
     Args:
       timeout: seconds for all rewards of one answer.
       memory: bytes that a worker may take beyond its imports.
+      code: options of the reward `code`, where it is among them.
     """
 
-    def __init__(self, names: Sequence[str], timeout: float, count: int, memory: int) -> None:
-        self.names, self.timeout, self.count, self.memory = tuple(names), timeout, count, memory
+    def __init__(
+        self, names: Sequence[str], timeout: float, count: int, memory: int, code: CodeOptions | None = None
+    ) -> None:
+        self.names, self.timeout, self.count, self.memory, self.code = tuple(names), timeout, count, memory, code
         self._calls = threading.RLock()  # one at a time
         self._changes = threading.Lock()  # of what follows
         self._workers: list[WorkerProcess] = []
@@ -38,7 +42,7 @@ class Workers:
         """Start the processes without waiting for them."""
         with self._calls:
             if not self._workers:
-                self._workers = [WorkerProcess(self.names, self.memory) for _ in range(self.count)]
+                self._workers = [WorkerProcess(self.names, self.memory, self.code) for _ in range(self.count)]
                 atexit.register(self.close)
 
     def close(self) -> None:
@@ -128,7 +132,7 @@ class Workers:
         with self._changes:
             if workers is not self._workers:
                 raise RuntimeError("reward workers: closed during a call")
-            workers[place] = WorkerProcess(self.names, self.memory)
+            workers[place] = WorkerProcess(self.names, self.memory, self.code)
         return said
 
     def _count_loss(self, said: str) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from specrl_jax.rewards import guard
+from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.function import ASKABLE
 from specrl_jax.rewards.messages import FULL, MAX_DETAIL, MAX_REPLY, MORE, Outcome, Row, parse_outcome, receive, send
 from specrl_jax.rewards.worker import Hello
@@ -32,15 +33,22 @@ class WorkerProcess:
     Args:
       names: the rewards.
       memory: bytes that the worker may take beyond its imports.
+      code: options of the reward `code`, where it is among them.
     """
 
-    def __init__(self, names: Sequence[str], memory: int) -> None:
+    def __init__(self, names: Sequence[str], memory: int, code: CodeOptions | None = None) -> None:
         self._count = len(names)
         self._hello: Hello | None = None
         self._number = 0  # of the last message
         self._channel, theirs = socket.socketpair()
         with theirs:
-            settings = {"names": names, "memory": memory, "socket": theirs.fileno(), "parent": os.getpid()}
+            settings = {
+                "names": names,
+                "memory": memory,
+                "code": code,
+                "socket": theirs.fileno(),
+                "parent": os.getpid(),
+            }
             self._guard = subprocess.Popen(
                 [sys.executable, "-c", _BOOT.format(guard.__name__), json.dumps(settings | {"path": sys.path})],
                 stdin=subprocess.DEVNULL,

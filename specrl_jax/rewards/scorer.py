@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specrl_jax.errors import InputError
+from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
 from specrl_jax.rewards.pool import Workers, cores
-from specrl_jax.rewards.worker import BUILT_IN
+from specrl_jax.rewards.sandbox.limits import GIB
+from specrl_jax.rewards.worker import CODE, NAMES
 
-GIB = 2**30
 MAX_WORKERS = 8  # by default
 MAX_NAMES = 64  # different parts in one batch
 
@@ -59,13 +60,14 @@ class Scorer:
     `Scores.failures` counts failures by cause.
 
     Args:
-      names: rewards of `BUILT_IN`, `package.module:function` or `FILE.py:function`; a function is imported in
+      names: rewards of `NAMES`, `package.module:function` or `FILE.py:function`; a function is imported in
         workers only.
       weights: of the rewards in the total; () is 1 for each.
       timeout: seconds for all rewards of one answer.
       workers: processes; 0 is one per core, at most 8.
       memory: GiB that a worker may take beyond its imports.
       correct_from: the first reward from which an answer is correct, where the reward does not say.
+      code: sandbox and limits of the reward `code`, which needs them.
     Raises:
       InputError: naming the key of `reward` that is wrong. A user's function is imported here, in a worker: about 2 s
         and the time of the import.
@@ -79,11 +81,15 @@ class Scorer:
         workers: int = 0,
         memory: float = 4.0,
         correct_from: float = 1.0,
+        code: CodeOptions | None = None,
     ):
         check_rewards(names, weights)
+        if CODE in names and code is None:
+            raise InputError("reward.name=code: programs need a sandbox; see specrl_jax.rewards.sandbox.choose")
         self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
-        self._workers = Workers(self.names, timeout, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
+        count = workers or min(cores(), MAX_WORKERS)
+        self._workers = Workers(self.names, timeout, count, int(memory * GIB), code)
         if missing := [file for file in map(file_of, self.names) if file and not os.path.isfile(file)]:
             raise InputError(f"reward.name: no file '{missing[0]}'")
         if self._has_users() and (problem := self._workers.problem()):
@@ -149,7 +155,7 @@ class Scorer:
         self.close()
 
     def _has_users(self) -> bool:
-        return any(name not in BUILT_IN for name in self.names)
+        return any(name not in NAMES for name in self.names)
 
     def _is_correct(self, outcome: Outcome) -> bool:
         if outcome.failure:
@@ -184,8 +190,8 @@ def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:
     if not names:
         raise InputError("reward.name: name at least one reward")
     for name in names:
-        if name not in BUILT_IN and not _PATH.fullmatch(name):
-            known = ", ".join(BUILT_IN)
+        if name not in NAMES and not _PATH.fullmatch(name):
+            known = ", ".join(NAMES)
             raise InputError(
                 f"reward.name: no reward '{name}'; there are {known}, package.module:function and FILE.py:function"
             )

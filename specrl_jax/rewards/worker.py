@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from specrl_jax.rewards import formats, symbolic, verifiable
+from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
 from specrl_jax.rewards.function import Function, call, load
 from specrl_jax.rewards.messages import (
     ENOUGH,
@@ -43,6 +44,8 @@ BUILT_IN = {
     "answer_line_format": BuiltIn(formats.answer_line_format),
     "think_format": BuiltIn(formats.think_format),
 }
+CODE = "code"  # needs a sandbox, so it is made in `initialise`
+NAMES = (*BUILT_IN, CODE)
 
 
 class Worker(NamedTuple):
@@ -59,15 +62,15 @@ class Hello(NamedTuple):
     asks: Sequence[str] = ()  # fields of Context that they need
 
 
-def serve(channel: socket.socket, names: Sequence[str], memory: int) -> None:
+def serve(channel: socket.socket, names: Sequence[str], memory: int, code: object = None) -> None:
     """Score what comes through `channel` until its other end is closed; say hello first.
 
     (number, seconds, rows) is answered by one (number, outcome, MORE, ENOUGH or FULL) for each row in order: no row is
     begun after `seconds`, or once answers have leaked half of `memory`, the bytes that the worker may take beyond its
-    imports. A number alone is answered by itself.
+    imports. A number alone is answered by itself. `code`: see `initialise`.
     """
     me = os.getpid()
-    worker, hello = initialise(names, memory)
+    worker, hello = initialise(names, memory, code)
     send(channel, hello)
     while True:
         try:
@@ -88,13 +91,16 @@ def serve(channel: socket.socket, names: Sequence[str], memory: int) -> None:
                 send(channel, (number, outcome, state))
 
 
-def initialise(names: Sequence[str], memory: int) -> tuple[Worker, Hello]:
-    """Load the rewards."""
+def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[Worker, Hello]:
+    """Load the rewards; `code` has the options of the reward `code`, as JSON."""
     functions: dict[str, Function] = {}
     problem = ""
     try:
         for name in names:
-            functions[name] = Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
+            if name == CODE:
+                functions[name] = Function(CodeReward(CodeOptions.from_json(code)), ("row",))
+            else:
+                functions[name] = Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
         if "math" in names:
             symbolic.warm_up()
     except BaseException as error:

@@ -49,8 +49,12 @@ from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.attention import find_attention
 from specrl_jax.models.lora import LoRA
 from specrl_jax.process_groups import Agreement
+from specrl_jax.rewards.code.reward import CodeOptions
 from specrl_jax.rewards.messages import Row
+from specrl_jax.rewards.sandbox.choose import choose
+from specrl_jax.rewards.sandbox.limits import GIB, MIB, Limits
 from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh, training_sampling
 from specrl_jax.training.rollouts import InferenceConfig, PrepareStep, make_prepare, make_rollout_engine
@@ -225,16 +229,27 @@ def prepare(learner: Learner, rollout: Rollout, state: RunState) -> tuple[Weight
 def make_scorer(reward: RewardConfig, first: Sequence[Row]) -> Scorer:
     """Return the scorer of reward.*; its processes start when it does.
 
-    Raises InputError for a reward that cannot be loaded, or that cannot score one of the rows `first`.
+    Raises InputError for a reward that cannot be loaded, or that cannot score one of the rows `first`, and where the
+    reward `code` has no sandbox.
     """
     r = reward
-    scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from)
+    code = _code_options(r) if CODE in r.names else None
+    scorer = Scorer(r.names, r.weights, r.timeout, r.workers, r.memory, r.correct_from, code)
     try:
         scorer.try_rows(first)
     except BaseException:
         scorer.close()
         raise
     return scorer
+
+
+def _code_options(reward: RewardConfig) -> CodeOptions:
+    """Choose the sandbox of programs, by running one, and say which it is."""
+    r = reward
+    limits = Limits(r.test_seconds, int(r.test_memory * GIB), int(r.test_output * MIB), r.test_processes)
+    sandbox = choose(r.sandbox, r.sandbox_url, r.sandbox_python, limits._replace(disk=int(r.test_disk * MIB)))
+    print(sandbox.line())
+    return CodeOptions(sandbox, r.tests == "share", r.timeout)
 
 
 def _policy_forward(plan: Plan) -> PolicyForward:

@@ -16,7 +16,9 @@ from specrl_jax.data.tasks import TaskSource
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.decoding.engine import check_prompts
 from specrl_jax.errors import InputError, Mistakes
+from specrl_jax.rewards.code.reward import fault_of_tests
 from specrl_jax.rewards.messages import Context, Row
+from specrl_jax.rewards.worker import CODE
 
 # Training problems of each source whose length is checked before the run.
 CHECKED = 256
@@ -165,6 +167,7 @@ def _read(
         d.skip_long,
         f"{section}.path",
         d.special_tokens,
+        fault_of_tests if CODE in config.reward.names else None,
     )
     keys, found = Schema(d.prompt_key, d.answer_key), []
     for path, schema in zip(paths, find_schemas(schemas, keys, len(paths), schema_key)):

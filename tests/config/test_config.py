@@ -21,7 +21,7 @@ from specrl_jax.learner.optimizer import OPTIMIZERS
 from specrl_jax.models.attention import ATTENTION
 from specrl_jax.models.lora import EQUATIONS
 from specrl_jax.models.qwen3 import PRESETS
-from specrl_jax.rewards.worker import BUILT_IN
+from specrl_jax.rewards.worker import NAMES
 from specrl_jax.rl.advantages import ADVANTAGES
 from specrl_jax.rl.aggregation import AGGREGATIONS
 from specrl_jax.rl.draft_losses import LOSSES
@@ -66,7 +66,7 @@ def test_the_longest_match_is_the_librarys():
 
 
 def test_help_texts_name_every_built_in_reward_and_schema():
-    assert all(name in KEYS["reward.name"].help for name in BUILT_IN)
+    assert all(name in KEYS["reward.name"].help for name in NAMES)
     assert all(name in KEYS["data.schema"].help for name in SCHEMAS)
 
 

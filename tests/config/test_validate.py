@@ -10,6 +10,9 @@ from specrl_jax.errors import InputError
 NAN, INFINITY = float("nan"), float("inf")
 
 
+PROGRAMS = {"reward.name": "code", "data.path": "a.jsonl", "eval.path": "b.jsonl"}
+
+
 def refusal(values):
     """The message about {"section.key": value} over the smoke config; fails where there is none."""
     config = rlzero_tiny.get_config("smoke")
@@ -44,6 +47,8 @@ def refusal(values):
         ("optimizer.name", "adam", "adamw, muon"),
         ("data.task", "arithmetics", "arithmetic, long_arithmetic, countdown"),
         ("reward.name", "exakt", "package.module:function"),
+        ("reward.tests", "most", "all, share"),
+        ("reward.sandbox", "docker", "auto, bubblewrap, landlock, http"),
         ("dry_run.target", "a100", "h100"),
     ],
 )
@@ -92,6 +97,11 @@ def test_a_value_of_another_type_is_refused(key, value, right):
         ("reward.timeout", (0.0, NAN, INFINITY)),
         ("reward.workers", (-1,)),
         ("reward.memory", (0.0, INFINITY)),
+        ("reward.test_seconds", (0.0, NAN, INFINITY)),
+        ("reward.test_memory", (0.05, INFINITY)),
+        ("reward.test_output", (0.0, 1025.0)),
+        ("reward.test_processes", (0,)),
+        ("reward.test_disk", (0.0, NAN)),
         ("reward.weights", ((1e7,), (NAN,))),
         ("data.weights", ((0.0,), (-1.0,), (NAN,))),
         ("export.step", (-2,)),
@@ -165,6 +175,12 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"draft.match_max": 7, "draft.cascade": 8}, ["draft.cascade=8", "draft.match_max=7"]),
         ({"reward.weights": (1.0, 2.0)}, ["reward.weights", "2 weights", "1 rewards"]),
         ({"reward.name": "exact,exact"}, ["reward.name", "twice"]),
+        ({"reward.name": "code"}, ["data.path=''", "rows with tests"]),
+        (PROGRAMS | {"eval.path": "", "eval.task": "walk"}, ["eval.path=''", "rows with tests"]),
+        (PROGRAMS | {"task": "evaluate", "data.path": "", "eval.path": ""}, ["eval.path=''", "rows with tests"]),
+        (PROGRAMS | {"reward.test_seconds": 9.5}, ["reward.test_seconds=9.5", "reward.timeout=10 must be 1 s more"]),
+        (PROGRAMS | {"reward.sandbox": "http"}, ["reward.sandbox_url=''", "http://HOST:PORT"]),
+        ({"reward.sandbox_url": "http://a:1"}, ["reward.sandbox_url=http://a:1", "reward.sandbox=auto"]),
         ({"data.template": "Q:"}, ["data.template", "{prompt}"]),
         ({"data.path": "a.jsonl"}, ["eval.path", "data.path", "eval.holdout"]),
         ({"draft.kind": "auto", "draft.path": "x"}, ["draft.kind=auto", "draft.path"]),
@@ -198,6 +214,25 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
 def test_values_that_do_not_fit_each_other_are_refused(values, words):
     message = refusal(values)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        PROGRAMS,
+        PROGRAMS | {"eval.path": "", "eval.holdout": 0.1},
+        PROGRAMS | {"task": "evaluate", "data.path": ""},
+        PROGRAMS | {"reward.sandbox": "http", "reward.sandbox_url": "http://sandbox:8080/run_code"},
+        {"task": "dry_run", "dry_run.devices": 8, "reward.name": "code"},  # reads no rows and runs no program
+    ],
+    ids=str,
+)
+def test_rewards_of_programs(values):
+    config = rlzero_tiny.get_config("smoke")
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (config[section] if section else config)[name] = value
+    validate(from_config_dict(config))
 
 
 def test_braces_of_latex_are_text_of_a_template():

@@ -1,0 +1,77 @@
+"""The reward `code`: the share of a row's tests that a response's program passes, or whether it passes all."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specrl_jax.rewards.code.extract import extract_program
+from specrl_jax.rewards.code.forms import Test, parse_tests
+from specrl_jax.rewards.sandbox.choose import Chosen
+from specrl_jax.rewards.sandbox.limits import Limits
+from specrl_jax.rewards.sandbox.mechanisms import Interpreter
+from specrl_jax.rewards.sandbox.process import Sandbox
+
+MARGIN = 1.0  # seconds of reward.timeout that are left to end the last program
+
+
+class CodeOptions(NamedTuple):
+    """What reward workers are told."""
+
+    sandbox: Chosen
+    partial: bool  # pay the share of passed tests; else all or nothing
+    timeout: float  # seconds for all tests of an answer
+
+    @classmethod
+    def from_json(cls, content: Any) -> "CodeOptions":
+        """Return the options that JSON has made lists of."""
+        (mechanism, limits, python, url), partial, timeout = content
+        interpreter = Interpreter(*python) if python else None
+        return cls(Chosen(mechanism, Limits(*limits), interpreter, url), partial, timeout)
+
+
+class CodeReward:
+    """Runs the program of each answer in a sandbox, which starts with the first.
+
+    Raises:
+      SandboxError: from a call, where the sandbox fails; the answer's program did not.
+    """
+
+    def __init__(self, options: CodeOptions) -> None:
+        self._options = options
+        self._seconds = options.sandbox.limits.seconds
+        self.sandbox: Sandbox = options.sandbox.sandbox()
+
+    def __call__(self, response: str, answer: str, *, row: Mapping[str, object]) -> dict[str, float]:
+        """Return the reward, whether all tests passed, and parts: the share of them, whether there was a program, and
+        whether it exceeded a test's time.
+        """
+        end = time.monotonic() + self._options.timeout - MARGIN
+        tests = parse_tests(answer, row)
+        program = extract_program(response, tests.function)
+        passed, late = 0.0, False
+        for test in tests.tests if program else ():
+            share, is_late = self._run(test, program, end)
+            passed, late = passed + share, late or is_late
+            if share < 1 and not self._options.partial:
+                break
+        share = passed / len(tests.tests)
+        correct = float(share == 1)
+        parts = {"tests_passed": share, "program": float(bool(program)), "over_time": float(late)}
+        return {"reward": share if self._options.partial else correct, "correct": correct} | parts
+
+    def _run(self, test: Test, program: str, end: float) -> tuple[float, bool]:
+        """Run a test; return the share that passed, and whether it took too long. None is begun after `end`."""
+        seconds = min(self._seconds, end - time.monotonic())
+        if seconds <= 0:
+            return 0.0, True
+        ran = self.sandbox.run(test.make(program), seconds)
+        return test.share(ran), ran.cause == "time"
+
+
+def fault_of_tests(answer: str, row: Mapping[str, object]) -> str:
+    """Return why a row has no tests for this reward; "" if it has."""
+    try:
+        parse_tests(answer, row)
+    except ValueError as error:
+        return str(error)
+    return ""
