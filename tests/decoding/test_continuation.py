@@ -106,7 +106,8 @@ def test_under_other_weights_each_token_is_of_those_that_drew_it(drafter):
         first, second, found = stopped_and_continued(engine_of(drafter, **RECORDED), tables, [5, 40])
     for earlier, later in itertools.pairwise((first, second, found)):
         np.testing.assert_array_equal(later.tokens[earlier.in_response()], earlier.tokens[earlier.in_response()])
-        np.testing.assert_array_equal(later.weights_version, earlier.weights_version)
+        had_begun = earlier.response_length > 0
+        np.testing.assert_array_equal(later.weights_version[had_begun], earlier.weights_version[had_begun])
     versions = [set(found.token_version[row, part].tolist()) for row, part in parts(found)]
     assert {0, 1, 2} in versions or {0, 1} in versions
     assert {0} in versions and {2} in versions and not found.token_version[~found.in_response()].any()
@@ -135,4 +136,4 @@ def test_a_call_of_finished_rollouts_draws_nothing():
         expected = plain(engine, NEW)
         found = plain(engine, old(1.0), continuation=Continuation(VERSIONS[1], begun=expected))
     assert_same(found, expected)
-    assert not found.chunks and not found.weights_version.any()
+    assert found.chunks == expected.chunks and not found.weights_version.any()
