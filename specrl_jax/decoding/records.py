@@ -1,6 +1,6 @@
 """What the target's forwards record of each token, beside keys and values in their pages, and how the host collects it.
 
-Of a mixture these are the experts of each token (models/expert_record.py). A record stands at the position of its
+Of a mixture these are the experts of each token (models/qwen3/expert_record.py). A record stands at the position of its
 token, so it is of the forward that drew the next one: a refused draft's is overwritten by that of the token committed
 in its place, siblings share their prompt's, and one that earlier weights made is overwritten when it is verified again.
 The last token of a rollout has not been in a forward and has none.

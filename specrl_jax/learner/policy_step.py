@@ -15,9 +15,9 @@ from specrl_jax.learner.optimizer import apply_gradient
 from specrl_jax.learner.state import TrainState, state_shardings
 from specrl_jax.models import qwen3
 from specrl_jax.models.attention import RowAttention, by_xla
-from specrl_jax.models.expert_record import differing
 from specrl_jax.models.layers import Specs
 from specrl_jax.models.lora import LoRA, adapter_specs, attach
+from specrl_jax.models.qwen3.expert_record import differing
 from specrl_jax.rl.objectives import LossInputs, LossMetrics, Objective, grpo_loss
 from specrl_jax.sharding import Partitioner
 

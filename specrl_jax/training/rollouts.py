@@ -23,7 +23,7 @@ from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
 from specrl_jax.models import cache as kv
 from specrl_jax.models import qwen3
-from specrl_jax.models.expert_record import init_record
+from specrl_jax.models.qwen3.expert_record import init_record
 from specrl_jax.process_groups import group_copy, group_mesh, move_parts, spans_processes, staging_mesh
 from specrl_jax.sharding import HALFWAY, ROLLOUT, Partitioner, partitioner
 

@@ -145,8 +145,8 @@ def test_the_cache_of_a_chunk_by_hand(plan, phases):
     pages = C * (plan.limits.page_tokens * token + 4 + 4) + 4 + rows * (P * 4 + 4 + 4)
     assert memory.arguments["cache"] == pages + slots
     assert memory.padding == 0
-    # The slots are donated. New is the tally, whole on each device: a flag and a length of all 16 rows, four numbers, the
-    # free pages of four shards, whether they were short; and a pointer for each of what comes back.
+    # The slots are donated. New is the tally, whole on each device: a flag and a length of all 16 rows, four numbers,
+    # the free pages of four shards, whether they were short; and a pointer for each of what comes back.
     assert memory.results == 16 * 5 + 4 * 4 + 4 * 4 + 1 + 8 * (13 + 6 + m.layers + 2 + 8)
 
 

@@ -12,11 +12,11 @@ from specrl_jax.data.rows import KeptTokens
 from specrl_jax.models import cache as kv
 from specrl_jax.models import moe
 from specrl_jax.models.attention import AttendRows, RowAttention, by_xla
-from specrl_jax.models.expert_record import by_layer, to_record
 from specrl_jax.models.layers import einsum, matmul, project_heads, rms_norm, rotary_angles, rotate, swiglu
 from specrl_jax.models.lm_head import token_scores
 from specrl_jax.models.lora import merged
 from specrl_jax.models.qwen3.config import Qwen3Config
+from specrl_jax.models.qwen3.expert_record import by_layer, to_record
 from specrl_jax.models.remat import NONE, kept, rematerialised
 from specrl_jax.models.vocab_tiles import Tiling
 from specrl_jax.sharding import Partitioner
@@ -33,7 +33,9 @@ class Inputs(NamedTuple):
     targets: jax.Array | None = None  # [B, T] int32: return their log-probs and the entropy instead of logits
     counted: jax.Array | None = None  # [B, T] bool, the tokens that `routing` counts; None: all, padding too
     kept: KeptTokens | None = None  # the tokens that could be sampled as targets; None: all
-    experts: jax.Array | None = None  # [B, T, L k], a mixture's experts to take (models/expert_record.py); None: none
+    experts: jax.Array | None = (
+        None  # [B, T, L k], a mixture's experts to take (models/qwen3/expert_record.py); None: none
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Output(NamedTuple):
     hidden: jax.Array  # [B, T, D], input of the lm_head
     cache: kv.KVCache | None
     routing: jax.Array | None  # [L, E] float32, copies of `counted` tokens that each expert got; None: dense
-    experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/expert_record.py)
+    experts: jax.Array | None = None  # [B, T, L k], the experts taken (models/qwen3/expert_record.py)
 
 
 def forward(
