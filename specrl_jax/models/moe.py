@@ -96,7 +96,7 @@ def route(
     decide which expert a token sees, and learner and decoding must agree.
 
     Args:
-      replayed: [B, T, k], experts to take, of models/qwen3/expert_record.py; their shares are this router's all the same,
+      replayed: [B, T, k], experts to take, of qwen3/expert_record.py; their shares are this router's all the same,
         so it has a gradient. None: every token chooses.
     """
 
