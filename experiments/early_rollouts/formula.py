@@ -7,7 +7,7 @@ verifying takes, rho the longest rest that is drawn again over the longest answe
 begins the rollouts under a version of the policy of one RL run, then it verifies them under the next version and draws
 on until all are finished. **The learner is a clock**: nothing else runs in those L seconds, as on devices that share
 nothing; one CPU cannot both learn and generate undisturbed. All else is the engine's own work. G, v and rho are
-measured by themselves, from the same rollouts; no seconds are those of moving weights. Writes formula.csv and its
+measured by themselves, from the same rollouts; moving weights is left out. Writes formula.csv and its table.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 Every way to let rollouts and updates follow each other (specrl_jax/simulator/updates.py), by the chance that new
 weights draw another token with the same noise. Scenarios, draws and loop are those of `grid.py`; a way with devices for
 rollouts alone has their best number by the formula. Writes updates.csv and its table: medians of the draws that Table 1
-allows, and 90 % of them. Some ten minutes on one core.
+allows and whose synchronous step by turns fits in memory, and 90 % of them. Some ten minutes on one core.
 """
 
 import argparse
@@ -104,10 +104,11 @@ def cases(kept: Sequence[paper.Calibrated]) -> list[Row]:
     for case in grid.CASES:
         for drafts, k, tokens in (("none", 0, 1.0), (f"k = {case.k}", case.k, case.acceptance)):
             p, shared = points(DEVICES[case.name], k, tokens), {"case": case.name, "drafts": drafts}
-            found = [world_rows(case.scenario(large.fused(c)), p) for c in kept]
-            rows += [shared | {"lengths": "fitted"} | r for r in quantiles(found)]
-            tailed = long_tailed(case.scenario(large.fused(paper.calibrate())))
-            rows += [shared | {"lengths": "long tail"} | r for r in quantiles([world_rows(tailed, p)])]
+            scenarios = [case.scenario(large.fused(c)) for c in kept]
+            fitting = [world_rows(s, p) for s in scenarios if predict(s, p).fits[0]]
+            rows += [shared | {"lengths": "fitted", "draws": len(fitting)} | r for r in quantiles(fitting)]
+            tailed = [world_rows(long_tailed(case.scenario(large.fused(paper.calibrate()))), p)]
+            rows += [shared | {"lengths": "long tail", "draws": 1} | r for r in quantiles(tailed)]
     names = dict.fromkeys(name for r in rows for name in r)
     return [{name: r.get(name, "") for name in names} for r in rows]
 

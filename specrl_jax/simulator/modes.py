@@ -62,7 +62,9 @@ def divided(s: Scenario, p: Points, update: Update, disagreement: float = 0.0) -
     if not update.beside:
         return p._replace(rollout_devices=p.devices)
     tried = np.unique(whole_splits(s, p))
-    seconds = formula(s, p.repeat(len(tried))._replace(rollout_devices=tried), update, disagreement)
+    q = p.repeat(len(tried))._replace(rollout_devices=tried)
+    # As in best_split: one that does not fit is chosen only where none does.
+    seconds = np.where(_alone(s, q).fits, 1.0, 1e6) * formula(s, q, update, disagreement)
     return p._replace(rollout_devices=tried[[np.argmin(seconds)]])
 
 

@@ -239,3 +239,12 @@ def test_the_break_even_is_between_two_simulated_ones():
     assert break_even(d, np.array([8.0, 9.0, 12.0]), 10.5) == pytest.approx(1e-5)
     assert break_even(d, np.array([8.0, 12.0, 13.0]), 10.0) == pytest.approx(0.5e-6)
     assert break_even(d, np.array([8.0, 9.0, 9.5]), 10.0) == np.inf and break_even(d, np.full(3, 11.0), 10.0) == 0
+
+
+def test_a_division_that_does_not_fit_is_not_chosen():
+    """26 of 32 GPUs would generate, but six of 60 GB do not hold the learner."""
+    s, p = scenario(), points(32)
+    s = dataclasses.replace(s, workload=dataclasses.replace(s.workload, scored=0))
+    best, small = divided(s, p, MODES["inflight"]), s.on(dataclasses.replace(s.hardware, memory_bytes=60e9))
+    assert best.rollout_devices == 26 and predict(s, best).fits and not predict(small, best).fits
+    assert predict(small, divided(small, p, MODES["inflight"])).fits
