@@ -234,15 +234,26 @@ def test_asynchronously_on_devices_that_only_generate(tmp_path):
     assert not [found for found in compared(rows, expected) if found[2] != found[3]]
 
 
+# The command line cannot set a key that has the name of a method of ConfigDict.
+EXACT = """
+from configs import rlzero_tiny
+def get_config(arg=""):
+    c = rlzero_tiny.get_config("smoke")
+    c.pipeline["update"] = "exact"
+    return c
+"""
+
+
 @pytest.mark.slow
 def test_rollouts_that_begin_early_in_two_processes(tmp_path):
     """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
-    early = ["--config.pipeline.mode=async", "--config.pipeline.update=exact", "--config.pipeline.tensor=2"]
-    shared = [*SMALL, *PARITY, *early, "--config.eval.every=2", "--config.steps=4", "--config.rollout.chunk=4"]
+    (tmp_path / "exact.py").write_text(EXACT)
+    early = ["--config.pipeline.mode=async", "--config.pipeline.tensor=2"]
+    shared = [*early, *SMALL, *PARITY, "--config.eval.every=2", "--config.steps=4", "--config.rollout.chunk=4"]
     several, one = tmp_path / "several", tmp_path / "one"
     several.mkdir(), one.mkdir()
-    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1")
-    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2")
+    run(several, 2, 2, *shared, "--config.pipeline.rollout_devices=1", config=tmp_path / "exact.py")
+    run(one, 1, 4, *shared, "--config.pipeline.rollout_devices=2", config=tmp_path / "exact.py")
     assert texts(several) == texts(one)
 
 

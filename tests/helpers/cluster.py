@@ -26,9 +26,14 @@ AHEAD = [f"--config.{setting}" for setting in (*ASYNC, "pipeline.lag=1", "grpo.c
 NOT_EQUAL = ("time/", "perf/", "rollout/tokens_per_second", "draft/seconds", "rollout_vs_learner/")
 
 
-def run(folder, count, devices, *more):
+def run(folder, count, devices, *more, config=RUN[1]):
     """Return the metrics rows of a run of `count` processes."""
-    started = start([*RUN, "--workdir", str(folder), f"--config.steps={STEPS}", *more], count, devices, folder)
+    started = start(
+        ["--config", str(config), *RUN[2:], "--workdir", str(folder), f"--config.steps={STEPS}", *more],
+        count,
+        devices,
+        folder,
+    )
     try:
         assert [process.wait(timeout=600) for process in started] == [0] * count, output(folder)
     finally:
