@@ -239,7 +239,7 @@ EXACT = """
 from configs import rlzero_tiny
 def get_config(arg=""):
     c = rlzero_tiny.get_config("smoke")
-    c.pipeline["update"] = "exact"
+    c.pipeline.weight_update = "exact"
     return c
 """
 

@@ -66,7 +66,7 @@ def open_versions(rate: float, dtype: str = "float32", folder: str = FOLDER) -> 
     )
     config.rollout.rule, config.rollout.num_slots, config.policy.dtype = "coupled", 16, dtype
     config.grpo.prompts_per_step = 16  # 128 rollouts a step
-    config.pipeline.update = "exact"
+    config.pipeline.weight_update = "exact"
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
     workloads = [step_workload(rollout, next(stream)) for _ in range(STEPS)]

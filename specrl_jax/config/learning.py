@@ -42,6 +42,12 @@ class RolloutConfig:
     num_slots: int = key(
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )
+    order: str = key(
+        "given",
+        "which rollouts start first where they outnumber the slots: as the data has them, or those to prompts whose "
+        "last responses were longest",
+        choices=("given", "longest"),
+    )
     chunk: int = key(16, "decode steps per host synchronisation", "steps", low=1, high=65_536)
     cache_gb: float = key(
         0.0,
@@ -163,7 +169,7 @@ class GRPOConfig:
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     mode: str = key("sync", "generate, then learn; async = do both at once", choices=("sync", "async"))
-    update: str = key(
+    weight_update: str = key(
         "none",
         "what new weights do to rollouts that have begun: none = nothing; exact = verify what earlier weights drew, so "
         "that every rollout is a sample of the newest policy, and those of later steps may begin early; inflight = "

@@ -179,11 +179,13 @@ def _exact(config: Config) -> None:
     lag, rule = config.pipeline.lag, config.rollout.rule
     if rule != "coupled" and config.rollout.temperature:
         raise InputError(
-            f"pipeline.update=exact: under rollout.rule={rule} a rollout is not a function of weights and noise alone; "
-            "set rollout.rule=coupled"
+            f"pipeline.weight_update=exact: under rollout.rule={rule} a rollout is not a function of weights and noise "
+            "alone; set rollout.rule=coupled"
         )
     if not lag:
-        raise InputError("pipeline.lag=0: under pipeline.update=exact it is how many steps begin early; set 1 or more")
+        raise InputError(
+            "pipeline.lag=0: under pipeline.weight_update=exact it is how many steps begin early; set 1 or more"
+        )
 
 
 def _makes_up_for_age(g: GRPOConfig) -> bool:
@@ -193,14 +195,16 @@ def _makes_up_for_age(g: GRPOConfig) -> bool:
 
 def _in_flight(config: Config) -> None:
     p = config.pipeline
-    if p.update != "inflight":
+    if p.weight_update != "inflight":
         for key, value in (("recompute_cache", p.recompute_cache), ("repeat", p.repeat)):
             if value:
-                raise InputError(f"pipeline.{key}={value} is for pipeline.update=inflight, not {p.update}")
+                raise InputError(
+                    f"pipeline.{key}={value} is for pipeline.weight_update=inflight, not {p.weight_update}"
+                )
     elif p.mode != "async" or not p.lag:
         raise InputError(
-            f"pipeline.update=inflight: with pipeline.mode={p.mode} and pipeline.lag={p.lag} no new weights arrive "
-            "while rollouts run; set async and a lag of 1 or more"
+            f"pipeline.weight_update=inflight: with pipeline.mode={p.mode} and pipeline.lag={p.lag} no new weights "
+            "arrive while rollouts run; set async and a lag of 1 or more"
         )
     elif p.repeat and config.draft.kind != "none" and config.draft.adaptive:
         raise InputError(
@@ -215,10 +219,10 @@ def _oversampling(config: Config) -> None:
         raise InputError(f"rollout.carry={carry}: a step waits for all its rollouts where grpo.oversample is 0")
     if not g.oversample:
         return
-    if config.pipeline.update == "exact":
+    if config.pipeline.weight_update == "exact":
         raise InputError(
             f"grpo.oversample={g.oversample}: which groups a step learns from would depend on their lengths, and no "
-            "rollout would be a sample of the newest policy any more (pipeline.update=exact); leave 0"
+            "rollout would be a sample of the newest policy any more (pipeline.weight_update=exact); leave 0"
         )
     if g.sampling_rounds > 1:
         raise InputError(f"grpo.oversample={g.oversample}: grpo.sampling_rounds={g.sampling_rounds} must be 1")
@@ -234,12 +238,12 @@ def _pipeline(config: Config) -> None:
     if p.mode == "async":
         if not p.rollout_devices:
             raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        if p.update != "exact" and p.lag and not _makes_up_for_age(g):
+        if p.weight_update != "exact" and p.lag and not _makes_up_for_age(g):
             raise InputError(
                 f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "
                 "grpo.old_logprobs=rollout must make up for"
             )
-    if p.update == "exact":
+    if p.weight_update == "exact":
         _exact(config)
     _in_flight(config)
     _oversampling(config)

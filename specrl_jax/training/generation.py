@@ -26,6 +26,7 @@ from specrl_jax.training.dynamic_sampling import (
     with_rewards,
 )
 from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, split_groups
+from specrl_jax.training.prompt_lengths import PromptLengths
 from specrl_jax.training.speculation import Speculation
 
 
@@ -98,9 +99,9 @@ class Generation:
         """
         config = rollout.plan.config
         self._rollout, self._scorer, self._speculation = rollout, scorer, speculation
-        self._on_progress, self._left = on_progress, left
+        self._on_progress, self._left, self._lengths = on_progress, left, PromptLengths(left.seen)
         self._config, self._grpo, self._groups = config, config.grpo, rollout.plan.groups
-        self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.update == "exact"
+        self._synchronous, exact = config.pipeline.mode == "sync", config.pipeline.weight_update == "exact"
         self._upcoming = Upcoming(stream, self._grpo.sampling_rounds if exact else 1)
         later = self._upcoming, rollout.tokenizer.encode, self._grpo, config.pipeline.lag, config.steps, self._groups
         self._begun = Begun(*later) if exact else None
@@ -132,6 +133,8 @@ class Generation:
         rounds = sample_rounds(generate, problems, self._upcoming.take_more, self._grpo, step)
         if self._begun and later:
             self._begun.texts = later.texts
+        if self._config.rollout.order == "longest":
+            self._left = self._left._replace(seen=self._lengths.seen())
         seconds = {"generate": time.perf_counter() - start}
         return RolloutBatch(rounds, self._upcoming.position, seconds, [self._left])
 
@@ -170,6 +173,20 @@ class Generation:
         return self._scored(learned, asked, share)
 
     def _rollouts(
+        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
+    ) -> Rollouts:
+        """Generate, under rollout.order=longest the longest first."""
+        if self._config.rollout.order == "given":
+            return self._in_order(problems, ids, policy, newer, how)
+        order, G = self._lengths.longest_first(problems), self._grpo.group_size
+        rows = (order[:, None] * G + np.arange(G)).reshape(-1)
+        found = self._in_order([problems[i] for i in order], ids[rows], policy, newer, how)
+        found = dataclasses.replace(found.take(np.argsort(rows)), prompt_index=np.repeat(np.arange(len(problems)), G))
+        complete = np.flatnonzero(np.all(found.finished.reshape(-1, G), axis=1))
+        self._lengths.observe([problems[i] for i in complete], found.response_length.reshape(-1, G)[complete])
+        return found
+
+    def _in_order(
         self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
     ) -> Rollouts:
         """Generate, in one call for each policy where keys and values are computed anew."""

@@ -1,6 +1,7 @@
-"""In-flight weight updates (`pipeline.update=inflight`): running rollouts take the newest weights between two chunks.
+"""In-flight weight updates: running rollouts take the newest weights between two chunks.
 
-When depends on timing. A run writes it down, and `pipeline.repeat` takes weights at the same places again.
+`pipeline.weight_update=inflight`. When depends on timing. A run writes it down, and `pipeline.repeat` takes weights at
+the same places again.
 """
 
 import itertools

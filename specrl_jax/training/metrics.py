@@ -42,7 +42,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     if learner.plan.config.grpo.oversample:
         # All processes of a group have what their copy has left.
         row |= left_metrics([result.left[group[0]] for group in learner.plan.groups.groups])
-    if learner.plan.config.pipeline.update == "exact":
+    if learner.plan.config.pipeline.weight_update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
     row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)

@@ -17,14 +17,16 @@ from specrl_jax import distributed
 from specrl_jax.data.problem import Problem
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.errors import InputError
+from specrl_jax.training.prompt_lengths import NONE_SEEN, SeenLengths
 
 
 class Left(NamedTuple):
-    """What a step has begun and does not learn from."""
+    """What a step leaves to the next one: what it has begun and not learned from, and what it has seen."""
 
     problems: list[Problem]  # of groups that go on in the next step
     rollouts: Rollouts | None  # theirs, finished or not; None: no groups
     dropped: int = 0  # response tokens of groups that do not go on
+    seen: SeenLengths = NONE_SEEN  # of the prompts of all steps (rollout.order)
 
     @property
     def carried(self) -> int:

@@ -319,7 +319,7 @@ def make_pipeline(
     generation = Generation(*shared, own_left(restored.left))
     if config.pipeline.mode == "sync":
         return Sync(generation.draw, generation.generate, restored.left)
-    update, agree, first_generated = config.pipeline.update, Agreement(groups.own), first + len(restored.batches)
+    update, agree, first_generated = config.pipeline.weight_update, Agreement(groups.own), first + len(restored.batches)
     updates = WeightUpdates(workdir, config.pipeline.repeat, first_generated, agree) if update == "inflight" else None
     lag, begin = (0, generation.begin) if update == "exact" else (config.pipeline.lag, None)
     steps = lag, first, config.steps

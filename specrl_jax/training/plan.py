@@ -169,7 +169,7 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         most_kept=most_kept(training_sampling(config)) if replays else 0,
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",
-        versions=config.pipeline.update == "inflight" or rollout.carry > 0,
+        versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,
         records=config.policy.router_replay and config.task in WITH_ROLLOUTS,
     )
 
@@ -191,7 +191,7 @@ def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
 
 def _earlier(config: Config) -> str:
     """Return what becomes of tokens that earlier weights drew: EngineConfig.earlier."""
-    if config.pipeline.update == "exact":
+    if config.pipeline.weight_update == "exact":
         return "verify"
     return "keep" if config.rollout.carry or config.pipeline.recompute_cache else ""
 

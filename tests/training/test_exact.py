@@ -1,4 +1,4 @@
-"""Whole runs under `pipeline.update=exact`: to the last bit those whose rollouts begin under their own weights."""
+"""Whole runs under `pipeline.weight_update=exact`: to the last bit those whose rollouts begin with their weights."""
 
 import json
 import shutil
@@ -23,10 +23,10 @@ PROMPTS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]  # a
 # Apart, so that the asynchronous run has the same devices: one that learns, one that generates.
 MODES = {
     "sync": {"mode": "sync"},
-    "sync, 1 ahead": {"mode": "sync", "update": "exact", "lag": 1},
-    "sync, 2 ahead": {"mode": "sync", "update": "exact", "lag": 2},
-    "async": {"mode": "async", "update": "exact", "lag": 1},
-    "async, 2 ahead": {"mode": "async", "update": "exact", "lag": 2},
+    "sync, 1 ahead": {"mode": "sync", "weight_update": "exact", "lag": 1},
+    "sync, 2 ahead": {"mode": "sync", "weight_update": "exact", "lag": 2},
+    "async": {"mode": "async", "weight_update": "exact", "lag": 1},
+    "async, 2 ahead": {"mode": "async", "weight_update": "exact", "lag": 2},
 }
 # Metrics of how the rollouts came about, which is what differs.
 HOW = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
@@ -165,8 +165,11 @@ def test_rounds_of_a_step_take_no_problems_of_later_ones(tmp_path, monkeypatch):
 
 
 WRONG = [
-    ({"rollout": {"rule": "rejection", "parity": False}}, r"pipeline\.update=exact: under rollout\.rule=rejection"),
-    ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0: under pipeline\.update=exact"),
+    (
+        {"rollout": {"rule": "rejection", "parity": False}},
+        r"pipeline\.weight_update=exact: under rollout\.rule=rejection",
+    ),
+    ({"pipeline": {"lag": 0}}, r"pipeline\.lag=0: under pipeline\.weight_update=exact"),
 ]
 
 

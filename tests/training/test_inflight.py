@@ -51,7 +51,7 @@ def test_a_damaged_record_is_refused_in_one_line(tmp_path):
 
 def in_flight(folder, **pipeline):
     changes = {
-        "pipeline": {"mode": "async", "update": "inflight", "lag": 2} | pipeline,
+        "pipeline": {"mode": "async", "weight_update": "inflight", "lag": 2} | pipeline,
         "grpo": {"correction": "token_truncate"},
         "rollout": {"num_slots": 4, "chunk": 1, "max_response_tokens": 48},
         "draft": {"adaptive": False},
@@ -111,15 +111,18 @@ def test_a_run_is_repeated_to_the_last_bit_from_its_record_and_over_a_kill(recom
 
 
 WRONG = [
-    ({"pipeline": {"update": "inflight"}}, r"pipeline\.update=inflight: with pipeline\.mode=sync"),
-    ({"pipeline": {"recompute_cache": True}}, r"pipeline\.recompute_cache=True is for pipeline\.update=inflight"),
+    ({"pipeline": {"weight_update": "inflight"}}, r"pipeline\.weight_update=inflight: with pipeline\.mode=sync"),
     (
-        {"pipeline": {"update": "inflight", "mode": "async", "rollout_devices": 1}},
+        {"pipeline": {"recompute_cache": True}},
+        r"pipeline\.recompute_cache=True is for pipeline\.weight",
+    ),
+    (
+        {"pipeline": {"weight_update": "inflight", "mode": "async", "rollout_devices": 1}},
         r"pipeline\.lag=1: an older policy draws",
     ),
     (
         {
-            "pipeline": {"update": "inflight", "mode": "async", "rollout_devices": 1, "repeat": "x"},
+            "pipeline": {"weight_update": "inflight", "mode": "async", "rollout_devices": 1, "repeat": "x"},
             "grpo": {"correction": "token_mask", "old_logprobs": "learner"},
             "draft": {"adaptive": True},
         },

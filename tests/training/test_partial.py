@@ -90,7 +90,7 @@ WRONG = [
     ({"rollout": {"carry": 3}, "grpo": {"oversample": 1}}, r"rollout\.carry=3: older policies draw a part"),
     ({"grpo": {"oversample": 1, "sampling_rounds": 2}}, r"grpo\.oversample=1: grpo\.sampling_rounds=2"),
     (
-        {"grpo": {"oversample": 1}, "pipeline": {"update": "exact"}, "rollout": {"rule": "coupled"}},
+        {"grpo": {"oversample": 1}, "pipeline": {"weight_update": "exact"}, "rollout": {"rule": "coupled"}},
         r"grpo\.oversample=1: which groups a step learns from",
     ),
 ]
