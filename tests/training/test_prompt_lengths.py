@@ -10,7 +10,7 @@ from tests.helpers.training import saved, train
 from tests.training.test_exact import assert_same_run, forget, no_evaluation, run_of
 
 assert no_evaluation  # a fixture of every test
-A, B, C, D = (Problem(name, "") for name in "abcd")
+A, B, C, D = (Problem(name, "", "") for name in "abcd")
 
 
 def test_the_longest_start_first_and_an_unknown_one_amid_them():
