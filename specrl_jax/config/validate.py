@@ -275,7 +275,11 @@ def _environment(config: Config) -> None:
     compares = config.task == "train" and config.draft.kind != "none"
     for key, allowed, reason in (
         ("task", config.task not in ("generate", "benchmark"), "it knows single turns only"),
-        ("pipeline.update", config.pipeline.update == "none", "its rollouts are single turns; leave none"),
+        (
+            "pipeline.weight_update",
+            config.pipeline.weight_update == "none",
+            "its rollouts are single turns; leave none",
+        ),
         ("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False"),
         ("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0"),
         ("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens > 0, "the data does not say; set a number"),

@@ -220,8 +220,8 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         (GAME | {"environment.turn_tokens": 49}, ("environment.turn_tokens=49", "rollout.max_response_tokens=12")),
         (GAME | {"task": "generate"}, ("task=generate", "environment.name=guessing")),
         (
-            GAME | {"pipeline.update": "exact", "rollout.rule": "coupled", "pipeline.lag": 1},
-            ("pipeline.update=exact", "leave none"),
+            GAME | {"pipeline.weight_update": "exact", "rollout.rule": "coupled", "pipeline.lag": 1},
+            ("pipeline.weight_update=exact", "leave none"),
         ),
         (
             GAME | {"policy.router_replay": True, "policy.preset": "nano_moe"},
