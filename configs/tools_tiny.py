@@ -6,6 +6,7 @@
 Expressions like `12*17+5`. The base (0.9 M parameters) mostly guesses, and seldom ends a turn with the
 call `?12*17+5`, which the environment `tiny_calculator` answers with `[209]`. `:alone` trains the same base without the
 tool. `:game_base` and `:game` do the same for guessing a number with `higher` and `lower` (docs/environments.md).
+Expected: accuracy +0.37 or more with the calculator, +0.17 in the game, which is not at its end (measured once).
 `:smoke` and `:game_smoke` run the same steps with random policies, in seconds.
 """
 
@@ -34,7 +35,7 @@ def get_config(arg: str = ""):
     if arg in ("base", "game_base"):
         c.task = "pretrain"
         c.draft.kind = "none"
-        c.steps = 60 if game else 300
+        c.steps = 150 if game else 300
         c.optimizer.name = "muon"
         c.optimizer.learning_rate = 3e-3
         c.optimizer.warmup = 10 if game else 50
@@ -43,10 +44,12 @@ def get_config(arg: str = ""):
         c.policy.remat = "none"
         c.pretrain.output = "runs/game_base" if game else "runs/tools_base"
         return c
-    c.steps = 32
+    c.steps = 80 if game else 32
     c.policy.path = "runs/game_base" if game else "runs/tools_base"
-    c.optimizer.learning_rate = 5e-4
+    c.optimizer.learning_rate = 2e-3 if game else 5e-4
     c.optimizer.warmup = 3
+    if game:
+        c.grpo.prompts_per_step = 32
     if arg == "alone":
         c.environment.name = ""
     if arg.endswith("smoke"):
