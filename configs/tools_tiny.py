@@ -3,7 +3,7 @@
     python main.py --config configs/tools_tiny.py:base
     python main.py --config configs/tools_tiny.py
 
-Expressions like `12*17+5`. The base (0.9 M parameters) mostly guesses, and seldom ends a turn with the
+Expressions like `12*17+5`. The base (0.9 M parameters) guesses half of the time, else it ends a turn with the
 call `?12*17+5`, which the environment `tiny_calculator` answers with `[209]`. `:alone` trains the same base without the
 tool. `:game_base` and `:game` do the same for guessing a number with `higher` and `lower` (docs/environments.md).
 Expected: accuracy +0.37 or more with the calculator, +0.17 in the game, which is not at its end (measured once).
