@@ -228,6 +228,7 @@ class Sample(Checked):
     prompt: str
     token_texts: list[str]
     draft_positions: list[int]
+    environment: list[bool] = pydantic.Field(default_factory=list)  # which of the tokens an environment wrote
     draft_kind: str
     reward: float
     weights_version: int
@@ -237,6 +238,8 @@ class Sample(Checked):
     def _one_position_a_token(self) -> Self:
         if len(self.token_texts) != len(self.draft_positions):
             raise ValueError("as many draft_positions as token_texts are needed")
+        if self.environment and len(self.environment) != len(self.token_texts):
+            raise ValueError("as many environment as token_texts are needed")
         return self
 
 
@@ -303,7 +306,7 @@ def shown_step(path: pathlib.Path, count: int = 8) -> dict[str, object]:
     positions = [position for sample in samples for position in sample.draft_positions]
     return {
         "number": step_of(path),
-        "legend": Markup(rollout_html.legend(positions, kind)),
+        "legend": Markup(rollout_html.legend(positions, kind, any(any(sample.environment) for sample in samples))),
         "rollouts": [shown_rollout(sample) for sample in samples],
     }
 
@@ -318,7 +321,7 @@ def shown_rollout(sample: Sample) -> dict[str, object]:
         "accepted": sum(position != 0 for position in positions),
         "tokens": len(positions),
         "prompt": Markup(rollout_html.text_block(sample.prompt)),
-        "response": Markup(rollout_html.token_block(texts, positions, sample.draft_kind)),
+        "response": Markup(rollout_html.token_block(texts, positions, sample.draft_kind, sample.environment)),
     }
 
 

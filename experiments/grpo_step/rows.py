@@ -50,7 +50,13 @@ def make_case(changes: dict[str, Any], length: np.ndarray, prompt: np.ndarray, l
     logprobs = np.full(tokens.shape, -4.85, np.float32)
     none = np.zeros((R, 0), int)
     rollouts: Any = types.SimpleNamespace(
-        tokens=tokens, logprobs=logprobs, prompt_length=prompt, length=length, mask_count=none, experts=NO_EXPERTS
+        tokens=tokens,
+        logprobs=logprobs,
+        prompt_length=prompt,
+        length=length,
+        mask_count=none,
+        experts=NO_EXPERTS,
+        environment=np.zeros(tokens.shape, bool),
     )
     training_batch = TrainingBatch(rollouts, rng.normal(size=R).astype(np.float32), np.ones(R, bool))
     batch = learner_batch(training_batch, 0, learner.packing)

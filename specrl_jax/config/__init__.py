@@ -10,6 +10,7 @@ from dataclasses import field
 from ml_collections import ConfigDict
 
 from specrl_jax.config.data import DataConfig, EvalConfig, RewardConfig
+from specrl_jax.config.environment import EnvironmentConfig
 from specrl_jax.config.learning import GRPOConfig, OptimizerConfig, PipelineConfig, RolloutConfig
 from specrl_jax.config.model import DraftConfig, MeshConfig, PolicyConfig
 from specrl_jax.config.schema import INT32, UINT32, build, key
@@ -50,6 +51,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -6,7 +6,7 @@ from kernels_pallas.verify.limits import MOST_KEPT
 from specrl_jax.config.schema import INT32, LONGEST, key
 
 ROOMS = ("recite", "rooms", "other_rooms", "all_rooms")
-BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", *ROOMS)
+BUILT_IN_TASKS = ("arithmetic", "long_arithmetic", "countdown", "walk", "long_walk", "calls", "guess", *ROOMS)
 
 
 @dataclasses.dataclass(frozen=True)

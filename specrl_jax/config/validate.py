@@ -14,7 +14,7 @@ from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError, Mistakes
 from specrl_jax.rewards.code.reward import MARGIN
 from specrl_jax.rewards.sandbox.http import check_url
-from specrl_jax.rewards.scorer import check_rewards
+from specrl_jax.rewards.scorer import check_environment, check_rewards
 from specrl_jax.rewards.worker import CODE
 
 # Lowest temperature above 0, so that logits divided by it stay finite and accurate.
@@ -35,10 +35,12 @@ def validate(config: Config) -> None:
     with mistakes.check():
         _draft(config)
     with mistakes.check():
-        check_rewards(config.reward.names, config.reward.weights)
+        if config.reward.names or not config.environment.name:  # an environment may be all that rewards
+            check_rewards(config.reward.names, config.reward.weights)
     with mistakes.check():
         _programs(config)
-    for check in (_policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers, _data, _mesh):
+    checks = _environment, _policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers
+    for check in (*checks, _data, _mesh):
         with mistakes.check():
             check(config)
     if config.task in _TASKS:
@@ -256,6 +258,38 @@ def _pipeline(config: Config) -> None:
             f"pipeline.rollout_devices={p.rollout_devices} must divide by pipeline.tensor={p.tensor} x "
             f"pipeline.expert={p.expert}, or that by it: the copy then takes those of several processes"
         )
+
+
+def _environment(config: Config) -> None:
+    e, longest = config.environment, config.rollout.max_response_tokens
+    if not e.name:
+        return
+    check_environment(e.name)
+    if "{message}" not in e.template:
+        raise InputError(f"environment.template={e.template!r}: needs {{message}} where a message goes")
+    if longest and e.turn_tokens > longest:
+        raise InputError(
+            f"environment.turn_tokens={e.turn_tokens}: at most rollout.max_response_tokens={longest}, of all turns "
+            "together, is possible"
+        )
+    compares = config.task == "train" and config.draft.kind != "none"
+    for key, allowed, reason in (
+        ("task", config.task not in ("generate", "benchmark"), "it knows single turns only"),
+        (
+            "pipeline.weight_update",
+            config.pipeline.weight_update == "none",
+            "its rollouts are single turns; leave none",
+        ),
+        ("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False"),
+        ("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0"),
+        ("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens > 0, "the data does not say; set a number"),
+        ("data.chat", config.data.chat == "never", "the environment makes the messages; leave never"),
+        ("draft.compare_rounds", not compares or not config.draft.compare_rounds, "it compares single turns; set 0"),
+    ):
+        if not allowed:
+            section, _, name = key.rpartition(".")
+            value = getattr(getattr(config, section) if section else config, name)
+            raise InputError(f"{key}={value} beside environment.name={e.name}: {reason}")
 
 
 def _optimizers(config: Config) -> None:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+# Between a turn of a worked solution and what an environment answers to it.
+TURN_END = "\x04"
+
 
 class Problem(NamedTuple):
     prompt: str  # what the policy reads

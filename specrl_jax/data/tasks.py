@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specrl_jax.data.games import calls, guess
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.rooms import OTHER, OURS, recite, rooms
 from specrl_jax.errors import InputError
@@ -135,6 +136,8 @@ TASKS: dict[str, Callable[[np.random.Generator, float], Problem]] = {
     "countdown": countdown,
     "walk": walk,
     "long_walk": functools.partial(walk, shortest=4, longest=16, tail=0.85),
+    "calls": calls,
+    "guess": guess,
     "recite": functools.partial(recite, dialects=(OURS, OTHER)),
     "rooms": functools.partial(rooms, dialects=(OURS,)),
     "other_rooms": functools.partial(rooms, dialects=(OTHER,)),

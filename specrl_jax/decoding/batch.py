@@ -22,6 +22,16 @@ _COLLECTED = (
 )
 
 
+def collected(slots: Slots) -> dict[str, Any]:
+    """Return what a rollout keeps of its slot."""
+    found = {name: getattr(slots, name) for name in _COLLECTED}
+    if slots.mask is not None:
+        found["mask_count"] = slots.mask.count
+    if slots.earlier is not None:
+        found["reverified"] = slots.earlier.kept
+    return found
+
+
 class EngineParts(Protocol[Params, Cache]):
     """What a batch reads of its engine."""
 
@@ -82,26 +92,46 @@ class ActiveBatch(Generic[Params, Cache]):
         return len(self.scheduler.owner)
 
     @property
+    def active(self) -> np.ndarray:
+        """[B] bool, rows that decode."""
+        return self.scheduler.owner != FREE
+
+    @property
+    def running(self) -> int:
+        """Rows that decode."""
+        return int(self.active.sum())
+
+    @property
     def live(self) -> float:
         """Tokens that a running row holds, on average."""
-        return float(self._fetch(self.slots.length)[self.scheduler.owner != FREE].mean())
+        return float(self._fetch(self.slots.length)[self.active].mean())
 
     def prepare(self) -> bool:
         """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
-        scheduler, compiled = self.scheduler, self._engine.compiled
-        while self._parked and self._bring_back():
+        while self._parked and self._bring_back(self._parked[0]):
             pass
         # A new request would take the pages that parked rows wait for.
-        while not self._parked and (batch := scheduler.schedule(self._free, self._ahead)) is not None:
-            self.slots, self._carried = compiled.refill(self._params, self.slots, self._carried, batch)
+        if not self._parked:
+            self._refill()
+        self._compact()
+        return self.scheduler.running > 0
+
+    def _refill(self) -> None:
+        """Start as many requests as there are slots and pages for."""
+        while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
+            refill = self._engine.compiled.refill
+            self.slots, self._carried = refill(self._params, self.slots, self._carried, batch)
             self._free = self._count_free()
             if batch.earlier_length is not None and np.any(batch.earlier_length):
                 self._reverify()
+
+    def _compact(self) -> None:
+        """Compact the batch where nothing waits for its slots."""
+        scheduler = self.scheduler
         all_run = scheduler.running > 0 and not (scheduler.waiting or self._parked)
-        for size in compiled.sizes:
+        for size in self._engine.compiled.sizes:
             if all_run and scheduler.fits(size) and size < self.size:
                 self.compact_to(size)
-        return scheduler.running > 0
 
     def _reverify(self) -> None:
         """Verify what earlier weights drew of the rows that have begun."""
@@ -133,11 +163,11 @@ class ActiveBatch(Generic[Params, Cache]):
     def _call(self, name: str, *rest: object) -> Any:
         return self._engine.compiled.park(name, self._params, self.slots, *rest)
 
-    def _park(self, row: int) -> None:
-        """Copy a row to the host and free its pages."""
+    def _park(self, row: int, copy: bool = True) -> None:
+        """Copy a row to the host and free its pages; without `copy` what they hold is lost."""
         number, call = np.int32(row), self._call
         values = self._fetch(call("read_row", number))
-        columns = first_columns(int(values.held.count))
+        columns = first_columns(int(values.held.count)) if copy else []
         pages = [self._fetch(call("read_pages", number, first)) for first in columns]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
@@ -145,18 +175,19 @@ class ActiveBatch(Generic[Params, Cache]):
         self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
         self._free = self._count_free()
 
-    def _bring_back(self) -> bool:
-        """Put the oldest parked row into a free slot if there are pages for it; return whether."""
-        oldest = self._parked[0]
+    def _bring_back(self, parked: Parked, more: int = 0) -> bool:
+        """Put a parked row into a free slot if there are pages for it, and `more`; return whether."""
+        pages = int(parked.row.held.count)
         for shard, running in enumerate(self.scheduler.running_by_shard):
             rows = self.scheduler.free_rows(shard)
-            if not len(rows) or (running and self._free[shard] < oldest.row.held.count + self._ahead * (running + 1)):
+            if not len(rows) or (running and self._free[shard] < pages + more + self._ahead * (running + 1)):
                 continue
             number = np.int32(rows[0])
-            self.slots = self._call("restore_row", number, oldest.row)
-            for first, contents in zip(first_columns(int(oldest.row.held.count)), oldest.pages, strict=True):
+            self.slots = self._call("restore_row", number, parked.row)
+            for first, contents in zip(first_columns(pages), parked.pages):  # no pages were copied where they are lost
                 self.slots = self._call("write_pages", number, first, contents)
-            self.scheduler.place(rows[:1], np.array([self._parked.pop(0).request]))
+            self._parked = [other for other in self._parked if other is not parked]
+            self.scheduler.place(rows[:1], np.array([parked.request]))
             self._free = self._count_free()
             # It may have been parked after a chunk without drafts.
             self._behind = float("inf")
@@ -175,7 +206,7 @@ class ActiveBatch(Generic[Params, Cache]):
     def decode(self, choice: Choice) -> tuple[DecodeChunk, ChunkStatistics]:
         """Run one chunk; it ends early when slots can be refilled or the batch can be compacted."""
         k, config = choice.k, self._engine.config
-        running, length = self.scheduler.owner != FREE, self._fetch(self.slots.length)
+        running, length = self.active, self._fetch(self.slots.length)
         iterations = min(choice.iterations or config.chunk, config.chunk)
         switch_seconds = 0.0
         # A draft itself processes the last k + 1 committed tokens.
@@ -186,7 +217,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._free = np.asarray(statistics.free)
         self._collect_mask()
         finished = np.flatnonzero(running & statistics.done)
-        self._collect(finished)
+        self._end(finished)
         if statistics.short:
             self._make_room()
         iterations, verifications = int(statistics.iterations), int(statistics.verifications)
@@ -226,23 +257,26 @@ class ActiveBatch(Generic[Params, Cache]):
         for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
             self._mask_ids[self.scheduler.owner[row]].append(ids[row, : used[row]].copy())
 
+    def _end(self, rows: np.ndarray) -> None:
+        """Take rows that have ended."""
+        self._collect(rows)
+
     def _collect(self, rows: np.ndarray) -> None:
         """Copy finished rollouts to the host and free their slots."""
-        if len(rows):
-            self._copy(rows)
-            self._collect_records(rows)
-            self._finished[self.scheduler.finish(rows)] = True
+        if not len(rows):
+            return
+        self._copy(rows)
+        self._collect_records(rows)
+        if self._engine.config.turns:  # the device keeps the pages of rows that end
+            for row in rows:
+                self.slots = self._call("drop_row", np.int32(row))
+            self._free = self._count_free()
+        self._finished[self.scheduler.finish(rows)] = True
 
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
-        on_device = {name: getattr(self.slots, name) for name in _COLLECTED} | self._options_of(self.slots)
-        found = self._fetch(on_device)
+        found = self._fetch(collected(self.slots))
         self._store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
-
-    def _options_of(self, slots: Slots) -> dict[str, jax.Array]:
-        """Return the fields of rollouts that some engines record."""
-        found = {} if slots.mask is None else {"mask_count": slots.mask.count}
-        return found if slots.earlier is None else found | {"reverified": slots.earlier.kept}
 
     def _store(self, requests: np.ndarray, found: dict[str, np.ndarray]) -> None:
         for name, values in found.items():
@@ -299,6 +333,8 @@ class ActiveBatch(Generic[Params, Cache]):
             ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
             finished=self.is_finished,
             parked=self._times_parked[:total],
+            environment=np.zeros(collected["tokens"].shape, bool),
+            prefilled=collected["prompt_length"],
             **{"mask_count": none, "reverified": np.zeros(total, np.int32)} | collected,
             mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
             experts=stack_experts([self._records[i] for i in range(total) if i in self._records]),
@@ -316,8 +352,7 @@ class ActiveBatch(Generic[Params, Cache]):
         if len(running) or not self._collected:
             self._copy(running)
         for request, row, _ in self._parked:
-            values = {name: getattr(row, name) for name in _COLLECTED} | self._options_of(row)
-            self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in values.items()})
+            self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in collected(row).items()})
         for request in np.flatnonzero(self._collected["length"][:asked] == 0).tolist():
             prompt = self.scheduler.prompt(request)
             self._collected["tokens"][request] = self._engine.pad_id

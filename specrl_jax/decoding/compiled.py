@@ -4,6 +4,7 @@
     refill   prefills each new prompt once and starts rollouts in free slots
     decode   a `lax.while_loop` of fused iterations, one program per (batch size, draft length)
     reverify verifies what earlier weights drew of fresh rows
+    extend   appends what environments answered and prefills it (turns)
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
              copy a row to the host and back (parking.py); compiled when pages first run out
@@ -25,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specrl_jax.core import stand_in
 from specrl_jax.decoding.decode import ChunkInputs, chunk_inputs, decode_chunk
+from specrl_jax.decoding.extend import Extension, extend
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.parking import drop_row, read_pages, read_row, restore_row, write_pages
 from specrl_jax.decoding.records import pages_at_once, read_records
@@ -84,7 +87,8 @@ class CompiledFunctions(Generic[Params, Cache]):
         compacts = [Program("compact", size) for size in self.sizes[1:]]
         once = ["empty", "refill", *(["reverify"] if self._config.earlier else [])]
         once += ["read_records"] if self._config.records else []
-        return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *compacts]
+        extends = [Program("extend", size) for size in self.sizes if self._config.turns]
+        return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *extends, *compacts]
 
     def compile_all(
         self, params: Params, on_program: Callable[[Program, float], None] = lambda program, seconds: None
@@ -148,6 +152,10 @@ class CompiledFunctions(Generic[Params, Cache]):
         """Call `reverify_chunk`; `slots` are donated."""
         return self.get(Program("reverify", slots.done.shape[0]), params)(params, slots, inputs)
 
+    def extend(self, params: Params, slots: Slots[Cache], new: Extension) -> Slots[Cache]:
+        """Call `extend`; `slots` are donated."""
+        return self.get(Program("extend", slots.done.shape[0]), params)(params, slots, new)
+
     def compact(self, params: Params, slots: Slots[Cache], rows: np.ndarray) -> Slots[Cache]:
         """Call `compact`."""
         return self.get(Program("compact", rows.size), params)(slots.by_row(), slots.not_by_row(), rows)
@@ -209,6 +217,12 @@ class CompiledFunctions(Generic[Params, Cache]):
             pages = jax.ShapeDtypeStruct((pages_at_once(config),), jnp.int32)
             jitted = jax.jit(functools.partial(read_records, shards=config.shards), out_shardings=self._whole)
             return jitted, (pool, jax.ShapeDtypeStruct((), jnp.int32), pages)
+        if program.kind == "extend":
+            extending = functools.partial(extend, functions=engine_functions, config=config)
+            jitted = jax.jit(extending, donate_argnums=1, out_shardings=self._shardings)
+            row = stand_in(jax.ShapeDtypeStruct((program.size,), jnp.int32))
+            tokens = stand_in(jax.ShapeDtypeStruct((program.size, config.cache_length), jnp.int32))
+            return jitted, (params, self._abstract(program.size)[0], Extension(tokens, row, row, row))
         chunk: Callable = functools.partial(decode_chunk, k=program.k) if program.kind == "decode" else reverify_chunk
         chunk = functools.partial(chunk, functions=engine_functions, config=config, shardings=self._shardings)
         jitted = jax.jit(chunk, donate_argnums=1, out_shardings=(self._shardings, self._whole))

@@ -61,7 +61,8 @@ def decode_chunk(
     loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
     count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
     count, enough = count.max(), enough.all()
-    slots = free_finished(slots)
+    if not config.turns:  # else they may go on: the host frees the pages of those that do not
+        slots = free_finished(slots)
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
     replayed = None
     # At most half a chunk, so that the other half is left to be replayed.

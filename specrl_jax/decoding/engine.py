@@ -17,12 +17,14 @@ from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
+from specrl_jax.decoding.conversing import ConversingBatch
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.history import History
 from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
+from specrl_jax.decoding.turns import Turns
 from specrl_jax.errors import InputError, Stopped
 
 # Calibration times this many iterations, this often; no further round begins after so many seconds at a batch size. The
@@ -105,6 +107,7 @@ class Engine(Generic[Params, Cache]):
         history: History | None = None,
         responses: Sequence[int] | None = None,
         continuation: Continuation[Params] | None = None,
+        turns: Turns | None = None,
     ) -> Rollouts:
         """Generate `samples` rollouts of each prompt; rollout i has id first_id + i, or first_id[i], prompt-major.
 
@@ -119,6 +122,8 @@ class Engine(Generic[Params, Cache]):
           history: rollouts of earlier calls, for lookup drafters.
           responses: most response tokens of each rollout; None: config.max_response_tokens.
           continuation: how the call stands to those before and after it; None: it stands alone.
+          turns: the environments that answer the rollouts' turns; None: a rollout is one turn. Needs config.turns, and
+            a call that stands alone.
         Raises:
           InputError: a prompt is empty or longer than max_prompt_tokens; `responses` are not one a rollout, or not
             1 to max_response_tokens.
@@ -130,12 +135,19 @@ class Engine(Generic[Params, Cache]):
         if responses is not None:
             check_responses(responses, len(prompts) * samples, self.config.max_response_tokens)
         on_progress = self.agreed(on_progress)
+        longest = responses or [self.config.max_response_tokens] * len(prompts) * samples
+        if turns is not None:
+            responses = [min(turns.turn_tokens, length) for length in longest]
         c: Continuation[Params] = continuation or Continuation()
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
-        batch = ActiveBatch(self, params, scheduler, seed, c.version)
+        batch: ActiveBatch[Params, Cache]
+        if turns is None:
+            batch = ActiveBatch(self, params, scheduler, seed, c.version)
+        else:
+            batch = ConversingBatch(self, params, scheduler, seed, c.version, turns, longest, on_progress)
         while not (batch.is_finished.all() or c.enough(batch.is_finished)) and batch.prepare():
             on_progress(batch.finished, scheduler.asked)  # it may have compiled the refill
             self._decode(batch, lengths)
@@ -190,9 +202,9 @@ class Engine(Generic[Params, Cache]):
 
     def _decode(self, batch: ActiveBatch[Params, Cache], lengths: DraftLengthPolicy) -> None:
         """Run one chunk of the length that `lengths` chooses, and tell it what came of it."""
-        if not batch.scheduler.running:  # all that ran was verified to its end
+        if not batch.running:  # all that ran was verified to its end
             return
-        k, iterations = lengths.choose(batch.size, batch.scheduler.running, batch.live)
+        k, iterations = lengths.choose(batch.size, batch.running, batch.live)
         k, iterations = self.agree(k, iterations or 0)
         chunk, counted = batch.decode(Choice(k, iterations or None))
         if chunk.iterations:

@@ -50,6 +50,8 @@ class Rollouts:
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
     ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens, or not finished
     finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
+    environment: np.ndarray  # [R, S] bool, tokens of the response that an environment wrote
+    prefilled: np.ndarray  # [R] int32, tokens of the prompt and of the environment; those prefilled again count again
     verifications: np.ndarray  # [R] int32, target forwards after the prefill
     drafted: np.ndarray  # [R, longest draft] int32, verifications that drafted at least i + 1 tokens
     accepted: np.ndarray  # [R, longest draft] int32, those of them that kept draft i and all before it
@@ -72,6 +74,11 @@ class Rollouts:
     def response_length(self) -> np.ndarray:
         """[R] int32, tokens."""
         return self.length - self.prompt_length
+
+    @property
+    def policy_tokens(self) -> np.ndarray:
+        """[R] int32, response tokens that the policy wrote."""
+        return self.response_length - self.environment.sum(axis=1, dtype=np.int32)
 
     def response(self, row: int) -> list[int]:
         """Return the tokens of one response, without its end-of-text."""

@@ -273,11 +273,15 @@ class Scheduler:
         """Free the slots `rows`; return their requests."""
         requests = self.owner[rows]
         self.owner[rows] = FREE
+        self.settle(requests)
+        return requests
+
+    def settle(self, requests: np.ndarray) -> None:
+        """Note that requests have ended."""
         for prompt in requests // self._samples:
             self._unfinished[prompt] -= 1
             if not self._unfinished[prompt] and self._group[prompt] < self._config.groups:
                 self._free_groups.append(self._group[prompt])
-        return requests
 
     def order(self, request: int) -> int:
         """Return how many requests had started before this one."""

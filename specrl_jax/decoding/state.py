@@ -35,6 +35,8 @@ class EngineConfig:
     # weights at hand draw too, "keep" all; "": none
     earlier: str = ""
     versions: bool = False  # the weights that drew it are recorded of each token
+    turns: bool = False  # rollouts may go on with what an environment answers (extend.py)
+    copies_pages: bool = True  # the pages of a row that waits for its environment on the host; else prefilled again
     budget: int = 0  # drafts of a shard that an iteration verifies at most; 0: all (draft.budget)
     groups: int = 0  # groups in the lookup cache; 0: no lookup cache
     sequences: int = 0  # sequences per group, of this call and of earlier epochs

@@ -15,6 +15,7 @@ COPIES = (
     *(("#c4500a", LIGHT), ("#9c3a03", LIGHT), ("#6b2504", LIGHT)),
 )
 SHOWN = 8  # responses of a notebook cell
+WRITTEN = "written by the environment"
 
 
 def _rules() -> Iterable[str]:
@@ -29,6 +30,7 @@ STYLE = """
                 padding: 8px; margin: 4px 0; font: 13px/1.7 ui-monospace, Consolas, "DejaVu Sans Mono", monospace }
 .rollout-text .token { border-radius: 3px; box-shadow: inset -1px 0 #fff }
 .rollout-text .token:empty::before { content: "\\2205" }
+.rollout-text .environment, .rollout-legend .environment { background: #e4e4e4; color: #111; font-style: italic }
 .rollout-text .newline::before { content: "\\21b5"; opacity: .6 }
 .rollout-legend { display: flex; flex-wrap: wrap; gap: 4px 12px; font-size: 13px; background: #fff; color: #111 }
 .rollout-legend .token { padding: 0 6px; border: 1px solid #bbb; border-radius: 3px }
@@ -46,29 +48,36 @@ def text_block(text: str) -> str:
     return f'<pre class="rollout-text">{literal(text)}</pre>'
 
 
-def token_block(token_texts: Sequence[str], draft_positions: Sequence[int], draft_kind: str) -> str:
-    """Return a response with its accepted drafts coloured by position.
+def token_block(
+    token_texts: Sequence[str], draft_positions: Sequence[int], draft_kind: str, environment: Sequence[bool] = ()
+) -> str:
+    """Return a response with its accepted drafts coloured by position, and the turns of its environment.
 
     Args:
       token_texts: text of each token, '' for one that has none of its own.
       draft_positions: of each token, as `Rollouts.draft_positions`.
       draft_kind: the `draft.kind` that drafted them.
+      environment: of each token, whether an environment wrote it; () = none.
     """
-    tokens = (
-        f'<span class="token {_class(position)}" title="{html.escape(_describe(position, draft_kind))}">'
-        f"{literal(text)}</span>"
-        for text, position in zip(token_texts, draft_positions, strict=True)
-    )
+
+    def token(text: str, position: int, written: bool) -> str:
+        name = "environment" if written else _class(position)
+        title = WRITTEN if written else _describe(position, draft_kind)
+        return f'<span class="token {name}" title="{html.escape(title)}">{literal(text)}</span>'
+
+    written = environment or [False] * len(token_texts)
+    tokens = (token(*one) for one in zip(token_texts, draft_positions, written, strict=True))
     return f'<pre class="rollout-text">{"".join(tokens)}</pre>'
 
 
-def legend(draft_positions: Iterable[int], draft_kind: str) -> str:
-    """Return what the colours of these draft positions mean."""
+def legend(draft_positions: Iterable[int], draft_kind: str, environment: bool = False) -> str:
+    """Return what the colours of these draft positions mean; `environment`: there are turns of an environment too."""
     entries = dict[str, str]()
     for position in sorted({0, *draft_positions}, key=lambda position: (position < 0, abs(position))):
         last = abs(position) >= len(DRAFTS)
         named = _describe(position, draft_kind) + (" (the same colour for all later ones)" if last else "")
         entries.setdefault(_class(position), html.escape(named))
+    entries |= {"environment": WRITTEN} if environment else {}
     colours = "".join(f'<span class="token {name}">{text}</span>' for name, text in entries.items())
     marks = "<span>\u21b5 line end</span><span>\u2205 token without text: end of text, or part of a character</span>"
     return f'<div class="rollout-legend">{colours}{marks}</div>'

@@ -155,9 +155,14 @@ def ids_per_row(tokens: int, most: int) -> int:
 
 
 def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
-    """Return a row per rollout, as long as the longest, and the behaviour log-probs [B, T] of the rows' targets."""
+    """Return a row per rollout, as long as the longest, and the behaviour log-probs [B, T] of the rows' targets.
+
+    What an environment wrote is context: no target, in no loss and no metric.
+    """
     longest = rollouts.length.max()
     rows = rows_of(rollouts.tokens[:, :longest], rollouts.prompt_length, rollouts.length, pad_id)
+    written = np.pad(rollouts.environment[:, 1:longest], ((0, 0), (0, 1)))
+    rows = dataclasses.replace(rows, mask=stand_in(np.asarray(rows.mask) & ~written))
     return rows, np.pad(rollouts.logprobs[:, 1:longest], ((0, 0), (0, 1)))
 
 

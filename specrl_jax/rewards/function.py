@@ -7,7 +7,7 @@ import numbers
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 from specrl_jax.rewards.messages import LARGEST, MAX_PARTS, Context, are_parts
@@ -24,16 +24,24 @@ class Returned(NamedTuple):
     reward: float
     correct: bool | None = None  # None: a number only
     parts: Mapping[str, float] = {}
+    messages: Sequence[Mapping[str, str]] | None = None  # what an environment says
+    extracted: str | None = None  # of an environment, the tool call in a turn
+
+
+def find(path: str) -> Any:
+    """Import what `package.module:name` or `FILE.py:name` names. Raises what the import raises."""
+    module, _, name = path.rpartition(":")
+    found: Any = _load_file(module) if module.endswith(".py") else importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def load(path: str) -> Function:
     """Import the function `package.module:function` or `FILE.py:function`. Raises what the import raises, or TypeError
     where it does not take (response, answer).
     """
-    module, _, name = path.rpartition(":")
-    function: Any = _load_file(module) if module.endswith(".py") else importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
+    function, name = find(path), path.rpartition(":")[2]
     if not callable(function):
         raise TypeError(f"{name} is no function")
     try:
@@ -83,7 +91,8 @@ def _asked(signature: inspect.Signature) -> tuple[str, ...]:
 
 def call(function: Function, response: str, answer: str, context: Context) -> Returned:
     """Call a reward. Raises what it raises, and TypeError or ValueError for what is no reward."""
-    return read(function.call(response, answer, **{name: getattr(context, name) for name in function.asks}))
+    value = function.call(response, answer, **{name: getattr(context, name) for name in function.asks})
+    return value if isinstance(value, Returned) else read(value)
 
 
 def read(value: object) -> Returned:

@@ -18,6 +18,7 @@ LARGEST = 1e30  # largest absolute reward: weighted sums stay finite in float32
 MAX_REPLY = 2**20  # bytes of a worker's message
 MAX_EXTRACTED = 10_000  # characters of an extracted answer
 MAX_DETAIL = 500  # characters of a failure's message
+MAX_MESSAGES = 32  # of an environment, in one turn
 MAX_PARTS = 32  # named parts of one answer
 PART = re.compile(r"[\w.-]{1,64}", re.ASCII)  # the name of a part, also in the name of its metric
 # What a worker does after an answer: goes on, leaves the rest to others, or must be replaced since it leaked memory.
@@ -53,6 +54,7 @@ class Outcome(NamedTuple):
     extracted: str | None = None
     failure: str = ""  # one of CAUSES
     detail: str = ""  # one line
+    messages: Sequence[Mapping[str, str]] | None = None  # what an environment says; None: it has ended, or is none
 
 
 def send(channel: socket.socket, message: object, seconds: float | None = None) -> None:
@@ -105,11 +107,13 @@ def parse_outcome(message: object, count: int) -> Outcome:
             str() | None as extracted,
             str(failure),
             str(detail),
+            list() | None as messages,
         ]:
             fits = failure in ("", *CAUSES) and len(rewards) == (0 if failure else count)
             fits = fits and all(map(is_finite, rewards)) and are_parts(parts)
+            fits = fits and are_messages(messages or [])
             if fits and len(extracted or "") <= MAX_EXTRACTED and len(detail) <= MAX_DETAIL:
-                return Outcome(tuple(map(float, rewards)), correct, parts, extracted, failure, detail)
+                return Outcome(tuple(map(float, rewards)), correct, parts, extracted, failure, detail, messages)
     raise ValueError("no outcome")
 
 
@@ -122,3 +126,15 @@ def are_parts(parts: Mapping[object, object]) -> bool:
     """Return whether `parts` has at most MAX_PARTS finite numbers, with names that fit into a metric's."""
     named = all(isinstance(name, str) and PART.fullmatch(name) for name in parts)
     return len(parts) <= MAX_PARTS and named and all(map(is_finite, parts.values()))
+
+
+def are_messages(messages: Sequence[object]) -> bool:
+    """Return whether `messages` has at most MAX_MESSAGES of {"role": text, "content": text}."""
+
+    def is_one(message: object) -> bool:
+        match message:
+            case {"role": str(), "content": str(), **more}:
+                return not more
+        return False
+
+    return len(messages) <= MAX_MESSAGES and all(map(is_one, messages))

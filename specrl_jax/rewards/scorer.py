@@ -10,6 +10,8 @@ import numpy as np
 
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.code.reward import CodeOptions
+from specrl_jax.rewards.environments.session import BUILT_IN as ENVIRONMENTS
+from specrl_jax.rewards.environments.workers import EnvironmentWorkers
 from specrl_jax.rewards.function import file_of
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
 from specrl_jax.rewards.pool import Workers, cores
@@ -33,6 +35,7 @@ class Scores(NamedTuple):
     extracted: list[str | None]  # [R] answers in the first reward's canonical form; None without an answer
     first_failure: str = ""  # cause and message of the first failure
     parts: Mapping[str, np.ndarray] = {}  # part that a reward returned -> [R] float32; NaN where it did not
+    environment: Mapping[str, np.ndarray] = {}  # what is counted of each conversation -> [R] float32; {}: single turns
 
     def warning(self) -> str:
         """Return one line about the failures; "" without any."""
@@ -68,6 +71,7 @@ class Scorer:
       memory: GiB that a worker may take beyond its imports.
       correct_from: the first reward from which an answer is correct, where the reward does not say.
       code: sandbox and limits of the reward `code`, which needs them.
+      environment: the workers of conversations, which start and end with the scorer's; it may be all that rewards.
     Raises:
       InputError: naming the key of `reward` that is wrong. A user's function is imported here, in a worker: about 2 s
         and the time of the import.
@@ -82,10 +86,13 @@ class Scorer:
         memory: float = 4.0,
         correct_from: float = 1.0,
         code: CodeOptions | None = None,
+        environment: EnvironmentWorkers | None = None,
     ):
-        check_rewards(names, weights)
+        if names or environment is None:
+            check_rewards(names, weights)
         if CODE in names and code is None:
             raise InputError("reward.name=code: programs need a sandbox; see specrl_jax.rewards.sandbox.choose")
+        self.environment = environment
         self.names, self.correct_from = tuple(names), correct_from
         self.weights = tuple(weights) or (1.0,) * len(names)
         count = workers or min(cores(), MAX_WORKERS)
@@ -95,10 +102,16 @@ class Scorer:
         if self._has_users() and (problem := self._workers.problem()):
             self.close()
             raise InputError(f"reward.name: {problem}")
+        if environment and (problem := environment.problem()):
+            self.close()
+            raise InputError(f"environment.name: {problem}")
 
     def start(self) -> None:
         """Start the workers without waiting for them."""
-        self._workers.start()
+        if self.names:
+            self._workers.start()
+        if self.environment:
+            self.environment.start()
 
     def try_rows(self, rows: Sequence[Row]) -> None:
         """Call the user's rewards once with each row: they must score it. Built-in ones are known to.
@@ -130,7 +143,9 @@ class Scorer:
         """
         contexts = [Context()] * len(responses) if contexts is None else contexts
         rows = [Row(*row) for row in zip(responses, answers, contexts, strict=True)]
-        outcomes = _with_few_parts(self._workers.score(rows, while_waiting))
+        # Without a reward the environment alone says what its conversations are worth.
+        outcomes = self._workers.score(rows, while_waiting) if self.names else [Outcome((), False)] * len(rows)
+        outcomes = _with_few_parts(outcomes)
         failed = [outcome for outcome in outcomes if outcome.failure]
         none = (0.0,) * len(self.names)
         table = [none if outcome.failure else outcome.rewards for outcome in outcomes]
@@ -147,6 +162,8 @@ class Scorer:
 
     def close(self) -> None:
         self._workers.close()
+        if self.environment:
+            self.environment.close()
 
     def __enter__(self) -> "Scorer":
         return self
@@ -183,6 +200,31 @@ def _part_columns(outcomes: Sequence[Outcome]) -> dict[str, np.ndarray]:
 def label(name: str) -> str:
     """Return the name of a reward's metric: of a file without its folder, `closeness:score`."""
     return os.path.basename(name).replace(".py:", ":") if file_of(name) else name
+
+
+def make_environment(name: str, seconds: float, workers: int, memory: float) -> EnvironmentWorkers | None:
+    """Return the workers of an environment, None where `name` is ''. Raises InputError for a missing file.
+
+    Args:
+      seconds: of a step.
+      workers: processes; 0 is one per core, at most 8.
+      memory: GiB that a worker may take beyond its imports.
+    """
+    if not name:
+        return None
+    check_environment(name)
+    if (file := file_of(name)) and not os.path.isfile(file):
+        raise InputError(f"environment.name: no file '{file}'")
+    return EnvironmentWorkers(name, label(name), seconds, workers or min(cores(), MAX_WORKERS), int(memory * GIB))
+
+
+def check_environment(name: str) -> None:
+    """Raise InputError for an unknown environment. Import no user's class."""
+    if name not in ENVIRONMENTS and not _PATH.fullmatch(name):
+        known = ", ".join(ENVIRONMENTS)
+        raise InputError(
+            f"environment.name: no environment '{name}'; there are {known}, package.module:Class and FILE.py:Class"
+        )
 
 
 def check_rewards(names: Sequence[str], weights: Sequence[float]) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 from specrl_jax.rewards import formats, symbolic, verifiable
 from specrl_jax.rewards.code.reward import CodeOptions, CodeReward
+from specrl_jax.rewards.environments import session
 from specrl_jax.rewards.function import Function, call, load
 from specrl_jax.rewards.messages import (
     ENOUGH,
@@ -97,10 +98,7 @@ def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[
     problem = ""
     try:
         for name in names:
-            if name == CODE:
-                functions[name] = Function(CodeReward(CodeOptions.from_json(code)), ("row",))
-            else:
-                functions[name] = Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
+            functions[name] = _load(name, code)
         if "math" in names:
             symbolic.warm_up()
     except BaseException as error:
@@ -108,6 +106,14 @@ def initialise(names: Sequence[str], memory: int, code: object = None) -> tuple[
     extract = BUILT_IN[names[0]].extract if names[0] in BUILT_IN else None
     asks = [field for field in Context._fields if any(field in function.asks for function in functions.values())]
     return Worker(functions, extract, memory, address_space()), Hello(problem, asks)
+
+
+def _load(name: str, code: object) -> Function:
+    if name.startswith(session.PREFIX):
+        return session.load(name.removeprefix(session.PREFIX))
+    if name == CODE:
+        return Function(CodeReward(CodeOptions.from_json(code)), ("row",))
+    return Function(BUILT_IN[name].reward) if name in BUILT_IN else load(name)
 
 
 def score_row(worker: Worker, row: Row) -> Outcome:
@@ -120,14 +126,15 @@ def score_row(worker: Worker, row: Row) -> Outcome:
                 current = f"{name}: " if len(worker.functions) > 1 else ""
                 returned.append(call(function, *row))
             current = ""
-            extracted = worker.extract(row.response) if worker.extract else None
+            extracted = worker.extract(row.response) if worker.extract else returned[0].extracted
         parts: dict[str, float] = {}
         for one in returned:
             if common := parts.keys() & one.parts.keys():
                 raise ValueError(f"two rewards return a part '{min(common)}'")
             parts |= one.parts
         rewards = tuple(one.reward for one in returned)
-        return Outcome(rewards, returned[0].correct, parts, (extracted or "")[:MAX_EXTRACTED] or None)
+        extracted = (extracted or "")[:MAX_EXTRACTED] or None
+        return Outcome(rewards, returned[0].correct, parts, extracted, messages=returned[0].messages)
     except MemoryError:
         return Outcome((), failure="memory", detail=f"{current}MemoryError"[-MAX_DETAIL:])
     except BaseException as error:  # also SystemExit

@@ -13,7 +13,7 @@ import optax
 
 from specrl_jax.config import Config
 from specrl_jax.core import Jitted, Mean, Params, masked_mean
-from specrl_jax.data.problem import Problem
+from specrl_jax.data.problem import TURN_END, Problem
 from specrl_jax.data.rows import Rows, make_rows, packed_rows
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.data.tasks import TaskSource
@@ -43,7 +43,7 @@ def run(config: Config, workdir: str) -> None:
     learner, rollout = build(config)
     open_output("pretrain.output", config.pretrain.output)
     problems = load_problems(config, rollout.tokenizer)
-    with make_scorer(config.reward, problems.first_rows(rollout.tokenizer)) as scorer:
+    with make_scorer(config, problems.first_rows(rollout.tokenizer)) as scorer:
         open_workdir(workdir, dataclasses.asdict(config))
         pretrain(learner, rollout, problems, scorer, workdir, stop_on_signal())
 
@@ -108,6 +108,12 @@ def make_pretrain_step(
     return jax.jit(update, donate_argnums=0)
 
 
+def solution_tokens(solution: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a worked solution, an end-of-text behind each of its turns (TURN_END)."""
+    turns = (tokenizer.encode(turn) for turn in solution.split(TURN_END))
+    return [token for turn in turns for token in (*turn, tokenizer.eos_ids[0])]
+
+
 def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Packing) -> Rows:
     """Return packed rows of prompt and worked solution with end-of-text; the loss is on the solution.
 
@@ -115,7 +121,7 @@ def solution_rows(problems: Sequence[Problem], tokenizer: Tokenizer, packing: Pa
     anew. Raises InputError where a worked solution does not fit.
     """
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-    solutions = [[*tokenizer.encode(problem.solution), tokenizer.eos_ids[0]] for problem in problems]
+    solutions = [solution_tokens(problem.solution, tokenizer) for problem in problems]
     lengths = np.array([len(p) + len(r) for p, r in zip(prompts, solutions, strict=True)])
     if (longest := lengths.max()) > packing.limit:
         raise InputError(

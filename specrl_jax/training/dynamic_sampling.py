@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from specrl_jax.learner.batch import TrainingBatch
 from specrl_jax.rewards.messages import Context
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.rl.advantages import ADVANTAGES, overlong_penalty
+from specrl_jax.training.conversations import Conversations
 
 
 class ScoredRollouts(NamedTuple):
@@ -114,11 +115,19 @@ def score_rollouts(
     tokenizer: Tokenizer,
     scorer: Scorer,
     while_waiting: Callable[[], None],
+    turns: Conversations | None = None,
+    rows: np.ndarray | None = None,
 ) -> Scores:
     """Score every rollout. A response that was cut at the limit is scored as it is.
 
     What `while_waiting`, called every second, raises ends the call.
+
+    Args:
+      turns: the conversations that the rollouts are; None: a response is one turn.
+      rows: the rollouts' places among those of `turns`; None: all of them.
     """
+    if turns is not None:
+        return turns.scores(rollouts, np.arange(len(rollouts.length)) if rows is None else rows, scorer, while_waiting)
     tokens = [rollouts.response(row) for row in range(len(rollouts.length))]
     asked = [problems[prompt] for prompt in rollouts.prompt_index]
     contexts = [Context(problem.prompt, problem.row, ids) for problem, ids in zip(asked, tokens)]
@@ -138,15 +147,18 @@ def merge_scores(parts: Sequence[Scores]) -> Scores:
         failures=dict(failures),
         extracted=[answer for one in parts for answer in one.extracted],
         first_failure=next((one.first_failure for one in parts if one.first_failure), ""),
-        parts=_merge_parts(parts),
+        parts=_merge_columns([one.parts for one in parts], parts, np.nan),
+        environment=_merge_columns([one.environment for one in parts], parts, 0.0),
     )
 
 
-def _merge_parts(scores: Sequence[Scores]) -> dict[str, np.ndarray]:
-    """Concatenate the named parts; NaN where an answer has no such part."""
-    names = sorted({name for one in scores for name in one.parts})
-    absent = [np.full(len(one.total), np.nan, np.float32) for one in scores]
-    return {name: np.concatenate([one.parts.get(name, none) for one, none in zip(scores, absent)]) for name in names}
+def _merge_columns(
+    columns: Sequence[Mapping[str, np.ndarray]], scores: Sequence[Scores], absent: float
+) -> dict[str, np.ndarray]:
+    """Concatenate named columns of scores; `absent` where there is no such name."""
+    names = sorted({name for one in columns for name in one})
+    none = [np.full(len(one.total), absent, np.float32) for one in scores]
+    return {name: np.concatenate([one.get(name, zero) for one, zero in zip(columns, none)]) for name in names}
 
 
 class _Generated(NamedTuple):

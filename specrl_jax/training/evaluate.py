@@ -1,5 +1,7 @@
 """Evaluation of a policy on fixed sets of problems: accuracy metrics, and every response in a file."""
 
+import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.rewards.accuracy import accuracy_metrics
 from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.build import Rollout
+from specrl_jax.training.conversations import begin_conversations
 from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
 from specrl_jax.training.problems import Problems
 
@@ -57,7 +60,7 @@ class Evaluation(NamedTuple):
             part = slice(first, first + len(problems))
             row |= accuracy_metrics(self.correct[part], stated[part], f"eval/{name}/")
             first += len(problems)
-        response = self.rollouts.response_length
+        response = self.rollouts.policy_tokens
         row |= {"eval/response_length_mean": float(response.mean())}
         row |= {"eval/truncated": float(1 - self.rollouts.ended.mean())}
         return row | self.scores.part_means("eval/part/") | {"eval/unscored": sum(self.scores.failures.values())}
@@ -101,20 +104,24 @@ def evaluate(
     """
     groups = rollout.plan.groups
     share = groups.share(len(problems))
-    prompts = [rollout.tokenizer.encode(problem.prompt) for problem in problems[share.group]]
     noise, first_id = rollout.config.seed + EVAL_SEED_OFFSET, share.group.start * samples
+    each = samples + engine.config.greedy
 
     def generate() -> list[tuple[Rollouts, Scores]]:
-        found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths)
-        found = found.of_prompts(share.within)
-        count, place = len(found.length), np.arange(len(found.length)) % (samples + engine.config.greedy)
-        parts = [found.take(rows) for rows in (place < samples, place == samples) if rows.any()]
+        count = len(problems[share.group]) * each
+        shared = scorer, rollout.plan.config, rollout.tokenizer, problems[share.group], each, 0
+        asked, turns = begin_conversations(*shared, lambda: on_progress(0, count))
+        prompts = [rollout.tokenizer.encode(problem.prompt) for problem in asked]
+        found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths, turns=turns)
+        own = np.arange(count).reshape(-1, each)[share.within].reshape(-1)
+        parts = [own[rows] for rows in (own % each < samples, own % each == samples) if rows.any()]
 
-        def waiting() -> None:
-            on_progress(count, count)
+        def scored(rows: np.ndarray) -> tuple[Rollouts, Scores]:
+            part, waiting = found.take(rows), functools.partial(on_progress, count, count)
+            scores = score_rollouts(part, asked, rollout.tokenizer, scorer, waiting, turns, rows)
+            return dataclasses.replace(part, prompt_index=part.prompt_index - share.within.start), scores
 
-        own = problems[share.own]
-        return [(part, score_rollouts(part, own, rollout.tokenizer, scorer, waiting)) for part in parts]
+        return [scored(rows) for rows in parts]
 
     gathered = [gather_scored(*part, groups.order) for part in distributed.together(generate)]
     (rollouts, scores), *greedy = gathered

@@ -18,6 +18,7 @@ from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.training.begun import Begun, Upcoming
 from specrl_jax.training.build import Rollout
+from specrl_jax.training.conversations import Conversations, begin_conversations
 from specrl_jax.training.dynamic_sampling import (
     ScoredRollouts,
     gather_round,
@@ -125,7 +126,7 @@ class Generation:
 
         def generate(problems: list[Problem], first_id: int) -> ScoredRollouts:
             def own() -> ScoredRollouts:
-                return self._own(problems, first_id, policy, newer, later)
+                return self._own(step, problems, first_id, policy, newer, later)
 
             # Beside the learner a process generates without the others, whose parts are gathered when it takes them.
             return gather_round(distributed.together(own), self._groups.order) if self._synchronous else own()
@@ -152,7 +153,13 @@ class Generation:
         return finished
 
     def _own(
-        self, problems: list[Problem], first_id: int, policy: Published, newer: Newer, later: Lookahead | None
+        self,
+        step: int,
+        problems: list[Problem],
+        first_id: int,
+        policy: Published,
+        newer: Newer,
+        later: Lookahead | None,
     ) -> ScoredRollouts:
         """Return this process's part of a round: of the rollouts of its group it scores its own."""
         grpo, G, left, share = self._grpo, self._grpo.group_size, self._left, self._groups.share(len(problems))
@@ -161,6 +168,8 @@ class Generation:
         # A further round goes on with what the last one began of later steps.
         earlier = self._begun.texts | later.texts if self._begun and later else {}
         how: Continuation[Weights] = Continuation(policy.version, earlier, later, left.rollouts)
+        if self._config.environment.name:
+            return self._conversations(step, asked, ids, policy, share)
         if not grpo.oversample:
             return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
         if left.rollouts is not None:
@@ -211,7 +220,26 @@ class Generation:
                 return found
             policy, how = until.policy, dataclasses.replace(how, begun=found)
 
-    def _scored(self, rollouts: Rollouts, problems: list[Problem], share: Share) -> ScoredRollouts:
+    def _conversations(
+        self, step: int, problems: list[Problem], ids: np.ndarray, policy: Published, share: Share
+    ) -> ScoredRollouts:
+        """Generate and score rollouts of several turns. Each process has a copy of the weights of its own."""
+        G, tokenizer, count = self._grpo.group_size, self._rollout.tokenizer, len(ids)
+        shared = self._scorer, self._config, tokenizer, problems, G, step
+        asked, turns = begin_conversations(*shared, lambda: self._on_progress(0, count))
+        prompts = [tokenizer.encode(problem.prompt) for problem in asked]
+        how: Continuation[Weights] = Continuation(policy.version)
+        found = self._rollout.engine.generate(
+            *(policy.weights, prompts, G, self._config.rollout.seed, ids, self._on_progress),
+            *self._speculation.as_of(policy.observed),
+            continuation=how,
+            turns=turns,
+        )
+        return self._scored(found, list(asked), share, turns)
+
+    def _scored(
+        self, rollouts: Rollouts, problems: list[Problem], share: Share, turns: Conversations | None = None
+    ) -> ScoredRollouts:
         """Score this process's share of its group's rollouts."""
         count = len(rollouts.length)
 
@@ -221,5 +249,5 @@ class Generation:
                 self._on_progress(count, count)
 
         own, asked = rollouts.of_prompts(share.within), problems[share.within]
-        scores = score_rollouts(own, asked, self._rollout.tokenizer, self._scorer, waiting)
+        scores = score_rollouts(own, asked, self._rollout.tokenizer, self._scorer, waiting, turns)
         return with_rewards(own, asked, scores, self._grpo, self._config.rollout.max_response_tokens)

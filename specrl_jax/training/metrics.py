@@ -33,7 +33,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     varies = has_variance(result.generated.rewards, learner.plan.config.grpo.group_size)
     row: dict[str, float] = {"step": result.step} | {f"time/{name}": seconds[name] for name in PHASES}
     row |= {"time/total": result.total, "time/exposed_generation": result.waited, "time/idle_rollout": result.idle}
-    row |= reward_metrics(scores, float(1 - varies.mean()))
+    row |= reward_metrics(scores, float(1 - varies.mean())) | environment_metrics(rollouts, scores)
     row |= rollout_metrics(rollouts, seconds["generate"]) | {"rollout/rounds": result.rounds}
     row |= {"rollout/lag": result.step - 1 - int(rollouts.weights_version.min())}
     if rollouts.token_version.size:
@@ -70,14 +70,27 @@ def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
     return row | scores.part_means("reward/part/")
 
 
+def environment_metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
+    """Return environment/*: means over rollouts, and the share of accepted drafts among tokens in and outside calls."""
+    if not scores.environment:
+        return {}
+    row = {f"environment/{name}": float(values.mean()) for name, values in scores.environment.items()}
+    computed = rollouts.prefilled.sum() + rollouts.policy_tokens.sum()
+    row["environment/computed_share"] = float(computed / rollouts.length.sum())
+    calls, drafts = (float(scores.environment[name].sum()) for name in ("call_tokens", "call_drafts"))
+    accepted, outside = float((rollouts.draft_positions != 0).sum()), float(rollouts.policy_tokens.sum()) - calls
+    row["environment/draft_share_outside_calls"] = (accepted - drafts) / max(outside, 1)
+    return row | ({"environment/draft_share_in_calls": drafts / calls} if calls else {})
+
+
 def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:
     """Return rollout/*: counts, lengths and speed of generation in `seconds`."""
-    tokens = int(rollouts.response_length.sum())
+    tokens = int(rollouts.policy_tokens.sum())
     return {
         "rollout/count": len(rollouts.length),
         "rollout/tokens": tokens,
         "rollout/tokens_per_second": tokens / seconds,
-        "rollout/response_length_mean": float(rollouts.response_length.mean()),
+        "rollout/response_length_mean": float(rollouts.policy_tokens.mean()),
         "rollout/truncated": float(1 - rollouts.ended.mean()),
         "rollout/parked": int(rollouts.parked.sum()),
     }
@@ -100,7 +113,7 @@ def speculation_metrics(rollouts: Rollouts) -> dict[str, float]:
     verifications = int(rollouts.verifications.sum())
     row = {
         # What earlier weights drew was verified apart.
-        "spec/acceptance_length": int((rollouts.response_length - rollouts.reverified).sum()) / max(verifications, 1),
+        "spec/acceptance_length": int((rollouts.policy_tokens - rollouts.reverified).sum()) / max(verifications, 1),
         "spec/acceptance_rate": float(accepted.sum() / max(drafted.sum(), 1)),
         "spec/drafted": int(drafted.sum()),
         "spec/accepted": int(accepted.sum()),
@@ -209,6 +222,7 @@ def rollout_samples(
             "logprobs": rollouts.logprobs[row, rollouts.response_part(row)].tolist(),
             "draft_kind": draft_kind,
             "draft_positions": rollouts.draft_positions[row, rollouts.response_part(row)].tolist(),
+            **_environment_tokens(rollouts, row),
             "reward": float(scores.total[row]),
             "weights_version": int(rollouts.weights_version[row]),
             "draft_version": int(rollouts.draft_version[row]),
@@ -216,3 +230,9 @@ def rollout_samples(
         }
         for row in rows
     ]
+
+
+def _environment_tokens(rollouts: Rollouts, row: int) -> dict[str, object]:
+    """Return which tokens of a response an environment wrote; nothing where there are none."""
+    written = rollouts.environment[row, rollouts.response_part(row)]
+    return {"environment": written.tolist()} if written.any() else {}

@@ -80,7 +80,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     page = page_bytes(model, method.model, config.rollout, rollout, limits.records)
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
     plan = Plan(config, model, method, learner, rollout, limits, groups, most, page)
-    _check_processes(config)
+    _check_processes(config, groups)
     _check_length(plan)
     _check_vocabulary(plan)
     _check_shards(plan)
@@ -167,6 +167,8 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
         groups=max(grpo.prompts_at_once, prompts + 1) if uses_lookup_cache else 0,
         sequences=grpo.group_size + draft.history if uses_lookup_cache else 0,
         most_kept=most_kept(training_sampling(config)) if replays else 0,
+        turns=bool(config.environment.name),
+        copies_pages=config.environment.pages == "copy",
         budget=draft.budget // num_shards,
         earlier=_earlier(config) if config.task == "train" else "",
         versions=config.pipeline.weight_update == "inflight" or rollout.carry > 0,
@@ -223,13 +225,19 @@ def _group_share(config: Config, n: int) -> Config:
     return dataclasses.replace(config, rollout=rollout, grpo=grpo, draft=draft)
 
 
-def _check_processes(config: Config) -> None:
+def _check_processes(config: Config, groups: ProcessGroups) -> None:
     """Raise InputError for options that several processes do not support."""
     g = config.grpo
     if config.pipeline.mode == "async" and jax.process_count() > 1 and g.sampling_rounds > 1:
         raise InputError(
             f"grpo.sampling_rounds={g.sampling_rounds}: several processes would have to ask each other whether to "
             "generate again, and under pipeline.mode=async they do not wait for each other"
+        )
+    if config.environment.name and len(groups.own) > 1:
+        raise InputError(
+            f"environment.name={config.environment.name}: {len(groups.own)} processes hold a copy of the weights "
+            "together (mesh.tensor, mesh.expert), and would hear of its answers at different times; keep copies within "
+            "a process"
         )
 
 

@@ -27,6 +27,9 @@ def refusal(values):
     return message
 
 
+GAME = {"environment.name": "guessing", "draft.compare_rounds": 0, "draft.kind": "none"}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "known"),
     [
@@ -95,6 +98,10 @@ def test_a_value_of_another_type_is_refused(key, value, right):
         ("eval.every", (-1,)),
         ("eval.problems", (0,)),
         ("reward.timeout", (0.0, NAN, INFINITY)),
+        ("environment.turns", (0,)),
+        ("environment.turn_tokens", (-1,)),
+        ("environment.seconds", (0.0, NAN)),
+        ("environment.workers", (-1,)),
         ("reward.workers", (-1,)),
         ("reward.memory", (0.0, INFINITY)),
         ("reward.test_seconds", (0.0, NAN, INFINITY)),
@@ -208,6 +215,25 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         ({"task": "benchmark", "draft.length": 0}, ["task=benchmark", "draft.length"]),
         ({"task": "benchmark", "benchmark.lengths": (0, 4)}, ["benchmark.lengths=(0, 4)", "draft.length=3"]),
         ({"task": "dry_run"}, ["dry_run.devices=0", "-1"]),
+        (GAME | {"environment.name": "gessing"}, ("no environment 'gessing'", "calculator")),
+        (GAME | {"environment.template": "so"}, ("environment.template", "{message}")),
+        (GAME | {"environment.turn_tokens": 49}, ("environment.turn_tokens=49", "rollout.max_response_tokens=12")),
+        (GAME | {"task": "generate"}, ("task=generate", "environment.name=guessing")),
+        (
+            GAME | {"pipeline.weight_update": "exact", "rollout.rule": "coupled", "pipeline.lag": 1},
+            ("pipeline.weight_update=exact", "leave none"),
+        ),
+        (
+            GAME | {"policy.router_replay": True, "policy.preset": "nano_moe"},
+            ("policy.router_replay=True", "leave False"),
+        ),
+        (GAME | {"grpo.oversample": 2}, ("grpo.oversample=2", "leave 0")),
+        (
+            GAME | {"rollout.max_prompt_tokens": 0, "data.path": "x", "eval.path": "y"},
+            ("rollout.max_prompt_tokens=0", "set a number"),
+        ),
+        (GAME | {"data.chat": "always"}, ("data.chat=always", "leave never")),
+        (GAME | {"draft.kind": "suffix", "draft.compare_rounds": 5}, ("draft.compare_rounds=5", "set 0")),
     ],
     ids=str,
 )

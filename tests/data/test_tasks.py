@@ -6,13 +6,19 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from specrl_jax.data.problem import TURN_END
 from specrl_jax.data.tasks import TASKS, TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.verifiable import countdown, exact
 from tests.helpers.slow import slow_but
 
-REWARD = dict.fromkeys(TASKS, exact) | {"countdown": countdown}
+
+def guessed(solution, answer):
+    return float(int(solution[-1]) == int(answer))
+
+
+REWARD = dict.fromkeys(TASKS, exact) | {"countdown": countdown, "guess": guessed}
 ROOMS = ["rooms", "other_rooms", "all_rooms"]
 SOME = range(1500)
 
@@ -284,5 +290,5 @@ def test_an_unknown_task_names_the_known_ones():
 def test_the_character_tokenizer_spells_the_tasks(task):
     tokenizer, source = CharTokenizer(), TaskSource(task, "train", 0, error_rate=0.5)
     for i in range(300):
-        text = source[i].prompt + source[i].solution
+        text = source[i].prompt + source[i].solution.replace(TURN_END, "")
         assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -117,6 +117,16 @@ def test_the_page_of_a_run_says_what_its_files_say(workdir, monkeypatch):
     assert "http" not in text
 
 
+def test_turns_of_an_environment_are_told_apart(workdir, monkeypatch):
+    monkeypatch.setattr(report, "panels_of", lambda rows: [])
+    written = [False] * 3 + [True] * 2 + [False] * (len(TEXTS) - 5)
+    (workdir / "rollouts/step_10.jsonl").write_text(json.dumps(sample(1000, environment=written)) + "\n")
+    page = Page(report.run_page(workdir))
+    spans = list(page.all("span", title="written by the environment"))
+    assert [(attributes["class"], text) for attributes, text in spans] == [("token environment", t) for t in TEXTS[3:5]]
+    assert "written by the environment" in [text for _, text in page.all("span", class_="token environment")]
+
+
 def test_tokens_are_coloured_by_drafter_and_position():
     page = Page(token_block(TEXTS, POSITIONS, "eagle3"))
     spans = [(attributes["class"], attributes["title"], text) for attributes, text in page.all("span")]
@@ -164,9 +174,10 @@ def test_a_line_end_at_the_start_of_a_text_is_kept():
     [
         (lambda row: row.pop("draft_positions"), "step_10.jsonl:3 lacks 'draft_positions'"),
         (lambda row: row["draft_positions"].pop(), "as many draft_positions as token_texts"),
+        (lambda row: row.update(environment=[True]), "as many environment as token_texts"),
         (lambda row: row.update(reward="high"), "reward="),
     ],
-    ids=["missing", "length", "type"],
+    ids=["missing", "length", "environment", "type"],
 )
 def test_a_damaged_sample_is_one_line(change, named, workdir):
     damaged = sample(1002, draft_positions=list(POSITIONS))

@@ -55,7 +55,7 @@ def make_run(config, mesh=None, scorer=None, **changes):
     plan = make_plan(config, mesh)
     rollout = make_rollout(plan)
     problems = load_problems(config, rollout.tokenizer)
-    scorer = scorer or make_scorer(config.reward, problems.first_rows(rollout.tokenizer))
+    scorer = scorer or make_scorer(config, problems.first_rows(rollout.tokenizer))
     return Run(make_learner(plan), rollout, problems, scorer)
 
 

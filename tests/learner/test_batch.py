@@ -123,6 +123,7 @@ def training_batch(seed=0, rollouts=8, masks=False):
         masks=lambda: ids,
         experts=NO_EXPERTS,
         draft_positions=np.where(responses, rng.integers(-2, 3, (rollouts, T)), 0).astype(np.int8),
+        environment=np.zeros((rollouts, T), bool),
     )
     loss_mask = np.ones(rollouts, bool)
     loss_mask[3] = False
@@ -147,6 +148,20 @@ def test_every_token_is_there_once_with_what_belongs_to_it():
     assert (
         packed.rows.segments[packed.rows.segments == 0].size + drawn.rollouts.length.sum()
     ) == packed.rows.tokens.size
+
+
+@pytest.mark.parametrize("packing", [None, PACKING._replace(parts=2)])
+def test_what_an_environment_wrote_is_context_and_no_target(packing):
+    drawn = training_batch(rollouts=16)
+    r = drawn.rollouts
+    at = np.arange(T)
+    r.environment = (at >= r.prompt_length[:, None] + 1) & (at < np.minimum(r.prompt_length + 3, r.length - 1)[:, None])
+    batch = learner_batch(drawn, 0, packing)
+    own = (at >= r.prompt_length[:, None]) & (at < r.length[:, None]) & ~r.environment
+    assert r.environment.sum() > 10
+    assert sorted(np.asarray(batch.rows.targets)[np.asarray(batch.rows.mask)]) == sorted(r.tokens[own])
+    whole = learner_batch(training_batch(rollouts=16), 0, packing)
+    np.testing.assert_array_equal(batch.rows.tokens, whole.rows.tokens)
 
 
 def test_rows_say_which_tokens_the_policy_drew():

@@ -56,12 +56,19 @@ def rollouts_of(*texts):
         tokens[row, : len(prompt) + len(response)] = [*prompt, *response]
     prompt_length = np.array([len(prompt) for prompt, _ in texts])
     length = prompt_length + [len(response) for _, response in texts]
-    return types.SimpleNamespace(tokens=tokens, prompt_length=prompt_length, length=length)
+    none = np.zeros(tokens.shape, bool)
+    return types.SimpleNamespace(tokens=tokens, prompt_length=prompt_length, length=length, environment=none)
 
 
 def test_responses_are_counted_and_neither_prompts_nor_padding():
     counts = count_responses(rollouts_of(([3, 3, 3], [7, 2]), ([3], [7, 7, 5])), V)
     assert counts.tolist() == [0, 0, 1, 0, 0, 1, 0, 3, 0, 0]
+
+
+def test_nor_what_an_environment_wrote():
+    found = rollouts_of(([3], [7, 5, 5, 2]))
+    found.environment[0, 2:4] = True
+    assert np.flatnonzero(count_responses(found, V)).tolist() == [2, 7]
 
 
 def test_coverage():

@@ -49,6 +49,8 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         drafted=counters,
         accepted=counters,
         parked=counters[:, 0],
+        environment=np.zeros((rows, 12), bool),
+        prefilled=counters[:, 0],
         reverified=counters[:, 0],
         weights_version=np.zeros(rows, np.int64),
         draft_version=np.zeros(rows, np.int64),

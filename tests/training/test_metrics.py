@@ -19,7 +19,7 @@ def test_acceptance_counts_what_was_committed():
         drafted=np.array([[4, 4, 2], [3, 3, 0]], np.int32),
         accepted=np.array([[3, 1, 1], [2, 0, 0]], np.int32),
         verifications=np.array([4, 3], np.int32),
-        response_length=np.array([10, 6], np.int32),
+        policy_tokens=np.array([10, 6], np.int32),
         reverified=np.array([2, 1], np.int32),  # verified apart
         # Two programs of one length count together.
         chunks=[

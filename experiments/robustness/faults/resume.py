@@ -46,7 +46,7 @@ def main(whole: pathlib.Path, workdirs: list[pathlib.Path]) -> None:
     learner, rollout = build(config)
     problems, abstract = load_problems(config, rollout.tokenizer), abstract_run_state(learner)
     expected = finished(whole, config.steps, abstract)
-    with make_scorer(config.reward, problems.first_rows(rollout.tokenizer)) as scorer:
+    with make_scorer(config, problems.first_rows(rollout.tokenizer)) as scorer:
         for workdir in workdirs:
             output, error, different = io.StringIO(), "", None
             try:

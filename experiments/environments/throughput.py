@@ -1,0 +1,89 @@
+"""Rollouts a second where an environment answers in 0.2 s, over those where it answers at once.
+
+    python -m experiments.environments.throughput --output runs/environments.csv
+
+Five turns a rollout, about 24 tokens each, of a random policy; 16 slots, and rounds of both in turn. A waiting rollout
+takes no slot, so what is lost is parking it, and the end of a call, where nothing else is left to decode.
+"""
+
+import argparse
+import csv
+import json
+import time
+
+from specrl_jax.config import base, from_config_dict
+from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.rewards.scorer import Scorer
+from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import Rollout, make_learner, make_rollout, make_scorer
+from specrl_jax.training.conversations import begin_conversations
+from specrl_jax.training.initial import initial_weights
+from specrl_jax.training.plan import make_plan
+from specrl_jax.training.problems import load_problems
+
+CLASSES = {"at once": "AtOnce", "0.2 s": "Waiting"}
+
+
+class SeveralEnds(CharTokenizer):
+    """A random policy of 128 entries ends a turn after about 24 tokens."""
+
+    eos_ids = (1, 2, 3, 4, 5)
+
+
+def build(name: str, preset: str) -> tuple[Rollout, Scorer, Weights]:
+    c = base()
+    c.policy.preset = preset
+    c.draft.kind = "none"
+    c.rollout.num_slots = 16
+    c.rollout.max_prompt_tokens = 16
+    c.rollout.max_response_tokens = 480
+    c.rollout.prefill_tokens = 16
+    c.rollout.rule = "coupled"
+    c.environment.name = f"experiments.environments.waiting:{CLASSES[name]}"
+    c.environment.workers = 16
+    c.reward.name = ""
+    config = from_config_dict(c)
+    plan = make_plan(config, make_mesh(c.mesh.to_dict()))
+    rollout = make_rollout(plan, (0,), SeveralEnds())
+    return rollout, make_scorer(config, []), initial_weights(make_learner(plan), rollout)
+
+
+def measure(rollout: Rollout, scorer: Scorer, weights: Weights, count: int, seed: int) -> dict[str, float]:
+    """Return what one call of `count` rollouts did."""
+    tokenizer, config = rollout.tokenizer, rollout.plan.config
+    problems = next(load_problems(config, tokenizer).stream(count // 8))
+    asked, turns = begin_conversations(scorer, config, tokenizer, problems, 8, seed, lambda: None)
+    prompts, start = [tokenizer.encode(problem.prompt) for problem in asked], time.perf_counter()
+    found = rollout.engine.generate(weights, prompts, 8, seed, turns=turns)
+    seconds = time.perf_counter() - start
+    computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())
+    counts = {"rollouts": len(found.length), "seconds": round(seconds, 3), "tokens": int(found.policy_tokens.sum())}
+    return counts | {"parked": int(found.parked.sum()), "computed_share": round(computed, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--rollouts", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    a = parser.parse_args()
+    runs = {name: build(name, a.preset) for name in CLASSES}
+    rows = []
+    for seed in range(a.rounds + 1):  # the first compiles
+        for name in list(CLASSES)[:: 1 if seed % 2 else -1]:
+            rows.append({"environment": name, "round": seed} | measure(*runs[name], a.rollouts, seed))
+            print(json.dumps(rows[-1]), flush=True)
+    for _, scorer, _ in runs.values():
+        scorer.close()
+    with open(a.output, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    spent = {name: sum(row["seconds"] for row in rows if row["environment"] == name and row["round"]) for name in runs}
+    print(f"rollouts a second, 0.2 s over at once: {spent['at once'] / spent['0.2 s']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What an environment says as tokens behind a turn: the conversation itself is never rendered anew.
+
+Chat templates may drop earlier thinking where a conversation goes on, and tokenizing a decoded text may give other
+tokens. So what the policy read and wrote stays as it is, and only what follows the end of its turn is appended: what
+the template writes after an assistant's message, up to where the next one begins.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from specrl_jax.data.special import PromptText, rendered, unused_characters
+from specrl_jax.data.tokenizers import Tokenizer
+from specrl_jax.errors import InputError
+
+Message = Mapping[str, str]
+
+
+class TurnFormat:
+    """How messages become tokens.
+
+    Args:
+      template: text around a message where the tokenizer has no chat template, with {message} in it.
+      thinking: the chat template's enable_thinking.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, thinking: bool) -> None:
+        self._tokenizer, self._template, self._thinking = tokenizer, template, thinking
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the prompt of a conversation that begins with `messages`: the environment's, but for system messages,
+        are content.
+        """
+        if not self._tokenizer.has_chat_template:
+            return "".join(message["content"] for message in messages)
+        said = [
+            {"role": m["role"], "content": PromptText(m["content"]) if m["role"] == "system" else m["content"]}
+            for m in messages
+        ]
+        return self._tokenizer.apply_chat_template(said, self._thinking)
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens between the end-of-text of a turn and the next turn, at least one.
+
+        Raises InputError where the tokenizer has no tokens for a message, or the chat template no place for its role.
+        """
+        tokens = self._tokens(messages)
+        if not tokens:
+            raise InputError("the environment goes on and says nothing")
+        return tokens
+
+    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+        contents = [message["content"] for message in messages]
+        special = self._tokenizer.special
+        if not self._tokenizer.has_chat_template:
+            text = "".join(self._template.replace("{message}", content) for content in contents)
+            return self._tokenizer.encode(text)
+        first, *rest = self._separators(tuple(message["role"] for message in messages))
+        text = rendered(lambda texts: first + "".join(map("".join, zip(texts, rest))), contents, special)
+        ended, *tokens = self._tokenizer.encode(text)
+        if ended not in self._tokenizer.eos_ids:
+            raise InputError("data.tokenizer: the chat template does not end a message with an end-of-text token")
+        return tokens
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - one format lives as long as its run
+    def _separators(self, roles: tuple[str, ...]) -> list[str]:
+        """Return what the template writes behind an assistant's message, between messages of `roles`, and behind them.
+
+        Found by rendering a conversation whose contents are characters that nothing else has.
+        """
+        marks = [mark for mark, _ in zip(unused_characters(""), range(1 + len(roles)))]
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marks[0]}]
+        said += [{"role": role, "content": mark} for role, mark in zip(roles, marks[1:])]
+        text, parts = str(self._tokenizer.apply_chat_template(said, self._thinking)), list[str]()
+        for mark in marks:
+            before, found, text = text.partition(mark)
+            if not found or mark in text:
+                raise InputError(f"data.tokenizer: the chat template does not write each of the roles {roles} once")
+            parts.append(before)
+        return [*parts[1:], text]

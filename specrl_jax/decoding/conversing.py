@@ -1,0 +1,214 @@
+"""A batch whose rollouts are conversations: a row that ends a turn waits for its environment, then goes on.
+
+A waiting row keeps its pages and its slot while nothing else wants the slot. Where requests or answered rows wait for
+slots, it is parked after PATIENCE seconds: a slow environment holds no slot. Once there is an answer, its tokens are
+appended and prefilled (extend.py). What a row draws depends on its own tokens and on the noise of its id alone, so
+neither the order of the answers nor parking changes a token under `coupled`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specrl_jax.core import stand_in
+from specrl_jax.decoding.batch import ActiveBatch, EngineParts, collected
+from specrl_jax.decoding.extend import Extension
+from specrl_jax.decoding.parking import Parked
+from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
+from specrl_jax.decoding.scheduler import FREE, Scheduler
+from specrl_jax.decoding.state import Cache, Params
+from specrl_jax.decoding.turns import Turn, Turns
+
+# An environment that answers sooner than this keeps its slot: parking and coming back take a few milliseconds.
+PATIENCE = 0.02
+# Seconds between two looks for an answer where nothing else is to be done, during which `on_progress` is not called.
+POLL = 0.25
+
+
+class ConversingBatch(ActiveBatch[Params, Cache]):
+    """Runs decode chunks, hands ended turns to their environments, and appends the answers.
+
+    Args:
+      longest: most response tokens of each request, those of the environment included.
+      on_progress: called with (finished rollouts, all rollouts) while only environments are at work.
+    """
+
+    def __init__(
+        self,
+        engine: EngineParts[Params, Cache],
+        params: Params,
+        scheduler: Scheduler,
+        seed: int,
+        version: WeightsVersion,
+        turns: Turns,
+        longest: Sequence[int],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(engine, params, scheduler, seed, version)
+        self._turns, self._longest, self._on_progress = turns, longest, on_progress
+        self._asked: dict[int, float] = {}  # when each request asked its environment, which has not answered yet
+        self._said: dict[int, Sequence[int]] = {}  # answers that are still to be appended
+        self._lost: set[int] = set()  # waiting requests whose pages are not kept
+        self._until: dict[int, tuple[int, int]] = {}  # (prompt, all) tokens of each request that waits
+        self._begins: dict[int, int] = {}  # where a request's turn begins; the first one does behind the prompt
+        self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment
+        self._prefilled = np.zeros(scheduler.total, np.int32)  # behind the prompt, or again
+
+    @property
+    def active(self) -> np.ndarray:
+        """[B] bool, rows that decode: neither free nor waiting for an environment."""
+        owner = self.scheduler.owner
+        return (owner != FREE) & ~np.isin(owner, [*self._asked, *self._said])
+
+    def prepare(self) -> bool:
+        """Append answers, bring back parked rows, refill, compact; wait for an environment if nothing else is left."""
+        while True:
+            self._hear(0.0)
+            self._go_on()
+            while (ready := self._ready()) and self._bring_back(ready[0], self._pages_to_add(ready[0])):
+                pass
+            self._go_on()
+            if not self._ready():  # a new request would take the pages that they wait for
+                self._refill()
+            wanted = self.scheduler.waiting or bool(self._ready())
+            if wanted and self._park_waiting():
+                continue
+            if self.running or not (self._asked or self._said):
+                break
+            self._hear(PATIENCE if wanted else POLL)
+            self._on_progress(self.finished, self.scheduler.asked)
+        self._compact()
+        return self.running > 0
+
+    def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
+        """Return all rollouts; what their environments wrote is marked."""
+        found = super().rollouts(samples, version)
+        for request, parts in enumerate(self._written[: len(found.length)]):
+            for part in parts:
+                found.environment[request, part] = True
+        return dataclasses.replace(found, prefilled=found.prefilled + self._prefilled[: len(found.length)])
+
+    def _end(self, rows: np.ndarray) -> None:
+        """Ask the environments of rows that have ended a turn."""
+        if not len(rows):
+            return
+        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
+        for row in rows:
+            request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
+            turn = tokens[row, self._begins.get(request, prompt) : length].copy()
+            self._asked[request], self._until[request] = time.monotonic(), (prompt, length)
+            self._turns.ask(Turn(request, turn, bool(np.isin(turn[-1], self._engine.eos_ids))))
+
+    def _hear(self, seconds: float) -> None:
+        """Take the answers of environments; wait up to `seconds` for the first."""
+        for request, tokens in self._turns.answers(seconds):
+            del self._asked[request]
+            prompt, length = self._until[request]
+            # The policy needs a token more.
+            if tokens is None or length + len(tokens) >= prompt + self._longest[request]:
+                self._finish(request)
+            else:
+                self._said[request] = tokens
+
+    def _finish(self, request: int) -> None:
+        """Collect a rollout that has ended, from its slot or from the host."""
+        if len(rows := np.flatnonzero(self.scheduler.owner == request)):
+            self._collect(rows)
+            return
+        row = next(parked.row for parked in self._parked if parked.request == request)
+        self._parked = [parked for parked in self._parked if parked.request != request]
+        self.scheduler.settle(np.array([request]))
+        self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in collected(row).items()})
+        self._finished[request] = True
+
+    def _go_on(self) -> None:
+        """Append what environments said to rows in slots, the oldest first, as far as there are pages."""
+        scheduler, config = self.scheduler, self._engine.config
+        fresh = [int(request) for request in scheduler.owner if request in self._said]
+        if not fresh:
+            return
+        tokens = np.zeros((self.size, config.cache_length), np.int32)
+        count, start, limit = (np.zeros(self.size, np.int32) for _ in range(3))
+        held, per_shard = self._fetch(self.slots.held.count), self.size // config.shards
+        free, others = self._free.copy(), self.active.reshape(config.shards, -1).sum(axis=1)
+        for request in sorted(fresh, key=scheduler.order):
+            rows = np.flatnonzero(scheduler.owner == request)
+            if not len(rows):  # parked for another's pages
+                continue
+            row, shard = rows[0], rows[0] // per_shard
+            said, (prompt, length) = self._said[request], self._until[request]
+            need = self._more_pages(request, held[row])
+            if not others[shard]:
+                free[shard] += self._make_room_for(row, shard, need - free[shard])
+            elif free[shard] < need + self._ahead * (others[shard] + 1):
+                continue
+            free[shard], others[shard] = free[shard] - need, others[shard] + 1
+            tokens[row, length : length + len(said)], count[row] = said, len(said)
+            start[row] = 0 if request in self._lost else length - 1
+            limit[row] = min(length + len(said) + self._turns.turn_tokens, prompt + self._longest[request])
+        if not count.any():
+            return
+        new = Extension(*(stand_in(x) for x in (tokens, count, start, limit)))
+        self.slots = self._engine.compiled.extend(self._params, self.slots, new)
+        self._free = self._count_free()
+        for row in np.flatnonzero(count):
+            self._note(int(scheduler.owner[row]), int(start[row]))
+
+    def _note(self, request: int, start: int) -> None:
+        """Note that a request goes on, its cache prefilled from position `start`."""
+        _, length = self._until.pop(request)
+        end = self._begins[request] = length + len(self._said.pop(request))
+        self._written[request].append(slice(length, end))
+        self._prefilled[request] += end - 1 - start
+        self._lost.discard(request)
+
+    def _more_pages(self, request: int, held: int) -> int:
+        """Return how many pages a waiting request needs beside those that it holds, for what its environment said."""
+        tokens = self._until[request][1] + len(self._said[request])
+        return max(0, -(-tokens // self._engine.config.page_tokens) - int(held))
+
+    def _make_room_for(self, row: int, shard: int, lacking: int) -> int:
+        """Park other rows of a shard, the youngest first, until `lacking` pages more are free; return how many are.
+
+        All of them wait: each would else hold the pages that another one needs.
+        """
+        scheduler, before = self.scheduler, self._free[shard]
+        per_shard = self.size // self._engine.config.shards
+        while self._free[shard] - before < lacking:
+            rows = shard * per_shard + np.flatnonzero(scheduler.owner.reshape(-1, per_shard)[shard] != FREE)
+            self._park(max(set(rows.tolist()) - {row}, key=lambda other: scheduler.order(int(scheduler.owner[other]))))
+        return int(self._free[shard] - before)
+
+    def _ready(self) -> list[Parked]:
+        """Return the parked rows that do not wait for an environment, the oldest first."""
+        return [parked for parked in self._parked if parked.request not in self._asked]
+
+    def _pages_to_add(self, parked: Parked) -> int:
+        said = parked.request in self._said
+        return self._more_pages(parked.request, int(parked.row.held.count)) if said else 0
+
+    def _park_waiting(self) -> bool:
+        """Park the rows that have waited for their environments longer than PATIENCE; return whether there were any."""
+        now, found = time.monotonic(), False
+        for row, request in enumerate(self.scheduler.owner):
+            if request in self._asked and now - self._asked[request] >= PATIENCE:
+                self._park(row)
+                found = True
+        return found
+
+    def _park(self, row: int, copy: bool = True) -> None:
+        """Park a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""
+        request = int(self.scheduler.owner[row])
+        waits = request in self._asked or request in self._said
+        copy = request not in self._lost and (not waits or self._engine.config.copies_pages)
+        if not copy:
+            self._lost.add(request)
+        super()._park(row, copy)
+
+    def _stop_at_rows(self) -> np.ndarray:
+        """Return of each shard [D] the running rows at which it stops: enough have ended a turn."""
+        config = self._engine.config
+        ended = max(1, config.refill_rows // config.shards)
+        return np.maximum(0, self.active.reshape(config.shards, -1).sum(axis=1) - ended)

@@ -1,0 +1,35 @@
+"""Who answers the turns of a rollout, as the engine sees it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Turn(NamedTuple):
+    """A turn that the policy has ended."""
+
+    request: int  # of the call, prompt-major
+    tokens: np.ndarray  # [n] int32, what the policy wrote, the end-of-text token included
+    ended: bool  # by end-of-text; else cut by a limit
+
+
+class Answer(NamedTuple):
+    """What an environment says to a turn."""
+
+    request: int
+    tokens: Sequence[int] | None  # appended as they are, at least one; None: the rollout has ended
+
+
+class Turns(Protocol):
+    """The environments of a call's rollouts, each of which answers one turn at a time."""
+
+    @property
+    def turn_tokens(self) -> int:
+        """Return the most tokens of a turn."""
+
+    def ask(self, turn: Turn) -> None:
+        """Hand over a turn; do not wait."""
+
+    def answers(self, seconds: float) -> list[Answer]:
+        """Return what has been answered since the last call; wait up to `seconds` for the first answer."""

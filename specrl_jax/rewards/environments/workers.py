@@ -1,0 +1,191 @@
+"""Worker processes that hold conversations, and recovery when one hangs, dies or leaks.
+
+A worker serves one turn at a time, and keeps the conversations that it began. Where it is lost, another worker repeats
+a conversation from its beginning. So an environment that hangs or dies costs its own rollout its reward; the others of
+the same worker only wait.
+"""
+
+import atexit
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from specrl_jax.rewards.environments.session import PREFIX
+from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
+from specrl_jax.rewards.pool import ATTEMPTS, LOSSES
+from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
+
+
+class Conversation(NamedTuple):
+    """What an environment begins with."""
+
+    session: int  # a number of its own
+    row: Mapping[str, object]
+    seed: int
+
+
+class Reply(NamedTuple):
+    """What came of a turn."""
+
+    session: int
+    outcome: Outcome
+    seconds: float  # that the worker took
+
+
+class _Task(NamedTuple):
+    conversation: Conversation
+    text: str
+    turns: Sequence[str] | None  # the texts before; None: begin only
+    replies: "queue.SimpleQueue[Reply | BaseException]"
+
+    def row(self) -> Row:
+        """Return the turn as a worker reads it."""
+        session, row, seed = self.conversation
+        return Row(self.text, "", Context(row={"session": session, "row": row, "seed": seed, "turns": self.turns}))
+
+
+class EnvironmentWorkers:
+    """`count` processes that hold the conversations of the environment `name`; they start when first needed.
+
+    Args:
+      label: of its reward in the metrics.
+      seconds: that a step may take; a conversation that is repeated may take as many for each of its steps.
+      memory: bytes that a worker may take beyond its imports.
+    """
+
+    def __init__(self, name: str, label: str, seconds: float, count: int, memory: int) -> None:
+        self.name, self.label, self.seconds, self.count = name, label, seconds, count
+        self._names, self._memory = (PREFIX + name,), memory
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[_Task] = deque()
+        self._holders: dict[int, int] = {}  # place of the worker that holds a session
+        self._workers: list[WorkerProcess] = []
+        self._losses = 0  # since a worker last answered
+
+    def start(self) -> None:
+        """Start the processes without waiting for them."""
+        with self._changed:
+            if self._workers:
+                return
+            self._workers = [WorkerProcess(self._names, self._memory) for _ in range(self.count)]
+            atexit.register(self.close)
+            for place in range(self.count):
+                arguments = (place, self._workers)
+                threading.Thread(target=self._work, args=arguments, name="environment", daemon=True).start()
+
+    def close(self) -> None:
+        """End the processes and drop the turns that wait. A later turn starts new ones."""
+        with self._changed:
+            workers, self._workers, self._losses = self._workers, [], 0
+            self._waiting.clear()
+            self._holders.clear()
+            self._changed.notify_all()
+        if workers:
+            atexit.unregister(self.close)
+        for worker in workers:
+            worker.end()
+
+    def problem(self) -> str:
+        """Return why a worker cannot load the environment, in one line; "" if it can. Waits for a worker of its own."""
+        worker = WorkerProcess(self._names, self._memory)
+        try:
+            return worker.hello().problem
+        except Lost as lost:
+            return f"loading {self.name}: the worker {lost}"
+        finally:
+            worker.end()
+
+    def open(self, row: Mapping[str, object], seed: int) -> Conversation:
+        """Return a new conversation, in which nothing has been said."""
+        return Conversation(next(self._numbers), row, seed)
+
+    def submit(
+        self,
+        conversation: Conversation,
+        text: str,
+        turns: Sequence[str] | None,
+        replies: "queue.SimpleQueue[Reply | BaseException]",
+    ) -> None:
+        """Hand over a turn, whose reply will be put into `replies`; None as `turns`: only begin the conversation.
+
+        An exception there: no turn can be answered any more.
+        """
+        self.start()
+        with self._changed:
+            self._waiting.append(_Task(conversation, text, turns, replies))
+            self._changed.notify_all()
+
+    def _work(self, place: int, workers: list[WorkerProcess]) -> None:
+        """Answer turns with the worker in one place until the workers are closed."""
+        held = set[int]()  # conversations that the worker can go on with
+        while (task := self._next(place, workers)) is not None:
+            try:
+                begin = time.monotonic()
+                outcome = self._answer(task, place, workers, held)
+                task.replies.put(Reply(task.conversation.session, outcome, time.monotonic() - begin))
+            except BaseException as error:
+                task.replies.put(error)
+
+    def _next(self, place: int, workers: list[WorkerProcess]) -> _Task | None:
+        """Wait for a turn: of a conversation that this worker holds, or that none does."""
+        with self._changed:
+            while workers is self._workers:
+                for task in self._waiting:
+                    session = task.conversation.session
+                    if self._holders.get(session, place) == place:
+                        self._waiting.remove(task)
+                        self._holders[session] = place
+                        return task
+                self._changed.wait()
+            return None
+
+    def _answer(self, task: _Task, place: int, workers: list[WorkerProcess], held: set[int]) -> Outcome:
+        """Return the outcome of a turn. A turn is given up once ATTEMPTS workers have died of it."""
+        session, died = task.conversation.session, 0
+        while True:
+            try:
+                workers[place].check(self.seconds)
+            except Lost as lost:
+                self._count_loss(self._replace(place, workers, held, lost))
+                continue
+            steps = 1 if session in held else 1 + len(task.turns or ())
+            try:
+                outcome, full = next(workers[place].score([task.row()], steps * self.seconds))
+            except TimeoutError:
+                self._replace(place, workers, held)
+                outcome, full = Outcome((), failure="timeout", detail=f"more than {self.seconds:g} s for a step"), False
+            except Lost as lost:
+                said, died = self._replace(place, workers, held, lost), died + 1
+                if died < ATTEMPTS:
+                    continue
+                outcome, full = Outcome((), failure="died", detail=f"the worker {said}"), False
+            self._losses = 0
+            if full:
+                self._replace(place, workers, held)
+            elif outcome.messages is not None and task.turns is not None:
+                held.add(session)
+            if outcome.messages is None:
+                held.discard(session)
+                with self._changed:
+                    self._holders.pop(session, None)
+            return outcome
+
+    def _replace(self, place: int, workers: list[WorkerProcess], held: set[int], lost: Lost | None = None) -> str:
+        """Replace the worker in a place; return what became of it."""
+        said = workers[place].end()
+        held.clear()
+        with self._changed:
+            if workers is not self._workers:
+                raise RuntimeError("environment workers: closed during a turn")
+            workers[place] = WorkerProcess(self._names, self._memory)
+        return said if lost is None or str(lost) == GONE else str(lost)
+
+    def _count_loss(self, said: str) -> None:
+        self._losses += 1
+        if self._losses >= LOSSES * self.count:
+            raise NotScored(f"environment workers die: {self._losses} times in a row; the last {said}")

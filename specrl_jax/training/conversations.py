@@ -1,0 +1,250 @@
+"""The conversations of one call of the engine: turns become texts, go to the environments' workers, and come back."""
+
+import dataclasses
+import itertools
+import queue
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specrl_jax.config import Config, EnvironmentConfig
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.tokenizers import Tokenizer, token_texts
+from specrl_jax.data.turns import TurnFormat
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.decoding.turns import Answer, Turn
+from specrl_jax.errors import InputError
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, Reply
+from specrl_jax.rewards.messages import Context, Outcome
+from specrl_jax.rewards.scorer import Scorer, Scores
+
+
+@dataclasses.dataclass
+class _Log:
+    """One rollout's conversation so far."""
+
+    conversation: Conversation
+    turns: list[str] = dataclasses.field(default_factory=list)
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0  # in the environment
+    cut: bool = False  # the last turn was, by a limit
+
+    @property
+    def failed(self) -> Outcome | None:
+        """The outcome of the step that failed."""
+        return self.outcomes[-1] if self.outcomes and self.outcomes[-1].failure else None
+
+
+class Conversations:
+    """Implements `decoding.turns.Turns` for G rollouts of each problem, and scores them in the end.
+
+    Args:
+      workers: of the environment.
+      config: its limits.
+      format: of what it says.
+      problems: in the order of the engine's prompts.
+      seeds: of each problem's conversations.
+      samples: rollouts of each problem in a call.
+    """
+
+    def __init__(
+        self,
+        workers: EnvironmentWorkers,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        format: TurnFormat,
+        problems: Sequence[Problem],
+        seeds: Sequence[int],
+        samples: int,
+    ) -> None:
+        self._workers, self._config, self._tokenizer, self._format = workers, config, tokenizer, format
+        self._problems = problems
+        self._logs = [
+            _Log(workers.open(row_of(problem), seed))
+            for problem, seed in zip(problems, seeds, strict=True)
+            for _ in range(samples)
+        ]
+        self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
+        self._replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+
+    @property
+    def turn_tokens(self) -> int:
+        """Most tokens of a turn."""
+        return self._config.turn_tokens or 2**30
+
+    def ask(self, turn: Turn) -> None:
+        """Hand a turn to the environment."""
+        log = self._logs[turn.request]
+        text = self._tokenizer.decode(turn.tokens[: len(turn.tokens) - turn.ended].tolist())
+        log.cut = not turn.ended
+        self._workers.submit(log.conversation, text, list(log.turns), self._replies)
+        log.turns.append(text)
+
+    def answers(self, seconds: float) -> list[Answer]:
+        """Return what environments said since the last call; wait up to `seconds` for the first."""
+        return [self._answer(reply) for reply in received(self._replies, seconds)]
+
+    def _answer(self, reply: Reply) -> Answer:
+        request = self._requests[reply.session]
+        log, outcome = self._logs[request], reply.outcome
+        log.seconds += reply.seconds
+        log.outcomes.append(outcome)
+        if outcome.messages is None or log.cut or len(log.turns) == self._config.turns:
+            return Answer(request, None)
+        try:
+            return Answer(request, self._format.tokens(outcome.messages))
+        except InputError as error:
+            log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
+            return Answer(request, None)
+
+    def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, waiting: Callable[[], None]) -> Scores:
+        """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.
+
+        One whose environment failed has no reward.
+        """
+        logs = [self._logs[row] for row in rows]
+        alive = np.array([log.failed is None for log in logs])
+        own = np.array([sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs])
+        final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
+        failed = [log.failed for log in logs if log.failed]
+        first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
+        return final._replace(
+            total=final.total + own.astype(np.float32),
+            rewards={**final.rewards, self._workers.label: own.astype(np.float32)},
+            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, final.correct)], bool),
+            failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
+            first_failure=first,
+            environment=self._columns(logs, rollouts),
+        )
+
+    def _final_scores(
+        self,
+        logs: Sequence[_Log],
+        rollouts: Rollouts,
+        alive: np.ndarray,
+        scorer: Scorer,
+        waiting: Callable[[], None],
+    ) -> Scores:
+        """Score the last turns of rollouts `alive` by the rewards; the others have 0."""
+        asked = [self._problems[rollouts.prompt_index[row]] for row in alive]
+        contexts = [Context(problem.prompt, problem.row, rollouts.response(row)) for row, problem in zip(alive, asked)]
+        last, answers = [logs[row].turns[-1] for row in alive], [problem.answer for problem in asked]
+        scores = scorer(last, answers, contexts, waiting)
+
+        def of_all(values: np.ndarray, empty: float) -> np.ndarray:
+            found = np.full(len(logs), empty, values.dtype)
+            found[alive] = values
+            return found
+
+        extracted: list[str | None] = [None] * len(logs)
+        for row, answer in zip(alive, scores.extracted):
+            extracted[row] = answer
+        return scores._replace(
+            total=of_all(scores.total, 0),
+            rewards={name: of_all(values, 0) for name, values in scores.rewards.items()},
+            correct=of_all(scores.correct, False),
+            extracted=extracted,
+            parts={name: of_all(values, np.nan) for name, values in scores.parts.items()},
+        )
+
+    def _columns(self, logs: Sequence[_Log], rollouts: Rollouts) -> dict[str, np.ndarray]:
+        """Return what is counted of each rollout, by name, [R] float32 each."""
+        names = sorted({name for log in logs for outcome in log.outcomes for name in outcome.parts})
+        found: dict[str, Sequence[float]] = {
+            name: [sum(outcome.parts.get(name, 0.0) for outcome in log.outcomes) for log in logs] for name in names
+        }
+        found["turns"] = [len(log.turns) for log in logs]
+        found["seconds"] = [log.seconds for log in logs]
+        # It would have gone on.
+        found["cut"] = [log.cut or log.outcomes[-1].messages is not None for log in logs]
+        found["failed"] = [log.failed is not None for log in logs]
+        calls = [self._in_calls(log, rollouts, row) for row, log in enumerate(logs)]
+        found["call_tokens"], found["call_drafts"] = ([pair[i] for pair in calls] for i in range(2))
+        return {name: np.array(values, np.float32) for name, values in found.items()}
+
+    def _in_calls(self, log: _Log, rollouts: Rollouts, row: int) -> tuple[int, int]:
+        """Return how many tokens of a rollout are of tool calls, and how many of these are accepted drafts."""
+        tokens = drafts = 0
+        part = rollouts.response_part(row)
+        ids, written = rollouts.tokens[row, part].tolist(), rollouts.environment[row, part]
+        drafted = rollouts.draft_positions[row, part] != 0
+        runs = itertools.groupby(range(len(ids)), lambda i: bool(written[i]))
+        own = [list(run) for by_environment, run in runs if not by_environment]
+        for places, text, outcome in zip(own, log.turns, log.outcomes):
+            if not outcome.extracted or (begin := text.find(outcome.extracted)) < 0:
+                continue
+            texts = token_texts(self._tokenizer, [ids[i] for i in places])
+            ends = np.cumsum([len(one) for one in texts])
+            starts = ends - [len(one) for one in texts]
+            inside = (ends > begin) & (starts < begin + len(outcome.extracted))
+            tokens, drafts = tokens + int(inside.sum()), drafts + int((inside & drafted[places]).sum())
+        return tokens, drafts
+
+
+def _is_correct(log: _Log, scored: bool) -> bool:
+    if log.failed:
+        return False
+    said = log.outcomes[-1].correct
+    return scored if said is None else said
+
+
+def begin_conversations(
+    scorer: Scorer,
+    config: Config,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem],
+    samples: int,
+    step: int,
+    waiting: Callable[[], None],
+) -> tuple[Sequence[Problem], Conversations | None]:
+    """Begin the conversations of some problems; return these with the prompts that the policy reads.
+
+    None without an environment: the problems are as they were, and a response is one turn.
+
+    An environment that cannot begin leaves the row's prompt as it is, and fails again in the first step of each of its
+    rollouts.
+
+    Args:
+      step: a row met again in another step has other seeds.
+      waiting: called every second; what it raises ends the call.
+    """
+    if not config.environment.name:
+        return problems, None
+    workers, seed = scorer.environment, f"{config.rollout.seed}:{step}"
+    assert workers is not None, "the config names an environment"
+    format = TurnFormat(tokenizer, config.environment.template, config.data.thinking)
+    replies: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
+    seeds = [zlib.crc32(f"{seed}:{problem.prompt}:{problem.answer}".encode()) for problem in problems]
+    sessions = dict[int, int]()
+    for place, (problem, own) in enumerate(zip(problems, seeds)):
+        conversation = workers.open(row_of(problem), own)
+        sessions[conversation.session] = place
+        workers.submit(conversation, "", None, replies)
+    opened, left = list(problems), len(problems)
+    while left:
+        for reply in received(replies, 1.0):
+            left, place = left - 1, sessions[reply.session]
+            if reply.outcome.messages:
+                opened[place] = opened[place]._replace(prompt=format.prompt(reply.outcome.messages))
+        waiting()
+    return opened, Conversations(workers, config.environment, tokenizer, format, problems, seeds, samples)
+
+
+def row_of(problem: Problem) -> dict[str, object]:
+    """Return the row that an environment begins with."""
+    return {**problem.row, "prompt": str(problem.prompt), "answer": problem.answer}
+
+
+def received(replies: "queue.SimpleQueue[Reply | BaseException]", seconds: float) -> list[Reply]:
+    """Return all replies that are there; wait up to `seconds` for the first. Raises what a worker's thread raised."""
+    found = list[Reply]()
+    try:
+        while True:
+            reply = replies.get(timeout=seconds) if seconds and not found else replies.get_nowait()
+            if isinstance(reply, BaseException):
+                raise reply
+            found.append(reply)
+    except queue.Empty:
+        return found
