@@ -40,7 +40,7 @@ class Versions:
         return self._version(step)[0]
 
     def policy(self, step: int) -> Params:
-        """Return the policy after a step in the learner's layout, rounded as the rollout weights are."""
+        """Return the policy after a step in the learner's layout and the rollout dtype, which its products take too."""
         return self._version(step)[1]
 
     def _version(self, step: int) -> tuple[Weights, Params]:
@@ -48,7 +48,7 @@ class Versions:
             state: RunState = self.checkpoints.restore(step, abstract_run_state(self.learner))[0]
             dtype = jnp.dtype(self.learner.plan.config.policy.dtype)
             params = self.learner.merged(state.policy)
-            rounded = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), params)
+            rounded = jax.tree.map(lambda x: x.astype(dtype), params)
             self._read[step] = prepare(self.learner, self.rollout, state)[0], rounded
         return self._read[step]
 

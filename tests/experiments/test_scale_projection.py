@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from configs import rlzero_8b
-from experiments.scale_projection import apart, grid, large, ours, paper, public, score
+from experiments.engine.bench import read_rows
+from experiments.scale_projection import apart, grid, large, ours, paper, public, score, updates
 from experiments.scale_projection.calibrate import errors
 from specrl_jax.simulator.command import MEAN_SHARE
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
@@ -154,6 +155,18 @@ def test_the_scale_grid_has_the_intervals_of_the_draws(calibrated):
     for name in ("scale.csv", "draft.csv"):
         kept = committed(name)
         assert all(float(r["end_to_end_low"]) <= float(r["end_to_end_speedup"]) for r in kept)
+
+
+def test_ways_to_update_are_bounded_by_inflight():
+    rows = {
+        (r["case"], r["drafts"], r["lengths"], r["way"], r["disagreement"]): r for r in read_rows(str(updates.OUTPUT))
+    }
+    assert updates.table(list(rows.values())) in (HERE / "README.md").read_text()
+    for (*case, way, d), r in rows.items():
+        if way.startswith("exact"):
+            # Where nothing disagrees verification alone is lost; the division of the GPUs is the formula's.
+            assert r["stale"] == 0 and r["faster"] <= rows[(*case, "inflight", 0)]["faster"] * (1.1 if d == 0 else 1)
+            assert d == 0 or r["kept"] < 1
 
 
 def test_asynchronous_steps_follow_from_the_phases_and_one_constant():
