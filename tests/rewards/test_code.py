@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 
-from specrl_jax.config import RewardConfig
+from specrl_jax.config import Config, RewardConfig
 from specrl_jax.data.files import read_rows
 from specrl_jax.data.prompts import SCHEMAS, PromptFormat, Reader, Schema, detect_schema, parse_problem
 from specrl_jax.data.tokenizers import CharTokenizer
@@ -326,7 +326,8 @@ def test_a_sandbox_that_fails_costs_its_own_answer():
 
 def test_the_start_of_a_run_names_the_sandbox(capsys):
     mechanism = sandboxes.any_local().mechanism
-    with make_scorer(RewardConfig(name="code", sandbox=mechanism, test_memory=0.5, test_disk=2.0), []) as scorer:
+    reward = RewardConfig(name="code", sandbox=mechanism, test_memory=0.5, test_disk=2.0)
+    with make_scorer(Config(reward=reward), []) as scorer:
         assert scorer._workers.code.sandbox.limits == Limits(memory=2**29, disk=2**21)
     assert capsys.readouterr().out.startswith(f"reward.sandbox: {mechanism}, programs run in /")
 

@@ -16,7 +16,6 @@ from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.sharding import learner_devices, make_mesh
 from specrl_jax.training import loop
-from specrl_jax.training import pipeline as asynchronous
 from specrl_jax.training.build import prepare
 from specrl_jax.training.devices import Devices
 from specrl_jax.training.generation import Ahead, RolloutBatch
@@ -155,11 +154,9 @@ class Turns:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_devices_of_two_processes_take_turns_in_one_order(lag, monkeypatch):
+def test_devices_of_two_processes_take_turns_in_one_order(lag):
     """Generation, early beginnings and evaluations, though each learner publishes and evaluates when it likes."""
     turns = Turns()
-    agreements = iter([turns.first, turns.second])
-    monkeypatch.setattr(asynchronous, "Agreement", lambda members: next(agreements))
     logs = [], []
 
     def begin(log, step, policy, until):
@@ -168,9 +165,9 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag, monkeypatch):
             time.sleep(0.001)
         return False
 
-    def generate(log, step, problems, policy):
+    def generate(log, step, problems, policy, newer):
         log.append(("generate", step, policy))
-        return RolloutBatch([], {"next": step}, {"generate": 0.0})
+        return RolloutBatch([], {"next": step}, {"generate": 0.0}, [NOTHING_LEFT])
 
     def learn(log, made, devices, pauses):
         for step in range(1, LAST + 1):
@@ -184,10 +181,11 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag, monkeypatch):
         made.close()
 
     threads = []
-    for i, log in enumerate(logs):
+    for i, (log, agree) in enumerate(zip(logs, (turns.first, turns.second), strict=True)):
         devices, pauses = Devices(), iter(np.random.default_rng(i).uniform(0, 0.03, 2 * LAST))
         early = None if lag else functools.partial(begin, log)
-        made = Async(no_problems, functools.partial(generate, log), lag, 1, LAST, devices, begin=early)
+        shared = lag, 1, LAST, devices
+        made = Async(no_problems, functools.partial(generate, log), *shared, begin=early, agree=agree)
         threads.append(threading.Thread(target=learn, args=(log, made, devices, pauses), daemon=True))
     for thread in threads:
         thread.start()
@@ -202,7 +200,8 @@ def test_devices_of_two_processes_take_turns_in_one_order(lag, monkeypatch):
 def test_rollouts_that_an_older_version_kept_are_refused_in_one_line():
     ahead = Ahead([RolloutBatch([], {}, {}, [])], [NOTHING_LEFT])
     host = with_rollouts(HostState({}, {}), ahead)
-    assert without_rollouts(host)[0] == ahead
+    found = without_rollouts(host)[0]
+    assert found.batches == ahead.batches and [left.problems for left in found.left] == [[]]
     del host.values[AHEAD]["batches"][0]["seconds"]
     with pytest.raises(InputError, match="the rollouts ahead lack 'seconds', an older version wrote them"):
         without_rollouts(host)

@@ -61,6 +61,7 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
         prompt_length=np.array([len(prompt) for prompt, _ in texts]),
         length=np.array([len(text) for text in sequences]),
         sequence=lambda row: sequences[row],
+        environment=np.zeros(tokens.shape, bool),
     )
 
 
