@@ -7,8 +7,12 @@ import threading
 from typing import NamedTuple
 
 import jax
+import pytest
 
+from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
+from specrl_jax.config.validate import validate
+from specrl_jax.errors import InputError
 from specrl_jax.io.checkpoints import Checkpoints
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.rewards.scorer import Scorer
@@ -123,3 +127,12 @@ def samples(workdir, step):
 def lower_case(response, answer):
     """A toy reward: the share of lower-case letters, a quarter at random."""
     return sum(c.islower() for c in response) / max(len(response), 1)
+
+
+def assert_refused(changes, said):
+    """The smoke config with `changes`, {section: values}, is refused with what `said` matches."""
+    config = rlzero_tiny.get_config("smoke")
+    for name, values in changes.items():
+        config[name].update(values)
+    with pytest.raises(InputError, match=said):
+        validate(from_config_dict(config))

@@ -7,14 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
-from specrl_jax.config.validate import validate
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.training.inflight import WeightUpdates
 from specrl_jax.training.pipeline import Async
-from tests.helpers.training import saved, train, untimed
+from tests.helpers.training import assert_refused, saved, train, untimed
 from tests.training.test_exact import STEPS, forget, no_evaluation, run_of
 
 assert no_evaluation  # a fixture of every test
@@ -133,8 +130,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "said"), WRONG)
 def test_what_does_not_go_together_is_refused_in_one_line(changes, said):
-    config = rlzero_tiny.get_config("smoke")
-    for name, values in changes.items():
-        config[name].update(values)
-    with pytest.raises(InputError, match=said):
-        validate(from_config_dict(config))
+    assert_refused(changes, said)
