@@ -59,7 +59,13 @@ def in_flight(folder, **pipeline):
 @pytest.fixture
 def learning_is_fast(monkeypatch):
     """Rollouts of step 3 and later ones wait in their tenth chunk for newer weights: the learner compiles for long."""
-    in_flight = Async._in_flight
+    in_flight, own = Async._in_flight, Async._own
+
+    def waiting(self, step):
+        with self._changed:
+            self.learner_waits_for = step
+            self._changed.notify_all()
+        return own(self, step)
 
     def patient(self, step, policy):
         current, newer = in_flight(self, step, policy)
@@ -68,11 +74,14 @@ def learning_is_fast(monkeypatch):
         def wait():
             if next(chunks) == 10 and step > 2 and current < STEPS:
                 with self._changed:
-                    self._changed.wait_for(lambda: max(self._published) > current, timeout=100)
+                    self._changed.wait_for(
+                        lambda: max(self._published) > current or getattr(self, "learner_waits_for", 0) >= step, 60
+                    )
             return newer()
 
         return current, wait
 
+    monkeypatch.setattr(Async, "_own", waiting)
     monkeypatch.setattr(Async, "_in_flight", patient)
 
 

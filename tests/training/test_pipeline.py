@@ -133,6 +133,25 @@ def test_what_begins_early_makes_way_for_an_evaluation_and_for_the_weights():
     pipeline.close()
 
 
+def test_each_loan_of_the_devices_is_one_evaluation():
+    """Two in a row take two loans, whoever wakes first: other processes count the loans too."""
+    devices, had = Devices(), []
+
+    def evaluate():
+        for i in range(2):
+            with devices:
+                had.append(i)
+
+    with devices:
+        thread = threading.Thread(target=evaluate, daemon=True)
+        thread.start()
+        for loans in (1, 2):
+            devices.lend()
+            time.sleep(0.05)
+            assert len(had) == loans
+    thread.join(5)
+
+
 class Turns:
     """Stands in for the agreement of two processes, of which the first decides."""
 
