@@ -78,7 +78,7 @@ ALONE = ProcessGroups()
 def find_groups(mesh: Mesh, axes: tuple[str, ...] = COPY_AXES) -> ProcessGroups:
     """Return the smallest groups whose devices hold all of each of `axes`.
 
-    Raises InputError where the devices of processes lie so that there are none.
+    Raises InputError where no groups of whole processes hold such copies.
     """
     if jax.process_count() == 1:
         return ALONE

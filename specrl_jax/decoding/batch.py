@@ -349,9 +349,10 @@ class ActiveBatch(Generic[Params, Cache]):
     def _collect_unfinished(self) -> None:
         """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""
         asked, running = self.scheduler.asked, self._running_rows()
+        running = running[self.scheduler.owner[running] < asked]
         if len(running) or not self._collected:
             self._copy(running)
-        for request, row, _ in self._parked:
+        for request, row, _ in (parked for parked in self._parked if parked.request < asked):
             self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in collected(row).items()})
         for request in np.flatnonzero(self._collected["length"][:asked] == 0).tolist():
             prompt = self.scheduler.prompt(request)
@@ -369,7 +370,7 @@ class ActiveBatch(Generic[Params, Cache]):
                 found[int(self.scheduler.ids(np.array(request)))] = np.array(tokens[prompt:length], np.int32)
 
         tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
-        for row in np.flatnonzero(self.scheduler.owner != FREE):
+        for row in self._running_rows():
             add(int(self.scheduler.owner[row]), tokens[row], prompts[row], lengths[row])
         for parked in self._parked:
             add(parked.request, np.asarray(parked.row.tokens), int(parked.row.prompt_length), int(parked.row.length))

@@ -113,6 +113,11 @@ class Rollouts:
             experts=stack_experts([experts[row] for row in numbers]),
         )
 
+    def take_groups(self, groups: np.ndarray, group_size: int) -> Self:
+        """Return selected groups, whose prompts `prompt_index` then counts."""
+        places = np.repeat(np.arange(len(groups)), group_size)
+        return dataclasses.replace(self.take(group_rows(groups, group_size)), prompt_index=places)
+
     def of_prompts(self, prompts: slice) -> Self:
         """Return the rollouts of some prompts, which `prompt_index` then counts."""
         part = self.take(np.flatnonzero((self.prompt_index >= prompts.start) & (self.prompt_index < prompts.stop)))
@@ -131,6 +136,11 @@ _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.n
 def stack_experts(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join the experts of several rollouts or calls, of which some may have none."""
     return np.concatenate([part for part in parts if len(part)] or [NO_EXPERTS])
+
+
+def group_rows(groups: np.ndarray, group_size: int) -> np.ndarray:
+    """Return the rows of groups, group by group."""
+    return (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
 
 
 def concatenate(parts: Sequence[Rollouts]) -> Rollouts:

@@ -10,7 +10,7 @@ import numpy as np
 from specrl_jax.config import GRPOConfig
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.tokenizers import Tokenizer
-from specrl_jax.decoding.rollouts import Rollouts, concatenate
+from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.distributed import all_gather_objects
 from specrl_jax.learner.batch import TrainingBatch
 from specrl_jax.rewards.messages import Context
@@ -101,7 +101,7 @@ def select_groups(generated: ScoredRollouts, grpo: GRPOConfig) -> TrainingBatch:
     varies = has_variance(rewards, grpo.group_size)
     order = np.argsort(~varies, kind="stable") if grpo.sampling_rounds > 1 else np.arange(len(varies))
     groups = np.sort(order[: grpo.prompts_per_step])
-    rows = (groups[:, None] * grpo.group_size + np.arange(grpo.group_size)).reshape(-1)
+    rows = group_rows(groups, grpo.group_size)
     advantages = ADVANTAGES[grpo.advantage](rewards[rows].reshape(-1, grpo.group_size)).reshape(-1)
     loss_mask = np.repeat(varies[groups], grpo.group_size) if grpo.sampling_rounds > 1 else np.ones(len(rows), bool)
     if grpo.mask_truncated:

@@ -12,7 +12,7 @@ from specrl_jax.data.problem import Problem
 from specrl_jax.data.sources import ProblemStream
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.lookahead import Lookahead
-from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
+from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion, group_rows
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.process_groups import Share
 from specrl_jax.rewards.scorer import Scorer
@@ -165,11 +165,11 @@ class Generation:
         grpo, G, left, share = self._grpo, self._grpo.group_size, self._left, self._groups.share(len(problems))
         begins = range(len(problems))[share.group]
         asked, ids = problems[share.group], first_id + begins.start * G + np.arange(len(begins) * G)
+        if self._config.environment.name:
+            return self._conversations(step, asked, ids, policy, share)
         # A further round goes on with what the last one began of later steps.
         earlier = self._begun.texts | later.texts if self._begun and later else {}
         how: Continuation[Weights] = Continuation(policy.version, earlier, later, left.rollouts)
-        if self._config.environment.name:
-            return self._conversations(step, asked, ids, policy, share)
         if not grpo.oversample:
             return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
         if left.rollouts is not None:
@@ -188,9 +188,8 @@ class Generation:
         if self._config.rollout.order == "given":
             return self._in_order(problems, ids, policy, newer, how)
         order, G = self._lengths.longest_first(problems), self._grpo.group_size
-        rows = (order[:, None] * G + np.arange(G)).reshape(-1)
-        found = self._in_order([problems[i] for i in order], ids[rows], policy, newer, how)
-        found = dataclasses.replace(found.take(np.argsort(rows)), prompt_index=np.repeat(np.arange(len(problems)), G))
+        found = self._in_order([problems[i] for i in order], ids[group_rows(order, G)], policy, newer, how)
+        found = found.take_groups(np.argsort(order), G)
         complete = np.flatnonzero(np.all(found.finished.reshape(-1, G), axis=1))
         self._lengths.observe([problems[i] for i in complete], found.response_length.reshape(-1, G)[complete])
         return found

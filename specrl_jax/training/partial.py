@@ -71,15 +71,9 @@ def split_groups(
     """Return the first complete groups, their problems, and what is left."""
     complete = np.flatnonzero(found.finished.reshape(-1, group_size).all(axis=1))[:groups]
     others = np.setdiff1d(np.arange(len(problems)), complete)
-    learned, rest = _groups(found, complete, group_size), _groups(found, others, group_size)
+    learned, rest = found.take_groups(complete, group_size), found.take_groups(others, group_size)
     chosen = [problems[i] for i in complete]
     if not carries:
         return learned, chosen, Left([], None, int(rest.response_length.sum()))
     rest = dataclasses.replace(rest, chunks=())  # their time is this step's
     return learned, chosen, Left([problems[i] for i in others], rest)
-
-
-def _groups(rollouts: Rollouts, groups: np.ndarray, group_size: int) -> Rollouts:
-    """Return some groups, whose prompts `prompt_index` then counts."""
-    rows = (groups[:, None] * group_size + np.arange(group_size)).reshape(-1)
-    return dataclasses.replace(rollouts.take(rows), prompt_index=np.repeat(np.arange(len(groups)), group_size))
