@@ -161,9 +161,10 @@ def leave_with_others() -> Iterator[None]:
     """End the process with one line where the body fails as another one has left: closing a run would wait for that."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ProcessLost) as error:
+    except (jax.errors.JaxRuntimeError, ValueError, ProcessLost) as error:
         if not isinstance(error, ProcessLost):
-            if not (is_joined() and re.search("Gloo|NCCL|peer|heartbeat", str(error))):
+            # A ValueError where the failure of a program that was under way is found only when its result is read.
+            if not (is_joined() and re.search("Gloo|NCCL|by peer|heartbeat", str(error))):
                 raise
             error = has_left(error)
         fail(str(error))

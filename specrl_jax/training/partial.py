@@ -43,12 +43,17 @@ def gather_left(own: Left) -> list[Left]:
 
 
 def own_left(left: Sequence[Left]) -> Left:
-    """Return this process's part of what `gather_left` returned. Raises InputError where processes have changed."""
-    if not left:
-        return NOTHING_LEFT
-    if len(left) != jax.process_count():
+    """Return this process's part of what `gather_left` returned.
+
+    Where the number of processes has changed, every one knows the prompt lengths that all had seen. Raises InputError
+    where it has and rollouts are left.
+    """
+    if len(left) == jax.process_count():
+        return left[jax.process_index()]
+    if any(each.rollouts is not None for each in left):
         raise InputError(f"grpo.oversample: {len(left)} processes began this run, and {jax.process_count()} resume it")
-    return left[jax.process_index()]
+    seen = [each.seen for each in left]
+    return NOTHING_LEFT._replace(seen=SeenLengths(*map(np.concatenate, zip(*seen)))) if seen else NOTHING_LEFT
 
 
 def enough_groups(groups: int, group_size: int, carry: int) -> Callable[[np.ndarray], bool]:

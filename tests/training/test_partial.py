@@ -8,7 +8,8 @@ import pytest
 
 from specrl_jax.errors import InputError
 from specrl_jax.io.metrics import read_metrics
-from specrl_jax.training.partial import Left, enough_groups, own_left
+from specrl_jax.training.partial import NOTHING_LEFT, Left, enough_groups, own_left
+from specrl_jax.training.prompt_lengths import SeenLengths
 from tests.helpers.training import assert_refused, saved, train, untimed
 from tests.training.test_dynamic_sampling import rollouts_of
 from tests.training.test_exact import STEPS, forget, no_evaluation, run_of
@@ -80,6 +81,8 @@ def test_other_processes_do_not_take_what_was_left():
     assert own_left([left]) is left and own_left([]).rollouts is None
     with pytest.raises(InputError, match="2 processes began this run, and 1 resume it"):
         own_left([left, left])
+    seen = SeenLengths(np.array([7], np.uint64), np.array([2.0], np.float32))
+    assert own_left([NOTHING_LEFT._replace(seen=seen)] * 2).seen.prompts.tolist() == [7, 7]
 
 
 WRONG = [
