@@ -140,7 +140,7 @@ def exchange(value: str) -> list[str]:
     return [values[i] for i in range(global_state.num_processes)]
 
 
-def has_left(error: RuntimeError) -> ProcessLost:
+def has_left(error: Exception) -> ProcessLost:
     """Return what to raise where `error` says that another process has left; it names those that do not answer."""
     client: Any = global_state.client
     silent = [0]  # with which the coordinator has left

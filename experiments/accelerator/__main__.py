@@ -1,11 +1,12 @@
 """Measure this project on the GPU or TPU of this machine; or, without one, compile for others what it would run.
 
-    python -m experiments.accelerator [--minutes 10] [--output FOLDER]
+    python -m experiments.accelerator [--minutes 10] [--output FOLDER] [--parts kernels decode ...]
     python -m experiments.accelerator --small                      # the same with little work, on any machine
     python -m experiments.accelerator --compile h100 h200 gb200 v5p v6e [--parts decode ...] [--output FOLDER]
 
 Asks nothing and needs no network. README.md says what each part measures. Results are written after every part; parts
-for which no time is left are listed, and a part that fails makes the exit status 1.
+for which no time is left are listed, and a part that fails makes the exit status 1. With --parts, what the folder has
+of the others is kept.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from specrl_jax.accelerator_flags import Flags, find_accelerator, flags_for
 from specrl_jax.errors import fail
 
 TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
-COMPILED = ("decode", "prefill", "rollouts", "learner", "training")  # parts that have programs
+PARTS = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
+COMPILED = ("decode", "prefill", "rollouts", "memory", "learner", "training")  # parts that have programs
 # Heads read three layers of either, as of a whole model: of fewer than three they read fewer, and are smaller.
 DEPTHS = (4, 6)
 # By default XLA launches kernels one by one while it is profiled, and gaps would be those of another program.
@@ -34,12 +36,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--depths", nargs=2, type=int, default=DEPTHS, help="layers of what --compile compiles and extends to all"
     )
-    parser.add_argument("--parts", nargs="+", choices=COMPILED, default=COMPILED, help="of --compile; all by default")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"all by default; {', '.join(PARTS)}")
     a = parser.parse_args(arguments)
     if a.minutes <= 0:
         parser.error(f"--minutes {a.minutes:g}: more than 0 are needed")
     if not 0 < a.depths[0] < a.depths[1]:
         parser.error(f"--depths {a.depths[0]} {a.depths[1]}: two numbers of layers are needed, the smaller first")
+    if a.compile and (others := sorted(set(a.parts or COMPILED) - set(COMPILED))):
+        parser.error(f"--parts {' '.join(others)}: --compile has {' '.join(COMPILED)}")
     return a
 
 
@@ -56,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     if a.compile:
         from experiments.accelerator.deviceless import compile_for
 
-        return compile_for(a.compile, a.output, a.small, tuple(a.depths), a.parts)
+        return compile_for(a.compile, a.output, a.small, tuple(a.depths), a.parts or COMPILED)
     if a.small:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Compiling takes most of the time.
@@ -72,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         return fail("--small: this machine has no GPU or TPU that jax finds; --small runs the same with little work")
     from experiments.accelerator.command import measure
 
-    return measure(a.output, a.minutes, a.small, variables)
+    return measure(a.output, a.minutes, a.small, variables, a.parts or PARTS)
 
 
 if __name__ == "__main__":

@@ -129,41 +129,47 @@ def keys_of(cells: Sequence[Cell]) -> list[Key]:
 
 
 def compile_together(
-    tasks: dict[str, Callable[[], object]],
+    tasks: dict[str, Callable[[], Callable[[], object]]],
     seconds: dict[str, float],
     keep: Callable[[], None],
     left: Callable[[], float],
 ) -> dict[str, str]:
-    """Run functions that compile, the first first, in as many threads as there are processors.
+    """Trace programs one after the other, and compile each meanwhile in one of as many threads as there are processors.
+
+    Tracing is Python, which threads would do in turns: sixteen at once took longer than one on an H200's host.
 
     Args:
-      seconds: gets those of each function that succeeds.
-      keep: called in this thread after each.
+      tasks: each traces a program and returns what compiles it.
+      seconds: gets those of each that succeeds, from its tracing on.
+      keep: called in this thread after each is compiled.
       left: seconds that are left; none is begun without any.
     Returns:
       why others did not succeed, one line each.
     """
-
-    def one(name: str) -> tuple[str, float, str]:
-        start = time.perf_counter()
-        if left() <= 0:
-            return name, 0.0, NO_TIME
-        try:
-            tasks[name]()
-        except Exception as raised:
-            return name, 0.0, " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-        return name, round(time.perf_counter() - start, 2), ""
-
-    missing = {}
+    missing: dict[str, str] = {}
+    compiling: dict[concurrent.futures.Future[object], tuple[str, float]] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(one, name) for name in tasks]):
-            name, took, reason = future.result()
-            if reason:
-                missing[name] = reason
+        for name, trace in tasks.items():
+            start = time.perf_counter()
+            if left() <= 0:
+                missing[name] = NO_TIME
+                continue
+            try:
+                compiling[pool.submit(trace())] = name, start
+            except Exception as raised:
+                missing[name] = one_line(raised)
+        for future in concurrent.futures.as_completed(compiling):
+            name, start = compiling[future]
+            if error := future.exception():
+                missing[name] = one_line(error)
             else:
-                seconds[name] = took
+                seconds[name] = round(time.perf_counter() - start, 2)
             keep()
     return missing
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 # ---- what a program says

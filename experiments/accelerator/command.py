@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax
 from experiments.accelerator import cells, engines, gaps, kernels, learner, page, rollouts
 from experiments.accelerator.cells import Cell, Key
 from experiments.accelerator.parts import Budget, Part, Results, run_parts
-from experiments.accelerator.sizes import FULL, SMALL, Sizes
+from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from experiments.kernels import run as ceilings
 from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.decode import chunk_inputs
@@ -26,12 +27,18 @@ PROFILED = (4, 12)  # iterations of the two profiles
 DECODE = 0.6  # share of the minutes after which decode cells begin nothing more: the other parts have the rest
 
 
-def measure(output: str, minutes: float, small: bool, flags: dict[str, str]) -> int:
-    """Run what the minutes allow, write everything into the folder `output`, and return the exit status."""
+def measure(output: str, minutes: float, small: bool, flags: dict[str, str], chosen: Collection[str]) -> int:
+    """Run what the minutes allow of the chosen parts; return the exit status.
+
+    Everything is written into the folder `output`; what it has of parts that are not chosen is kept. `device`, whose
+    limits others need, always runs.
+    """
     sizes, results = SMALL if small else FULL, Results(os.path.join(output, "results.json"))
+    results.keep_others({"device", *chosen})
     budget, device = Budget(60 * minutes), jax.devices()[0]
     m = Measurement(sizes, small, device, budget, results, flags)
     names = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
+    names = tuple(name for name in names if name == "device" or name in chosen)
     parts = [Part(name, sizes.seconds.get(name, 0.0), getattr(m, f"run_{name}")) for name in names]
     run_parts(parts, budget, results, lambda: page.write(results, output))
     for line in page.gaps_in(results):
@@ -53,7 +60,6 @@ class Measurement:
         self._built: dict[Key, engines.Built] = {}
         self._figures: dict[Key, cells.Figures] = {}
         self._weights: dict[tuple[str, int], Weights] = {}
-        self._sides: tuple[rollouts.Sides, Weights] | None = None
 
     @property
     def limits(self) -> dict[str, float]:
@@ -84,7 +90,7 @@ class Measurement:
         _, N, K, H = self.shapes.rows
         attention = kernels.check_attention(self.sizes.dtype, (N, K, H), self.sizes.page, self.on)
         self.results.keep("kernels", attention=attention)
-        rows = kernels.check_learner_attention(self.shapes, self.limits)
+        rows = kernels.check_learner_attention(self.shapes._replace(rounds=self.sizes.rounds), self.limits)
         self.results.keep("kernels", learner_attention=rows)
         wrong = [row for row in (*verification, *attention, *rows) if not row["ok"]]
         if wrong:
@@ -107,11 +113,17 @@ class Measurement:
     def _compile(self, own: list[Cell], seconds: dict[str, float]) -> dict[str, str]:
         """Compile the programs of cells; return by program why it is missing."""
 
-        def task(key: Key) -> None:
+        def task(key: Key) -> Callable[[], None]:
             built = cells.engine_of(key, own, self.sizes, self.on)
-            program = built.engine.compiled.get(Program("decode", key.rows, key.k), built.abstract())
-            self._figures[key] = cells.figures(program, built.engine.config.shard_pages)
-            self._built[key] = built
+            compiled, program, weights = built.engine.compiled, Program("decode", key.rows, key.k), built.abstract()
+            compile_it = compiled.begin(program, weights)
+
+            def finish() -> None:
+                compile_it()
+                self._figures[key] = cells.figures(compiled.get(program, weights), built.engine.config.shard_pages)
+                self._built[key] = built
+
+            return finish
 
         tasks = {str(key): functools.partial(task, key) for key in cells.keys_of(own)}
         keep = functools.partial(self.results.keep, "decode", compile_seconds=seconds)
@@ -127,7 +139,8 @@ class Measurement:
             if reasons or self._decode_left() <= 0:
                 left_out.setdefault(reasons[0] if reasons else cells.NO_TIME, []).append(str(cell))
                 continue
-            rows.append(self._time(cell, keys))
+            with self.results.error_kept(f"decode {cell}"):
+                rows.append(self._time(cell, keys))
             self.results.keep("decode", cells=rows)
         self.results.left_out += [f"decode, {reason}: {', '.join(names)}" for reason, names in left_out.items()]
 
@@ -203,8 +216,8 @@ class Measurement:
 
     def run_rollouts(self) -> None:
         """Long-tailed rollouts without and with a draft of imposed acceptance."""
-        sides, weights = self._open_sides()
-        self.results.keep("rollouts", model=self.sizes.rollouts_model, rollouts=len(sides.work.responses))
+        sides, weights = self._open_sides("rollouts", self.sizes.rollouts, (self.sizes.k,))
+        self.results.keep("rollouts", model=self.sizes.rollouts.model.name, rollouts=len(sides.work.responses))
         rows = []
         for row in rollouts.compare_sides(sides, weights, self.sizes.k):
             rows.append(row)
@@ -212,24 +225,24 @@ class Measurement:
 
     def run_memory(self) -> None:
         """Memory through the calibration of draft lengths and the compaction of the batch."""
-        sides, weights = self._open_sides()
+        sides, weights = self._open_sides("memory", self.sizes.shrinking, (0, self.sizes.k))
         self.results.keep("memory", **rollouts.memory_through(sides, weights, self.on))
-        self._sides = None
 
-    def _open_sides(self) -> tuple[rollouts.Sides, Weights]:
-        if self._sides is None:
-            sides = rollouts.make_sides(self.sizes, self.on)
-            weights, seconds = rollouts.draw_weights(sides), {}
-            keep = functools.partial(self.results.keep, "rollouts", compile_seconds=seconds)
-            errors = rollouts.compile_sides(sides, weights, seconds, keep, lambda: self.budget.left)
-            if errors:
-                raise RuntimeError(f"{len(errors)} programs do not compile: {next(iter(errors.values()))}")
-            self._sides = sides, weights
-        return self._sides
+    def _open_sides(self, part: str, tail: LongTail, lengths: tuple[int, ...]) -> tuple[rollouts.Sides, Weights]:
+        """Draw weights and compile; of an earlier part nothing is kept."""
+        self._built.clear()
+        self._weights.clear()
+        gc.collect()
+        sides = rollouts.make_sides(self.sizes, tail, lengths, self.on)
+        weights, seconds = rollouts.draw_weights(sides), {}
+        keep = functools.partial(self.results.keep, part, compile_seconds=seconds)
+        errors = rollouts.compile_sides(sides, weights, seconds, keep, lambda: self.budget.left)
+        if errors:
+            raise RuntimeError(f"{len(errors)} programs do not compile: {next(iter(errors.values()))}")
+        return sides, weights
 
     def run_learner(self) -> None:
         """Log-prob and train phases on packed long-tailed rows."""
-        self._sides = None
         gc.collect()
         self.results.keep("learner", **learner.time_learner(self.sizes, self.on))
 

@@ -18,7 +18,7 @@ from experiments.accelerator.cells import Key, extrapolate
 from experiments.accelerator.engines import Built
 from experiments.accelerator.learner import learner_config, training_config
 from experiments.accelerator.parts import Row
-from experiments.accelerator.sizes import FULL, SMALL, Sizes
+from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from specrl_jax.accelerator_flags import flags_for
 from specrl_jax.config import Config
 from specrl_jax.decoding.compiled import Program
@@ -108,7 +108,8 @@ def target_rows(target: HardwareTarget, small: bool, depths: tuple[int, int], pa
     found: dict[str, Callable[[], Iterator[Task]]] = {
         "decode": lambda: decode_tasks(sizes, memory, device),
         "prefill": lambda: prefill_tasks(sizes, device),
-        "rollouts": lambda: rollout_tasks(sizes, device),
+        "rollouts": lambda: rollout_tasks("rollouts", sizes, sizes.rollouts, (sizes.k,), device),
+        "memory": lambda: rollout_tasks("memory", sizes, sizes.shrinking, (0, sizes.k), device),
         "learner": lambda: phase_tasks("learner", learner_config(sizes), ("logprob", "train"), memory, device),
         "training": lambda: phase_tasks("training", training_config(sizes, small), ("",), memory, device),
     }
@@ -149,11 +150,14 @@ def prefill_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
     )
 
 
-def rollout_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
+def rollout_tasks(
+    part: str, sizes: Sizes, tail: LongTail, lengths: tuple[int, ...], device: jax.Device
+) -> Iterator[Task]:
+    model = tail.model
+
     def sides_of(n: int) -> rollouts.Sides:
-        return rollouts.make_sides(
-            dataclasses.replace(sizes, rollouts=dataclasses.replace(sizes.rollouts, layers=n)), device
-        )
+        shallow = model._replace(config=dataclasses.replace(model.config, layers=n))
+        return rollouts.make_sides(sizes, tail._replace(model=shallow), lengths, device)
 
     for name, (built, program) in rollouts.programs(sides_of(1)).items():
 
@@ -166,8 +170,8 @@ def rollout_tasks(sizes: Sizes, device: jax.Device) -> Iterator[Task]:
             return built.engine.compiled.lower(program, weights)
 
         pages = built.engine.config.shard_pages if program.kind == "decode" else 0
-        whole = f"{sizes.rollouts_model}, {name}"
-        yield Task("rollouts", whole, sizes.rollouts.layers, True, lower_side, pages, (pages,) if pages else ())
+        whole = f"{model.name}, {name}"
+        yield Task(part, whole, model.config.layers, True, lower_side, pages, (pages,) if pages else ())
 
 
 def phase_tasks(part: str, config: Config, wanted: tuple[str, ...], memory: int, device: jax.Device) -> Iterator[Task]:

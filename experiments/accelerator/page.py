@@ -153,7 +153,7 @@ def kernels_section(found: Row) -> list[str]:
         for row in found.get("learner_attention", [])
     ]
     title = "The learner's attention, forward and backward, gradients against XLA's in float32:"
-    return [*page, title, "", *table(rows, ROWS)]
+    return [*page, title, "", *table(rows, ROWS)] if rows else page
 
 
 def decode_section(found: Row) -> list[str]:

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 Row = dict[str, Any]
@@ -45,6 +46,28 @@ class Results:
         self.found.setdefault(part, {}).update(values)
         self.write()
 
+    def keep_others(self, parts: Collection[str]) -> None:
+        """Take what an earlier measurement found of all but these parts from the file."""
+        if not os.path.exists(self.path):
+            return
+        with open(self.path, encoding="utf-8") as file:
+            earlier = json.load(file)
+        for name in ("found", "seconds", "errors"):
+            # An error's name begins with its part.
+            kept = {part: value for part, value in earlier[name].items() if part.split()[0] not in parts}
+            setattr(self, name, kept)
+        self.left_out = [line for line in earlier["left_out"] if line.split()[0].strip(",:") not in parts]
+
+    @contextlib.contextmanager
+    def error_kept(self, name: str) -> Iterator[None]:
+        """Keep an error as one line under `name`, print it in full, and go on."""
+        try:
+            yield
+        except Exception as error:
+            self.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            traceback.print_exc()
+            print(f"{name} failed: {self.errors[name]}", flush=True)
+
     def write(self) -> None:
         os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
         content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "path"}
@@ -69,12 +92,8 @@ def run_parts(parts: list[Part], budget: Budget, results: Results, after: Callab
             results.left_out.append(f"{part.name}: {max(left, 0):.0f} s were left, {part.needs:.0f} are needed")
             results.write()
             continue
-        with timed(results, part.name):
-            try:
-                part.run()
-            except Exception as error:
-                results.errors[part.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                print(f"{part.name} failed: {results.errors[part.name]}", flush=True)
+        with timed(results, part.name), results.error_kept(part.name):
+            part.run()
         results.write()
         after()
     after()

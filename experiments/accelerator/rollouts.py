@@ -14,7 +14,7 @@ from experiments.accelerator.cells import compile_together, head_of
 from experiments.accelerator.engines import Built, build, without_draft
 from experiments.accelerator.oracle import OracleDraft, expected_tokens, successor, with_rate
 from experiments.accelerator.parts import Row
-from experiments.accelerator.sizes import RATES, Sizes
+from experiments.accelerator.sizes import RATES, LongTail, Sizes
 from experiments.engine import live_work
 from specrl_jax.decoding.batch import ActiveBatch
 from specrl_jax.decoding.compiled import Program
@@ -31,24 +31,25 @@ class Sides(NamedTuple):
     """The engines that are compared, on the same policy."""
 
     plain: Built
-    drafting: Built  # with programs for k = 0, for the controller, and k
+    drafting: Built
     work: live_work.Work
 
 
-def make_sides(sizes: Sizes, device: jax.Device) -> Sides:
-    policy = sizes.rollouts
+def make_sides(sizes: Sizes, tail: LongTail, lengths: tuple[int, ...], device: jax.Device) -> Sides:
+    """Build both engines; the drafting one has programs for the draft lengths."""
+    policy = tail.model.config
     oracle = OracleDraft(head_of(policy, sizes).config)
-    tail = live_work.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
-    work = live_work.long_tail(sizes.prompts, tail)._replace(slots=sizes.slots)
-    responses = [max(1, n * sizes.cut // LONGEST) for n in work.responses]
+    longest = live_work.FULL._replace(policy=policy, longest=sizes.prompt // 4, cut=LONGEST)
+    work = live_work.long_tail(tail.prompts, longest)._replace(slots=tail.slots)
+    responses = [max(1, n * tail.cut // LONGEST) for n in work.responses]
     # The policy follows tokens of the draft's vocabulary.
     work = work._replace(
-        prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts], responses=responses, limit=sizes.cut
+        prompts=[[t % oracle.vocab for t in prompt] for prompt in work.prompts], responses=responses, limit=tail.cut
     )
     limits = live_work.engine_config(work, lookup=False, page_tokens=sizes.page)
-    limits = dataclasses.replace(limits, sizes=limits.sizes[: sizes.shrinks])
+    limits = dataclasses.replace(limits, sizes=limits.sizes[: tail.shrinks])
     plain = build(policy, limits, sizes.dtype, device)
-    return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, (0, sizes.k)), work)
+    return Sides(plain, build(policy, limits, sizes.dtype, device, oracle, lengths), work)
 
 
 def programs(sides: Sides) -> dict[str, tuple[Built, Program]]:
@@ -65,8 +66,8 @@ def compile_sides(
 ) -> dict[str, str]:
     """Compile all programs side by side; the other arguments and the result are those of `compile_together`."""
     given = {id(sides.plain): without_draft(weights), id(sides.drafting): weights}
-    tasks: dict[str, Callable[[], object]] = {
-        name: functools.partial(built.engine.compiled.get, program, given[id(built)])
+    tasks: dict[str, Callable[[], Callable[[], object]]] = {
+        name: functools.partial(built.engine.compiled.begin, program, given[id(built)])
         for name, (built, program) in programs(sides).items()
     }
     return compile_together(tasks, seconds, keep, left)

@@ -132,6 +132,11 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         return finish
 
+    def begin(self, program: Program, params: Params) -> Callable[[], None]:
+        """Trace and lower one program, in this thread; return what compiles it for `get`, in any thread."""
+        finish = self._finisher(program, params)
+        return lambda: self._compiled.update({program: finish()})
+
     def empty(self, params: Params) -> tuple[Slots[Cache], Prompts]:
         """Call `empty_slots`."""
         return self.get(Program("empty", self.sizes[0]), params)()

@@ -25,7 +25,7 @@ class HardwareTarget:
     memory: int = 0  # bytes of one device; 0: no limit
     source: str = ""  # of that number
     share: float = 1.0  # of the memory that a run takes by itself (XLA_CLIENT_MEM_FRACTION on a GPU)
-    wheels: tuple[str, ...] = ()  # modules that its compiler needs
+    wheels: tuple[str, ...] = ()  # modules that its compiler needs; '|' between those of which one is enough
     accelerator: str = ""  # of accelerator_flags; '': none
 
     def devices(self, count: int) -> list[jax.Device]:
@@ -41,7 +41,7 @@ class Gpu(HardwareTarget):
 
     source: str = "device query, as in openxla/xla's target_config/specs"
     share: float = GPU_MEMORY
-    wheels: tuple[str, ...] = ("jax_plugins.xla_cuda12", "nvidia.cudnn")
+    wheels: tuple[str, ...] = ("jax_plugins.xla_cuda12|jax_plugins.xla_cuda13", "nvidia.cudnn")
     accelerator: str = "cuda"
     node: int  # GPUs of one host
     capability: int  # compute capability, major
@@ -146,9 +146,11 @@ def compiler_of(target: HardwareTarget) -> HardwareTarget:
 
 
 def installed(target: HardwareTarget) -> bool:
-    return all(
-        importlib.util.find_spec(wheel.partition(".")[0]) and importlib.util.find_spec(wheel) for wheel in target.wheels
-    )
+    return all(any(map(_found, wheel.split("|"))) for wheel in target.wheels)
+
+
+def _found(module: str) -> bool:
+    return bool(importlib.util.find_spec(module.partition(".")[0]) and importlib.util.find_spec(module))
 
 
 def chips(topology: str) -> int:

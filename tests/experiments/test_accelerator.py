@@ -101,19 +101,53 @@ def test_a_loop_inside_another_runs_once_too():
 
 def test_programs_are_compiled_while_time_is_left():
     seconds, compiled = {}, []
-    left = iter([1.0, 1.0, 0.0])
-    tasks = {name: functools.partial(compiled.append, name) for name in "ac"} | {"b": lambda: 1 / 0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.cpu_count", lambda: 1)
-        missing = compile_together({name: tasks[name] for name in "abc"}, seconds, lambda: None, lambda: next(left))
+    left = iter([1.0, 1.0, 1.0, 0.0])
+    tasks = {
+        "a": lambda: functools.partial(compiled.append, "a"),
+        "b": lambda: lambda: 1 / 0,  # does not compile
+        "c": lambda: {}["traced"],
+        "d": lambda: functools.partial(compiled.append, "d"),
+    }
+    missing = compile_together(tasks, seconds, lambda: None, lambda: next(left))
     assert compiled == ["a"] and list(seconds) == ["a"]
-    assert missing == {"b": "ZeroDivisionError: division by zero", "c": "no time was left"}
+    assert missing == {
+        "b": "ZeroDivisionError: division by zero",
+        "c": "KeyError: 'traced'",
+        "d": "no time was left",
+    }
 
 
 def test_results_are_on_the_disk_as_soon_as_they_are_found(tmp_path):
     results = Results(str(tmp_path / "new/results.json"))
     results.keep("decode", cells=[1])
     assert json.loads((tmp_path / "new/results.json").read_text())["found"] == {"decode": {"cells": [1]}}
+
+
+def test_parts_that_are_not_measured_again_are_kept(tmp_path):
+    path = str(tmp_path / "results.json")
+    first = Results(path)
+    first.seconds, first.errors = {"decode": 3.0, "kernels": 1.0}, {"decode 8B B=1": "no memory", "kernels": "wrong"}
+    first.left_out = ["decode, no time was left: 8B", "profile of 8B: not compiled", "training: 3 s were left"]
+    first.keep("decode", cells=[1]), first.keep("kernels", verification=[2])
+    again = Results(path)
+    again.keep_others({"device", "kernels", "profile"})
+    assert (again.found, again.seconds) == ({"decode": {"cells": [1]}}, {"decode": 3.0})
+    assert again.errors == {"decode 8B B=1": "no memory"}
+    assert again.left_out == ["decode, no time was left: 8B", "training: 3 s were left"]
+
+
+def test_an_error_of_a_cell_is_kept_and_the_others_go_on(tmp_path, capsys):
+    results = Results(str(tmp_path / "results.json"))
+    with results.error_kept("decode 8B B=1"):
+        raise RuntimeError("no memory")
+    assert results.errors == {"decode 8B B=1": "RuntimeError: no memory"}
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_parts_that_have_no_programs_are_not_compiled(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--compile", "h200", "--parts", "decode", "profile"])
+    assert "--parts profile: --compile has decode" in capsys.readouterr().err
 
 
 def test_gaps_of_events_that_overlap():
