@@ -39,6 +39,9 @@ class RolloutConfig:
         low=0,
         high=LONGEST,
     )
+    stop: tuple[str, ...] = key(
+        (), "texts that end a response, or a turn, with the token that completes one; they stay in it"
+    )
     num_slots: int = key(
         128, "sequences decoded at once; 0 = as many as the memory holds", "sequences", low=0, high=65_536
     )

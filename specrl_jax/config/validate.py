@@ -6,7 +6,8 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, GRPOConfig, check_values
+from specrl_jax.config import Config, DraftConfig, check_values
+from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.schema import UINT32
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
 from specrl_jax.drafts.base import DraftOptions
@@ -19,6 +20,8 @@ from specrl_jax.rewards.worker import CODE
 
 # Lowest temperature above 0, so that logits divided by it stay finite and accurate.
 COLDEST = 0.01
+# Of all stop texts: the search for them has as many states, each two bytes a token of the vocabulary.
+MOST_STOP_BYTES = 128
 
 
 def validate(config: Config) -> None:
@@ -39,7 +42,17 @@ def validate(config: Config) -> None:
             check_rewards(config.reward.names, config.reward.weights)
     with mistakes.check():
         _programs(config)
-    checks = _environment, _policy, _temperatures, _pages, _learner_rows, _objective, _pipeline, _optimizers
+    checks = (
+        _environment,
+        _policy,
+        _temperatures,
+        _stop_texts,
+        _pages,
+        _learner_rows,
+        _objective,
+        check_older_weights,
+        _optimizers,
+    )
     for check in (*checks, _data, _mesh):
         with mistakes.check():
             check(config)
@@ -134,6 +147,14 @@ def _temperatures(config: Config) -> None:
             raise InputError(f"{key}.temperature={value}: 0 (greedy), or {COLDEST} to 100 is needed")
 
 
+def _stop_texts(config: Config) -> None:
+    texts = config.rollout.stop
+    if "" in texts:
+        raise InputError("rollout.stop: an empty text would end every response at its first token")
+    if (size := sum(len(text.encode()) for text in texts)) > MOST_STOP_BYTES:
+        raise InputError(f"rollout.stop: its texts have {size} bytes together, at most {MOST_STOP_BYTES} are possible")
+
+
 def _pages(config: Config) -> None:
     tokens = config.rollout.page_tokens
     if tokens & (tokens - 1):
@@ -177,89 +198,6 @@ def _objective(config: Config) -> None:
         )
 
 
-def _exact(config: Config) -> None:
-    lag, rule = config.pipeline.lag, config.rollout.rule
-    if rule != "coupled" and config.rollout.temperature:
-        raise InputError(
-            f"pipeline.weight_update=exact: under rollout.rule={rule} a rollout is not a function of weights and noise "
-            "alone; set rollout.rule=coupled"
-        )
-    if not lag:
-        raise InputError(
-            "pipeline.lag=0: under pipeline.weight_update=exact it is how many steps begin early; set 1 or more"
-        )
-
-
-def _makes_up_for_age(g: GRPOConfig) -> bool:
-    """Return whether the loss corrects for rollouts of older weights."""
-    return g.old_logprobs == "rollout" or g.correction != "none"
-
-
-def _in_flight(config: Config) -> None:
-    p = config.pipeline
-    if p.weight_update != "inflight":
-        for key, value in (("recompute_cache", p.recompute_cache), ("repeat", p.repeat)):
-            if value:
-                raise InputError(
-                    f"pipeline.{key}={value} is for pipeline.weight_update=inflight, not {p.weight_update}"
-                )
-    elif p.mode != "async" or not p.lag:
-        raise InputError(
-            f"pipeline.weight_update=inflight: with pipeline.mode={p.mode} and pipeline.lag={p.lag} no new weights "
-            "arrive while rollouts run; set async and a lag of 1 or more"
-        )
-    elif p.repeat and config.draft.kind != "none" and config.draft.adaptive:
-        raise InputError(
-            "pipeline.repeat: with draft.adaptive the draft lengths, and so what a chunk does, follow the clock; set "
-            "draft.adaptive=False in both runs"
-        )
-
-
-def _oversampling(config: Config) -> None:
-    g, carry = config.grpo, config.rollout.carry
-    if carry and not g.oversample:
-        raise InputError(f"rollout.carry={carry}: a step waits for all its rollouts where grpo.oversample is 0")
-    if not g.oversample:
-        return
-    if config.pipeline.weight_update == "exact":
-        raise InputError(
-            f"grpo.oversample={g.oversample}: which groups a step learns from would depend on their lengths, and no "
-            "rollout would be a sample of the newest policy any more (pipeline.weight_update=exact); leave 0"
-        )
-    if g.sampling_rounds > 1:
-        raise InputError(f"grpo.oversample={g.oversample}: grpo.sampling_rounds={g.sampling_rounds} must be 1")
-    if carry and not _makes_up_for_age(g):
-        raise InputError(
-            f"rollout.carry={carry}: older policies draw a part of the rollouts, which grpo.correction "
-            "(token_truncate) or grpo.old_logprobs=rollout must make up for"
-        )
-
-
-def _pipeline(config: Config) -> None:
-    p, g = config.pipeline, config.grpo
-    if p.mode == "async":
-        if not p.rollout_devices:
-            raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
-        if p.weight_update != "exact" and p.lag and not _makes_up_for_age(g):
-            raise InputError(
-                f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "
-                "grpo.old_logprobs=rollout must make up for"
-            )
-    if p.weight_update == "exact":
-        _exact(config)
-    _in_flight(config)
-    _oversampling(config)
-    if not p.rollout_devices:
-        for key, value in (("tensor", p.tensor), ("expert", p.expert)):
-            if value != 1:
-                raise InputError(f"pipeline.{key}={value} splits pipeline.rollout_devices, which is 0")
-    if p.rollout_devices % (split := p.tensor * p.expert) and split % p.rollout_devices:
-        raise InputError(
-            f"pipeline.rollout_devices={p.rollout_devices} must divide by pipeline.tensor={p.tensor} x "
-            f"pipeline.expert={p.expert}, or that by it: the copy then takes those of several processes"
-        )
-
-
 def _environment(config: Config) -> None:
     e, longest = config.environment, config.rollout.max_response_tokens
     if not e.name:
@@ -282,6 +220,7 @@ def _environment(config: Config) -> None:
         ),
         ("policy.router_replay", not config.policy.router_replay, "experts of single turns are recorded; leave False"),
         ("grpo.oversample", not config.grpo.oversample, "a conversation does not outlive its step; leave 0"),
+        ("rollout.order", config.rollout.order == "given", "the lengths of conversations are not kept; leave given"),
         ("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens > 0, "the data does not say; set a number"),
         ("data.chat", config.data.chat == "never", "the environment makes the messages; leave never"),
         ("draft.compare_rounds", not compares or not config.draft.compare_rounds, "it compares single turns; set 0"),

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def token_bytes(self) -> list[bytes]:
+        """Return what each token adds to a text; nothing of control tokens. Raises InputError where that depends."""
+        ...
+
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Return a prompt as a PromptText, whose messages are content."""
         ...
@@ -66,6 +70,10 @@ class CharTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`, without pad and eos, and with '?' for ids beyond the characters."""
         return "".join(self.characters[i - 2] if i < self.vocab_size else "?" for i in ids if i >= 2)
+
+    def token_bytes(self) -> list[bytes]:
+        """Return the character of each id."""
+        return [b"", b"", *(character.encode() for character in self.characters)]
 
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Join the contents: the built-in tasks have no roles."""
@@ -160,6 +168,20 @@ class HFTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of each token of a byte-level tokenizer (GPT-2's, Qwen's). Raises InputError for others."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        if "ByteLevel" not in (decoder.get("type"), *(part["type"] for part in decoder.get("decoders", []))):
+            raise InputError(f"{_KEY}what a token adds to a text is known of byte-level tokenizers only")
+        found, of_character = [b""] * self.vocab_size, _byte_of_character()
+        for text, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                found[i] = b"" if i in self._control else added[i].content.encode()
+            else:
+                found[i] = bytes(of_character[character] for character in text)
+        return found
+
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         """Return the prompt text, up to where the assistant's answer begins; `thinking` is Qwen3's enable_thinking."""
         if self._template is None:
@@ -219,6 +241,16 @@ class HFTokenizer:
         if not unique:
             raise InputError(f"data.tokenizer: no eos_token_id in the json files of {folder}")
         return unique
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's encoder.py).
+
+    Printable ones stand for themselves, the others, in order, for what is left.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _read_tokenizer(path: str) -> tokenizers.Tokenizer:

@@ -38,17 +38,19 @@ class TurnFormat:
         ]
         return self._tokenizer.apply_chat_template(said, self._thinking)
 
-    def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between the end-of-text of a turn and the next turn, at least one.
+    def tokens(self, messages: Sequence[Message], eos: bool = True) -> list[int]:
+        """Return the tokens between a turn and the next one, at least one.
 
+        Args:
+          eos: the turn has an end-of-text token; else the chat template's comes first.
         Raises InputError where the tokenizer has no tokens for a message, or the chat template no place for its role.
         """
-        tokens = self._tokens(messages)
+        tokens = self._tokens(messages, eos)
         if not tokens:
             raise InputError("the environment goes on and says nothing")
         return tokens
 
-    def _tokens(self, messages: Sequence[Message]) -> list[int]:
+    def _tokens(self, messages: Sequence[Message], eos: bool) -> list[int]:
         contents = [message["content"] for message in messages]
         special = self._tokenizer.special
         if not self._tokenizer.has_chat_template:
@@ -59,7 +61,7 @@ class TurnFormat:
         ended, *tokens = self._tokenizer.encode(text)
         if ended not in self._tokenizer.eos_ids:
             raise InputError("data.tokenizer: the chat template does not end a message with an end-of-text token")
-        return tokens
+        return tokens if eos else [ended, *tokens]
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - one format lives as long as its run
     def _separators(self, roles: tuple[str, ...]) -> list[str]:

@@ -14,6 +14,7 @@ from specrl_jax.decoding.records import joined_records, start_reading
 from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion, stack_experts
 from specrl_jax.decoding.scheduler import FREE, Scheduler
 from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
+from specrl_jax.decoding.stop_texts import StopTexts
 
 # Fields of a finished slot that become fields of its rollout.
 _COLLECTED = (
@@ -41,6 +42,8 @@ class EngineParts(Protocol[Params, Cache]):
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
     def pad_id(self) -> int: ...
+    @property
+    def stops(self) -> StopTexts | None: ...
     @property
     def compiled(self) -> CompiledFunctions[Params, Cache]: ...
 
@@ -326,11 +329,12 @@ class ActiveBatch(Generic[Params, Cache]):
         self._collect_unfinished()
         collected = {name: values[:total] for name, values in self._collected.items()}
         mask_ids = [ids for parts in self._mask_ids[:total] for ids in parts]
-        last = collected["tokens"][np.arange(total), collected["length"] - 1]
         none = np.zeros((total, 0), np.int32)
+        eos, stopped = self._how_ended(collected["tokens"], collected["prompt_length"], collected["length"])
         found = Rollouts(
             prompt_index=np.arange(total) // samples,
-            ended=np.isin(last, self._engine.eos_ids) & (collected["length"] > collected["prompt_length"]),
+            ended=eos | stopped,
+            eos=eos,
             finished=self.is_finished,
             parked=self._times_parked[:total],
             environment=np.zeros(collected["tokens"].shape, bool),
@@ -345,6 +349,14 @@ class ActiveBatch(Generic[Params, Cache]):
         if self._token_version is not None:
             found.token_version[~found.in_response()] = 0
         return found
+
+    def _how_ended(
+        self, tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Say which responses [R] bool of tokens [R, S] end by an end-of-text token, and which by a stop text."""
+        eos = np.isin(tokens[np.arange(len(tokens)), length - 1], self._engine.eos_ids) & (length > prompt_length)
+        stops = self._engine.stops
+        return eos, np.zeros_like(eos) if stops is None else stops.end(tokens, prompt_length, length)
 
     def _collect_unfinished(self) -> None:
         """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""

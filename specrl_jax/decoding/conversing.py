@@ -95,11 +95,12 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         if not len(rows):
             return
         tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
+        eos, stopped = self._how_ended(tokens, prompts, lengths)
         for row in rows:
             request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
             turn = tokens[row, self._begins.get(request, prompt) : length].copy()
             self._asked[request], self._until[request] = time.monotonic(), (prompt, length)
-            self._turns.ask(Turn(request, turn, bool(np.isin(turn[-1], self._engine.eos_ids))))
+            self._turns.ask(Turn(request, turn, bool(eos[row] | stopped[row]), bool(eos[row])))
 
     def _hear(self, seconds: float) -> None:
         """Take the answers of environments; wait up to `seconds` for the first."""

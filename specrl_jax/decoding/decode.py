@@ -56,11 +56,11 @@ def decode_chunk(
         # Over no tokens if nothing was missed: a loop of no turns does not copy the cache, as a cond would.
         text = Text(slots.tokens, jnp.where(inputs.sync_cache & ~slots.done, slots.length, 0), slots.table)
         slots = dataclasses.replace(slots, cache=drafter.sync_cache(params, text, slots.cache))
-    slots = with_empty_mask(slots)
+    slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
     before = slots
     loop = functools.partial(_iterate, k=k, functions=functions, config=config, shardings=shardings)
     count, enough, slots = _of_each_copy(loop, config, shardings, slots)(params, slots, inputs)
-    count, enough = count.max(), enough.all()
+    slots, count, enough = dataclasses.replace(slots, stop_state=None), count.max(), enough.all()
     if not config.turns:  # else they may go on: the host frees the pages of those that do not
         slots = free_finished(slots)
     verifications, drafted, accepted = jax.tree.map(jnp.subtract, _counters(slots), _counters(before))
@@ -120,7 +120,9 @@ def _iterate(
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
     ahead = max(k, drafter.ahead) if k else 0
-    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width, config.budget)
+    options = StepOptions(
+        functions.verify, functions.sampling, functions.eos_ids, config.width, config.budget, functions.stops
+    )
     shardings = _here(shardings)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -151,6 +153,16 @@ def with_empty_mask(slots: Slots[Cache]) -> Slots[Cache]:
     if slots.mask is None:
         return slots
     return dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+
+
+def with_stop_state(
+    slots: Slots[Cache], shardings: Slots, functions: EngineFunctions[Params, Cache]
+) -> tuple[Slots[Cache], Slots]:
+    """Return the slots with the state in which each row's search for stop texts is, and their shardings."""
+    if functions.stops is None:
+        return slots, shardings
+    state = functions.stops.begin(slots)
+    return dataclasses.replace(slots, stop_state=state), dataclasses.replace(shardings, stop_state=shardings.done)
 
 
 def mask_has_room(slots: Slots[Cache], k: int, config: EngineConfig) -> jax.Array | bool:

@@ -24,6 +24,7 @@ from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.decoding.scheduler import Scheduler
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Prompts, Slots
+from specrl_jax.decoding.stop_texts import StopTexts
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.errors import InputError, Stopped
 
@@ -86,6 +87,7 @@ class Engine(Generic[Params, Cache]):
     config: EngineConfig
     eos_ids: tuple[int, ...]
     pad_id: int
+    stops: StopTexts | None
     draft_length: int  # used unless a call chooses otherwise
     compiled: CompiledFunctions[Params, Cache]
     agree: Agree = alone
@@ -310,4 +312,4 @@ def make_engine(
     """
     longest = functions.drafter.length
     compiled = CompiledFunctions(functions, config, lengths or (longest,), shardings, prompt_shardings)
-    return Engine(config, functions.eos_ids, functions.pad_id, longest, compiled, agree)
+    return Engine(config, functions.eos_ids, functions.pad_id, functions.stops, longest, compiled, agree)

@@ -11,6 +11,7 @@ from specrl_jax.decoding.drafters import Drafter
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, Params
 from specrl_jax.decoding.step import VerifyFn
+from specrl_jax.decoding.stop_texts import StopTexts
 
 # (pages, tokens of a page) -> an empty cache, axis 0 of whose arrays is the page
 InitCacheFn = Callable[[int, int], Cache]
@@ -32,5 +33,6 @@ class EngineFunctions(Generic[Params, Cache]):
     sampling: Sampling
     eos_ids: tuple[int, ...]
     pad_id: int
+    stops: StopTexts | None = None
     # cache -> pool [C, T, N] in which the target's forwards record each token; None: they do not
     recorded: Callable[[Cache], jax.Array] | None = None

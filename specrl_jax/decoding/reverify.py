@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
-from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask
+from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask, with_stop_state
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.records import free_finished
 from specrl_jax.decoding.sampling import Sampling
@@ -57,7 +57,8 @@ def reverify_chunk(
     With config.earlier "keep" they are all kept.
     """
     k, keeps = at_once(config), config.earlier == "keep"
-    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width)
+    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width, stops=functions.stops)
+    slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
         return functions.decode(params, tokens, paging, cache)
@@ -89,9 +90,8 @@ def reverify_chunk(
         goes_on = (i < inputs.max_iterations) & has_earlier_tokens(slots).any() & enough
         return goes_on & (keeps or mask_has_room(slots, k, config))  # no masks are recorded of tokens that are kept
 
-    start = jnp.int32(0), *_reserved(with_empty_mask(slots))
-    count, enough, slots = jax.lax.while_loop(unfinished, body, start)
-    slots = free_finished(slots)
+    count, enough, slots = jax.lax.while_loop(unfinished, body, (jnp.int32(0), *_reserved(slots)))
+    slots = free_finished(dataclasses.replace(slots, stop_state=None))
     left = has_earlier_tokens(slots).any()
     return slots, Reverified(slots.done, slots.length, count, left, slots.pool.count, ~enough)
 

@@ -48,7 +48,8 @@ class Rollouts:
     draft_positions: np.ndarray
     prompt_length: np.ndarray  # [R] int32, tokens
     length: np.ndarray  # [R] int32, prompt + response, the end-of-text token included
-    ended: np.ndarray  # [R] bool, by end-of-text; else cut at max_response_tokens, or not finished
+    ended: np.ndarray  # [R] bool, by end-of-text or a stop text; else cut at max_response_tokens, or not finished
+    eos: np.ndarray  # [R] bool, the last token is an end-of-text token
     finished: np.ndarray  # [R] bool; False where the call ended before the rollout did
     environment: np.ndarray  # [R, S] bool, tokens of the response that an environment wrote
     prefilled: np.ndarray  # [R] int32, tokens of the prompt and of the environment; those prefilled again count again
@@ -82,7 +83,7 @@ class Rollouts:
 
     def response(self, row: int) -> list[int]:
         """Return the tokens of one response, without its end-of-text."""
-        return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.ended[row])].tolist()
+        return self.tokens[row, self.prompt_length[row] : self.length[row] - int(self.eos[row])].tolist()
 
     def response_part(self, row: int) -> slice:
         """Return the columns of one response, its end-of-text included."""

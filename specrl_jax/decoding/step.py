@@ -17,6 +17,7 @@ from specrl_jax.decoding.admission import admit, flat_inputs, of_shards
 from specrl_jax.decoding.lookup_cache import append
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, MaskBuffer, Slots
+from specrl_jax.decoding.stop_texts import StopTexts
 
 # (tokens [B, Q], where they stand, cache) -> (logits [B, Q, V] float32, cache)
 TargetFn = Callable[[jax.Array, Paging, Cache], tuple[jax.Array, Cache]]
@@ -34,6 +35,7 @@ class StepOptions:
     eos_ids: tuple[int, ...]
     width: int = 0  # least positions per forward and verification; those beyond the draft only fix the shape
     budget: int = 0  # drafts of a shard that are verified at most; 0: all
+    stops: StopTexts | None = None
 
 
 def no_draft(slots: Slots[Cache], seed: jax.Array) -> tuple[Draft, Cache]:
@@ -66,7 +68,7 @@ def speculative_step(
         verified = options.verify(VerifyInputs(noise, draft, logits), options.sampling)
     with jax.named_scope("commit"):
         slots = _count(dataclasses.replace(slots, cache=cache), draft, verified.num_accepted)
-        return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified))
+        return commit(slots, verified, options.eos_ids, _draft_positions(draft, verified), options.stops)
 
 
 def _likeliest(logits: jax.Array, rows: jax.Array) -> jax.Array:
@@ -98,9 +100,13 @@ def _count(slots: Slots[Cache], draft: Draft, num_accepted: jax.Array) -> Slots[
 
 
 def commit(
-    slots: Slots[Cache], verified: Verified, eos_ids: tuple[int, ...], draft_positions: jax.Array | None = None
+    slots: Slots[Cache],
+    verified: Verified,
+    eos_ids: tuple[int, ...],
+    draft_positions: jax.Array | None = None,
+    stops: StopTexts | None = None,
 ) -> Slots[Cache]:
-    """Append the emitted tokens; cut after the first end-of-text token and at the limit.
+    """Append the emitted tokens; cut after the first one that ends the response, and at the limit.
 
     Index arithmetic only: the cache is neither copied nor rolled back.
 
@@ -109,10 +115,17 @@ def commit(
     """
     tokens, count = verified.tokens, verified.num_accepted + 1
     offsets = jnp.arange(tokens.shape[1])[None]
-    is_eos = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)) & (offsets < count[:, None])
-    ended = is_eos.any(axis=1)
-    count = jnp.where(ended, jnp.argmax(is_eos, axis=1) + 1, count)
+    ends, stop_state = jnp.isin(tokens, jnp.array(eos_ids, jnp.int32)), slots.stop_state
+    if stops is not None and stop_state is not None:
+        states, stopped = stops.run(stop_state, jnp.maximum(tokens, 0))
+        ends |= stopped
+    ends &= offsets < count[:, None]
+    ended = ends.any(axis=1)
+    count = jnp.where(ended, jnp.argmax(ends, axis=1) + 1, count)
     count = jnp.where(slots.done, 0, jnp.minimum(count, slots.limit - slots.length)).astype(jnp.int32)
+    if stops is not None and stop_state is not None:
+        last = jnp.take_along_axis(states, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        stop_state = jnp.where(count > 0, last, stop_state)
     S = slots.tokens.shape[1]
     where = jnp.where(offsets < count[:, None], slots.length[:, None] + offsets, S)
     length = slots.length + count
@@ -132,6 +145,7 @@ def commit(
         done=slots.done | ended | (length >= slots.limit),
         verifications=slots.verifications + ~slots.done,
         lookup_cache=lookup_cache,
+        stop_state=stop_state,
         mask=slots.mask and _record(slots.mask, verified.mask, where, offsets < count[:, None]),
     )
 

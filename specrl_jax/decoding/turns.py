@@ -11,7 +11,8 @@ class Turn(NamedTuple):
 
     request: int  # of the call, prompt-major
     tokens: np.ndarray  # [n] int32, what the policy wrote, the end-of-text token included
-    ended: bool  # by end-of-text; else cut by a limit
+    ended: bool  # by an end-of-text token or a stop text; else cut by a limit
+    eos: bool  # by an end-of-text token, its last one
 
 
 class Answer(NamedTuple):

@@ -172,6 +172,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         cache_dtype=jnp.dtype(config.rollout.cache_dtype),
         compute_dtype=jnp.dtype(config.rollout.compute_dtype),
         quantize=config.rollout.quantize,
+        stop=config.rollout.stop,
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:

@@ -30,6 +30,7 @@ class _Log:
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # in the environment
     cut: bool = False  # the last turn was, by a limit
+    eos: bool = False  # the last turn ended with an end-of-text token
 
     @property
     def failed(self) -> Outcome | None:
@@ -77,8 +78,8 @@ class Conversations:
     def ask(self, turn: Turn) -> None:
         """Hand a turn to the environment."""
         log = self._logs[turn.request]
-        text = self._tokenizer.decode(turn.tokens[: len(turn.tokens) - turn.ended].tolist())
-        log.cut = not turn.ended
+        text = self._tokenizer.decode(turn.tokens[: len(turn.tokens) - turn.eos].tolist())
+        log.cut, log.eos = not turn.ended, turn.eos
         self._workers.submit(log.conversation, text, list(log.turns), self._replies)
         log.turns.append(text)
 
@@ -94,7 +95,7 @@ class Conversations:
         if outcome.messages is None or log.cut or len(log.turns) == self._config.turns:
             return Answer(request, None)
         try:
-            return Answer(request, self._format.tokens(outcome.messages))
+            return Answer(request, self._format.tokens(outcome.messages, log.eos))
         except InputError as error:
             log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
             return Answer(request, None)

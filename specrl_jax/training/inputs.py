@@ -65,6 +65,9 @@ class AnyText:
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([i]) for i in range(self.vocab_size)]
+
     def apply_chat_template(self, messages: Messages, thinking: bool = True) -> str:
         return PromptText("".join(message["content"] for message in messages))
 

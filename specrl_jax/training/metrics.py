@@ -203,7 +203,7 @@ def replay_mismatch_metrics(compared: Compared | None) -> dict[str, float]:
 
 def response_texts(rollouts: Rollouts, row: int, tokenizer: Tokenizer) -> list[str]:
     """Return the text of each token of a response; "" for its end-of-text."""
-    return token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.ended[row])
+    return token_texts(tokenizer, rollouts.response(row)) + [""] * int(rollouts.eos[row])
 
 
 def rollout_samples(

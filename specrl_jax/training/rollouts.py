@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -18,6 +18,7 @@ from specrl_jax.decoding.lookup_cache import LookupCache
 from specrl_jax.decoding.pages import Held, Pool
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Earlier, EngineConfig, MaskBuffer, Prompts, Slots
+from specrl_jax.decoding.stop_texts import StopTexts, make_stop_texts
 from specrl_jax.drafts.base import DerivedWeights, DraftModel
 from specrl_jax.drafts.weights import Caches, Weights, checksum
 from specrl_jax.errors import InputError
@@ -42,6 +43,7 @@ class InferenceConfig:
     cache_dtype: jnp.dtype
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
     quantize: str = "none"  # or a key of models.quantized.FORMATS: the policy's matrices
+    stop: tuple[str, ...] = ()  # texts that end a response
 
 
 # (policy params, draft params, vocab_map) -> weights in the inference layout; without a draft the last two are None
@@ -150,9 +152,22 @@ def make_rollout_engine(
         sampling=config.sampling,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
+        stops=find_stop_texts(config.stop, tokenizer, model.vocab) if config.stop else None,
         recorded=(lambda cache: cache.experts) if limits.records else None,
     )
     return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths, agree)
+
+
+def find_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, vocab: int) -> StopTexts:
+    """Build the search for texts in what a policy with `vocab` tokens writes.
+
+    Raises InputError where the tokenizer does not say what a token adds to a text.
+    """
+    try:
+        tokens = tokenizer.token_bytes()
+    except InputError as error:
+        raise InputError(f"rollout.stop: {error}") from None
+    return make_stop_texts([text.encode() for text in texts], tokens + [b""] * (vocab - len(tokens)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,23 @@ def test_texts_of_tokens_join_to_the_text(parts, tokenizer):
     assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids)
 
 
+@given(text=st.text())
+def test_the_bytes_of_tokens_join_to_those_of_the_text(text, tokenizer):
+    spelled = tokenizer.token_bytes()
+    assert b"".join(spelled[i] for i in tokenizer.encode(text)) == text.encode()
+
+
+def test_control_tokens_have_no_bytes_and_other_decoders_are_refused(tokenizer, folder):
+    spelled = tokenizer.token_bytes()
+    assert not any(spelled[i] for i in tokenizer.eos_ids) and len(spelled) == tokenizer.vocab_size
+    assert CharTokenizer().token_bytes()[:3] == [b"", b"", b"\n"]
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["decoder"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="byte-level tokenizers only"):
+        load(folder).token_bytes()
+
+
 def test_the_token_that_completes_a_character_has_it(tokenizer):
     a, *heart, b = tokenizer.encode("a♥b")
     assert len(heart) == 3 and token_texts(tokenizer, [a, *heart, b]) == ["a", "", "", "♥", "b"]

@@ -52,6 +52,13 @@ def test_the_tokens_are_those_of_the_whole_conversation(qwen, messages, thinking
     assert [*prompt, *said, *format.tokens(messages)] == whole
 
 
+def test_behind_a_stop_text_the_end_of_text_comes_first(qwen):
+    format = TurnFormat(qwen, "", True)
+    assert format.tokens(SAID[0], eos=False) == [qwen.eos_ids[0], *format.tokens(SAID[0])]
+    characters = TurnFormat(CharTokenizer(), "[{message}]", True)
+    assert characters.tokens(SAID[0], eos=False) == characters.tokens(SAID[0]) == CharTokenizer().encode("[42]")
+
+
 def test_earlier_thoughts_stay(qwen):
     """They are in the tokens that stay; the template, asked anew, would drop them."""
     turn = {"role": "assistant", "content": "<think>long</think>\nprice?"}

@@ -16,6 +16,7 @@ from specrl_jax.core import stand_in
 from specrl_jax.decoding import conversing
 from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.conversations import Talk, said
 from tests.helpers.exact import sequences
@@ -23,15 +24,18 @@ from tests.helpers.toys import logits_after, watched
 
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]
 SAMPLES, LONGEST, EOS = 2, 26, V - 1
+SPELLED = [b"x", b"yx", b""]
 TABLE = TARGET.astype(np.float64)
 
 
-def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, **sizes):
+def run(drafter="none", k=2, temperature=1.0, talk=(), devices=1, seen=None, stop=(), **sizes):
     cell = Cell(drafter, "coupled", temperature, 0, 0.9 if temperature else 1.0, "may end", "inside")
     lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
     sizes = {"num_slots": 40, "chunk": 5, "page_tokens": 4, "prefill_tokens": 3} | sizes
     limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=LONGEST, turns=True, **lookup, **sizes)
     more = {"devices": devices} if devices > 1 else {}
+    if stop:
+        more["stops"] = make_stop_texts(stop, SPELLED)
     talk = Talk(V, **dict(talk))
     with jax.enable_x64(True):
         engine = make_engine(cell, limits, k, np.float64, **more)
@@ -62,7 +66,7 @@ def test_the_rollouts_compared_have_one_to_three_turns():
     assert (~found.ended).any()  # a turn was cut
 
 
-def by_hand(prompt):
+def by_hand(prompt, stop=b""):
     """Return the greedy conversation in plain Python: tokens, and which of them the environment wrote."""
     tokens, marks, number = list(prompt), [False] * len(prompt), 0
     limit = len(prompt) + LONGEST
@@ -71,19 +75,25 @@ def by_hand(prompt):
         while len(tokens) < min(begin + 5, limit):
             tokens.append(int(np.argmax(logits_after(TABLE, tokens))))
             marks.append(False)
-            if tokens[-1] == EOS:
+            spelled = [SPELLED[token] or b"|" for token in tokens[len(prompt) :]]  # no text goes on behind b""
+            text, before = b"".join(spelled), len(b"".join(spelled[:-1]))
+            stopped = bool(stop) and text.find(stop, max(0, before - len(stop) + 1)) >= 0
+            if ended := tokens[-1] == EOS or stopped:
                 break
-        answer = said(tokens[begin:], number, V) if tokens[-1] == EOS else None
+        answer = said(tokens[begin:], number, V) if ended else None
         if answer is None or len(tokens) + len(answer) >= limit:
             return tokens, marks
         tokens, marks = tokens + answer, marks + [True] * len(answer)
 
 
+@pytest.mark.parametrize("stop", [b"", b"xx"])
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_greedy_rollouts_are_those_of_plain_python(drafter):
-    found, _ = run(drafter, temperature=0.0)
+def test_greedy_rollouts_are_those_of_plain_python(drafter, stop):
+    """A turn ends with an end-of-text token or a stop text, which may begin in what the environment wrote."""
+    found, talk = run(drafter, temperature=0.0, stop=[stop] if stop else ())
+    assert any(turn.ended and not turn.eos for turn in talk.asked) == bool(stop)
     for row, index in enumerate(found.prompt_index):
-        tokens, marks = by_hand(PROMPTS[index])
+        tokens, marks = by_hand(PROMPTS[index], stop)
         assert found.sequence(row).tolist() == tokens
         assert found.environment[row, : found.length[row]].tolist() == marks
 

@@ -131,7 +131,7 @@ class Caches(NamedTuple):
     draft: jax.Array  # [C, T]
 
 
-def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
+def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None, **more):
     """Return an engine of the toy with `stateful_drafter` or `rebuilding_drafter`."""
 
     def init_both(pages, tokens):
@@ -145,7 +145,7 @@ def stateful_engine(limits, sampling, eos_ids, drafter, pad_id=0, lengths=None):
         return logits, cache._replace(target=target)
 
     functions = {"init_cache": init_both, "prefill": prefill_both, "decode": decode_target}
-    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, lengths=lengths, **functions)
+    return toy_engine(limits, sampling, eos_ids, pad_id, drafter, lengths=lengths, **functions, **more)
 
 
 def stateful_drafter(table, k, temperature, vocab_map=None, rule="rejection"):

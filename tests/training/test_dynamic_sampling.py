@@ -45,6 +45,7 @@ def rollouts_of(first_id, response=3, prompts=P, ended=None):
         prompt_length=np.full(rows, 2, np.int32),
         length=2 + np.broadcast_to(np.asarray(response, np.int32), rows),
         ended=np.ones(rows, bool) if ended is None else np.array(ended),
+        eos=np.ones(rows, bool) if ended is None else np.array(ended),
         verifications=counters[:, 0],
         drafted=counters,
         accepted=counters,

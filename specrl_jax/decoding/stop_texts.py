@@ -1,0 +1,107 @@
+"""Texts that end a response, found token by token (rollout.stop).
+
+The automaton of Aho and Corasick (1975) over bytes, with a transition for each token of the vocabulary: its state is
+the longest end of the response so far that begins one of the texts. So a text counts however tokens spell it, also one
+that ends inside a token or inside a block of accepted drafts, and the response ends with the token that completes it.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specrl_jax.decoding.state import Cache, Slots
+
+BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StopTexts:
+    """The automaton: `table` [states, V] int16 has the next state, plus the number of states where a text has ended."""
+
+    table: np.ndarray
+    longest: int  # bytes of the longest text: more tokens than that are never looked back at
+
+    @property
+    def states(self) -> int:
+        return len(self.table)
+
+    def run(self, state: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (state [B, Q] after each of tokens [B, Q], whether a text ended in it), from `state` [B]."""
+        table, states, ended = jnp.asarray(self.table), [], []
+        for i in range(tokens.shape[1]):
+            value = table[state, tokens[:, i]].astype(jnp.int32)
+            state = value % self.states
+            states.append(state)
+            ended.append(value >= self.states)
+        return jnp.stack(states, axis=1), jnp.stack(ended, axis=1)
+
+    def begin(self, slots: Slots[Cache]) -> jax.Array:
+        """Return the state [B] int32 of every row, from the end of its response."""
+        table = jnp.asarray(self.table)
+
+        def step(i: jax.Array, state: jax.Array) -> jax.Array:
+            place = slots.length - self.longest + i
+            token = jnp.take_along_axis(slots.tokens, jnp.maximum(place, 0)[:, None], axis=1)[:, 0]
+            return jnp.where(place >= slots.prompt_length, table[state, token].astype(jnp.int32) % self.states, 0)
+
+        return jax.lax.fori_loop(0, self.longest, step, jnp.zeros_like(slots.length))
+
+    def end(self, tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Say which rows [R] bool of tokens [R, S] end with a token that completes a text in their responses."""
+        rows, state, value = np.arange(len(tokens)), np.zeros(len(tokens), int), np.zeros(len(tokens), int)
+        for back in range(self.longest, 0, -1):
+            place = length - back
+            value = np.where(place >= prompt_length, self.table[state, tokens[rows, np.maximum(place, 0)]], 0)
+            state = value % self.states
+        return value >= self.states
+
+
+def make_stop_texts(texts: Sequence[bytes], tokens: Sequence[bytes]) -> StopTexts:
+    """Build the automaton of `texts` over a vocabulary whose tokens spell `tokens`.
+
+    A token of no bytes, such as a control token, belongs to no text: the next one begins anew behind it.
+    """
+    follow, final = _automaton(texts)
+    states = len(follow)
+    lengths = np.array([len(token) for token in tokens])
+    padded = np.zeros((len(tokens), lengths.max(initial=1)), np.uint8)
+    for row, token in zip(padded, tokens):
+        row[: len(token)] = np.frombuffer(token, np.uint8)
+    table = np.zeros((states, len(tokens)), np.int16)
+    for first in range(states):
+        state, ended = np.full(len(tokens), first), np.zeros(len(tokens), bool)
+        for i in range(padded.shape[1]):
+            (here,) = np.nonzero(lengths > i)
+            state[here] = follow[state[here], padded[here, i]]
+            ended[here] |= final[state[here]]
+        table[first] = np.where(lengths > 0, state + states * ended, 0)
+    return StopTexts(table, max(map(len, texts)))
+
+
+def _automaton(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (next state [states, 256], which states [states] bool end with a text)."""
+    tree, final = [dict[int, int]()], [False]
+    for text in texts:
+        node = 0
+        for byte in text:
+            if byte not in tree[node]:
+                tree[node][byte] = len(tree)
+                tree.append({})
+                final.append(False)
+            node = tree[node][byte]
+        final[node] = True
+    follow, shorter = np.zeros((len(tree), BYTES), np.int32), [0] * len(tree)
+    waiting = deque([0])
+    while waiting:  # breadth first: the longest shorter end of a state's text is known before it
+        node = waiting.popleft()
+        final[node] |= final[shorter[node]]
+        follow[node] = follow[shorter[node]]
+        for byte, child in tree[node].items():
+            shorter[child] = follow[node, byte] if node else 0
+            follow[node, byte] = child
+            waiting.append(child)
+    return follow, np.array(final)

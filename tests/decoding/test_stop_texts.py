@@ -1,0 +1,107 @@
+"""Texts that end a response: the search of the automaton, and rollouts that end with the token that completes one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.decoding.stop_texts import make_stop_texts
+from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
+from tests.helpers.exact import sequences
+
+TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"\xc3", b"\xa9", b"abcab"]
+TEXTS = [[b"ab"], [b"aab", b"bba"], [b"abab", b"b"], ["é".encode(), b"cc"], [b"aaa"]]
+
+
+def ends(texts, written):
+    """Say of each token whether it completes a text in what follows the last empty token."""
+    text, found = b"", []
+    for token in written:
+        before, text = len(text), text + token if token else b""
+        found.append(any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in texts))
+    return found
+
+
+@pytest.mark.parametrize("texts", TEXTS)
+def test_a_text_is_found_however_tokens_spell_it(texts):
+    stops = make_stop_texts(texts, TOKENS)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, len(TOKENS), (200, 12))
+    state, found = stops.run(jnp.zeros(200, jnp.int32), jnp.asarray(ids))
+    expected = [ends(texts, [TOKENS[i] for i in row]) for row in ids]
+    assert np.sum(expected) > 10
+    np.testing.assert_array_equal(found, expected)
+    # In two pieces, and from the host: the last token alone says whether a response has ended.
+    middle, _ = stops.run(jnp.zeros(200, jnp.int32), jnp.asarray(ids[:, :5]))
+    rest, again = stops.run(middle[:, -1], jnp.asarray(ids[:, 5:]))
+    np.testing.assert_array_equal(again, found[:, 5:])
+    np.testing.assert_array_equal(rest, state[:, 5:])
+    for length in (1, 4, 12):
+        end = stops.end(ids, np.zeros(200, int), np.full(200, length))
+        np.testing.assert_array_equal(end, np.asarray(found)[:, length - 1])
+
+
+PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]
+SAMPLES, LONGEST = 2, 20
+SPELLED = [b"x", b"yx", b"y"]
+assert len(SPELLED) == V
+
+
+def run(stop=(), drafter="none", k=2, devices=1, **sizes):
+    cell = Cell(drafter, "coupled", 1.0, 0, 1.0, "never ends", "inside")
+    lookup = {"groups": len(PROMPTS), "sequences": SAMPLES + 1} if drafter in COPIES_OTHERS else {}
+    sizes = {"num_slots": 16, "sizes": (4,), "chunk": 3, "page_tokens": 4} | sizes
+    limits = EngineConfig(max_prompt_tokens=3, max_response_tokens=LONGEST, **lookup, **sizes)
+    more = {"devices": devices} if devices > 1 else {}
+    if stop:
+        more["stops"] = make_stop_texts(stop, SPELLED)
+    with jax.enable_x64(True):
+        engine = make_engine(cell, limits, k, np.float64, **more)
+        return engine.generate(
+            TARGET.astype(np.float64), PROMPTS, SAMPLES, seed=5, history=history_of(PROMPTS, LONGEST, None)
+        )
+
+
+@functools.cache
+def whole():
+    return run(k=0)
+
+
+def assert_cut(found, stop):
+    """Rollouts are those without stop texts, up to the token that completes one."""
+    without, cut = whole(), 0
+    for row in range(len(found.length)):
+        response = without.response(row)
+        hits = ends(stop, [SPELLED[i] for i in response])
+        length = hits.index(True) + 1 if True in hits else len(response)
+        cut += length < len(response)
+        np.testing.assert_array_equal(found.response(row), response[:length])
+        assert found.ended[row] == (True in hits)
+    assert cut > len(found.length) // 4
+
+
+@pytest.mark.parametrize("drafter", ["none", "table", "stateful", "suffix", "cascade"])
+@pytest.mark.parametrize("stop", [(b"xyxy",), (b"xxx", b"yyy")])
+def test_rollouts_end_where_a_text_does(drafter, stop):
+    found = run(stop, drafter)
+    assert_cut(found, stop)
+    assert drafter == "none" or found.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("sizes", [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}])
+def test_wherever_chunks_end_and_rows_go(sizes):
+    assert_cut(run((b"xyxy",), "stateful", **sizes), (b"xyxy",))
+
+
+def test_a_text_that_begins_in_the_prompt_is_none():
+    """Where a prompt's end and the first token spell a text together, the response goes on."""
+    found, together = run((b"xy",)), 0
+    for row in range(len(found.length)):
+        prompt, response = found.tokens[row, : found.prompt_length[row]], found.response(row)
+        if SPELLED[prompt[-1]][-1:] == b"x" and SPELLED[response[0]][:1] == b"y":
+            together += 1
+            assert len(response) > 1
+    assert together > 3
