@@ -22,6 +22,7 @@ from specrl_jax.rewards.scorer import Scorer, Scores
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.conversations import begin_conversations
 from specrl_jax.training.dynamic_sampling import gather_scored, score_rollouts
+from specrl_jax.training.metrics import environment_metrics
 from specrl_jax.training.problems import Problems
 
 # Separate noise: an evaluation rollout never shares that of a training rollout with the same id.
@@ -49,7 +50,7 @@ class Evaluation(NamedTuple):
 
     def metrics(self, sets: Mapping[str, list[Problem]]) -> dict[str, float]:
         """Return eval/*: accuracy, pass@k and maj@n over all problems, with several sets eval/<set>/* of each; response
-        lengths; means of the rewards' parts; the number of responses whose reward failed.
+        lengths; what their environments did; means of the rewards' parts; the number of responses whose reward failed.
         """
         stated = [
             self.scores.extracted[i : i + self.samples] for i in range(0, len(self.scores.extracted), self.samples)
@@ -63,6 +64,7 @@ class Evaluation(NamedTuple):
         response = self.rollouts.policy_tokens
         row |= {"eval/response_length_mean": float(response.mean())}
         row |= {"eval/truncated": float(1 - self.rollouts.ended.mean())}
+        row |= environment_metrics(self.rollouts, self.scores, "eval/environment/")
         return row | self.scores.part_means("eval/part/") | {"eval/unscored": sum(self.scores.failures.values())}
 
     def write(self, path: str, tokenizer: Tokenizer, sets: Mapping[str, list[Problem]]) -> None:

@@ -70,17 +70,17 @@ def reward_metrics(scores: Scores, without_variance: float) -> dict[str, float]:
     return row | scores.part_means("reward/part/")
 
 
-def environment_metrics(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Return environment/*: means over rollouts, and the share of accepted drafts among tokens in and outside calls."""
+def environment_metrics(rollouts: Rollouts, scores: Scores, prefix: str = "environment/") -> dict[str, float]:
+    """Return <prefix>*: means over rollouts, and the share of accepted drafts among tokens in and outside calls."""
     if not scores.environment:
         return {}
-    row = {f"environment/{name}": float(values.mean()) for name, values in scores.environment.items()}
+    row = {f"{prefix}{name}": float(values.mean()) for name, values in scores.environment.items()}
     computed = rollouts.prefilled.sum() + rollouts.policy_tokens.sum()
-    row["environment/computed_share"] = float(computed / rollouts.length.sum())
+    row[f"{prefix}computed_share"] = float(computed / rollouts.length.sum())
     calls, drafts = (float(scores.environment[name].sum()) for name in ("call_tokens", "call_drafts"))
     accepted, outside = float((rollouts.draft_positions != 0).sum()), float(rollouts.policy_tokens.sum()) - calls
-    row["environment/draft_share_outside_calls"] = (accepted - drafts) / max(outside, 1)
-    return row | ({"environment/draft_share_in_calls": drafts / calls} if calls else {})
+    row[f"{prefix}draft_share_outside_calls"] = (accepted - drafts) / max(outside, 1)
+    return row | ({f"{prefix}draft_share_in_calls": drafts / calls} if calls else {})
 
 
 def rollout_metrics(rollouts: Rollouts, seconds: float) -> dict[str, float]:

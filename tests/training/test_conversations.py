@@ -1,5 +1,6 @@
 """Training on rollouts of several turns, with a small model: what is learned, and that no timing changes it."""
 
+import json
 import shutil
 
 import jax
@@ -12,11 +13,12 @@ from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.errors import Stopped
 from specrl_jax.sharding import make_mesh
+from specrl_jax.tasks.evaluate import evaluate_policy
 from specrl_jax.training import dynamic_sampling
 from specrl_jax.training.build import make_learner, make_rollout, make_scorer
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import load_problems
-from tests.helpers.training import Run, StopAfter, changed, samples, saved, train
+from tests.helpers.training import NEVER, Run, StopAfter, changed, samples, saved, train
 
 STRANGE = "tests.rewards.environments.strange:"
 STEPS = 3
@@ -162,3 +164,12 @@ def test_environments_that_fail_cost_their_own_rollouts_their_reward(whole, tmp_
     np.testing.assert_array_equal(scores.total[~failed], well.scores.total[~failed])
     for row in np.flatnonzero(~failed):
         np.testing.assert_array_equal(seen[0].rollouts.sequence(row), well.rollouts.sequence(row))
+
+
+@pytest.mark.slow
+def test_an_evaluation_says_what_its_environments_did(tmp_path):
+    run = make()
+    evaluate_policy(*run, str(tmp_path), NEVER)
+    run.scorer.close()
+    summary = json.loads((tmp_path / "evaluation.json").read_text())
+    assert 1 < summary["eval/environment/turns"] <= 4 and summary["eval/environment/computed_share"] == 1
