@@ -120,9 +120,7 @@ def _iterate(
     """Run the iterations of a chunk."""
     drafter, seed = functions.drafter, inputs.seed
     ahead = max(k, drafter.ahead) if k else 0
-    options = StepOptions(
-        functions.verify, functions.sampling, functions.eos_ids, config.width, config.budget, functions.stops
-    )
+    options = step_options(slots, functions, config, config.budget)
     shardings = _here(shardings)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -153,6 +151,14 @@ def with_empty_mask(slots: Slots[Cache]) -> Slots[Cache]:
     if slots.mask is None:
         return slots
     return dataclasses.replace(slots, mask=dataclasses.replace(slots.mask, used=jnp.zeros_like(slots.mask.used)))
+
+
+def step_options(
+    slots: Slots[Cache], functions: EngineFunctions[Params, Cache], config: EngineConfig, budget: int = 0
+) -> StepOptions:
+    rows = len(slots.done) // len(slots.pool.count)  # of a device
+    width = max(config.width, -(-functions.least_tokens // rows))
+    return StepOptions(functions.verify, functions.sampling, functions.eos_ids, width, budget, functions.stops)
 
 
 def with_stop_state(

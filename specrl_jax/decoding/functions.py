@@ -34,5 +34,6 @@ class EngineFunctions(Generic[Params, Cache]):
     eos_ids: tuple[int, ...]
     pad_id: int
     stops: StopTexts | None = None
+    least_tokens: int = 1  # of a device's forward; with fewer, positions behind them fill up
     # cache -> pool [C, T, N] in which the target's forwards record each token; None: they do not
     recorded: Callable[[Cache], jax.Array] | None = None

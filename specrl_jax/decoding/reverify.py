@@ -21,12 +21,19 @@ import jax.numpy as jnp
 
 from kernels_pallas.attention.types import Paging
 from kernels_pallas.verify.op import Draft, SamplingMask, Verified, VerifyInputs
-from specrl_jax.decoding.decode import ChunkInputs, mask_has_room, reserve, with_empty_mask, with_stop_state
+from specrl_jax.decoding.decode import (
+    ChunkInputs,
+    mask_has_room,
+    reserve,
+    step_options,
+    with_empty_mask,
+    with_stop_state,
+)
 from specrl_jax.decoding.functions import EngineFunctions
 from specrl_jax.decoding.records import free_finished
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import Cache, EngineConfig, Params, Slots
-from specrl_jax.decoding.step import StepOptions, speculative_step
+from specrl_jax.decoding.step import speculative_step
 
 # Tokens verified at a time: with the one before them as many queries of a row as the attention kernels take.
 AT_ONCE = 15
@@ -57,7 +64,7 @@ def reverify_chunk(
     With config.earlier "keep" they are all kept.
     """
     k, keeps = at_once(config), config.earlier == "keep"
-    options = StepOptions(functions.verify, functions.sampling, functions.eos_ids, config.width, stops=functions.stops)
+    options = step_options(slots, functions, config)
     slots, shardings = with_stop_state(with_empty_mask(slots), shardings, functions)
 
     def target_fn(tokens: jax.Array, paging: Paging, cache: Cache) -> tuple[jax.Array, Cache]:

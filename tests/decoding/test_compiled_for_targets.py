@@ -25,7 +25,7 @@ from specrl_jax.dry_run.iteration import iteration_bytes
 from specrl_jax.dry_run.phases import device_bytes
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
-from specrl_jax.training.rollouts import InferenceConfig, make_rollout_engine
+from specrl_jax.training.rollouts import LEAST_TOKENS, InferenceConfig, make_rollout_engine
 from tests.helpers import targets
 from tests.helpers.abstract import inference_weights
 
@@ -91,6 +91,23 @@ def test_an_iteration_moves_little_more_than_weights_and_live_keys(k):
     needed = target + k * head + live
     moved = found.of(B * LIVE // PAGE)
     assert moved < 1.25 * needed
+
+
+def test_a_single_row_is_multiplied_as_a_matrix(monkeypatch):
+    """As a vector it would read weights more slowly, and of this model copy some of them first."""
+    if not targets.installed("cuda"):
+        pytest.skip("requirements-aot.txt is not installed")
+    model = dataclasses.replace(qwen3.preset("qwen3_0p6b"), layers=2)
+
+    def temporaries(least):
+        monkeypatch.setitem(LEAST_TOKENS, "gpu", least)
+        config = InferenceConfig(Sampling(), EngineConfig(1, 64, 64, 8, page_tokens=PAGE), 0, BF16, BF16, BF16)
+        partition = partitioner(make_mesh({}, targets.devices("cuda", 1)[:1]), ROLLOUT)
+        made = make_rollout_engine(model, None, NO_DRAFTER, config, CharTokenizer(), partition)
+        lowered = made.compiled.lower(Program("decode", 1), inference_weights(model, None, BF16, partition))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(LEAST_TOKENS["gpu"]) < 4e6 < 16e6 < temporaries(1)
 
 
 def test_a_layer_takes_few_kernels():

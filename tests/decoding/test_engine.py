@@ -132,6 +132,23 @@ def test_greedy_decoding_equals_a_plain_loop(greedy):
     np.testing.assert_array_equal(rollouts.response_length, [len(tokens) for tokens, _ in expected])
 
 
+def test_a_single_row_has_as_many_tokens_as_its_forward_needs(greedy):
+    """As on a GPU; with more rows there are enough, and no token changes."""
+    prompts, _, rollouts = greedy
+    seen = []
+
+    def decode(table, tokens, paging, cache):
+        seen.append(tokens.shape)
+        return toys.decode(table, tokens, paging, cache)
+
+    for slots in (1, 3, 4):
+        run = toys.toy_engine(
+            limits(num_slots=slots), Sampling(0.0), (EOS,), PAD, decode=decode, least_tokens=4, devices=1
+        )
+        assert responses(run.generate(TABLE, prompts, samples=1, seed=0)) == responses(rollouts)
+    assert list(dict.fromkeys(seen)) == [(1, 4), (3, 2), (4, 1)]
+
+
 def test_ended_says_whether_end_of_text_was_reached(greedy):
     _, expected, rollouts = greedy
     np.testing.assert_array_equal(rollouts.ended, [tokens[-1] == EOS for tokens, _ in expected])

@@ -11,6 +11,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
+from tests.helpers.slow import slow_but
 
 TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"\xc3", b"\xa9", b"abcab"]
 TEXTS = [[b"ab"], [b"aab", b"bba"], [b"abab", b"b"], ["é".encode(), b"cc"], [b"aaa"]]
@@ -47,6 +48,7 @@ def test_a_text_is_found_however_tokens_spell_it(texts):
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)][:20]
 SAMPLES, LONGEST = 2, 20
 SPELLED = [b"x", b"yx", b"y"]
+STOPS = [(b"xyxy",), (b"xxx", b"yyy")]
 assert len(SPELLED) == V
 
 
@@ -83,15 +85,24 @@ def assert_cut(found, stop):
     assert cut > len(found.length) // 4
 
 
-@pytest.mark.parametrize("drafter", ["none", "table", "stateful", "suffix", "cascade"])
-@pytest.mark.parametrize("stop", [(b"xyxy",), (b"xxx", b"yyy")])
+@pytest.mark.parametrize(
+    "drafter, stop",
+    slow_but(
+        [("none", STOPS[0]), ("stateful", STOPS[1]), ("suffix", STOPS[0])],
+        ["none", "table", "stateful", "suffix", "cascade"],
+        STOPS,
+    ),
+)
 def test_rollouts_end_where_a_text_does(drafter, stop):
     found = run(stop, drafter)
     assert_cut(found, stop)
     assert drafter == "none" or found.accepted.sum() > 0
 
 
-@pytest.mark.parametrize("sizes", [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}])
+@pytest.mark.parametrize(
+    "sizes",
+    slow_but([{"chunk": 1}, {"pages": 9}], [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}]),
+)
 def test_wherever_chunks_end_and_rows_go(sizes):
     assert_cut(run((b"xyxy",), "stateful", **sizes), (b"xyxy",))
 
