@@ -10,9 +10,12 @@ import argparse
 import csv
 import json
 import time
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
 
 from specrl_jax.config import base, from_config_dict
-from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.data.tokenizers import CharTokenizer, Tokenizer
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.rewards.scorer import Scorer
 from specrl_jax.sharding import make_mesh
@@ -31,7 +34,23 @@ class SeveralEnds(CharTokenizer):
     eos_ids = (1, 2, 3, 4, 5)
 
 
-def build(name: str, preset: str) -> tuple[Rollout, Scorer, Weights]:
+class Case(NamedTuple):
+    """What conversations are held with."""
+
+    rollout: Rollout
+    scorer: Scorer
+    weights: Weights
+
+
+def open_case(c: ConfigDict, lengths: tuple[int, ...], tokenizer: Tokenizer | None = None) -> Case:
+    """Build what a config needs; close its scorer in the end."""
+    config = from_config_dict(c)
+    plan = make_plan(config, make_mesh(c.mesh.to_dict()))
+    rollout = make_rollout(plan, lengths, tokenizer)
+    return Case(rollout, make_scorer(config, []), initial_weights(make_learner(plan), rollout))
+
+
+def build(name: str, preset: str) -> Case:
     c = base()
     c.policy.preset = preset
     c.draft.kind = "none"
@@ -43,14 +62,12 @@ def build(name: str, preset: str) -> tuple[Rollout, Scorer, Weights]:
     c.environment.name = f"experiments.environments.waiting:{CLASSES[name]}"
     c.environment.workers = 16
     c.reward.name = ""
-    config = from_config_dict(c)
-    plan = make_plan(config, make_mesh(c.mesh.to_dict()))
-    rollout = make_rollout(plan, (0,), SeveralEnds())
-    return rollout, make_scorer(config, []), initial_weights(make_learner(plan), rollout)
+    return open_case(c, (0,), SeveralEnds())
 
 
-def measure(rollout: Rollout, scorer: Scorer, weights: Weights, count: int, seed: int) -> dict[str, float]:
+def measure(case: Case, count: int, seed: int) -> dict[str, float]:
     """Return what one call of `count` rollouts did."""
+    rollout, scorer, weights = case
     tokenizer, config = rollout.tokenizer, rollout.plan.config
     problems = next(load_problems(config, tokenizer).stream(count // 8))
     asked, turns = begin_conversations(scorer, config, tokenizer, problems, 8, seed, lambda: None)
@@ -58,7 +75,9 @@ def measure(rollout: Rollout, scorer: Scorer, weights: Weights, count: int, seed
     found = rollout.engine.generate(weights, prompts, 8, seed, turns=turns)
     seconds = time.perf_counter() - start
     computed = int(found.prefilled.sum() + found.policy_tokens.sum()) / int(found.length.sum())
-    counts = {"rollouts": len(found.length), "seconds": round(seconds, 3), "tokens": int(found.policy_tokens.sum())}
+    tokens, verifications = int(found.policy_tokens.sum()), int(found.verifications.sum())
+    counts = {"rollouts": len(found.length), "seconds": round(seconds, 3), "tokens": tokens}
+    counts["tokens_per_verification"] = round(tokens / verifications, 3)
     return counts | {"parked": int(found.parked.sum()), "computed_share": round(computed, 4)}
 
 
@@ -73,10 +92,10 @@ def main() -> None:
     rows = []
     for seed in range(a.rounds + 1):  # the first compiles
         for name in list(CLASSES)[:: 1 if seed % 2 else -1]:
-            rows.append({"environment": name, "round": seed} | measure(*runs[name], a.rollouts, seed))
+            rows.append({"environment": name, "round": seed} | measure(runs[name], a.rollouts, seed))
             print(json.dumps(rows[-1]), flush=True)
-    for _, scorer, _ in runs.values():
-        scorer.close()
+    for case in runs.values():
+        case.scorer.close()
     with open(a.output, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -27,9 +27,7 @@ def coverage(counts: np.ndarray, ids: np.ndarray) -> float:
 
 def count_responses(rollouts: Rollouts, vocab: int) -> np.ndarray:
     """Return [V] int64: how often each id occurs in the responses."""
-    at = np.arange(rollouts.tokens.shape[1])
-    response = (at >= rollouts.prompt_length[:, None]) & (at < rollouts.length[:, None]) & ~rollouts.environment
-    return np.bincount(rollouts.tokens[response], minlength=vocab)
+    return np.bincount(rollouts.tokens[rollouts.in_response() & ~rollouts.environment], minlength=vocab)
 
 
 class DraftVocabulary:

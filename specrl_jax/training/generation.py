@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -198,13 +198,7 @@ class Generation:
         self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
     ) -> Rollouts:
         """Generate, in one call for each policy where keys and values are computed anew."""
-        prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in problems]
-        shared = self._grpo.group_size, self._config.rollout.seed, ids, self._on_progress
-        lengths = self._speculation.as_of(policy.observed)
-
-        def call(policy: Published, how: Continuation[Weights]) -> Rollouts:
-            return self._rollout.engine.generate(policy.weights, prompts, *shared, *lengths, continuation=how)
-
+        call = self._calls(problems, ids, policy)
         if not self._config.pipeline.recompute_cache:
 
             def newest() -> tuple[Weights, WeightsVersion] | None:
@@ -223,18 +217,23 @@ class Generation:
         self, step: int, problems: list[Problem], ids: np.ndarray, policy: Published, share: Share
     ) -> ScoredRollouts:
         """Generate and score rollouts of several turns. Each process has a copy of the weights of its own."""
-        G, tokenizer, count = self._grpo.group_size, self._rollout.tokenizer, len(ids)
-        shared = self._scorer, self._config, tokenizer, problems, G, step
-        asked, turns = begin_conversations(*shared, lambda: self._on_progress(0, count))
-        prompts = [tokenizer.encode(problem.prompt) for problem in asked]
-        how: Continuation[Weights] = Continuation(policy.version)
-        found = self._rollout.engine.generate(
-            *(policy.weights, prompts, G, self._config.rollout.seed, ids, self._on_progress),
-            *self._speculation.as_of(policy.observed),
-            continuation=how,
-            turns=turns,
-        )
+        shared = self._scorer, self._config, self._rollout.tokenizer, problems, self._grpo.group_size, step
+        asked, turns = begin_conversations(*shared, lambda: self._on_progress(0, len(ids)))
+        found = self._calls(asked, ids, policy, turns)(policy, Continuation(policy.version))
         return self._scored(found, list(asked), share, turns)
+
+    def _calls(
+        self, problems: Sequence[Problem], ids: np.ndarray, began: Published, turns: Conversations | None = None
+    ) -> Callable[[Published, Continuation[Weights]], Rollouts]:
+        """Return what calls the engine for the rollouts of some problems, which began under a policy's drafts."""
+        prompts = [self._rollout.tokenizer.encode(problem.prompt) for problem in problems]
+        shared = self._grpo.group_size, self._config.rollout.seed, ids, self._on_progress
+        lengths, generate = self._speculation.as_of(began.observed), self._rollout.engine.generate
+
+        def call(policy: Published, how: Continuation[Weights]) -> Rollouts:
+            return generate(policy.weights, prompts, *shared, *lengths, continuation=how, turns=turns)
+
+        return call
 
     def _scored(
         self, rollouts: Rollouts, problems: list[Problem], share: Share, turns: Conversations | None = None

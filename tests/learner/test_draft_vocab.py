@@ -9,6 +9,7 @@ import pytest
 
 from configs import rlzero_tiny
 from specrl_jax.config import OptimizerConfig
+from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.learner.draft_vocab import (
     DECAY,
     DraftVocabulary,
@@ -57,7 +58,9 @@ def rollouts_of(*texts):
     prompt_length = np.array([len(prompt) for prompt, _ in texts])
     length = prompt_length + [len(response) for _, response in texts]
     none = np.zeros(tokens.shape, bool)
-    return types.SimpleNamespace(tokens=tokens, prompt_length=prompt_length, length=length, environment=none)
+    found = types.SimpleNamespace(tokens=tokens, prompt_length=prompt_length, length=length, environment=none)
+    found.in_response = lambda: Rollouts.in_response(found)
+    return found
 
 
 def test_responses_are_counted_and_neither_prompts_nor_padding():
