@@ -70,7 +70,7 @@ class ActiveBatch(Generic[Params, Cache]):
         # Per request, the ids of its sampling mask, chunk by chunk.
         self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
         self._records: dict[int, np.ndarray] = {}  # by request, of its tokens
-        self._free = self._count_free()  # [D] pages
+        self._counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
         self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
         self._parked: list[Parked] = []  # the oldest first
@@ -124,7 +124,7 @@ class ActiveBatch(Generic[Params, Cache]):
         while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
             refill = self._engine.compiled.refill
             self.slots, self._carried = refill(self._params, self.slots, self._carried, batch)
-            self._free = self._count_free()
+            self._counted = None
             if batch.earlier_length is not None and np.any(batch.earlier_length):
                 self._reverify()
 
@@ -143,7 +143,7 @@ class ActiveBatch(Generic[Params, Cache]):
             inputs = chunk_inputs(self._seed, config.chunk, config.shards)
             self.slots, found = self._engine.compiled.reverify(self._params, self.slots, inputs)
             found = self._fetch(found)
-            self._free, left = np.asarray(found.free), bool(found.left)
+            self._counted, left = np.asarray(found.free), bool(found.left)
             self._collect_mask()
             self._collect(np.flatnonzero((self.scheduler.owner != FREE) & found.done))
             if found.short:
@@ -151,8 +151,12 @@ class ActiveBatch(Generic[Params, Cache]):
         self._behind = float("inf")  # the drafter has not seen these tokens
         self.reverify_seconds += time.perf_counter() - start
 
-    def _count_free(self) -> np.ndarray:
-        return self._fetch(self.slots.pool.count)
+    @property
+    def _free(self) -> np.ndarray:
+        """[D] free pages; asking waits for what the device still does to them."""
+        if self._counted is None:
+            self._counted = np.asarray(self._fetch(self.slots.pool.count))
+        return self._counted
 
     def _fetch(self, tree: object) -> Any:
         return self._engine.compiled.fetch(tree)
@@ -176,7 +180,7 @@ class ActiveBatch(Generic[Params, Cache]):
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
         self._times_parked[self._parked[-1].request] += 1
         self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
-        self._free = self._count_free()
+        self._counted = None
 
     def _bring_back(self, parked: Parked, more: int = 0) -> bool:
         """Put a parked row into a free slot if there are pages for it, and `more`; return whether."""
@@ -191,7 +195,7 @@ class ActiveBatch(Generic[Params, Cache]):
                 self.slots = self._call("write_pages", number, first, contents)
             self._parked = [other for other in self._parked if other is not parked]
             self.scheduler.place(rows[:1], np.array([parked.request]))
-            self._free = self._count_free()
+            self._counted = None
             # It may have been parked after a chunk without drafts.
             self._behind = float("inf")
             if self._engine.config.earlier:
@@ -217,7 +221,7 @@ class ActiveBatch(Generic[Params, Cache]):
             switch_seconds = self._timed_decode(k, iterations=0, sync_cache=True)[1]
         statistics, seconds = self._timed_decode(k, iterations, sync_cache=False)
         self._behind = k + 1 if k else float("inf")
-        self._free = np.asarray(statistics.free)
+        self._counted = np.asarray(statistics.free)
         self._collect_mask()
         finished = np.flatnonzero(running & statistics.done)
         self._end(finished)
@@ -273,7 +277,7 @@ class ActiveBatch(Generic[Params, Cache]):
         if self._engine.config.turns:  # the device keeps the pages of rows that end
             for row in rows:
                 self.slots = self._call("drop_row", np.int32(row))
-            self._free = self._count_free()
+            self._counted = None
         self._finished[self.scheduler.finish(rows)] = True
 
     def _copy(self, rows: np.ndarray) -> None:

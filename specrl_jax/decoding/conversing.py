@@ -153,7 +153,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
             return
         new = Extension(*(stand_in(x) for x in (tokens, count, start, limit)))
         self.slots = self._engine.compiled.extend(self._params, self.slots, new)
-        self._free = self._count_free()
+        self._counted = None
         for row in np.flatnonzero(count):
             self._note(int(scheduler.owner[row]), int(start[row]))
 
