@@ -173,9 +173,11 @@ class ActiveBatch(Generic[Params, Cache]):
     def _park(self, row: int, copy: bool = True) -> None:
         """Copy a row to the host and free its pages; without `copy` what they hold is lost."""
         number, call = np.int32(row), self._call
-        values = self._fetch(call("read_row", number))
-        columns = first_columns(int(values.held.count)) if copy else []
-        pages = [self._fetch(call("read_pages", number, first)) for first in columns]
+        # Asked for together: most rows have no more pages than are read at once.
+        some = [call("read_pages", number, first) for first in first_columns(1) if copy]
+        values, *pages = self._fetch([call("read_row", number), *some])
+        others = first_columns(int(values.held.count))[1:] if copy else []
+        pages += [self._fetch(call("read_pages", number, first)) for first in others]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
         self._times_parked[self._parked[-1].request] += 1
