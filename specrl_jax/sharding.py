@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specrl_jax.core import Tree
 from specrl_jax.errors import InputError
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor", "sequence")
@@ -175,3 +176,12 @@ def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) ->
     if math.prod(wanted) != len(devices):
         raise InputError(f"{shown}: does not multiply to the {len(devices)} devices present")
     return jax.make_mesh(tuple(wanted), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
+
+
+def bytes_on_devices(tree: Tree) -> int:
+    """Return the bytes of arrays on all their devices together: those of a copy count as often as there are copies."""
+
+    def of(x: jax.Array) -> int:
+        return x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) * len(x.sharding.device_set)
+
+    return sum(map(of, jax.tree.leaves(tree)))

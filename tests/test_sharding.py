@@ -13,13 +13,19 @@ from jax.sharding import PartitionSpec
 from specrl_jax.dry_run.count import count
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
-from specrl_jax.sharding import HALFWAY, LEARNER, MESH_AXES, ROLLOUT, make_mesh, partitioner
+from specrl_jax.sharding import HALFWAY, LEARNER, MESH_AXES, ROLLOUT, bytes_on_devices, make_mesh, partitioner
 
 ONE = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}
 
 
 def learner(**sizes):
     return partitioner(make_mesh(ONE | sizes), LEARNER)
+
+
+def test_bytes_count_every_copy():
+    partition = learner(data=2, fsdp=2, tensor=2)
+    split, copied = (jax.device_put(jnp.zeros((8, 4)), partition.sharding(axes)) for axes in (("vocab", "embed"), ()))
+    assert bytes_on_devices([split, copied]) == 2 * 8 * 4 * 4 + 8 * 8 * 4 * 4
 
 
 def test_specs_of_the_learner():

@@ -45,6 +45,7 @@ def step_metrics(result: StepResult, learner: Learner, performance: Performance)
     if learner.plan.config.pipeline.weight_update == "exact":
         row |= {"rollout/reverified": float(rollouts.reverified.sum() / rollouts.response_length.sum())}
     row |= performance.metrics(rollouts, result.training_batch.rollouts, seconds, result.total)
+    row["perf/weights_gb"] = result.weights_bytes / 1e9
     row |= policy_metrics(updates.policy) | diagnostics_metrics(updates.diagnostics)
     row |= draft_metrics(updates.draft, updates.draft_seconds) | result.coverage
     if learner.plan.config.draft.replay_updates:

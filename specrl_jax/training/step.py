@@ -19,6 +19,7 @@ from specrl_jax.learner.batch import LearnerBatch, TrainingBatch, learner_batch
 from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
 from specrl_jax.rl.objectives import LossInputs
+from specrl_jax.sharding import bytes_on_devices
 from specrl_jax.training.build import Learner, Rollout, prepare
 from specrl_jax.training.dynamic_sampling import ScoredRollouts, merge_rounds, select_groups
 from specrl_jax.training.generation import Published
@@ -45,6 +46,7 @@ class StepResult(NamedTuple):
     compared: Compared | None  # the policy with its own experts, where the rollouts' are replayed
     updates: Updates
     replayed: list[DraftMetrics]  # the draft's further updates from the texts of earlier steps
+    weights_bytes: int  # of the rollout weights, on all devices that generate
     coverage: dict[str, float]  # draft/coverage, where the draft has a vocabulary of its own
     seconds: dict[str, float]  # of the five phases; with an asynchronous pipeline, data and generate of its thread
     waited: float  # seconds that the learner waited for rollouts
@@ -70,7 +72,8 @@ def train_step(
     with clock("data"):
         pipeline.draw()
     with clock("prepare"):
-        pipeline.publish(step, Published(*prepare(learner, rollout, state), speculation.observed))
+        published = Published(*prepare(learner, rollout, state), speculation.observed)
+        pipeline.publish(step, published)
     leave_if(stop)
     with clock("generate"):
         if replay and config.draft.replay_idle and speculation.trains_draft(step):
@@ -111,6 +114,7 @@ def train_step(
         updates=updates,
         replayed=replayed,
         coverage=coverage,
+        weights_bytes=bytes_on_devices(published.weights) * jax.process_count() // len(rollout.plan.groups.own),
         seconds=clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")},
         waited=clock.seconds["generate"],
         idle=produced.seconds["idle"],
