@@ -6,7 +6,7 @@
 Expressions like `12*17+5`. The base (0.9 M parameters) guesses half of the time, else it ends a turn with the
 call `?12*17+5`, which the environment `tiny_calculator` answers with `[209]`. `:alone` trains the same base without the
 tool. `:game_base` and `:game` do the same for guessing a number with `higher` and `lower` (docs/environments.md).
-Expected: accuracy +0.37 or more with the calculator, +0.17 in the game, which is not at its end (measured once).
+Expected: accuracy +0.37 or more with the calculator, +0.32 or more in the game (three seeds each, of one base).
 `:smoke` and `:game_smoke` run the same steps with random policies, in seconds.
 """
 
@@ -44,7 +44,7 @@ def get_config(arg: str = ""):
         c.policy.remat = "none"
         c.pretrain.output = "runs/game_base" if game else "runs/tools_base"
         return c
-    c.steps = 80 if game else 32
+    c.steps = 120 if game else 32
     c.policy.path = "runs/game_base" if game else "runs/tools_base"
     c.optimizer.learning_rate = 2e-3 if game else 5e-4
     c.optimizer.warmup = 3
