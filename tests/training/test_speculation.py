@@ -9,7 +9,7 @@ import pytest
 
 from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy
-from specrl_jax.decoding.rollouts import DecodeChunk
+from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
 from specrl_jax.training.speculation import PROBE_STEPS, Speculation
@@ -54,7 +54,7 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
     """Two rows that drafted and kept so many in all, and the texts of `texts`: (prompt, response)."""
     sequences = [np.array([*prompt, *response], np.int32) for prompt, response in texts]
     tokens = np.stack([np.pad(text, (0, 9 - len(text))) for text in sequences])
-    return types.SimpleNamespace(
+    found = types.SimpleNamespace(
         drafted=np.array([[0, 0, 0], drafted], np.int32),
         accepted=np.array([[0, 0, 0], accepted], np.int32),
         tokens=tokens,
@@ -63,6 +63,8 @@ def rollouts_of(accepted=HEALTHY, drafted=(1000, 1000, 1000), texts=(([1, 2], [3
         sequence=lambda row: sequences[row],
         environment=np.zeros(tokens.shape, bool),
     )
+    found.in_response = lambda: Rollouts.in_response(found)
+    return found
 
 
 def reloaded(setup, speculation):
