@@ -17,7 +17,7 @@ from experiments.verdicts import ratio_interval
 
 OUTPUT = pathlib.Path(__file__).parent / "speculation.csv"
 PLAIN = "none"
-LENGTHS = {PLAIN: (0,), "suffix": (3, 5), "eagle3": (3, 5)}
+LENGTHS = {PLAIN: (0,), "suffix": (3, 5, 9), "eagle3": (3, 5)}
 
 
 def build(kind: str, k: int, policy: str, head: str) -> Case:
