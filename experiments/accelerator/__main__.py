@@ -13,11 +13,11 @@ import argparse
 import os
 import sys
 
+from experiments.accelerator.parts import PARTS
 from specrl_jax.accelerator_flags import Flags, find_accelerator, flags_for
 from specrl_jax.errors import fail
 
 TARGETS = ("h100", "h200", "gb200", "v5p", "v6e")
-PARTS = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
 COMPILED = ("decode", "prefill", "rollouts", "memory", "learner", "training")  # parts that have programs
 # Heads read three layers of either, as of a whole model: of fewer than three they read fewer, and are smaller.
 DEPTHS = (4, 6)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accelerator.engines import Built, build
-from experiments.accelerator.parts import Row
+from experiments.accelerator.parts import Row, one_line
 from experiments.accelerator.sizes import FRACTIONS, Model, Sizes
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.pages import Held, Pool
@@ -166,10 +166,6 @@ def compile_together(
                 seconds[name] = round(time.perf_counter() - start, 2)
             keep()
     return missing
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 # ---- what a program says

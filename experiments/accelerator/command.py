@@ -14,7 +14,7 @@ import jax
 
 from experiments.accelerator import cells, engines, gaps, kernels, learner, page, rollouts
 from experiments.accelerator.cells import Cell, Key
-from experiments.accelerator.parts import Budget, Part, Results, run_parts
+from experiments.accelerator.parts import PARTS, Budget, Part, Results, run_parts
 from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from experiments.kernels import run as ceilings
 from specrl_jax.decoding.compiled import Program
@@ -37,8 +37,7 @@ def measure(output: str, minutes: float, small: bool, flags: dict[str, str], cho
     results.keep_others({"device", *chosen})
     budget, device = Budget(60 * minutes), jax.devices()[0]
     m = Measurement(sizes, small, device, budget, results, flags)
-    names = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")
-    names = tuple(name for name in names if name == "device" or name in chosen)
+    names = [name for name in PARTS if name == "device" or name in chosen]
     parts = [Part(name, sizes.seconds.get(name, 0.0), getattr(m, f"run_{name}")) for name in names]
     run_parts(parts, budget, results, lambda: page.write(results, output))
     for line in page.gaps_in(results):
@@ -200,9 +199,7 @@ class Measurement:
 
     def run_prefill(self) -> None:
         """Tokens a second of prefilling prompts of the longest length, the first model at two depths."""
-        self._built.clear()
-        self._weights.clear()
-        gc.collect()
+        self._forget()
         model = self.sizes.models[0]
         seconds = []
         for layers in model.depths:
@@ -230,9 +227,7 @@ class Measurement:
 
     def _open_sides(self, part: str, tail: LongTail, lengths: tuple[int, ...]) -> tuple[rollouts.Sides, Weights]:
         """Draw weights and compile; of an earlier part nothing is kept."""
-        self._built.clear()
-        self._weights.clear()
-        gc.collect()
+        self._forget()
         sides = rollouts.make_sides(self.sizes, tail, lengths, self.on)
         weights, seconds = rollouts.draw_weights(sides), {}
         keep = functools.partial(self.results.keep, part, compile_seconds=seconds)
@@ -240,6 +235,12 @@ class Measurement:
         if errors:
             raise RuntimeError(f"{len(errors)} programs do not compile: {next(iter(errors.values()))}")
         return sides, weights
+
+    def _forget(self) -> None:
+        """Free the engines and weights of earlier parts."""
+        self._built.clear()
+        self._weights.clear()
+        gc.collect()
 
     def run_learner(self) -> None:
         """Log-prob and train phases on packed long-tailed rows."""

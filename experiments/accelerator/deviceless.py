@@ -17,7 +17,7 @@ from experiments.accelerator import cells, rollouts
 from experiments.accelerator.cells import Key, extrapolate
 from experiments.accelerator.engines import Built
 from experiments.accelerator.learner import learner_config, training_config
-from experiments.accelerator.parts import Row
+from experiments.accelerator.parts import Row, one_line
 from experiments.accelerator.sizes import FULL, SMALL, LongTail, Sizes
 from specrl_jax.accelerator_flags import flags_for
 from specrl_jax.config import Config
@@ -204,7 +204,7 @@ def task_rows(task: Task, memory: int, page: int, depths: tuple[int, int]) -> It
     try:
         found = extended([read(task.lower(n).compile(), task.pages) for n in compiled], compiled, task.layers)
     except Exception as raised:
-        row["error"] = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+        row["error"] = one_line(raised)
         yield row | {"seconds": round(time.perf_counter() - start, 1)}
         return
     row["seconds"] = round(time.perf_counter() - start, 1)

@@ -10,6 +10,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 Row = dict[str, Any]
+PARTS = ("device", "kernels", "decode", "profile", "prefill", "rollouts", "memory", "learner", "training")  # in order
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 
 @dataclasses.dataclass
@@ -64,7 +69,7 @@ class Results:
         try:
             yield
         except Exception as error:
-            self.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.errors[name] = one_line(error, 300)
             traceback.print_exc()
             print(f"{name} failed: {self.errors[name]}", flush=True)
 

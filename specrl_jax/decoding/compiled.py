@@ -192,7 +192,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         if program not in self._compiled:
             if program not in self.all() and program.kind not in PARKING:
                 raise ValueError(f"this engine has no program '{program}'; its draft lengths are {self.lengths}")
-            self._compiled[program] = self._finisher(program, params)()
+            self.begin(program, params)()
         return self._compiled[program]
 
     def describe(self, program: Program, params: Params) -> tuple[jax.stages.Wrapped, tuple[object, ...]]:

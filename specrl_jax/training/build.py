@@ -57,7 +57,13 @@ from specrl_jax.rewards.scorer import Scorer, make_environment
 from specrl_jax.rewards.worker import CODE
 from specrl_jax.rl.objectives import Objective
 from specrl_jax.training.plan import Plan, draft_lengths, make_plan, open_mesh, training_sampling
-from specrl_jax.training.rollouts import InferenceConfig, PrepareStep, make_prepare, make_rollout_engine
+from specrl_jax.training.rollouts import (
+    InferenceConfig,
+    PrepareStep,
+    find_stop_texts,
+    make_prepare,
+    make_rollout_engine,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +178,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
         cache_dtype=jnp.dtype(config.rollout.cache_dtype),
         compute_dtype=jnp.dtype(config.rollout.compute_dtype),
         quantize=config.rollout.quantize,
-        stop=config.rollout.stop,
+        stops=find_stop_texts(stop, tokenizer, plan.model.vocab) if (stop := config.rollout.stop) else None,
     )
 
     def engine(inference: InferenceConfig, adaptive: bool, lengths: tuple[int, ...] | None = None) -> Engine:

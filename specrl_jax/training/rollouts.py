@@ -43,7 +43,7 @@ class InferenceConfig:
     cache_dtype: jnp.dtype
     compute_dtype: jnp.dtype = jnp.float32  # of the activations between products
     quantize: str = "none"  # or a key of models.quantized.FORMATS: the policy's matrices
-    stop: tuple[str, ...] = ()  # texts that end a response
+    stops: StopTexts | None = None  # texts that end a response
 
 
 # By platform, tokens of a forward below which its products get slower. XLA multiplies a single vector on a GPU by other
@@ -157,7 +157,7 @@ def make_rollout_engine(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         least_tokens=LEAST_TOKENS.get(partition.platform, 1),
-        stops=find_stop_texts(config.stop, tokenizer, model.vocab) if config.stop else None,
+        stops=config.stops,
         recorded=(lambda cache: cache.experts) if limits.records else None,
     )
     return make_engine(parts, limits, target.slots_shardings(), target.prompt_shardings(), lengths, agree)
