@@ -80,10 +80,19 @@ MADE: dict[str, list[str]] = {
 }
 USE_ROOMS = ("rooms", "traces", "drafters")
 # Kinds of drafts that `drafters` compares beside the heads of the rooms, which it needs too -> how they are trained.
-# An update of one that drafts a block costs a quarter of an EAGLE-3 head's.
-ONE_PASS = ["draft.anchor_stride=4", "steps=1200", "draft.warmup=60", "eval.every=400"]
-TRAINED = {"peagle": ONE_PASS, "dflash": [*ONE_PASS, "draft.slots=8"], "dspark": ONE_PASS}
-TRAINED["mtp"] = ["draft.vocab_size=0"]
+# 1,200 updates are 24 passes over the answers of other heads, which a draft then knows by heart: four times as many.
+LONG = ["steps=1200", "pretrain.rollouts=4096", "draft.warmup=60", "eval.every=400"]
+# An update of a draft that writes a block costs a fraction of an EAGLE-3 head's.
+ONE_PASS = [*LONG, "draft.anchor_stride=4"]
+TRAINED = {
+    "dspark": [*ONE_PASS, "draft.kind=dspark"],
+    "eagle3_long": [*LONG, "draft.kind=eagle3"],
+    "peagle": [*ONE_PASS, "draft.kind=peagle"],
+    "dflash": [*ONE_PASS, "draft.kind=dflash", "draft.slots=8"],
+    "mtp": ["draft.kind=mtp", "draft.vocab_size=0"],
+}
+# The others are trained for the base of seed 0 alone.
+ALL_BASES = ("dspark", "eagle3_long")
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
 # Every command that ended: when, its seconds, exit status and CPUs.
@@ -192,18 +201,14 @@ def still_to_make(made: dict[str, list[str]], seed: int) -> Chain:
 
 
 def drafters() -> list[Chain]:
-    """Return a chain for each kind of draft that `experiments/drafters` lacks, over the policies of the rooms."""
+    """Return a chain for each kind of draft that `experiments/drafters` lacks and each policy of the rooms."""
     chains = []
-    for kind, overrides in TRAINED.items():
+    for (kind, overrides), task in itertools.product(TRAINED.items(), bases.WORKLOADS):
         chain = []
-        for task, seed in itertools.product(bases.WORKLOADS, bases.SEEDS):
-            words = [
-                *overrides,
-                f"draft.kind={kind}",
-                f"policy.path={bases.folder(task, 'base', seed)}",
-                "data.task=rooms",
-            ]
-            chain += still_to_make({bases.folder(task, kind, seed): [f"configs/draft_tiny.py:{task}", *words]}, seed)
+        for seed in bases.SEEDS if kind in ALL_BASES else (0,):
+            base = f"policy.path={bases.folder(task, 'base', seed)}"
+            words = [f"configs/draft_tiny.py:{task}", *overrides, base, "data.task=rooms"]
+            chain += still_to_make({bases.folder(task, kind, seed): words}, seed)
         chains.append(chain)
     return [chain for chain in chains if chain]
 

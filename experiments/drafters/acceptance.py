@@ -2,16 +2,16 @@
 
     python -m experiments.drafters.acceptance
 
-All drafts of a base answer the same prompts, grpo.group_size answers each at temperature 1. Heads are those that
-`reproduce --only drafters` trains on the base's own answers. Adds the rows of --drafters and --seeds to acceptance.csv
-in place of earlier ones.
+All drafts of a base answer the same prompts, grpo.group_size answers each at temperature 1; prompts and noise are not
+those of the answers that heads learned from. Heads are those that `reproduce --only drafters` trains; of those not
+trained it says so. Adds the rows of --drafters and --seeds to acceptance.csv in place of earlier ones.
 """
 
 import argparse
 import itertools
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,18 +24,34 @@ from specrl_jax.decoding.engine import FixedLength
 Row = dict[str, Any]
 OUTPUT = pathlib.Path(__file__).parent / "acceptance.csv"
 LENGTHS = (1, 3, 5, 7)
-# Kinds without weights of their own, and those with a head: kind -> the head's name in runs/.
+# Kinds without weights of their own.
 WEIGHTLESS = ("ngram", "suffix", "self")
-HEADS = {"eagle3": "head", "mtp": "mtp", "peagle": "peagle", "dflash": "dflash", "dspark": "dspark"}
-DRAFTERS = (*WEIGHTLESS, *HEADS)
+
+
+class Head(NamedTuple):
+    """A draft with weights of its own."""
+
+    kind: str  # draft.kind
+    name: str  # in runs/
+
+
+HEADS = {kind: Head(kind, kind) for kind in ("mtp", "peagle", "dflash", "dspark")}
+HEADS |= {"eagle3": Head("eagle3", "head"), "eagle3_long": Head("eagle3", "eagle3_long")}
+DRAFTERS = (*WEIGHTLESS, "eagle3", "eagle3_long", "mtp", "peagle", "dflash", "dspark")
 CELL = ("workload", "seed", "drafter", "drafts")
+
+
+def path_of(workload: str, seed: int, drafter: str) -> str:
+    """Return the folder of a drafter's weights; "" where it has none."""
+    return folder(workload, HEADS[drafter].name, seed) if drafter in HEADS else ""
 
 
 def measure(workload: str, seed: int, drafter: str, argmax: bool, prompts: int) -> Iterator[Row]:
     """Yield a row per draft length, each of rollouts of its own."""
     config = config_of(workload, seed)
-    path = folder(workload, HEADS[drafter], seed) if drafter in HEADS else ""
-    config.draft.update({"kind": drafter, "path": path, "length": LENGTHS[-1], "argmax": argmax, "history": 0})
+    kind = HEADS[drafter].kind if drafter in HEADS else drafter
+    path = path_of(workload, seed, drafter)
+    config.draft.update({"kind": kind, "path": path, "length": LENGTHS[-1], "argmax": argmax, "history": 0})
     config.draft.online = False
     config.grpo.prompts_per_step = prompts
     _, rollout, _, weights, work = prepared(config, LENGTHS)
@@ -56,6 +72,9 @@ def main() -> None:
     a = parser.parse_args()
     rows = bench.read_rows(str(a.output)) if a.output.exists() else []
     for workload, seed, drafter in itertools.product(a.workloads, a.seeds, a.drafters):
+        if not pathlib.Path(path := path_of(workload, seed, drafter)).exists():
+            print(f"{path}: not trained")
+            continue
         for argmax in (False, True) if drafter in HEADS else (False,):
             found = list(measure(workload, seed, drafter, argmax, a.prompts))
             cell = tuple(found[0][name] for name in CELL)

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 
-from experiments.drafters.acceptance import HEADS
+from experiments.drafters.acceptance import HEADS, path_of
 from experiments.engine import bench
 from experiments.parts import prepared
-from experiments.rooms.bases import SEEDS, WORKLOADS, config_of, folder
+from experiments.rooms.bases import SEEDS, WORKLOADS, config_of
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.training.speedup import timed
 
@@ -33,7 +33,8 @@ def rounds_of(
     cases = {}
     for drafter in drafters:
         config = config_of(workload, seed)
-        config.draft.update({"kind": drafter, "path": folder(workload, HEADS[drafter], seed), "length": LENGTHS[-1]})
+        path, kind = path_of(workload, seed, drafter), HEADS[drafter].kind
+        config.draft.update({"kind": kind, "path": path, "length": LENGTHS[-1]})
         config.draft.online = False
         config.rollout.num_slots, config.grpo.prompts_per_step = slots, prompts
         _, rollout, _, weights, work = prepared(config, LENGTHS)

@@ -54,13 +54,31 @@ def tokens_table(rows: Sequence[Row]) -> str:
     return markdown(["drafts", *(f"{name}, k = {k}" for name in NAMES.values() for k in SHOWN)], lines)
 
 
+def ratios_table(rows: Sequence[Row]) -> str:
+    """Return DSpark's sampled tokens over those of EAGLE-3 heads, paired by base, with log-t intervals over bases."""
+    lines = []
+    for (workload, name), other in itertools.product(NAMES.items(), ("eagle3", "eagle3_long")):
+        cells = []
+        for k in SHOWN:
+            found = [
+                {row["seed"]: row["tokens"] / row["verifications"] for row in bench.matching(rows, drafter=who, **cell)}
+                for cell in [{"workload": workload, "drafts": "sampled", "k": k}]
+                for who in ("dspark", other)
+            ]
+            both = sorted(found[0].keys() & found[1].keys())
+            cells.append(ratio_interval(np.array([found[0][seed] / found[1][seed] for seed in both])).text())
+        lines.append([name, other, len(both), *cells])
+    return markdown(["workload", "DSpark over", "bases", *(f"k = {k}" for k in SHOWN)], lines)
+
+
 def decoder(drafter: str, machine: str) -> DecoderCost:
     """Return the 8B policy with a drafter of the kinds measured here."""
     model = PRESETS[MODEL]
     hardware = HARDWARE[machine].with_engine(ENGINES["fused"])
     if drafter == "self":
         return DecoderCost(model, None, hardware, precision=Precision(twin="int8"))
-    head = priced_head(drafter, model, DRAFT_VOCAB, SLOTS.get(drafter, 7), LAYERS) if drafter in HEADS else None
+    kind = HEADS[drafter].kind if drafter in HEADS else ""
+    head = priced_head(kind, model, DRAFT_VOCAB, SLOTS.get(kind, 7), LAYERS) if kind else None
     return DecoderCost(model, head, hardware)
 
 
@@ -132,7 +150,7 @@ def _best(speeds: dict[tuple[str, int], np.ndarray], drafter: str, half: int) ->
 
 def main() -> None:
     rows = bench.read_rows(str(OUTPUT))
-    found = {"tokens": tokens_table(rows), "simulated": simulated_table(rows)}
+    found = {"tokens": tokens_table(rows), "ratios": ratios_table(rows), "simulated": simulated_table(rows)}
     found["costs"] = measured_table(bench.read_rows(str(COSTS)))
     found["speed"] = speed_table(bench.read_rows(str(SPEEDS)))
     for name, text in found.items():

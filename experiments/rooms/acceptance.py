@@ -3,8 +3,8 @@
     python -m experiments.rooms.acceptance
 
 Writes acceptance.csv, one row per drafted position, and acceptance.png into --folder, and its table into README.md of
-this folder; --plot makes figure and table from the rows. A base is pretrained from a seed of its own; heads, prompts
-and sampling have that seed too.
+this folder; --plot makes figure and table from the rows. A base is pretrained from a seed of its own, and its heads
+from that seed; problems and noise are others than those of the heads' training texts.
 """
 
 import argparse

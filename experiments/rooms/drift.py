@@ -54,6 +54,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(["head", SHOWN[LENGTH], "last over first", *list(SHOWN.values())[1:]], lines)
 
 
+def gap_table(rows: list[dict[str, Any]]) -> str:
+    """Return the share of a generic head's gap to an in-domain head that online learning closes in the last steps."""
+    last = {name: series(rows, LENGTH, *run)[:, -WINDOW:].mean(axis=1) for name, run in RUNS.items()}
+    low, online = last["generic, frozen"], last["generic, online"]
+    lines = []
+    for best in ("in-domain, online", "in-domain, frozen"):
+        closed = (online - low) / (last[best] - low)
+        lines.append([best, ", ".join(f"{share:.2f}" for share in closed), interval(closed)])
+    return markdown(["gap to the head", "closed, by base", "mean"], lines)
+
+
 def plot(rows: list[dict[str, Any]]) -> None:
     """Draw one panel a metric and one line a head: the mean over bases, the band from the lowest to the highest."""
     figure, axes = plt.subplots(1, len(SHOWN), figsize=(15, 4), layout="constrained")
@@ -69,6 +80,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
 
 def write_table(rows: list[dict[str, Any]]) -> None:
     put_table(HERE / "README.md", table(rows), "drift")
+    put_table(HERE / "README.md", gap_table(rows), "gap")
 
 
 if __name__ == "__main__":

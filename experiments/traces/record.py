@@ -2,7 +2,7 @@
 
     python -m experiments.traces.record
 
-A seed is that of the base: policy, head, prompts and sampling change with it. Cutting the drafts of k = 7 short would
+A seed is that of the base: policy, head, problems and noise change with it. Cutting the drafts of k = 7 short would
 not give the traces of k = 3: a shorter draft ends elsewhere in the text, so each length has its own rollouts.
 """
 

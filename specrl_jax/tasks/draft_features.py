@@ -24,6 +24,9 @@ from specrl_jax.learner.policy_step import Features
 from specrl_jax.training.build import Learner, Rollout
 from specrl_jax.training.problems import Problems
 
+# Separate noise: else a measurement with the same seed may draw the draft's own training texts, and what is accepted
+# there the draft knows by heart.
+ANSWERS_SEED_OFFSET = 2_000_003
 # Key of a response in the rows of pretrain.answers, as in rollouts/step_N.jsonl.
 RESPONSE = "response"
 
@@ -39,6 +42,7 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "prompts": config.pretrain.answers or config.data.path or config.data.task,
         "prompt format": [getattr(config.data, x) for x in ("schema", "template", "chat", "system", "thinking")],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
+        "noise": 0 if config.pretrain.answers else config.rollout.seed + ANSWERS_SEED_OFFSET,
         "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
         "aux_layers": list(learner.forward.aux_layers),
         "dtype": config.policy.compute_dtype,
@@ -108,8 +112,8 @@ def _responses(
 
         def generate(drawn: list[Problem] = drawn, first_id: int = first_id) -> Texts:
             prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
-            engine, seed = rollout.plain_engine, rollout.config.seed
-            found = engine.generate(weights, prompts, grpo.group_size, seed, first_id, display.update_phase)
+            engine, noise = rollout.plain_engine, rollout.config.seed + ANSWERS_SEED_OFFSET
+            found = engine.generate(weights, prompts, grpo.group_size, noise, first_id, display.update_phase)
             return found.tokens, found.prompt_length, found.length
 
         yield generate

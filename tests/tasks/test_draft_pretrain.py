@@ -17,7 +17,7 @@ from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.models import qwen3
 from specrl_jax.tasks import draft_pretrain
-from specrl_jax.tasks.draft_features import batches, fill_store, open_store
+from specrl_jax.tasks.draft_features import ANSWERS_SEED_OFFSET, batches, fill_store, open_store
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_draft_params, initial_params, initial_state, initial_vocab_map
 from tests.helpers.policies import random_params
@@ -95,10 +95,10 @@ def test_the_ids_are_those_that_the_texts_use_most(made):
     setup, _, output, _, start = made
     counts = np.zeros(setup.learner.plan.model.vocab, int)
     weights, _ = prepare(setup.learner, setup.rollout, start)
-    stream = setup.problems.stream(4)
+    stream, noise = setup.problems.stream(4), setup.config.rollout.seed + ANSWERS_SEED_OFFSET
     for wave in range(3):
         prompts = [setup.rollout.tokenizer.encode(problem.prompt) for problem in next(stream)]
-        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, setup.config.rollout.seed, 16 * wave)
+        rollouts = setup.rollout.plain_engine.generate(weights, prompts, 4, noise, 16 * wave)
         for row in range(16):
             for token in rollouts.tokens[row, rollouts.prompt_length[row] : rollouts.length[row]]:
                 counts[token] += 1
