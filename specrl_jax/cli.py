@@ -134,10 +134,21 @@ def set_accelerator_flags() -> None:
 
 def tasks() -> dict[str, Callable[[Config, str], None]]:
     """Return what each value of `task` does."""
-    from specrl_jax.tasks import benchmark, draft_pretrain, dry_run, evaluate, export, generate, pretrain, train
+    from specrl_jax.tasks import (
+        benchmark,
+        draft_pretrain,
+        dry_run,
+        evaluate,
+        export,
+        generate,
+        pretrain,
+        rollout,
+        train,
+    )
 
     return {
         "train": train.run,
+        "rollout": rollout.run,
         "evaluate": evaluate.run,
         "benchmark": benchmark.run,
         "pretrain": pretrain.run,

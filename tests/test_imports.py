@@ -8,7 +8,20 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 
 # From top to bottom; `decoding` and `rl` additionally know no model.
-ORDER = ["cli", "tasks", "dry_run", "training", "simulator", "learner", "config", "drafts", "io", "models", "decoding"]
+ORDER = [
+    "cli",
+    "tasks",
+    "dry_run",
+    "workers",
+    "training",
+    "simulator",
+    "learner",
+    "config",
+    "drafts",
+    "io",
+    "models",
+    "decoding",
+]
 ORDER += [
     "rl",
     "rewards",

@@ -27,6 +27,7 @@ from specrl_jax.config.tasks import (
 # What each task does, in one sentence.
 TASKS = {
     "train": "train the policy by reinforcement learning, or resume the run in the workdir",
+    "rollout": "generate for the learner of the workdir, which has pipeline.workers, until it ends",
     "evaluate": "measure the accuracy of a policy on the validation problems",
     "generate": "answer prompts with a policy and its draft, without training",
     "benchmark": "time generation at each draft length beside plain decoding",

@@ -205,6 +205,14 @@ class PipelineConfig:
         high=65_536,
     )
     expert: int = key(1, "shards of the experts there", "devices", low=1, high=65_536)
+    workers: int = key(
+        0,
+        "async: processes that only generate (task=rollout), for which a run waits; more may join; 0 = none",
+        "processes",
+        low=0,
+        high=65_536,
+    )
+    host: str = key("localhost", "name or address of the learner's machine, by which rollout workers reach it")
 
 
 @dataclasses.dataclass(frozen=True)

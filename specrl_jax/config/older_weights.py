@@ -8,8 +8,11 @@ def check_older_weights(config: Config) -> None:
     """Raise InputError for keys of `pipeline`, `grpo.oversample` and `rollout.carry` that do not go together."""
     p, g = config.pipeline, config.grpo
     if p.mode == "async":
-        if not p.rollout_devices:
-            raise InputError("pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile")
+        if not p.rollout_devices and not p.workers:
+            raise InputError(
+                "pipeline.mode=async: pipeline.rollout_devices says how many devices generate meanwhile, or "
+                "pipeline.workers how many processes"
+            )
         if p.weight_update != "exact" and p.lag and not _makes_up_for_age(g):
             raise InputError(
                 f"pipeline.lag={p.lag}: an older policy draws the rollouts, which grpo.correction (token_truncate) or "

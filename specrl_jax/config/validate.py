@@ -9,6 +9,7 @@ from collections.abc import Callable
 from specrl_jax.config import Config, DraftConfig, check_values
 from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.schema import UINT32
+from specrl_jax.config.workers import check_workers
 from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
@@ -51,6 +52,7 @@ def validate(config: Config) -> None:
         _learner_rows,
         _objective,
         check_older_weights,
+        check_workers,
         _optimizers,
     )
     for check in (*checks, _data, _mesh):

@@ -14,7 +14,7 @@ from typing import Generic, Protocol
 import numpy as np
 
 from specrl_jax.decoding.batch import ActiveBatch
-from specrl_jax.decoding.compiled import CompiledFunctions
+from specrl_jax.decoding.compiled import CompiledFunctions, Program
 from specrl_jax.decoding.continuation import Continuation, join
 from specrl_jax.decoding.controller import Choice, Controller
 from specrl_jax.decoding.conversing import ConversingBatch
@@ -96,6 +96,19 @@ class Engine(Generic[Params, Cache]):
         """Return a new controller of this engine's draft lengths, or of some of them."""
         budget = self.config.budget * self.config.shards
         return Controller(lengths or self.compiled.lengths, self.compiled.sizes, budget=budget)
+
+    def worker_metrics(self) -> dict[str, int | float]:
+        """Return metrics of the processes that generate for this one; none where the engine generates itself."""
+        return {}
+
+    def compile_all(
+        self,
+        params: Params,
+        on_program: Callable[[Program, float], None] = lambda program, seconds: None,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compile every program; `on_wait` is called where others compile them. Both may raise, which ends the call."""
+        self.compiled.compile_all(params, on_program)
 
     def generate(
         self,

@@ -24,11 +24,12 @@ def dry_run(config: Config, workdir: str) -> Report:
     Raises InputError for an impossible number of devices, mesh or batch, and for a workdir that cannot be written.
     """
     start = time.perf_counter()
-    if config.pipeline.rollout_devices:
-        raise InputError(
-            f"task=dry_run: pipeline.rollout_devices={config.pipeline.rollout_devices}: devices that only "
-            "generate are not counted; ask for either side by itself, with 0"
-        )
+    for key in ("rollout_devices", "workers"):
+        if value := getattr(config.pipeline, key):
+            raise InputError(
+                f"task=dry_run: pipeline.{key}={value}: devices that only generate are not counted; ask for either "
+                "side by itself, with 0"
+            )
     target = TARGETS[config.dry_run.target]
     compiler = compiler_of(target)
     mesh = make_mesh(dataclasses.asdict(config.mesh), compiler.devices(count_devices(config)))

@@ -68,7 +68,7 @@ def benchmark(
     ):
         sides = make_sides(rollout)
         for engine in {id(engine): engine for engine, _ in sides.values()}.values():
-            engine.compiled.compile_all(weights, display.say_compiled)
+            engine.compile_all(weights, display.say_compiled)
         for i in range(1 - warmup, config.benchmark.rounds + 1):
             work = step_workload(rollout, next(stream))
             found = {}

@@ -125,7 +125,7 @@ class Generator:
 
     def compile(self, on_program: Callable[[Program, float], None] = lambda program, seconds: None) -> None:
         """Compile every program now instead of when it is first needed."""
-        self.engine.compiled.compile_all(self.weights, on_program)
+        self.engine.compile_all(self.weights, on_program)
 
 
 def load_generator(

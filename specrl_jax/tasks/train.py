@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from specrl_jax.config import Config
 from specrl_jax.distributed import is_first_process, refused_together
+from specrl_jax.io.agreement import facts
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.prometheus import PrometheusPage
@@ -15,6 +16,8 @@ from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
+from specrl_jax.workers.engine import with_workers
+from specrl_jax.workers.pool import WorkerPool
 
 
 def run(config: Config, workdir: str) -> None:
@@ -53,11 +56,14 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
         inputs = ending.enter_context(open_inputs(config, workdir))
         assert inputs.scorer is not None  # it was asked for
         with refused_together():
-            page, port = None, config.logging.prometheus_port
+            page, port, pipeline = None, config.logging.prometheus_port, config.pipeline
             if port and is_first_process():
                 page = ending.enter_context(contextlib.closing(PrometheusPage(port)))
             learner, rollout = inputs.build()
             if is_first_process():
                 open_workdir(workdir, dataclasses.asdict(inputs.config))
+            if pipeline.workers:
+                pool = WorkerPool(facts(dataclasses.asdict(config), workdir), pipeline.host, workdir, pipeline.workers)
+                rollout = with_workers(rollout, ending.enter_context(pool))
         stop = stop or threading.Event()
         yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, page)

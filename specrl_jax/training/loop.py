@@ -129,8 +129,8 @@ class _Run:
         """Compile the engine's programs, in several processes together."""
         self.display.start_phase("compile")
         weights, _ = prepare(self.learner, self.rollout, self.state)
-        compile_all = self.rollout.engine.compiled.compile_all
-        distributed.together(functools.partial(compile_all, weights, self.display.say_compiled))
+        told = self.display.say_compiled, functools.partial(self.display.update_phase, 0, 0)
+        distributed.together(functools.partial(self.rollout.engine.compile_all, weights, *told))
 
     def open_pipeline(self) -> None:
         """Open the source of rollouts, with those that the checkpoint held."""
@@ -173,7 +173,10 @@ class _Run:
     def _metrics(self, result: StepResult) -> Row:
         """Return the metrics of the step, with its alarms; keep its remarks."""
         generated = result.generated
-        row = step_metrics(result, self.learner, self.performance)
+        workers = self.rollout.engine.worker_metrics()
+        beside = self.performance.rollout_devices or int(workers.get("rollout/worker_devices", 0))
+        performance = dataclasses.replace(self.performance, rollout_devices=beside)
+        row = step_metrics(result, self.learner, performance) | workers
         if self.rollout.engine.draft_length:
             row |= speculation_metrics(generated.rollouts)
             row |= self.monitor.speculation.observe(generated.rollouts, result.updates.diagnostics)

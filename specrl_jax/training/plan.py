@@ -81,6 +81,7 @@ def make_plan(config: Config, mesh: Mesh, model: qwen3.Qwen3Config | None = None
     most = most_pages(config.rollout, page, rollout.mesh.devices.flat[0], memory)
     plan = Plan(config, model, method, learner, rollout, limits, groups, most, page)
     _check_processes(config, groups)
+    _check_workers(config, method)
     _check_length(plan)
     _check_vocabulary(plan)
     _check_shards(plan)
@@ -238,6 +239,19 @@ def _check_processes(config: Config, groups: ProcessGroups) -> None:
             f"environment.name={config.environment.name}: {len(groups.own)} processes hold a copy of the weights "
             "together (mesh.tensor, mesh.expert), and would hear of its answers at different times; keep copies within "
             "a process"
+        )
+
+
+def _check_workers(config: Config, method: DraftMethod) -> None:
+    """Raise InputError for options that rollout workers do not support."""
+    if not config.pipeline.workers:
+        return
+    shown = f"pipeline.workers={config.pipeline.workers}"
+    if jax.process_count() > 1:
+        raise InputError(f"{shown}: the learner must be one process, and there are {jax.process_count()}")
+    if method.uses_lookup_cache and config.draft.history:
+        raise InputError(
+            f"{shown}: draft.history={config.draft.history}: earlier rollouts are not sent to workers; set 0"
         )
 
 

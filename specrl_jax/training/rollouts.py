@@ -54,6 +54,23 @@ LEAST_TOKENS = {"gpu": 4}
 PrepareStep = Callable[[Params, Params | None, jax.Array | None], Weights]
 
 
+def weights_shardings(
+    model: qwen3.Qwen3Config,
+    draft: DraftModel | None,
+    derived: DerivedWeights | None,
+    quantize: str,
+    partition: Partitioner,
+) -> Weights:
+    """Return the sharding of every array of an engine's weights; arguments as in `make_prepare`."""
+    specs = draft.inference_specs if draft else derived.specs if derived else None
+    return Weights(
+        policy=cast(Params, partition.shardings(qwen3.inference_specs(model, quantize))),
+        draft=cast(Params, partition.shardings(specs)) if specs else {},
+        vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
+        checksum=stand_in(partition.replicated),
+    )
+
+
 def make_prepare(
     model: qwen3.Qwen3Config,
     draft: DraftModel | None,
@@ -70,15 +87,8 @@ def make_prepare(
       derived: a draft's weights that are made from the policy's, where `draft` is None.
     """
 
-    specs = draft.inference_specs if draft else derived.specs if derived else None
-
     def shardings(partition: Partitioner) -> Weights:
-        return Weights(
-            policy=cast(Params, partition.shardings(qwen3.inference_specs(model, config.quantize))),
-            draft=cast(Params, partition.shardings(specs)) if specs else {},
-            vocab_map=stand_in(partition.replicated) if draft and draft.has_vocab_map else None,
-            checksum=stand_in(partition.replicated),
-        )
+        return weights_shardings(model, draft, derived, config.quantize, partition)
 
     def program(out: Weights) -> PrepareStep:
         def prepare(policy: Params, params: Params | None, vocab_map: jax.Array | None) -> Weights:

@@ -383,12 +383,12 @@ def test_a_closing_comparison_that_is_stopped_leaves_a_finished_run(toy, whole, 
 def test_a_stop_while_programs_are_compiled_leaves_before_the_next(toy, tmp_path, monkeypatch):
     compiled = []
 
-    def compile_all(weights, on_program):
+    def compile_all(weights, on_program, on_wait):
         for program in range(9):
             compiled.append(program)
             on_program(program, 0.0)
 
-    engine = types.SimpleNamespace(compiled=types.SimpleNamespace(compile_all=compile_all))
+    engine = types.SimpleNamespace(compile_all=compile_all)
     run = toy._replace(rollout=dataclasses.replace(toy.rollout, engine=engine))
     monkeypatch.setattr(resume, "Monitor", lambda *_: types.SimpleNamespace(speculation=None))
     with pytest.raises(Stopped, match="no step was done yet"):
