@@ -52,14 +52,15 @@ SWEEPS = {
 ALONE = ("step_breakdown", "draft_length", "async_lag")
 # Folder with one workload -> its module that makes table and figure from --workdir.
 REPORTED = {"online_adaptation": "report", "rooms": "drift"}
-# Folder -> its modules, with arguments, that measure or compute its results without a sweep.
+# Folder -> its modules that count accepted drafts: no time is measured, so they share the machine with the sweeps.
+COUNTED = {"rooms": ("acceptance",), "traces": ("record",), "drafters": ("acceptance",)}
+# Folder -> its modules, with arguments, that then measure or compute its results without a sweep.
 COMPUTED = {
-    "rooms": ("acceptance",),
-    "traces": ("record", "clocks", *(f"predict {part}" for part in ("costs", "predict", "measure", "judge"))),
+    "traces": ("clocks", *(f"predict {part}" for part in ("costs", "predict", "measure", "judge"))),
     "scale_projection": ("validate", "grid"),
-    "drafters": ("acceptance", "costs", "speed", "budget", "table"),
+    "drafters": ("costs", "speed", "budget", "table"),
 }
-FOLDERS = tuple(SWEEPS | COMPUTED)
+FOLDERS = tuple(SWEEPS | COUNTED | COMPUTED)
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
@@ -154,13 +155,10 @@ def stages(folders: Sequence[str]) -> list[list[Chain]]:
     sweeps = {folder: SWEEPS[folder] for folder in SWEEPS if folder in folders}
     alone = {folder: configs for folder, configs in sweeps.items() if folder in ALONE}
     shared = [launches(folder, [config]) for folder in sweeps if folder not in alone for config in sweeps[folder]]
+    shared += [modules(folder, COUNTED[folder]) for folder in COUNTED if folder in folders]
     written = [
         *(table(folder, configs) for folder, configs in sweeps.items()),
-        *(
-            [sys.executable, "-m", *f"experiments.{f}.{words}".split()]
-            for f in folders
-            for words in COMPUTED.get(f, ())
-        ),
+        *(command for folder in folders for command in modules(folder, COMPUTED.get(folder, ()))),
         [sys.executable, "-m", "experiments.report", "--output", "runs/report.html", "--docs"],
     ]
     apart = [command for folder, configs in alone.items() for command in launches(folder, configs)]
@@ -237,6 +235,11 @@ def prerequisites(sweeps: dict[str, tuple[str, ...]]) -> tuple[list[Chain], list
             config, *overrides = MADE[path]
             chain.append(run(config, [*overrides, f"pretrain.output={path}"], path))
     return list(first.values()), list(heads.values())
+
+
+def modules(folder: str, words: Sequence[str]) -> Chain:
+    """Return the commands of a folder's modules, each with its arguments."""
+    return [[sys.executable, "-m", *f"experiments.{folder}.{one}".split()] for one in words]
 
 
 def launches(folder: str, configs: Sequence[str]) -> Chain:
