@@ -80,20 +80,21 @@ MADE: dict[str, list[str]] = {
     "runs/heads/generic": ["configs/draft_tiny.py", *COUNTDOWN],
 }
 USE_ROOMS = ("rooms", "traces", "drafters")
-# Kinds of drafts that `drafters` compares beside the heads of the rooms, which it needs too -> how they are trained.
-# 1,200 updates are 24 passes over the answers of other heads, which a draft then knows by heart: four times as many.
+# Drafts that `drafters` compares beside the heads of the rooms, which it needs too -> how they are trained. 1,200
+# updates are 24 passes over the answers of other heads, which a draft then knows by heart: four times as many.
 LONG = ["steps=1200", "pretrain.rollouts=4096", "draft.warmup=60", "eval.every=400"]
-# An update of a draft that writes a block costs a fraction of an EAGLE-3 head's.
+# By operations an update of DSpark is half of an EAGLE-3 head's.
 ONE_PASS = [*LONG, "draft.anchor_stride=4"]
 TRAINED = {
     "dspark": [*ONE_PASS, "draft.kind=dspark"],
-    "eagle3_long": [*LONG, "draft.kind=eagle3"],
+    "eagle3_1200": [*LONG, "draft.kind=eagle3"],
+    "eagle3_600": [*LONG, "draft.kind=eagle3", "steps=600"],
     "peagle": [*ONE_PASS, "draft.kind=peagle"],
     "dflash": [*ONE_PASS, "draft.kind=dflash", "draft.slots=8"],
     "mtp": ["draft.kind=mtp", "draft.vocab_size=0"],
 }
-# The others are trained for the base of seed 0 alone.
-ALL_BASES = ("dspark", "eagle3_long")
+# Trained for every base of these workloads; else for the base of seed 0 alone.
+EVERY_BASE = {"dspark": ("rooms", "careful"), "eagle3_1200": ("rooms",), "eagle3_600": ("rooms",)}
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
 # Every command that ended: when, its seconds, exit status and CPUs.
@@ -203,7 +204,7 @@ def drafters() -> list[Chain]:
     chains = []
     for (kind, overrides), task in itertools.product(TRAINED.items(), bases.WORKLOADS):
         chain = []
-        for seed in bases.SEEDS if kind in ALL_BASES else (0,):
+        for seed in bases.SEEDS if task in EVERY_BASE.get(kind, ()) else (0,):
             base = f"policy.path={bases.folder(task, 'base', seed)}"
             words = [f"configs/draft_tiny.py:{task}", *overrides, base, "data.task=rooms"]
             chain += still_to_make({bases.folder(task, kind, seed): words}, seed)

@@ -46,6 +46,10 @@ class RunFailed(Exception):
     """
 
 
+class WorkersFailed(RunFailed):
+    """The processes that generate for a run cannot."""
+
+
 class Stopped(Exception):
     """A signal ended the run in good order; the message says what was saved."""
 

@@ -36,8 +36,9 @@ class Head(NamedTuple):
 
 
 HEADS = {kind: Head(kind, kind) for kind in ("mtp", "peagle", "dflash", "dspark")}
-HEADS |= {"eagle3": Head("eagle3", "head"), "eagle3_long": Head("eagle3", "eagle3_long")}
-DRAFTERS = (*WEIGHTLESS, "eagle3", "eagle3_long", "mtp", "peagle", "dflash", "dspark")
+HEADS |= {"eagle3": Head("eagle3", "head"), "eagle3_600": Head("eagle3", "eagle3_600")}
+HEADS["eagle3_1200"] = Head("eagle3", "eagle3_1200")
+DRAFTERS = (*WEIGHTLESS, "eagle3", "eagle3_600", "eagle3_1200", "mtp", "peagle", "dflash", "dspark")
 CELL = ("workload", "seed", "drafter", "drafts")
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the bases")
     parser.add_argument("--slots", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3", "dspark"])
+    parser.add_argument("--drafters", nargs="+", choices=HEADS, default=["eagle3_1200", "dspark"])
     parser.add_argument("--prompts", type=int, default=2, help="a slot, of each round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", default=str(OUTPUT), help="CSV file")

@@ -16,6 +16,14 @@ def check_workers(config: Config) -> None:
         ("pipeline.rollout_devices", p.rollout_devices, not p.rollout_devices, "they have devices of their own; set 0"),
         ("pipeline.weight_update", p.weight_update, p.weight_update == "none", "new weights come between steps"),
         ("grpo.oversample", g.oversample, not g.oversample, "what is unfinished stays on no worker; leave 0"),
+        (
+            "rollout.num_slots",
+            config.rollout.num_slots,
+            config.rollout.num_slots > 0,
+            "the learner does not know their memory",
+        ),
+        ("mesh.tensor", config.mesh.tensor, config.mesh.tensor > 0, "they split a copy alike; set a number"),
+        ("mesh.expert", config.mesh.expert, config.mesh.expert > 0, "they split a copy alike; set a number"),
         ("environment.name", config.environment.name, not config.environment.name, "they answer single turns"),
     ):
         if not allowed:

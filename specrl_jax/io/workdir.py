@@ -14,7 +14,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.json_files import Checked, check, read_json
 
 # Keys and sections that may change when a run is resumed.
-MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run")
+MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run", "pipeline.workers", "pipeline.host")
 
 
 # Lock files of the workdirs in use; kept open, since the system releases a lock when its file is closed.
@@ -92,10 +92,14 @@ def versions() -> dict[str, str]:
     return {"specrl_jax": specrl_jax.__version__, "jax": jax.__version__}
 
 
+def may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE
+
+
 def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
-        if key.split(".")[0] not in MAY_CHANGE and old.get(key) != new.get(key):
+        if not may_change(key) and old.get(key) != new.get(key):
             raise InputError(
                 f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
                 "choose another --workdir"

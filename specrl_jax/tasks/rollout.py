@@ -4,39 +4,41 @@ import dataclasses
 import json
 import os
 import platform
-import sys
+import secrets
 import threading
 import time
-import traceback
+from collections.abc import Mapping
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
-from typing import NamedTuple
+from multiprocessing.connection import Connection
 
 import jax
-from jax.experimental.transfer import TransferConnection
+from jax.experimental.transfer import TransferConnection, TransferServer
 
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
 from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
+from specrl_jax.decoding.controller import Controller
+from specrl_jax.decoding.engine import DraftLengthPolicy, FixedLength
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import facts
-from specrl_jax.io.signals import raise_once_set, stop_on_signal
+from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
+from specrl_jax.io.workdir import may_change
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Rollout, make_rollout
 from specrl_jax.training.choices import recorded_values, resumed
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.rollouts import weights_shardings
+from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
-    CHOOSES,
-    Address,
+    CHOOSES_ALARMED,
     Answer,
     Ask,
     Hello,
     Welcome,
-    keep_alive,
+    open_connection,
+    own_address,
     read_address,
     receive,
     send,
@@ -49,47 +51,58 @@ LOOK_SECONDS = 1.0
 
 def run(config: Config, workdir: str) -> None:
     """Work until the learner has ended. Raises RunFailed where none comes, InputError where it refuses this worker."""
-    stop, known = stop_on_signal(), None
+    with stopped_as("a rollout worker keeps nothing"):
+        work_for_learners(config, workdir, stop_on_signal())
+
+
+def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> None:
+    """Work for one learner after the other, each the one before started again, until one has ended its run."""
+    # Now: a source that changes later is not what this process runs.
+    known = worker_facts(config, workdir)
     worker: Worker | None = None
     while True:
-        known, connection = connect(workdir, known, stop)
-        with connection:
-            keep_alive(connection)
+        with connect(workdir, stop) as connection:
             try:
-                welcome = introduce(connection, config, workdir)
-                worker = worker or Worker(make_worker_rollout(config, workdir))
-                if worker.work(connection, welcome.transfer, stop):
-                    print("the learner has ended")
-                    return
+                welcome = introduce(connection, known, workdir)
+            except (EOFError, OSError):
+                continue
+            worker = worker or Worker(make_worker_rollout(config, workdir), stop)
+            try:
+                worker.work(connection, welcome.transfer)
             except (EOFError, OSError):
                 print("the learner left; waiting for it to come back", flush=True)
+            else:
+                print("the learner has ended")
+                return
 
 
-def connect(workdir: str, known: Address | None, stop: threading.Event) -> tuple[Address, Connection]:
-    """Wait for a learner at another address than `known`. Raise RunFailed where none comes, Stopped at a signal."""
-    end = time.monotonic() + PATIENCE
+def connect(workdir: str, stop: threading.Event) -> Connection:
+    """Wait for the learner of a workdir. Raise RunFailed where none comes, Stopped at a signal."""
+    end, why = time.monotonic() + PATIENCE, "no learner with pipeline.workers has begun there"
     while time.monotonic() < end:
         if stop.wait(LOOK_SECONDS):
-            raise Stopped("a rollout worker keeps nothing")
-        address = read_address(workdir)
-        if address is None or address == known:
+            raise Stopped
+        if (address := read_address(workdir)) is None:
             continue
         try:
-            return address, Client((address.host, address.port), authkey=bytes.fromhex(address.key))
-        except (OSError, EOFError, AuthenticationError, ValueError):  # of a learner that has ended
-            continue
-    raise RunFailed(f"--workdir {workdir}: no learner with pipeline.workers for {PATIENCE:g} s")
+            return open_connection(address)
+        except (OSError, EOFError, AuthenticationError, AssertionError, ValueError) as error:
+            why = f"{address.host}:{address.port}: {error or type(error).__name__}"
+    raise RunFailed(f"--workdir {workdir}: no learner for {PATIENCE:g} s: {why}")
 
 
 def worker_facts(config: Config, workdir: str) -> dict[str, object]:
-    """Return what a worker and its learner must have in common: all that processes of a run must, but the task."""
-    return facts(dataclasses.asdict(dataclasses.replace(config, task="train")), workdir)
+    """Return what a worker and its learner have in common: what processes of a run have, but for the task and for what
+    may change from one start of the learner to the next.
+    """
+    found = facts(dataclasses.asdict(config), workdir)
+    return {name: value for name, value in found.items() if name != "task" and not may_change(name)}
 
 
-def introduce(connection: Connection, config: Config, workdir: str) -> Welcome:
+def introduce(connection: Connection, known: Mapping[str, object], workdir: str) -> Welcome:
     """Say who this is. Raise InputError where the learner refuses."""
-    name = f"{platform.node()}:{os.getpid()}"
-    send(connection, Hello(json.dumps(worker_facts(config, workdir)), name, jax.local_device_count()))
+    name = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(2)}"
+    send(connection, Hello(json.dumps(known), name, jax.local_device_count()))
     welcome = receive(connection, Welcome)
     if welcome.refused:
         raise InputError(f"the learner of {workdir} refuses this worker: {welcome.refused}")
@@ -105,74 +118,75 @@ def make_worker_rollout(config: Config, workdir: str) -> Rollout:
     return make_rollout(make_plan(config, make_mesh({"data": -1, "expert": mesh.expert, "tensor": mesh.tensor})))
 
 
-class _Engine(NamedTuple):
-    """An engine, and its controller where the config wants one."""
-
-    engine: Engine
-    lengths: DraftLengthPolicy
-
-
 class Worker:
     """Holds weights, engines and their controllers over all connections."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Rollout, stop: threading.Event) -> None:
         plan, quantize = rollout.plan, rollout.config.quantize
         partition, derived = plan.rollout_partition, plan.draft_method.derived
-        self._rollout = rollout
+        self._rollout, self._stop = rollout, raise_once_set(stop)
         self._shardings = weights_shardings(plan.model, plan.draft, derived, quantize, partition)
-        self._server = transfer.start_server("localhost")
+        self._servers: dict[str, TransferServer] = {}  # by address of this machine
         self._weights: Weights | None = None
-        self._engines: dict[str, _Engine] = {}
+        self._controllers: dict[str, Controller] = {}  # by engine
 
-    def work(self, connection: Connection, address: str, stop: threading.Event) -> bool:
-        """Answer until the learner says that it has ended; return True then.
+    def work(self, connection: Connection, address: str) -> None:
+        """Answer until the learner says that it has ended.
 
-        Raises EOFError or OSError where it has left, Stopped at a signal.
+        Args:
+          address: of the learner's transfer server.
+        Raises:
+          EOFError: the learner has left; also OSError.
+          Stopped: at a signal.
+          RunFailed: the learner's weights do not arrive.
         """
-        source = self._server.connect(address)
+        # Of the address that leads there: what leads to this machine alone does not lead to others.
+        own = own_address(connection)
+        if own not in self._servers:
+            self._servers[own] = transfer.start_server(own)
+        source = self._servers[own].connect(address)
         while True:
             while not connection.poll(LOOK_SECONDS):
-                raise_once_set(stop)(0, 0)
+                self._stop(0, 0)
             ask = receive(connection, Ask)
             if not ask.engine:
-                return True
-            send(connection, self._answer(ask, source, stop))
+                return
+            send(connection, self._answer(ask, source))
 
-    def _answer(self, ask: Ask, source: TransferConnection, stop: threading.Event) -> Answer:
+    def _answer(self, ask: Ask, source: TransferConnection) -> Answer:
         start = time.perf_counter()
+        if ask.weights is not None:
+            self._weights = None  # there is memory for one copy
+            self._weights = transfer.fetch(source, ask.weights, self._shardings, lambda: self._stop(0, 0))
+        seconds = time.perf_counter() - start
         try:
-            if ask.weights is not None:
-                self._weights = None  # there is memory for one copy
-                self._weights = transfer.fetch(source, ask.weights, self._shardings)
-            seconds = time.perf_counter() - start
-            return self._generated(ask, stop)._replace(weights_seconds=seconds)
-        except Stopped:
-            raise
-        except Exception as error:  # the learner's run ends with it
-            traceback.print_exc(file=sys.stderr)
-            return Answer(None, 0.0, f"{type(error).__name__}: {error}"[:500])
+            return self._generated(ask)._replace(weights_seconds=seconds)
+        except InputError as error:  # to any worker it would be one
+            return Answer(None, 0.0, str(error))
 
-    def _generated(self, ask: Ask, stop: threading.Event) -> Answer:
+    def _generated(self, ask: Ask) -> Answer:
         assert self._weights is not None  # the first ask has some
-        engine, lengths = self._engine(ask.engine)
+        engine = getattr(self._rollout, ask.engine)
         if not ask.prompts:
-            engine.compile_all(self._weights, lambda program, seconds: raise_once_set(stop)(0, 0))
+            engine.compile_all(self._weights, lambda program, seconds: self._stop(0, 0))
             return Answer(None, 0.0, "")
         rollouts = engine.generate(
             self._weights,
             ask.prompts,
             ask.samples,
             ask.seed,
-            ask.ids if len(ask.ids) > 1 else int(ask.ids[0]),
-            raise_once_set(stop),
-            lengths if ask.drafts == CHOOSES else FixedLength(ask.drafts),
+            ask.ids,
+            self._stop,
+            self._lengths(ask),
             responses=ask.responses or None,
             continuation=Continuation(ask.version),
         )
         return Answer(rollouts, 0.0, "")
 
-    def _engine(self, name: str) -> _Engine:
-        if name not in self._engines:
-            engine = getattr(self._rollout, name)
-            self._engines[name] = _Engine(engine, engine.controller())
-        return self._engines[name]
+    def _lengths(self, ask: Ask) -> DraftLengthPolicy:
+        """Return the length that the learner says, or this process's controller of the engine."""
+        if ask.drafts >= 0:
+            return FixedLength(ask.drafts)
+        if ask.engine not in self._controllers:
+            self._controllers[ask.engine] = getattr(self._rollout, ask.engine).controller()
+        return Guarded(self._controllers[ask.engine], ask.drafts == CHOOSES_ALARMED, threading.RLock())

@@ -201,12 +201,14 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     plain = dataclasses.replace(
         inference, limits=dataclasses.replace(inference.limits, groups=0, sequences=0, earlier="", versions=False)
     )
+    # Rollout workers fetch their weights in the parts in which the learner's devices have them.
+    made_for = plan.learner_partition if config.pipeline.workers and config.task == "train" else partition
     return Rollout(
         plan=plan,
         config=inference,
         tokenizer=tokenizer,
         prepare_step=make_prepare(
-            plan.model, plan.draft, inference, partition, plan.learner_partition, plan.draft_method.derived
+            plan.model, plan.draft, inference, made_for, plan.learner_partition, plan.draft_method.derived
         ),
         engine=training,
         eval_engine=training if evaluation == inference else engine(evaluation, adaptive=False),

@@ -12,7 +12,7 @@ import numpy as np
 
 from specrl_jax import distributed
 from specrl_jax.config import Config
-from specrl_jax.errors import RunFailed, Stopped
+from specrl_jax.errors import RunFailed, Stopped, WorkersFailed
 from specrl_jax.io.metrics import MetricsWriter, NoMetrics, Row, read_metrics
 from specrl_jax.io.progress import Display, PhaseClock
 from specrl_jax.io.prometheus import PrometheusPage
@@ -72,7 +72,7 @@ def training_steps(
                     yield run.make_step()
         except Stopped:
             raise Stopped(run.save_stopped()) from None
-        except NotScored as error:
+        except (NotScored, WorkersFailed) as error:
             raise RunFailed(f"{error}; {run.checkpoints.kept()}") from None
         except OSError as error:
             raise RunFailed(f"{error.filename or workdir}: {error.strerror}; {run.checkpoints.kept()}") from None

@@ -83,7 +83,7 @@ class Speculation:
         """The newest choice of draft lengths."""
         tripped = self.alarm is not None and self.alarm.tripped
         if self.controller:
-            return _Guarded(self.controller, tripped, self._lock)
+            return Guarded(self.controller, tripped, self._lock)
         return FixedLength(0 if tripped and self._step % PROBE_STEPS else self._engine.draft_length)
 
     def lengths_for(self, engine: Engine) -> DraftLengthPolicy:
@@ -207,15 +207,15 @@ class _Observed(NamedTuple):
     rollouts: Rollouts
 
 
-class _Guarded:
+class Guarded:
     """A controller behind a lock; while the alarm is on it drafts in probe chunks only."""
 
     def __init__(self, controller: Controller, tripped: bool, lock: threading.RLock) -> None:
-        self._controller, self._tripped, self._lock = controller, tripped, lock
+        self._controller, self.tripped, self._lock = controller, tripped, lock
 
     def choose(self, size: int, running: int, live: float) -> Choice:
         with self._lock:
-            return self._controller.choose(size, running, live, off=self._tripped)
+            return self._controller.choose(size, running, live, off=self.tripped)
 
     def observe(self, chunk: DecodeChunk, accepted: np.ndarray) -> None:
         with self._lock:

@@ -9,11 +9,13 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength, check_prompts
 from specrl_jax.decoding.history import History
-from specrl_jax.decoding.rollouts import Rollouts, concatenate
+from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import InputError
 from specrl_jax.training.build import Rollout
-from specrl_jax.workers.messages import CHOOSES, Ask
+from specrl_jax.training.speculation import Guarded
+from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask
 from specrl_jax.workers.pool import WorkerPool
 
 
@@ -35,7 +37,7 @@ class RemoteEngine(Engine):
         on_program: Callable[[Program, float], None] = lambda program, seconds: None,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for the workers, and let them compile; each says for itself what it compiled."""
+        """Wait for the first workers, and let them compile; `on_program` is not called."""
         assert self.pool is not None
         self.pool.compile(params, lambda done, total: on_wait())
 
@@ -53,31 +55,48 @@ class RemoteEngine(Engine):
         continuation: Continuation[Weights] | None = None,
         turns: Turns | None = None,
     ) -> Rollouts:
-        """Generate as `Engine.generate` does; each worker that is there takes an equal part of the prompts.
+        """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts.
 
         With a controller in `lengths` each worker has one of its own. A history is not sent, and turns and all of a
         continuation but its version belong to runs without workers.
+
+        Raises WorkersFailed besides.
         """
         assert self.pool is not None and turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
-        version = (continuation or Continuation()).version
-        lengths = lengths or FixedLength(self.draft_length)
-        drafts = lengths.k if isinstance(lengths, FixedLength) else CHOOSES
-        each = samples + self.config.greedy
-        bounds = np.linspace(0, len(prompts), 1 + min(self.pool.count, len(prompts))).astype(int)
+        each, count = samples + self.config.greedy, len(prompts)
+        if not count * samples:
+            raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
+        ids = rollout_ids(first_id, count, samples, each)
+        version, drafts = (continuation or Continuation()).version, drafts_of(lengths or FixedLength(self.draft_length))
+        # Dealt out in turn: where they are ordered by length, each gets as many long ones.
+        number = min(self.pool.count, count)
+        dealt = [np.arange(i, count, number) for i in range(number)]
         asks = []
-        for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            if np.ndim(first_id):
-                ids = np.asarray(first_id)[start * samples : stop * samples]
-            else:
-                ids = np.array([int(first_id) + start * samples])
-            asked = [list(map(int, prompt)) for prompt in prompts[start:stop]]
-            longest = [] if responses is None else list(responses[start * each : stop * each])
-            asks.append(Ask(self.name, None, version, asked, samples, seed, ids, drafts, longest))
-        total = len(prompts) * each
-        on_progress(0, total)
-        answers = self.pool.run(params, asks, total, on_progress)
-        return concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
+        for part in dealt:
+            rows, asked = group_rows(part, each), [list(map(int, prompts[i])) for i in part.tolist()]
+            longest = [] if responses is None else [int(responses[row]) for row in rows]
+            asks.append(Ask(self.name, None, version, asked, samples, seed, ids[rows], drafts, longest))
+        on_progress(0, count * each)
+        answers = self.pool.run(params, asks, count * each, on_progress)
+        found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
+        return found.take_groups(np.argsort(np.concatenate(dealt)), each)
+
+
+def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:
+    """Return [prompts x each] uint32 ids as `Engine.generate` numbers them: greedy rollouts after all samples."""
+    if np.ndim(first_id):
+        return np.asarray(first_id, np.uint32)
+    sampled = np.arange(prompts * samples).reshape(prompts, samples)
+    greedy = prompts * samples + np.arange(prompts * (each - samples)).reshape(prompts, each - samples)
+    return (int(first_id) + np.concatenate([sampled, greedy], axis=1)).reshape(-1).astype(np.uint32)
+
+
+def drafts_of(lengths: DraftLengthPolicy) -> int:
+    """Return how a worker chooses its draft lengths: `Ask.drafts`."""
+    if isinstance(lengths, FixedLength):
+        return lengths.k
+    return CHOOSES_ALARMED if isinstance(lengths, Guarded) and lengths.tripped else CHOOSES
 
 
 def with_workers(rollout: Rollout, pool: WorkerPool) -> Rollout:

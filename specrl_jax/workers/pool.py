@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Self
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from specrl_jax.decoding.rollouts import NO_VERSION
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError, RunFailed
+from specrl_jax.errors import InputError, WorkersFailed
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
     CHOOSES,
@@ -24,7 +23,9 @@ from specrl_jax.workers.messages import (
     Ask,
     Hello,
     Welcome,
+    deadline,
     keep_alive,
+    numeric,
     receive,
     remove_address,
     send,
@@ -49,6 +50,7 @@ class _Call:
     rollouts: int
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     done: int = 0
+    ended: bool = False  # nobody waits for it any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,27 +86,27 @@ class WorkerPool:
         patience: float = PATIENCE,
     ) -> None:
         self._facts, self._wanted, self._say, self._patience = facts, wanted, say, patience
-        self._workdir, self._key = workdir, secrets.token_bytes(32)
+        self._workdir, self._key, own = workdir, secrets.token_bytes(32), numeric(host)
         try:
-            self._listener = Listener((host, 0))
+            self._listener = Listener((own, 0))
         except OSError as error:
             raise InputError(f"pipeline.host={host}: {error.strerror}; a name or address of this machine") from None
-        self._server = transfer.start_server(host)
+        self._server = transfer.start_server(own)
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
         self._workers: dict[str, int] = {}  # name -> devices
-        self._failed, self._closed = "", False
-        self._weights_seconds = 0.0  # the longest fetch of the newest weights
-        write_address(workdir, Address(host, self._listener.address[1], self._key.hex()))
+        self._failed, self._closed, self._finished = "", False, False
+        self._fetched = (0, 0.0)  # checksum of the newest weights, seconds of the longest fetch
+        write_address(workdir, Address(own, self._listener.address[1], self._key.hex()))
         threading.Thread(target=self._accept, name="rollout workers", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Tell all workers that the run has ended."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tell the workers that the run has ended, or, where it was stopped or failed, leave: they wait for it."""
         with self._changed:
-            self._closed = True
+            self._closed, self._finished = True, kind is None
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._workers, timeout=5.0)
         self._listener.close()
@@ -112,7 +114,16 @@ class WorkerPool:
 
     def compile(self, weights: Weights, on_wait: OnProgress) -> None:
         """Wait for the first workers, and let them compile the training engine."""
-        self._wait(lambda: len(self._workers) >= self._wanted, on_wait, lambda: (0, 0))
+        said = -1
+
+        def enough() -> bool:
+            nonlocal said
+            if said != len(self._workers) < self._wanted:
+                said = len(self._workers)
+                self._say(f"waiting for rollout workers: {said} of {self._wanted}")
+            return len(self._workers) >= self._wanted
+
+        self._wait(enough, on_wait, lambda: (0, 0))
         self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait)
 
     def run(self, weights: Weights, asks: Sequence[Ask], rollouts: int, on_wait: OnProgress) -> list[Answer]:
@@ -122,7 +133,7 @@ class WorkerPool:
           rollouts: of all asks together.
           on_wait: called with (rollouts that are there, all); what it raises ends the call.
         Raises:
-          RunFailed: a worker failed, or none is left.
+          WorkersFailed: what is asked cannot be generated, or no worker is left.
         """
         call = _Call(weights, int(weights.checksum), rollouts)
         with self._changed:
@@ -132,8 +143,8 @@ class WorkerPool:
             self._wait(lambda: len(call.answers) == len(asks), on_wait, lambda: (call.done, rollouts))
         finally:
             with self._changed:
+                call.ended = True
                 self._jobs = deque(job for job in self._jobs if job.call is not call)
-        self._weights_seconds = max(answer.weights_seconds for answer in call.answers.values())
         return [call.answers[i] for i in range(len(asks))]
 
     @property
@@ -148,7 +159,7 @@ class WorkerPool:
             return {
                 "rollout/workers": len(self._workers),
                 "rollout/worker_devices": sum(self._workers.values()),
-                "time/weights": self._weights_seconds,
+                "time/weights": self._fetched[1],
             }
 
     def _wait(self, until: Callable[[], bool], on_wait: OnProgress, progress: Callable[[], tuple[int, int]]) -> None:
@@ -157,7 +168,7 @@ class WorkerPool:
             with self._changed:
                 found = self._changed.wait_for(lambda: until() or self._failed, timeout=LOOK_SECONDS)
                 if self._failed:
-                    raise RunFailed(self._failed)
+                    raise WorkersFailed(self._failed)
                 if found:
                     return
                 if self._workers:
@@ -165,61 +176,71 @@ class WorkerPool:
                 done = progress()
             on_wait(*done)
             if time.monotonic() - alone > self._patience:
-                raise RunFailed(f"no rollout worker for {self._patience:g} s; start some with --config.task=rollout")
+                raise WorkersFailed(
+                    f"no rollout worker for {self._patience:g} s; start some with --config.task=rollout"
+                )
 
     def _accept(self) -> None:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:  # closed
-                return
-            keep_alive(connection)
+                keep_alive(connection)
+            except OSError:
+                if self._is_closed():
+                    return
+                time.sleep(LOOK_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="rollout worker", daemon=True).start()
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _serve(self, connection: Connection) -> None:
         """Give one worker its jobs until it, or the run, ends."""
         with connection:
             try:
-                # Here, where somebody without the key keeps nobody else waiting.
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                name = self._welcome(connection)
-            except (AuthenticationError, EOFError, OSError, ValueError, KeyError, TypeError):
+                with deadline(connection):
+                    # Here, where somebody without the key keeps nobody else waiting.
+                    deliver_challenge(connection, self._key)
+                    answer_challenge(connection, self._key)
+                    hello = receive(connection, Hello)
+                    refused = difference(self._facts, json.loads(hello.facts))
+                    send(connection, Welcome(refused, self._server.address()))
+            except Exception:  # of a stranger, or of a worker that has left again
                 return
-            if not name:
+            if refused:
+                self._say(f"rollout worker {hello.name} refused: {refused}")
                 return
-            job: _Job | None = None
-            try:
-                held: int | None = None
-                while job := self._next():
-                    held = self._work(connection, name, job, held)
-                send(connection, END)
-            except (EOFError, OSError):
-                self._say(f"rollout worker {name} left" + ("; others do its rollouts" if job else ""))
-            finally:
-                with self._changed:
-                    if job:
-                        self._jobs.appendleft(job)
-                    del self._workers[name]
-                    self._changed.notify_all()
+            self._employ(connection, hello)
 
-    def _welcome(self, connection: Connection) -> str:
-        """Let a worker in that agrees with the learner; return its name, "" for one that does not."""
-        hello = receive(connection, Hello)
-        refused = difference(self._facts, json.loads(hello.facts))
+    def _employ(self, connection: Connection, hello: Hello) -> None:
+        """Give a worker that agrees its jobs."""
+        job: _Job | None = None
+        held: int | None = None
         with self._changed:
-            if not refused and hello.name in self._workers:
-                refused = f"{hello.name} works already"
-            if not refused:
-                self._workers[hello.name] = hello.devices
-        send(connection, Welcome(refused, self._server.address()))
-        if refused:
-            self._say(f"rollout worker {hello.name} refused: {refused}")
-            return ""
-        self._say(f"rollout worker {hello.name} is there")
-        with self._changed:
+            self._workers[hello.name] = hello.devices
             self._changed.notify_all()
-        return hello.name
+        self._say(f"rollout worker {hello.name} is there")
+        try:
+            while True:
+                job = None  # with its weights
+                job = self._next()
+                if job is None:
+                    break
+                held = self._work(connection, hello.name, job, held)
+            if self._finished:
+                send(connection, END)
+        except (EOFError, OSError):
+            self._say(f"rollout worker {hello.name} left" + ("; others do its rollouts" if job else ""))
+        except Exception as error:  # in every worker alike
+            with self._changed:
+                self._failed = f"rollout worker {hello.name}: {type(error).__name__}: {error}"
+        finally:
+            with self._changed:
+                if job and not job.call.ended:
+                    self._jobs.appendleft(job)
+                del self._workers[hello.name]
+                self._changed.notify_all()
 
     def _next(self) -> _Job | None:
         """Wait for something to do; None: the run has ended."""
@@ -235,10 +256,13 @@ class WorkerPool:
         answer = receive(connection, Answer)
         with self._changed:
             if answer.failed:
-                self._failed = f"rollout worker {name}: {answer.failed}"
+                self._failed = self._failed if call.ended else f"rollout worker {name}: {answer.failed}"
             else:
                 call.answers[job.part] = answer
                 call.done += 0 if answer.rollouts is None else len(answer.rollouts.length)
+            if offered:
+                earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
+                self._fetched = call.checksum, max(earlier, answer.weights_seconds)
             self._changed.notify_all()
         return call.checksum
 

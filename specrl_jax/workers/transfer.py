@@ -1,83 +1,136 @@
 """Weights from the learner's devices to a worker's, by jax's transfer server: from device to device, not through files.
 
-A transfer has the distinct parts of every array, each from one of the learner's devices that hold it. The worker takes
-a part once and copies it among its own devices. Both split a copy alike (mesh.tensor, mesh.expert).
+The learner offers every array in the parts in which its devices hold it, each once. A worker takes the parts that make
+up each of its own, and joins and copies them among its devices.
 """
 
+import datetime
+import itertools
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import transfer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.workers.messages import Offer
+from specrl_jax.errors import RunFailed
+from specrl_jax.workers.messages import Bounds, Leaf, Offer
 
-Index = tuple[tuple[int, int], ...]  # start and stop along every axis
+# Weights arrive within so many seconds, or not at all.
+FETCH_SECONDS = 600.0
+# What nobody has fetched is released after so many.
+OFFER_SECONDS = 900.0
+LOOK_SECONDS = 0.01
+# The server's buffers on the host are a few times as large.
+PIECE = 64 << 20  # bytes
 
 
-def start_server(host: str) -> transfer.TransferServer:
-    """Start this process's transfer server, at a free port of `host`."""
-    return transfer.start_transfer_server(jax.devices()[0].client, f"{host}:0", [f"{host}:0"])
+def start_server(address: str) -> transfer.TransferServer:
+    """Start this process's transfer server, at a free port of a numeric address of this machine."""
+    own = f"{address}:0"
+    return transfer.start_transfer_server(jax.devices()[0].client, own, [own], transfer_size=PIECE)
 
 
 def offer(server: transfer.TransferServer, weights: Weights) -> Offer:
     """Let one worker fetch the weights; nothing is copied before it does."""
-    leaves = jax.tree.leaves(weights)
-    # Who knows the number can fetch: it is a secret, too.
+    leaves, parts = [], []
+    for x in jax.tree.leaves(weights):
+        found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        places = sorted(found)
+        leaves.append(Leaf(list(x.shape), x.dtype.name, [list(place) for place in places]))
+        parts += [found[place] for place in places]
     number = secrets.randbits(62)
-    server.await_pull(number, [part for leaf in leaves for part in _distinct_parts(leaf)])
-    return Offer(number, [list(leaf.shape) for leaf in leaves], [leaf.dtype.name for leaf in leaves])
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=OFFER_SECONDS)
+    server.await_pull(number, parts, timeout=end)
+    return Offer(number, leaves)
 
 
-def fetch(connection: transfer.TransferConnection, offered: Offer, shardings: Weights) -> Weights:
+def fetch(
+    connection: transfer.TransferConnection,
+    offered: Offer,
+    shardings: Weights,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Weights:
     """Return the offered weights on this process's devices.
 
     Args:
-      shardings: of every leaf, a NamedSharding over these devices.
+      shardings: of every leaf, a NamedSharding over these devices; its parts are whole parts of the offer, or several.
+      on_wait: called while they are under way; what it raises ends the call.
+    Raises:
+      RunFailed: they do not arrive.
+      ConnectionError: the learner has left.
     """
     kinds, structure = jax.tree.flatten(shardings)
-    wanted, counts = [], []
-    for shape, dtype, sharding in zip(offered.shapes, offered.dtypes, kinds, strict=True):
-        holders = _holders(sharding, tuple(shape))
-        counts.append(len(holders))
-        for index, devices in holders.items():
-            part = tuple(stop - start for start, stop in index)
-            wanted.append(jax.ShapeDtypeStruct(part, np.dtype(dtype), sharding=SingleDeviceSharding(devices[0])))
-    parts = iter(connection.pull(offered.number, wanted))
-    leaves = [
-        _spread(tuple(shape), sharding, [next(parts) for _ in range(count)])
-        for shape, sharding, count in zip(offered.shapes, kinds, counts, strict=True)
+    plans = [_plan(leaf, sharding) for leaf, sharding in zip(offered.leaves, kinds, strict=True)]
+    # In the order of the offer, which a transfer keeps.
+    wanted = [
+        jax.ShapeDtypeStruct(_size(part), np.dtype(leaf.dtype), sharding=SingleDeviceSharding(plan[i][0]))
+        for leaf, plan in zip(offered.leaves, plans, strict=True)
+        for i, part in enumerate(leaf.parts)
     ]
+    parts = connection.pull(offered.number, wanted)
+    end = time.monotonic() + FETCH_SECONDS
+    while not all(part.is_ready() for part in parts):
+        if time.monotonic() > end:
+            raise RunFailed(
+                f"no weights within {FETCH_SECONDS:g} s: the transfer ports, which are chosen freely, must be open "
+                "between the machines"
+            )
+        on_wait()
+        time.sleep(LOOK_SECONDS)
+    try:
+        jax.block_until_ready(parts)
+    except jax.errors.JaxRuntimeError as error:
+        raise ConnectionError(str(error)) from None
+    rest, leaves = iter(parts), []
+    for leaf, sharding in zip(offered.leaves, kinds, strict=True):
+        leaves.append(_assemble(leaf, sharding, list(itertools.islice(rest, len(leaf.parts)))))
     return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
 
 
-def _spread(shape: tuple[int, ...], sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the array whose distinct parts these are, copied to every device that holds one."""
-    copies = [
-        jax.device_put(part, device)
-        for part, devices in zip(parts, _holders(sharding, shape).values(), strict=True)
-        for device in devices
-    ]
+def _plan(leaf: Leaf, sharding: NamedSharding) -> list[list[jax.Device]]:
+    """Return, for each part of a leaf, the devices that need it, each beside the others of one of its own parts."""
+    holders = _holders(sharding, tuple(leaf.shape))
+    found = [next(d for index, d in holders.items() if _within(part, index)) for part in leaf.parts]
+    return [list(devices) for devices in found]
+
+
+def _assemble(leaf: Leaf, sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the array of a leaf, whose parts lie on one of the devices that need them."""
+    shape, copies = tuple(leaf.shape), []
+    for index, devices in _holders(sharding, shape).items():
+        inside = [(place, x) for place, x in zip(leaf.parts, parts, strict=True) if _within(place, index)]
+        places, found = zip(*inside, strict=True)
+        whole = found[0] if len(found) == 1 else jnp.concatenate(found, _split_axis(*places[:2]))
+        copies += [jax.device_put(whole, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, copies)
 
 
-def _distinct_parts(x: jax.Array) -> list[jax.Array]:
-    """Return each part of an array once, in the order of its place."""
-    found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
-    return [found[index] for index in sorted(found)]
+def _split_axis(first: Bounds, second: Bounds) -> int:
+    """Return the axis along which two neighbours lie: the learner splits an array finer along one axis (`embed`)."""
+    return next(axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if tuple(a) != tuple(b))
 
 
-def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Index, list[jax.Device]]:
+def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
     """Return the devices that hold each part of an array, in the order of its place."""
-    found: dict[Index, list[jax.Device]] = {}
+    found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         found.setdefault(_bounds(index, shape), []).append(device)
     return dict(sorted(found.items(), key=lambda item: item[0]))
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def _within(part: Bounds, whole: Sequence[tuple[int, int]]) -> bool:
+    return all(a[0] >= b[0] and a[1] <= b[1] for a, b in zip(part, whole, strict=True))
+
+
+def _size(part: Bounds) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in part)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

@@ -1,9 +1,11 @@
 """Which worker generates what, and what becomes of the part of one that leaves."""
 
 import contextlib
+import gc
 import json
 import threading
 import time
+import weakref
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
@@ -13,11 +15,25 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError, RunFailed, Stopped
+from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
-from specrl_jax.workers.messages import Answer, Ask, Hello, Welcome, read_address, receive, send
+from specrl_jax.workers.engine import drafts_of, rollout_ids
+from specrl_jax.workers.messages import (
+    CHOOSES,
+    CHOOSES_ALARMED,
+    Answer,
+    Ask,
+    Hello,
+    Welcome,
+    open_connection,
+    read_address,
+    receive,
+    send,
+)
 from specrl_jax.workers.pool import END, WorkerPool, difference
 
 FACTS = {"version": "1", "steps": 3}
@@ -44,7 +60,7 @@ def pool(tmp_path):
 def joined(pool, name, facts=FACTS):
     """Return (connection, the learner's answer)."""
     address = read_address(pool.workdir)
-    connection = Client((address.host, address.port), authkey=bytes.fromhex(address.key))
+    connection = open_connection(address)
     send(connection, Hello(json.dumps(facts), name, 2))
     return connection, receive(connection, Welcome)
 
@@ -81,7 +97,9 @@ def test_every_part_is_done_once_and_weights_are_sent_once(pool):
     found = [ask for one in seen for ask in one]
     assert sorted(ask.prompts[0] for ask in found) == sorted(2 * PROMPTS)
     for one in seen:
-        assert all(ask.weights is None for ask in one[1:]) and (not one or one[0].weights.shapes == [[3], []])
+        assert all(ask.weights is None for ask in one[1:]) and (
+            not one or [leaf.shape for leaf in one[0].weights.leaves] == [[3], []]
+        )
     pool.run(weights(8), asks(5), 5, never)
     assert sum(ask.weights is not None for one in seen for ask in one) >= 3
     assert pool.metrics() == {"rollout/workers": 2, "rollout/worker_devices": 4, "time/weights": 0.25}
@@ -110,13 +128,13 @@ def test_what_a_lost_worker_had_others_do(pool):
 
 def test_a_failure_of_a_worker_ends_the_run(pool):
     worker(pool, "w", lambda ask: Answer(None, 0.0, "ValueError: no room"))
-    with pytest.raises(RunFailed, match="rollout worker w: ValueError: no room"):
+    with pytest.raises(WorkersFailed, match="rollout worker w: ValueError: no room"):
         pool.run(weights(), asks(2), 2, never)
 
 
 def test_a_run_without_workers_ends_after_a_while(pool):
     start = time.monotonic()
-    with pytest.raises(RunFailed, match=r"no rollout worker for 1 s; start some with --config\.task=rollout"):
+    with pytest.raises(WorkersFailed, match=r"no rollout worker for 1 s; start some with --config\.task=rollout"):
         pool.run(weights(), asks(1), 1, never)
     assert time.monotonic() - start < 10
 
@@ -144,7 +162,7 @@ def test_a_worker_of_another_config_is_refused(pool):
 def test_who_lacks_the_key_gets_nothing_and_keeps_nobody_waiting(pool):
     address = read_address(pool.workdir)
     with pytest.raises(AuthenticationError):
-        Client((address.host, address.port), authkey=b"another")
+        open_connection(address._replace(key=b"another".hex()))
     with contextlib.closing(Client((address.host, address.port))):  # says nothing at all
         assert not joined(pool, "w")[1].refused
 
@@ -160,30 +178,57 @@ def test_the_address_is_for_this_account_alone(pool, tmp_path):
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_weights_arrive_whole_on_other_devices(copies):
-    """Split in two along one axis, and whole, from four devices to as many others, which hold one or two copies."""
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
+def test_weights_arrive_whole_on_other_devices(sizes, copies):
+    """From four devices to as many others or half of them: copies, or parts that the worker joins."""
     devices = jax.devices()
-    ours, theirs = (
-        make_mesh({"data": 2, "tensor": 2}, devices[:4]),
-        make_mesh({"data": copies, "tensor": 2}, devices[4 : 4 + 2 * copies]),
-    )
-    specs = {"split": PartitionSpec(None, "tensor"), "whole": PartitionSpec()}
+    ours = make_mesh(sizes, devices[:4])
+    theirs = make_mesh({"data": copies, "tensor": 2}, devices[4 : 4 + 2 * copies])
     values = {"split": np.arange(24, dtype=np.float32).reshape(4, 6), "whole": np.arange(3, dtype=np.int32)}
-    made = Weights(
-        {name: jax.device_put(x, NamedSharding(ours, specs[name])) for name, x in values.items()},
-        {},
-        None,
-        jax.device_put(np.uint32(5), NamedSharding(ours, PartitionSpec())),
+
+    def shardings(mesh, **specs):
+        known = {name: NamedSharding(mesh, specs.get(name, PartitionSpec())) for name in values}
+        return Weights(known, {}, None, NamedSharding(mesh, PartitionSpec()))
+
+    kept = shardings(theirs, split=PartitionSpec(None, "tensor"))
+    made = jax.device_put(
+        Weights(values, {}, None, np.uint32(5)), shardings(ours, split=PartitionSpec("fsdp", "tensor"))
     )
-    shardings = Weights(
-        {name: NamedSharding(theirs, spec) for name, spec in specs.items()},
-        {},
-        None,
-        NamedSharding(theirs, PartitionSpec()),
-    )
-    server = transfer.start_server("localhost")
-    found = transfer.fetch(server.connect(server.address()), transfer.offer(server, made), shardings)
+    server = transfer.start_server("127.0.0.1")
+    found = transfer.fetch(server.connect(server.address()), transfer.offer(server, made), kept)
     for name, x in values.items():
         np.testing.assert_array_equal(found.policy[name], x)
-        assert found.policy[name].sharding == shardings.policy[name]
+        assert found.policy[name].sharding == kept.policy[name]
     assert int(found.checksum) == 5
+
+
+def test_weights_that_do_not_come_end_the_worker(monkeypatch):
+    monkeypatch.setattr(transfer, "FETCH_SECONDS", 0.2)
+    server, looked = transfer.start_server("127.0.0.1"), []
+    offered = transfer.offer(server, weights())._replace(number=1)  # which nobody has
+    sharding = NamedSharding(make_mesh({"data": 1}, jax.devices()[:1]), PartitionSpec())
+    kept = Weights({"w": sharding}, {}, None, sharding)
+    with pytest.raises(RunFailed, match=r"no weights within 0\.2 s: the transfer ports"):
+        transfer.fetch(server.connect(server.address()), offered, kept, lambda: looked.append(1))
+    assert looked
+
+
+@pytest.mark.parametrize(("samples", "each"), [(3, 3), (2, 3)])
+def test_ids_are_those_of_an_engine(samples, each):
+    """Greedy rollouts, one behind the samples of each prompt, are numbered after all samples."""
+    found = rollout_ids(10, 2, samples, each)
+    assert found.tolist() == ([10, 11, 12, 13, 14, 15] if each == samples else [10, 11, 14, 12, 13, 15])
+
+
+def test_the_draft_length_of_a_worker():
+    assert drafts_of(FixedLength(5)) == 5
+    assert drafts_of(Guarded(None, False, None)) == CHOOSES and drafts_of(Guarded(None, True, None)) == CHOOSES_ALARMED
+
+
+def test_an_idle_pool_holds_no_weights(pool):
+    seen, made = worker(pool, "w", nothing), weights()
+    alive = weakref.ref(made.policy["w"])
+    pool.run(made, asks(2), 2, never)
+    del made
+    gc.collect()
+    assert len(seen) == 2 and alive() is None

@@ -74,7 +74,7 @@ def test_the_run_is_the_same_where_workers_come_and_one_is_killed(alone, tmp_pat
     processes = fleet(tmp_path, workers=3, more=["--config.pipeline.workers=1"])
     wait_for("step 1/", tmp_path, processes)
     first = output(tmp_path).split("rollout worker ")[1].split()[0]
-    os.kill(int(first.rpartition(":")[2]), signal.SIGKILL)
+    os.kill(int(first.split(":")[1]), signal.SIGKILL)
     rows, codes = ended(tmp_path, processes)
     assert codes[0] == 0 and sorted(codes[1:]) == [-signal.SIGKILL, 0, 0], output(tmp_path)
     assert f"rollout worker {first} left" in output(tmp_path)
