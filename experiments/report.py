@@ -87,7 +87,7 @@ ASKED = (
     Asked("drafting_method", "n-gram, k = 3, generation"),
     Asked("draft_length", "^(?!.*tiny base).*k = 7 over"),
     Asked("draft_length", "tiny base.*k = 7 over"),
-    Asked("online_adaptation", "share of a generic head's gap", "the generic head starts further away here"),
+    Asked("rooms", "share of a frozen generic head's gap", "a frozen head loses more here: the policy moves further"),
     Asked("accuracy_parity", "minus plain, rejection", "the rule is exact; under `coupled` runs are equal bit by bit"),
     Asked("scale_projection", "512 .*end to end", "both simulated; an end-to-end value hangs on its assumptions"),
 )

@@ -23,7 +23,9 @@ import numpy as np
 from experiments.claims import COLOURS, STYLES, markdown, put_table, save, write_rows
 from experiments.engine import bench
 from experiments.parts import prepared
+from experiments.rooms import drift
 from experiments.rooms.bases import HEADS, NAMES, SEEDS, WORKLOADS, config_of
+from experiments.sweep_report import stored_rows
 from experiments.verdicts import Claim, interval, judge_level, judge_ratio
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.rollouts import Rollouts
@@ -99,7 +101,7 @@ def chances(rows: Sequence[Position], **wanted: object) -> np.ndarray:
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """Judge tokens per verification at k = 3, and those of a generic head over the in-domain head's, over bases."""
+    """Judge tokens per verification at k = 3, a generic head's over the in-domain head's, and what `drift` found."""
     runs, found = [Position(**row) for row in rows], list[Claim]()
     for workload, head in PAPER_TOKENS:
         for drafts in ("argmax", "sampled"):
@@ -111,7 +113,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
         ratios = np.divide(*(tokens_of(runs, workload, head, "argmax", 3) for head in ("generic", "in-domain")))
         text = f"{name}, rooms: tokens a verification, generic head over in-domain head, argmax drafts"
         found.append(judge_ratio(text, round(paper, 2), "Tables 2, 3, 5", ratios, by="base"))
-    return found
+    return found + drift.claims(stored_rows(HERE / "results.csv"))
 
 
 def first_drafts(rows: Sequence[Position], workload: str, head: str, drafts: str, k: int) -> list[Position]:
