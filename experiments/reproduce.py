@@ -3,9 +3,10 @@
     python -m experiments.reproduce [--only FOLDER ...] [--jobs 2] [--dry_run]
     python -m experiments.reproduce --quick [--dry_run]    # one base, carried in the repository, in 20 minutes
 
-Without --only, all folders but ASIDE. Finished runs are skipped, so the same command resumes. Commands that do not need the machine to themselves run --jobs
-at a time, each on its share of the CPUs. A command that fails is named at the end and does not stop the others; the
-exit status is then 1. Ctrl-C, SIGTERM and SIGHUP let the running commands save and leave; a second signal kills them.
+Without --only, all folders but ASIDE. Finished runs are skipped, so the same command resumes. Commands that do not need
+the machine to themselves run --jobs at a time, each on its share of the CPUs. A command that fails is named at the end
+and does not stop the others; the exit status is then 1. Ctrl-C, SIGTERM and SIGHUP let the running commands save and
+leave; a second signal kills them.
 runs/reproduce.csv logs every command with its seconds, over all calls. Hours: docs/results.md.
 """
 
