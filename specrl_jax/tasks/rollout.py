@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import jax
-from jax.experimental.transfer import TransferConnection, TransferServer
 
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
@@ -43,6 +43,9 @@ from specrl_jax.workers.messages import (
     receive,
     send,
 )
+
+if TYPE_CHECKING:
+    from jax.experimental.transfer import TransferConnection, TransferServer
 
 # A worker waits so long for a learner: to be started, or to come back.
 PATIENCE = 600.0
@@ -153,7 +156,7 @@ class Worker:
                 return
             send(connection, self._answer(ask, source))
 
-    def _answer(self, ask: Ask, source: TransferConnection) -> Answer:
+    def _answer(self, ask: Ask, source: "TransferConnection") -> Answer:
         start = time.perf_counter()
         if ask.weights is not None:
             self._weights = None  # there is memory for one copy

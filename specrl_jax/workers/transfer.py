@@ -9,15 +9,15 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import transfer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import RunFailed
+from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.workers.messages import Bounds, Leaf, Offer
 
 # Weights arrive within so many seconds, or not at all.
@@ -29,13 +29,24 @@ LOOK_SECONDS = 0.01
 PIECE = 64 << 20  # bytes
 
 
-def start_server(address: str) -> transfer.TransferServer:
-    """Start this process's transfer server, at a free port of a numeric address of this machine."""
+if TYPE_CHECKING:
+    from jax.experimental.transfer import TransferConnection, TransferServer
+
+
+def start_server(address: str) -> "TransferServer":
+    """Start this process's transfer server, at a free port of a numeric address of this machine.
+
+    Raises InputError where jax has none.
+    """
+    try:
+        from jax.experimental import transfer
+    except (ImportError, AttributeError):  # not in jaxlib's builds for every system
+        raise InputError("pipeline.workers: this build of jaxlib has no transfer server") from None
     own = f"{address}:0"
     return transfer.start_transfer_server(jax.devices()[0].client, own, [own], transfer_size=PIECE)
 
 
-def offer(server: transfer.TransferServer, weights: Weights) -> Offer:
+def offer(server: "TransferServer", weights: Weights) -> Offer:
     """Let one worker fetch the weights; nothing is copied before it does."""
     leaves, parts = [], []
     for x in jax.tree.leaves(weights):
@@ -50,7 +61,7 @@ def offer(server: transfer.TransferServer, weights: Weights) -> Offer:
 
 
 def fetch(
-    connection: transfer.TransferConnection,
+    connection: "TransferConnection",
     offered: Offer,
     shardings: Weights,
     on_wait: Callable[[], None] = lambda: None,
