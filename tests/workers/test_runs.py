@@ -28,7 +28,7 @@ def fleet(folder, workers=2, more=()):
 
 
 def wait_for(text, folder, processes):
-    for _ in itertools.takewhile(lambda _: text not in output(folder), range(3000)):
+    for _ in itertools.takewhile(lambda _: text not in output(folder), range(6000)):
         assert processes[0].poll() is None, output(folder)
         time.sleep(0.1)
 
