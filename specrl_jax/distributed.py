@@ -96,7 +96,18 @@ def initialize(distributed: bool) -> None:
 
 
 @contextlib.contextmanager
-def _leave_after(seconds: float, problem: str) -> Iterator[None]:
+def unless_within(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act`, in a thread, if the body takes longer than `seconds`."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _leave_after(seconds: float, problem: str) -> contextlib.AbstractContextManager[None]:
     """End the process with one line if the body takes longer: jax would abort with a stack trace."""
 
     def leave() -> None:
@@ -104,13 +115,7 @@ def _leave_after(seconds: float, problem: str) -> Iterator[None]:
         sys.stderr.flush()
         os._exit(1)
 
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return unless_within(seconds, leave)
 
 
 def _not_joined(problem: str) -> str:
@@ -210,11 +215,16 @@ def agree(facts: Mapping[str, object]) -> None:
     index = global_state.process_id
     sent = exchange(text if digests.index(digests[index]) == index else "")
     found = {kind: json.loads(sent[digests.index(kind)]) for kind in kinds}
-    names = dict.fromkeys(name for one in found.values() for name in one)
-    differing = next(name for name in names if len({json.dumps(one.get(name)) for one in found.values()}) > 1)
+    differing = first_difference([*found.values()])
     values = [json.dumps(found[digest].get(differing)) for digest in digests]
     said = "; ".join(f"{value} in {_processes(values, value)}" for value in dict.fromkeys(values))
     raise InputError(f"the processes of this run differ in {differing}: {said}")
+
+
+def first_difference(facts: Sequence[Mapping[str, object]]) -> str:
+    """Return the name of the first fact, as JSON, that is not in all alike; "" if there is none."""
+    names = dict.fromkeys(name for one in facts for name in one)
+    return next((name for name in names if len({json.dumps(one.get(name)) for one in facts}) > 1), "")
 
 
 def _processes(values: Sequence[str], value: str) -> str:

@@ -35,10 +35,13 @@ class Head(NamedTuple):
     name: str  # in runs/
 
 
-HEADS = {kind: Head(kind, kind) for kind in ("mtp", "peagle", "dflash", "dspark")}
-HEADS |= {"eagle3": Head("eagle3", "head"), "eagle3_600": Head("eagle3", "eagle3_600")}
-HEADS["eagle3_1200"] = Head("eagle3", "eagle3_1200")
-DRAFTERS = (*WEIGHTLESS, "eagle3", "eagle3_600", "eagle3_1200", "mtp", "peagle", "dflash", "dspark")
+HEADS = {
+    "eagle3": Head("eagle3", "head"),
+    "eagle3_600": Head("eagle3", "eagle3_600"),
+    "eagle3_1200": Head("eagle3", "eagle3_1200"),
+    **{kind: Head(kind, kind) for kind in ("mtp", "peagle", "dflash", "dspark")},
+}
+DRAFTERS = (*WEIGHTLESS, *HEADS)
 CELL = ("workload", "seed", "drafter", "drafts")
 
 

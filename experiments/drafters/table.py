@@ -40,8 +40,12 @@ PAGE = pathlib.Path(__file__).parent / "README.md"
 
 def tokens(rows: Sequence[Row], workload: str, drafter: str, drafts: str, k: int) -> Interval:
     """Return tokens per verification, mean and interval over bases."""
+    return interval([*tokens_by_base(rows, workload, drafter, drafts, k).values()])
+
+
+def tokens_by_base(rows: Sequence[Row], workload: str, drafter: str, drafts: str, k: int) -> dict[int, float]:
     found = bench.matching(rows, workload=workload, drafter=drafter, drafts=drafts, k=k)
-    return interval([row["tokens"] / row["verifications"] for row in found])
+    return {row["seed"]: row["tokens"] / row["verifications"] for row in found}
 
 
 def tokens_table(rows: Sequence[Row]) -> str:
@@ -61,13 +65,9 @@ def ratios_table(rows: Sequence[Row]) -> str:
     for (workload, name), other in itertools.product(NAMES.items(), ("eagle3", "eagle3_600", "eagle3_1200")):
         cells = []
         for k in SHOWN:
-            found = [
-                {row["seed"]: row["tokens"] / row["verifications"] for row in bench.matching(rows, drafter=who, **cell)}
-                for cell in [{"workload": workload, "drafts": "sampled", "k": k}]
-                for who in ("dspark", other)
-            ]
-            both = sorted(found[0].keys() & found[1].keys())
-            cells.append(ratio_interval(np.array([found[0][seed] / found[1][seed] for seed in both])).text())
+            ours, theirs = (tokens_by_base(rows, workload, who, "sampled", k) for who in ("dspark", other))
+            both = sorted(ours.keys() & theirs.keys())
+            cells.append(ratio_interval([ours[base] / theirs[base] for base in both]).text())
         lines.append([name, other, len(both), *cells])
     return markdown(["workload", "DSpark over", "bases", *(f"k = {k}" for k in SHOWN)], lines)
 

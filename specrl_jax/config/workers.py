@@ -20,7 +20,7 @@ def check_workers(config: Config) -> None:
             "rollout.num_slots",
             config.rollout.num_slots,
             config.rollout.num_slots > 0,
-            "the learner does not know their memory",
+            "the learner does not know their memory; set a number",
         ),
         ("mesh.tensor", config.mesh.tensor, config.mesh.tensor > 0, "they split a copy alike; set a number"),
         ("mesh.expert", config.mesh.expert, config.mesh.expert > 0, "they split a copy alike; set a number"),

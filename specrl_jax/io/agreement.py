@@ -15,7 +15,7 @@ import specrl_jax
 from specrl_jax import distributed
 from specrl_jax.data.splits import data_files
 from specrl_jax.errors import InputError
-from specrl_jax.io.workdir import flatten
+from specrl_jax.io.workdir import flatten, may_change
 from specrl_jax.rewards.function import file_of
 
 DATA = ("data.path", "eval.path")  # files and folders, separated by commas
@@ -52,6 +52,14 @@ def facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
     }
     found |= values | {"--workdir": os.path.abspath(workdir)}
     return found | dict(_files(values))
+
+
+def worker_facts(config: Mapping[str, object], workdir: str) -> dict[str, object]:
+    """Return what a rollout worker and its learner have in common: what processes of a run have, but for the task and
+    for what may change from one start of the learner to the next.
+    """
+    found = facts(config, workdir)
+    return {name: value for name, value in found.items() if name != "task" and not may_change(name)}
 
 
 def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:

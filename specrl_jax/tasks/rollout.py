@@ -21,9 +21,8 @@ from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import DraftLengthPolicy, FixedLength
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
-from specrl_jax.io.agreement import facts
+from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.signals import raise_once_set, stop_on_signal, stopped_as
-from specrl_jax.io.workdir import may_change
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Rollout, make_rollout
 from specrl_jax.training.choices import recorded_values, resumed
@@ -61,7 +60,7 @@ def run(config: Config, workdir: str) -> None:
 def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> None:
     """Work for one learner after the other, each the one before started again, until one has ended its run."""
     # Now: a source that changes later is not what this process runs.
-    known = worker_facts(config, workdir)
+    known = worker_facts(dataclasses.asdict(config), workdir)
     worker: Worker | None = None
     while True:
         with connect(workdir, stop) as connection:
@@ -92,14 +91,6 @@ def connect(workdir: str, stop: threading.Event) -> Connection:
         except (OSError, EOFError, AuthenticationError, AssertionError, ValueError) as error:
             why = f"{address.host}:{address.port}: {error or type(error).__name__}"
     raise RunFailed(f"--workdir {workdir}: no learner for {PATIENCE:g} s: {why}")
-
-
-def worker_facts(config: Config, workdir: str) -> dict[str, object]:
-    """Return what a worker and its learner have in common: what processes of a run have, but for the task and for what
-    may change from one start of the learner to the next.
-    """
-    found = facts(dataclasses.asdict(config), workdir)
-    return {name: value for name, value in found.items() if name != "task" and not may_change(name)}
 
 
 def introduce(connection: Connection, known: Mapping[str, object], workdir: str) -> Welcome:

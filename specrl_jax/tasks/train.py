@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from specrl_jax.config import Config
 from specrl_jax.distributed import is_first_process, refused_together
+from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.prometheus import PrometheusPage
 from specrl_jax.io.report import print_report
 from specrl_jax.io.signals import stop_on_signal
 from specrl_jax.io.workdir import open_workdir
-from specrl_jax.tasks.rollout import worker_facts
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
 from specrl_jax.workers.engine import with_workers
@@ -63,7 +63,9 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
             if is_first_process():
                 open_workdir(workdir, dataclasses.asdict(inputs.config))
             if pipeline.workers:
-                pool = WorkerPool(worker_facts(config, workdir), pipeline.host, workdir, pipeline.workers)
+                pool = WorkerPool(
+                    worker_facts(dataclasses.asdict(config), workdir), pipeline.host, workdir, pipeline.workers
+                )
                 rollout = with_workers(rollout, ending.enter_context(pool))
         stop = stop or threading.Event()
         yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, page)

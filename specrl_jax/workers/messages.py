@@ -9,15 +9,13 @@ import json
 import os
 import pathlib
 import socket
-import threading
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
-from specrl_jax.distributed import from_bytes, to_bytes
+from specrl_jax.distributed import from_bytes, to_bytes, unless_within
 from specrl_jax.errors import InputError
 
 ADDRESS = "workers.json"  # in the workdir
@@ -134,21 +132,14 @@ def open_connection(address: Address) -> Connection:
     return connection
 
 
-@contextlib.contextmanager
-def deadline(connection: Connection, seconds: float = HANDSHAKE_SECONDS) -> Iterator[None]:
-    """End the connection unless the body is done within so many seconds."""
+def deadline(connection: Connection) -> contextlib.AbstractContextManager[None]:
+    """End the connection unless the body is done within HANDSHAKE_SECONDS."""
 
     def end() -> None:
         with contextlib.suppress(OSError), _socket_of(connection) as found:
             found.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return unless_within(HANDSHAKE_SECONDS, end)
 
 
 def keep_alive(connection: Connection) -> None:

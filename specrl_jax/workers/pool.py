@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from specrl_jax.decoding.rollouts import NO_VERSION
+from specrl_jax.distributed import first_difference
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, WorkersFailed
 from specrl_jax.workers import transfer
@@ -269,8 +270,7 @@ class WorkerPool:
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str:
     """Return which fact differs first, in one line; "" if none does."""
-    for name in dict.fromkeys([*ours, *theirs]):
-        mine, other = (json.dumps(facts.get(name)) for facts in (ours, theirs))
-        if mine != other:
-            return f"it differs in {name}: {other}, and the learner has {mine}"
-    return ""
+    if not (name := first_difference([ours, theirs])):
+        return ""
+    mine, other = (json.dumps(facts.get(name)) for facts in (ours, theirs))
+    return f"it differs in {name}: {other}, and the learner has {mine}"

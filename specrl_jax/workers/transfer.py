@@ -20,6 +20,8 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.workers.messages import Bounds, Leaf, Offer
 
+Index = tuple[tuple[int, int], ...]  # start and stop along every axis, to look up
+Holders = dict[Index, list[jax.Device]]
 # Weights arrive within so many seconds, or not at all.
 FETCH_SECONDS = 600.0
 # What nobody has fetched is released after so many.
@@ -76,12 +78,12 @@ def fetch(
       ConnectionError: the learner has left.
     """
     kinds, structure = jax.tree.flatten(shardings)
-    plans = [_plan(leaf, sharding) for leaf, sharding in zip(offered.leaves, kinds, strict=True)]
+    holders = [_holders(sharding, leaf) for leaf, sharding in zip(offered.leaves, kinds, strict=True)]
     # In the order of the offer, which a transfer keeps.
     wanted = [
-        jax.ShapeDtypeStruct(_size(part), np.dtype(leaf.dtype), sharding=SingleDeviceSharding(plan[i][0]))
-        for leaf, plan in zip(offered.leaves, plans, strict=True)
-        for i, part in enumerate(leaf.parts)
+        jax.ShapeDtypeStruct(_size(part), np.dtype(leaf.dtype), sharding=SingleDeviceSharding(_first(part, holding)))
+        for leaf, holding in zip(offered.leaves, holders, strict=True)
+        for part in leaf.parts
     ]
     parts = connection.pull(offered.number, wanted)
     end = time.monotonic() + FETCH_SECONDS
@@ -98,27 +100,20 @@ def fetch(
     except jax.errors.JaxRuntimeError as error:
         raise ConnectionError(str(error)) from None
     rest, leaves = iter(parts), []
-    for leaf, sharding in zip(offered.leaves, kinds, strict=True):
-        leaves.append(_assemble(leaf, sharding, list(itertools.islice(rest, len(leaf.parts)))))
+    for leaf, sharding, holding in zip(offered.leaves, kinds, holders, strict=True):
+        leaves.append(_assemble(leaf, sharding, holding, list(itertools.islice(rest, len(leaf.parts)))))
     return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
 
 
-def _plan(leaf: Leaf, sharding: NamedSharding) -> list[list[jax.Device]]:
-    """Return, for each part of a leaf, the devices that need it, each beside the others of one of its own parts."""
-    holders = _holders(sharding, tuple(leaf.shape))
-    found = [next(d for index, d in holders.items() if _within(part, index)) for part in leaf.parts]
-    return [list(devices) for devices in found]
-
-
-def _assemble(leaf: Leaf, sharding: NamedSharding, parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the array of a leaf, whose parts lie on one of the devices that need them."""
-    shape, copies = tuple(leaf.shape), []
-    for index, devices in _holders(sharding, shape).items():
+def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the array of a leaf, whose parts lie on the first of the devices that need them."""
+    copies = []
+    for index, devices in holders.items():
         inside = [(place, x) for place, x in zip(leaf.parts, parts, strict=True) if _within(place, index)]
         places, found = zip(*inside, strict=True)
         whole = found[0] if len(found) == 1 else jnp.concatenate(found, _split_axis(*places[:2]))
         copies += [jax.device_put(whole, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(shape, sharding, copies)
+    return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, copies)
 
 
 def _split_axis(first: Bounds, second: Bounds) -> int:
@@ -126,13 +121,19 @@ def _split_axis(first: Bounds, second: Bounds) -> int:
     return next(axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if tuple(a) != tuple(b))
 
 
-def _holders(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Return the devices that hold each part of an array, in the order of its place."""
-    found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+def _holders(sharding: NamedSharding, leaf: Leaf) -> Holders:
+    """Return the devices that hold each part of an array here, in the order of its place."""
+    found: Holders = {}
+    shape = tuple(leaf.shape)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         found.setdefault(_bounds(index, shape), []).append(device)
     return dict(sorted(found.items(), key=lambda item: item[0]))
+
+
+def _first(part: Bounds, holders: Holders) -> jax.Device:
+    """Return the first device that needs a part of the offer."""
+    return next(devices[0] for index, devices in holders.items() if _within(part, index))
 
 
 def _within(part: Bounds, whole: Sequence[tuple[int, int]]) -> bool:
@@ -143,5 +144,5 @@ def _size(part: Bounds) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in part)
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
