@@ -24,7 +24,7 @@ from specrl_jax import cli
 from specrl_jax.config.validate import validate
 from specrl_jax.errors import InputError
 from specrl_jax.simulator import __main__ as simulator
-from tests.helpers.runs import ROOT, make_call
+from tests.helpers.runs import ROOT, make_call, process_environment
 
 OURS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*OURS, *sorted((ROOT / "experiments").rglob("README.md"))]
@@ -251,6 +251,20 @@ def smoke_size(arguments):
     return [*small, *(["--config.policy.preset=nano_deep"] if makes_or_reads else [])]
 
 
+@contextlib.contextmanager
+def workers_of(arguments):
+    """Start the rollout workers that a learner waits for, as docs/scaling.md says; they end well, as it has ended."""
+    wanted = [int(word.partition("=")[2]) for word in arguments if word.startswith("--config.pipeline.workers=")]
+    command = [sys.executable, ROOT / "main.py", *arguments, "--config.task=rollout"]
+    started = [subprocess.Popen(command, env=process_environment()) for _ in range(sum(wanted))]
+    try:
+        yield
+        assert [process.wait(timeout=60) for process in started] == [0] * sum(wanted), shlex.join(arguments)
+    finally:
+        for process in started:
+            process.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", OURS, ids=name_of)
 def test_commands_run(page, tmp_path, monkeypatch, capfd):
@@ -268,5 +282,7 @@ def test_commands_run(page, tmp_path, monkeypatch, capfd):
             # A dry run compiles for minutes; tests/dry_run has small ones.
             is_run = words[:2] == ["python", "main.py"] and "--config.task=dry_run" not in words
             if in_block and is_run and not marked and words not in earlier:
-                status, _, err = call(["main.py", *smoke_size(words[2:])])
+                arguments = smoke_size(words[2:])
+                with workers_of(arguments):
+                    status, _, err = call(["main.py", *arguments])
                 assert (status, err) == (0, ""), shlex.join(words)

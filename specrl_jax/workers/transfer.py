@@ -7,6 +7,7 @@ up each of its own, and joins and copies them among its devices.
 import datetime
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ OFFER_SECONDS = 900.0
 LOOK_SECONDS = 0.01
 # The server's buffers on the host are a few times as large.
 PIECE = 64 << 20  # bytes
+# jax 0.10.2 lists an array's shards when first asked, and while one thread does others see a part of the list.
+_SHARDS = threading.Lock()
 
 
 if TYPE_CHECKING:
@@ -52,7 +55,8 @@ def offer(server: "TransferServer", weights: Weights) -> Offer:
     """Let one worker fetch the weights; nothing is copied before it does."""
     leaves, parts = [], []
     for x in jax.tree.leaves(weights):
-        found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        with _SHARDS:
+            found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
         places = sorted(found)
         leaves.append(Leaf(list(x.shape), x.dtype.name, [list(place) for place in places]))
         parts += [found[place] for place in places]

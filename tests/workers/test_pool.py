@@ -1,8 +1,10 @@
 """Which worker generates what, and what becomes of the part of one that leaves."""
 
+import concurrent.futures
 import contextlib
 import gc
 import json
+import sys
 import threading
 import time
 import weakref
@@ -232,3 +234,25 @@ def test_an_idle_pool_holds_no_weights(pool):
     del made
     gc.collect()
     assert len(seen) == 2 and alive() is None
+
+
+class Unfetched:
+    """A transfer server whose offers nobody fetches."""
+
+    def await_pull(self, *_, **__):
+        pass
+
+
+def test_workers_that_ask_at_once_get_the_same_offer():
+    """All parts of every array: threads that take an array's shards for the first time can get fewer of them."""
+    sharding = NamedSharding(make_mesh({"data": -1}), PartitionSpec("data"))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            for _ in range(8):
+                made = jax.device_put([np.zeros((16, 4), np.float32)] * 60, sharding)
+                offers = threads.map(transfer.offer, [Unfetched()] * 3, [made] * 3)
+                assert {len(leaf.parts) for offer in offers for leaf in offer.leaves} == {8}
+    finally:
+        sys.setswitchinterval(interval)
