@@ -212,7 +212,10 @@ class PipelineConfig:
         low=0,
         high=65_536,
     )
-    host: str = key("localhost", "name or address of the learner's machine, by which rollout workers reach it")
+    host: str = key(
+        "localhost",
+        "name or address of the learner's first machine, by which its other processes and rollout workers reach it",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

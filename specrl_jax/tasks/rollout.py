@@ -1,13 +1,14 @@
 """task=rollout: a worker that generates for the learner of a workdir, until that has ended."""
 
 import dataclasses
+import functools
 import json
 import os
 import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -65,12 +66,12 @@ def work_for_learners(config: Config, workdir: str, stop: threading.Event) -> No
     while True:
         with connect(workdir, stop) as connection:
             try:
-                welcome = introduce(connection, known, workdir)
+                introduce(connection, known, workdir)
             except (EOFError, OSError):
                 continue
             worker = worker or Worker(make_worker_rollout(config, workdir), stop)
             try:
-                worker.work(connection, welcome.transfer)
+                worker.work(connection)
             except (EOFError, OSError):
                 print("the learner left; waiting for it to come back", flush=True)
             else:
@@ -93,14 +94,13 @@ def connect(workdir: str, stop: threading.Event) -> Connection:
     raise RunFailed(f"--workdir {workdir}: no learner for {PATIENCE:g} s: {why}")
 
 
-def introduce(connection: Connection, known: Mapping[str, object], workdir: str) -> Welcome:
+def introduce(connection: Connection, known: Mapping[str, object], workdir: str) -> None:
     """Say who this is. Raise InputError where the learner refuses."""
     name = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(2)}"
     send(connection, Hello(json.dumps(known), name, jax.local_device_count()))
     welcome = receive(connection, Welcome)
     if welcome.refused:
         raise InputError(f"the learner of {workdir} refuses this worker: {welcome.refused}")
-    return welcome
 
 
 def make_worker_rollout(config: Config, workdir: str) -> Rollout:
@@ -124,11 +124,9 @@ class Worker:
         self._weights: Weights | None = None
         self._controllers: dict[str, Controller] = {}  # by engine
 
-    def work(self, connection: Connection, address: str) -> None:
+    def work(self, connection: Connection) -> None:
         """Answer until the learner says that it has ended.
 
-        Args:
-          address: of the learner's transfer server.
         Raises:
           EOFError: the learner has left; also OSError.
           Stopped: at a signal.
@@ -138,20 +136,20 @@ class Worker:
         own = own_address(connection)
         if own not in self._servers:
             self._servers[own] = transfer.start_server(own)
-        source = self._servers[own].connect(address)
+        connect = functools.cache(self._servers[own].connect)
         while True:
             while not connection.poll(LOOK_SECONDS):
                 self._stop(0, 0)
             ask = receive(connection, Ask)
             if not ask.engine:
                 return
-            send(connection, self._answer(ask, source))
+            send(connection, self._answer(ask, connect))
 
-    def _answer(self, ask: Ask, source: "TransferConnection") -> Answer:
+    def _answer(self, ask: Ask, connect: Callable[[str], "TransferConnection"]) -> Answer:
         start = time.perf_counter()
-        if ask.weights is not None:
+        if ask.weights:
             self._weights = None  # there is memory for one copy
-            self._weights = transfer.fetch(source, ask.weights, self._shardings, lambda: self._stop(0, 0))
+            self._weights = transfer.fetch(connect, ask.weights, self._shardings, lambda: self._stop(0, 0))
         seconds = time.perf_counter() - start
         try:
             return self._generated(ask)._replace(weights_seconds=seconds)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from specrl_jax.config import Config
 from specrl_jax.distributed import is_first_process, refused_together
-from specrl_jax.io.agreement import worker_facts
 from specrl_jax.io.metrics import Row, read_metrics
 from specrl_jax.io.plots import plot_run
 from specrl_jax.io.prometheus import PrometheusPage
@@ -17,7 +16,7 @@ from specrl_jax.io.workdir import open_workdir
 from specrl_jax.training.inputs import open_inputs
 from specrl_jax.training.loop import training_steps
 from specrl_jax.workers.engine import with_workers
-from specrl_jax.workers.pool import WorkerPool
+from specrl_jax.workers.processes import open_workers
 
 
 def run(config: Config, workdir: str) -> None:
@@ -56,16 +55,13 @@ def train(config: Config, workdir: str, stop: threading.Event | None = None) -> 
         inputs = ending.enter_context(open_inputs(config, workdir))
         assert inputs.scorer is not None  # it was asked for
         with refused_together():
-            page, port, pipeline = None, config.logging.prometheus_port, config.pipeline
+            page, port = None, config.logging.prometheus_port
             if port and is_first_process():
                 page = ending.enter_context(contextlib.closing(PrometheusPage(port)))
             learner, rollout = inputs.build()
             if is_first_process():
                 open_workdir(workdir, dataclasses.asdict(inputs.config))
-            if pipeline.workers:
-                pool = WorkerPool(
-                    worker_facts(dataclasses.asdict(config), workdir), pipeline.host, workdir, pipeline.workers
-                )
-                rollout = with_workers(rollout, ending.enter_context(pool))
+        if config.pipeline.workers:
+            rollout = with_workers(rollout, ending.enter_context(open_workers(config, workdir)))
         stop = stop or threading.Event()
         yield from training_steps(learner, rollout, inputs.problems, inputs.scorer, workdir, stop, page)

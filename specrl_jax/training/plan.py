@@ -178,7 +178,12 @@ def find_limits(config: Config, num_shards: int, uses_lookup_cache: bool) -> Eng
 
 
 def _groups(p: PipelineConfig, mesh: Mesh) -> ProcessGroups:
-    """Return the processes of each copy of the rollout weights. Raise InputError."""
+    """Return the processes of each copy of the rollout weights. Raise InputError.
+
+    Those of a learner with rollout workers ask for rollouts together.
+    """
+    if p.workers:
+        return ProcessGroups((tuple(range(jax.process_count())),))
     if not p.rollout_devices:
         return find_groups(mesh)
     n, each, split = jax.process_count(), p.rollout_devices, p.tensor * p.expert
@@ -247,8 +252,6 @@ def _check_workers(config: Config, method: DraftMethod) -> None:
     if not config.pipeline.workers:
         return
     shown = f"pipeline.workers={config.pipeline.workers}"
-    if jax.process_count() > 1:
-        raise InputError(f"{shown}: the learner must be one process, and there are {jax.process_count()}")
     if method.uses_lookup_cache and config.draft.history:
         raise InputError(
             f"{shown}: draft.history={config.draft.history}: earlier rollouts are not sent to workers; set 0"

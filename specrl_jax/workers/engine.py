@@ -16,20 +16,23 @@ from specrl_jax.errors import InputError
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask
-from specrl_jax.workers.pool import WorkerPool
+from specrl_jax.workers.pool import OnProgress, WorkerPool
+from specrl_jax.workers.processes import First, Other
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteEngine(Engine):
     """Has the limits of the learner's own engine, whose programs are never compiled here."""
 
-    pool: WorkerPool | None = None
+    process: First | Other | None = None  # this one, of the learner
     name: str = ""  # among the worker's
 
     def worker_metrics(self) -> dict[str, int | float]:
-        """Return how many workers there are, with how many devices, and the seconds until they had the weights."""
-        assert self.pool is not None
-        return self.pool.metrics()
+        """Return how many workers there are, with how many devices, and the seconds until they had the weights; of the
+        learner's first process.
+        """
+        assert self.process is not None
+        return self.process.metrics()
 
     def compile_all(
         self,
@@ -38,8 +41,12 @@ class RemoteEngine(Engine):
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait for the first workers, and let them compile; `on_program` is not called."""
-        assert self.pool is not None
-        self.pool.compile(params, lambda done, total: on_wait())
+        assert self.process is not None
+
+        def compile(pool: WorkerPool, on_wait: OnProgress) -> None:
+            pool.compile(params, on_wait)
+
+        self.process.together(params, compile, self.agree, self.agreed(lambda done, total: on_wait()))
 
     def generate(
         self,
@@ -55,32 +62,38 @@ class RemoteEngine(Engine):
         continuation: Continuation[Weights] | None = None,
         turns: Turns | None = None,
     ) -> Rollouts:
-        """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts.
+        """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts. All
+        processes of the learner call it alike.
 
         With a controller in `lengths` each worker has one of its own. A history is not sent, and turns and all of a
         continuation but its version belong to runs without workers.
 
         Raises WorkersFailed besides.
         """
-        assert self.pool is not None and turns is None
+        assert self.process is not None and turns is None
         check_prompts(prompts, self.config.max_prompt_tokens)
         each, count = samples + self.config.greedy, len(prompts)
         if not count * samples:
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
         ids = rollout_ids(first_id, count, samples, each)
         version, drafts = (continuation or Continuation()).version, drafts_of(lengths or FixedLength(self.draft_length))
-        # Dealt out in turn: where they are ordered by length, each gets as many long ones.
-        number = min(self.pool.count, count)
-        dealt = [np.arange(i, count, number) for i in range(number)]
-        asks = []
-        for part in dealt:
+
+        def ask(part: np.ndarray) -> Ask:
             rows, asked = group_rows(part, each), [list(map(int, prompts[i])) for i in part.tolist()]
             longest = [] if responses is None else [int(responses[row]) for row in rows]
-            asks.append(Ask(self.name, None, version, asked, samples, seed, ids[rows], drafts, longest))
+            return Ask(self.name, [], version, asked, samples, seed, ids[rows], drafts, longest)
+
+        def generate(pool: WorkerPool, on_wait: OnProgress) -> Rollouts:
+            # Dealt out in turn: where they are ordered by length, each gets as many long ones.
+            number = min(pool.count, count)
+            dealt = [np.arange(i, count, number) for i in range(number)]
+            answers = pool.run(params, [ask(part) for part in dealt], count * each, on_wait)
+            found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
+            return found.take_groups(np.argsort(np.concatenate(dealt)), each)
+
+        on_progress = self.agreed(on_progress)
         on_progress(0, count * each)
-        answers = self.pool.run(params, asks, count * each, on_progress)
-        found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
-        return found.take_groups(np.argsort(np.concatenate(dealt)), each)
+        return self.process.give(self.process.together(params, generate, self.agree, on_progress))
 
 
 def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:
@@ -99,13 +112,13 @@ def drafts_of(lengths: DraftLengthPolicy) -> int:
     return CHOOSES_ALARMED if isinstance(lengths, Guarded) and lengths.tripped else CHOOSES
 
 
-def with_workers(rollout: Rollout, pool: WorkerPool) -> Rollout:
-    """Return the engines of a run, generating on the workers of a pool."""
+def with_workers(rollout: Rollout, process: First | Other) -> Rollout:
+    """Return the engines of a run, generating on the workers of the first process's pool."""
 
     def remote(name: str) -> RemoteEngine:
         engine = getattr(rollout, name)
         values = {field.name: getattr(engine, field.name) for field in dataclasses.fields(Engine)}
-        return RemoteEngine(**values, pool=pool, name=name)
+        return RemoteEngine(**values, process=process, name=name)
 
     engine = remote("engine")
     return dataclasses.replace(

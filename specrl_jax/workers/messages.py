@@ -49,7 +49,6 @@ class Welcome(NamedTuple):
     """The learner's answer."""
 
     refused: str  # why the worker cannot help; "" if it can
-    transfer: str  # address of the learner's transfer server
 
 
 Bounds = list[tuple[int, int]]  # start and stop along every axis
@@ -60,12 +59,13 @@ class Leaf(NamedTuple):
 
     shape: list[int]
     dtype: str
-    parts: list[Bounds]  # distinct, ascending
+    parts: list[Bounds]  # of one process, distinct
 
 
 class Offer(NamedTuple):
-    """Weights that a worker fetches: the leaves in the order of `jax.tree.leaves`."""
+    """Weights that a worker fetches from a process: the leaves in the order of `jax.tree.leaves`."""
 
+    address: str  # of that process's transfer server
     number: int  # of the transfer
     leaves: list[Leaf]
 
@@ -74,7 +74,7 @@ class Ask(NamedTuple):
     """Rollouts to generate."""
 
     engine: str  # a field of Rollout; "": nothing more, the learner has ended
-    weights: Offer | None  # None: those at hand
+    weights: list[Offer]  # of every process of the learner, together whole; none: those at hand
     version: WeightsVersion
     prompts: list[list[int]]  # none: compile only
     samples: int
@@ -113,6 +113,29 @@ def numeric(host: str) -> str:
         raise InputError(
             f"pipeline.host={host}: {error.strerror}; a name or address of the learner's machine"
         ) from None
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at a free port of a name or address of this machine. Raises InputError."""
+    try:
+        return socket.create_server((numeric(host), 0))
+    except OSError as error:
+        raise InputError(f"pipeline.host={host}: {error.strerror}; a name or address of this machine") from None
+
+
+def accept(server: socket.socket) -> Connection:
+    """Return the next connection, by a stranger until `check_key` has returned. Raises OSError."""
+    end, _ = server.accept()
+    end.settimeout(None)
+    connection = Connection(end.detach())
+    keep_alive(connection)
+    return connection
+
+
+def check_key(connection: Connection, key: bytes) -> None:
+    """Let the other side prove that it has the key, and prove it to the other side. Raises where it has not."""
+    deliver_challenge(connection, key)
+    answer_challenge(connection, key)
 
 
 def open_connection(address: Address) -> Connection:

@@ -1,13 +1,15 @@
 """The learner's side: who works, what is to be generated, and who generates it."""
 
+import contextlib
 import dataclasses
 import json
 import secrets
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Self
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from specrl_jax.decoding.rollouts import NO_VERSION
 from specrl_jax.distributed import first_difference
 from specrl_jax.drafts.weights import Weights
-from specrl_jax.errors import InputError, WorkersFailed
+from specrl_jax.errors import WorkersFailed
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
     CHOOSES,
@@ -23,10 +25,12 @@ from specrl_jax.workers.messages import (
     Answer,
     Ask,
     Hello,
+    Offer,
     Welcome,
+    accept,
+    check_key,
     deadline,
-    keep_alive,
-    numeric,
+    listen,
     receive,
     remove_address,
     send,
@@ -37,7 +41,7 @@ from specrl_jax.workers.messages import (
 PATIENCE = 600.0
 # How often a waiting step looks whether the run was asked to stop.
 LOOK_SECONDS = 0.5
-END = Ask("", None, NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [])
+END = Ask("", [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [])
 
 OnProgress = Callable[[int, int], None]
 
@@ -87,18 +91,17 @@ class WorkerPool:
         patience: float = PATIENCE,
     ) -> None:
         self._facts, self._wanted, self._say, self._patience = facts, wanted, say, patience
-        self._workdir, self._key, own = workdir, secrets.token_bytes(32), numeric(host)
-        try:
-            self._listener = Listener((own, 0))
-        except OSError as error:
-            raise InputError(f"pipeline.host={host}: {error.strerror}; a name or address of this machine") from None
+        self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
+        own, port = self._listener.getsockname()
         self._server = transfer.start_server(own)
+        # What other processes of the learner offer to one worker; None: the call has ended there.
+        self.offers_of_others: Callable[[], list[Offer] | None] = list
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
         self._workers: dict[str, int] = {}  # name -> devices
         self._failed, self._closed, self._finished = "", False, False
         self._fetched = (0, 0.0)  # checksum of the newest weights, seconds of the longest fetch
-        write_address(workdir, Address(own, self._listener.address[1], self._key.hex()))
+        write_address(workdir, Address(own, port, self._key.hex()))
         threading.Thread(target=self._accept, name="rollout workers", daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -110,7 +113,8 @@ class WorkerPool:
             self._closed, self._finished = True, kind is None
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._workers, timeout=5.0)
-        self._listener.close()
+        with contextlib.suppress(OSError), self._listener:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         remove_address(self._workdir)
 
     def compile(self, weights: Weights, on_wait: OnProgress) -> None:
@@ -184,8 +188,7 @@ class WorkerPool:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
-                keep_alive(connection)
+                connection = accept(self._listener)
             except OSError:
                 if self._is_closed():
                     return
@@ -202,11 +205,10 @@ class WorkerPool:
             try:
                 with deadline(connection):
                     # Here, where somebody without the key keeps nobody else waiting.
-                    deliver_challenge(connection, self._key)
-                    answer_challenge(connection, self._key)
+                    check_key(connection, self._key)
                     hello = receive(connection, Hello)
                     refused = difference(self._facts, json.loads(hello.facts))
-                    send(connection, Welcome(refused, self._server.address()))
+                    send(connection, Welcome(refused))
             except Exception:  # of a stranger, or of a worker that has left again
                 return
             if refused:
@@ -249,11 +251,17 @@ class WorkerPool:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             return None if self._closed else self._jobs.popleft()
 
-    def _work(self, connection: Connection, name: str, job: _Job, held: int | None) -> int:
-        """Let a worker do a job; return the checksum of the weights that it then holds."""
-        call = job.call
-        offered = None if held == call.checksum else transfer.offer(self._server, call.weights)
-        send(connection, job.ask._replace(weights=offered))
+    def _work(self, connection: Connection, name: str, job: _Job, held: int | None) -> int | None:
+        """Let a worker do a job; return the checksum of the weights that it then holds. Nobody waits for a job whose
+        call has ended.
+        """
+        call, offers = job.call, []
+        if held != call.checksum:
+            others = self.offers_of_others()
+            if others is None:
+                return held
+            offers = [transfer.offer(self._server, call.weights), *others]
+        send(connection, job.ask._replace(weights=offers))
         answer = receive(connection, Answer)
         with self._changed:
             if answer.failed:
@@ -261,7 +269,7 @@ class WorkerPool:
             else:
                 call.answers[job.part] = answer
                 call.done += 0 if answer.rollouts is None else len(answer.rollouts.length)
-            if offered:
+            if offers:
                 earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
                 self._fetched = call.checksum, max(earlier, answer.weights_seconds)
             self._changed.notify_all()

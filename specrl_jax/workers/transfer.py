@@ -1,16 +1,15 @@
 """Weights from the learner's devices to a worker's, by jax's transfer server: from device to device, not through files.
 
-The learner offers every array in the parts in which its devices hold it, each once. A worker takes the parts that make
-up each of its own, and joins and copies them among its devices.
+The learner offers every array in the parts in which its devices hold it, each once, by one of its processes. A worker
+takes the parts that make up each of its own, and joins and copies them among its devices.
 """
 
 import datetime
-import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -52,44 +51,81 @@ def start_server(address: str) -> "TransferServer":
 
 
 def offer(server: "TransferServer", weights: Weights) -> Offer:
-    """Let one worker fetch the weights; nothing is copied before it does."""
-    leaves, parts = [], []
-    for x in jax.tree.leaves(weights):
+    """Let one worker fetch this process's parts of the weights; nothing is copied before it does.
+
+    What several processes hold one of them offers, in turn.
+    """
+    leaves, parts, number = [], [], secrets.randbits(62)
+    for i, x in enumerate(jax.tree.leaves(weights)):
         with _SHARDS:
             found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
-        places = sorted(found)
+        places = [place for place, process in _offered_by(x, i).items() if process == jax.process_index()]
         leaves.append(Leaf(list(x.shape), x.dtype.name, [list(place) for place in places]))
         parts += [found[place] for place in places]
-    number = secrets.randbits(62)
-    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=OFFER_SECONDS)
-    server.await_pull(number, parts, timeout=end)
-    return Offer(number, leaves)
+    if parts:
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=OFFER_SECONDS)
+        server.await_pull(number, parts, timeout=end)
+    return Offer(server.address(), number, leaves)
+
+
+def _offered_by(x: jax.Array, turn: int) -> dict[Index, int]:
+    """Return the process that offers each part of an array."""
+    holders: dict[Index, set[int]] = {}
+    places: Mapping[Any, Any] = x.sharding.devices_indices_map(x.shape)
+    for device, index in places.items():
+        holders.setdefault(_bounds(index, x.shape), set()).add(_process_of(device))
+    return {place: sorted(found)[(turn + i) % len(found)] for i, (place, found) in enumerate(sorted(holders.items()))}
+
+
+def _process_of(device: jax.Device) -> int:
+    return int(device.process_index)
 
 
 def fetch(
-    connection: "TransferConnection",
-    offered: Offer,
+    connect: Callable[[str], "TransferConnection"],
+    offers: Sequence[Offer],
     shardings: Weights,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Weights:
     """Return the offered weights on this process's devices.
 
     Args:
-      shardings: of every leaf, a NamedSharding over these devices; its parts are whole parts of the offer, or several.
+      connect: to the transfer server at an address.
+      offers: of all processes of the learner.
+      shardings: of every leaf, a NamedSharding over these devices; its parts are whole parts of the offers, or several.
       on_wait: called while they are under way; what it raises ends the call.
     Raises:
       RunFailed: they do not arrive.
       ConnectionError: the learner has left.
     """
     kinds, structure = jax.tree.flatten(shardings)
-    holders = [_holders(sharding, leaf) for leaf, sharding in zip(offered.leaves, kinds, strict=True)]
-    # In the order of the offer, which a transfer keeps.
+    holders = [_holders(sharding, leaf) for leaf, sharding in zip(offers[0].leaves, kinds, strict=True)]
+    pulled = [_pull(connect, offer, holders) for offer in offers]
+    _wait([part for parts in pulled for part in parts], on_wait)
+    found: list[dict[Index, jax.Array]] = [{} for _ in kinds]
+    for offer, parts in zip(offers, pulled, strict=True):
+        rest = iter(parts)
+        for places, leaf in zip(found, offer.leaves, strict=True):
+            places |= {_key(part): next(rest) for part in leaf.parts}
+    leaves = [
+        _assemble(leaf, sharding, holding, dict(sorted(places.items())))
+        for leaf, sharding, holding, places in zip(offers[0].leaves, kinds, holders, found, strict=True)
+    ]
+    return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
+
+
+def _pull(connect: Callable[[str], "TransferConnection"], offer: Offer, holders: Sequence[Holders]) -> Sequence[Any]:
+    """Begin to fetch what a process offers; return its parts in the order of the offer, which a transfer keeps."""
     wanted = [
         jax.ShapeDtypeStruct(_size(part), np.dtype(leaf.dtype), sharding=SingleDeviceSharding(_first(part, holding)))
-        for leaf, holding in zip(offered.leaves, holders, strict=True)
+        for leaf, holding in zip(offer.leaves, holders, strict=True)
         for part in leaf.parts
     ]
-    parts = connection.pull(offered.number, wanted)
+    return connect(offer.address).pull(offer.number, wanted) if wanted else []
+
+
+def _wait(parts: Sequence[Any], on_wait: Callable[[], None]) -> None:
+    """Wait for parts that are under way."""
     end = time.monotonic() + FETCH_SECONDS
     while not all(part.is_ready() for part in parts):
         if time.monotonic() > end:
@@ -103,26 +139,22 @@ def fetch(
         jax.block_until_ready(parts)
     except jax.errors.JaxRuntimeError as error:
         raise ConnectionError(str(error)) from None
-    rest, leaves = iter(parts), []
-    for leaf, sharding, holding in zip(offered.leaves, kinds, holders, strict=True):
-        leaves.append(_assemble(leaf, sharding, holding, list(itertools.islice(rest, len(leaf.parts)))))
-    return jax.block_until_ready(jax.tree.unflatten(structure, leaves))
 
 
-def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the array of a leaf, whose parts lie on the first of the devices that need them."""
+def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Mapping[Index, jax.Array]) -> jax.Array:
+    """Return the array of a leaf, whose parts, in the order of their places, lie on the first devices to need them."""
     copies = []
     for index, devices in holders.items():
-        inside = [(place, x) for place, x in zip(leaf.parts, parts, strict=True) if _within(place, index)]
+        inside = [(place, x) for place, x in parts.items() if _within(place, index)]
         places, found = zip(*inside, strict=True)
         whole = found[0] if len(found) == 1 else jnp.concatenate(found, _split_axis(*places[:2]))
         copies += [jax.device_put(whole, device) for device in devices]
     return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, copies)
 
 
-def _split_axis(first: Bounds, second: Bounds) -> int:
+def _split_axis(first: Index, second: Index) -> int:
     """Return the axis along which two neighbours lie: the learner splits an array finer along one axis (`embed`)."""
-    return next(axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if tuple(a) != tuple(b))
+    return next(axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
 
 
 def _holders(sharding: NamedSharding, leaf: Leaf) -> Holders:
@@ -135,12 +167,16 @@ def _holders(sharding: NamedSharding, leaf: Leaf) -> Holders:
     return dict(sorted(found.items(), key=lambda item: item[0]))
 
 
+def _key(part: Bounds) -> Index:
+    return tuple((start, stop) for start, stop in part)
+
+
 def _first(part: Bounds, holders: Holders) -> jax.Device:
     """Return the first device that needs a part of the offer."""
     return next(devices[0] for index, devices in holders.items() if _within(part, index))
 
 
-def _within(part: Bounds, whole: Sequence[tuple[int, int]]) -> bool:
+def _within(part: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]) -> bool:
     return all(a[0] >= b[0] and a[1] <= b[1] for a, b in zip(part, whole, strict=True))
 
 

@@ -99,11 +99,11 @@ def test_every_part_is_done_once_and_weights_are_sent_once(pool):
     found = [ask for one in seen for ask in one]
     assert sorted(ask.prompts[0] for ask in found) == sorted(2 * PROMPTS)
     for one in seen:
-        assert all(ask.weights is None for ask in one[1:]) and (
-            not one or [leaf.shape for leaf in one[0].weights.leaves] == [[3], []]
+        assert all(not ask.weights for ask in one[1:]) and (
+            not one or [leaf.shape for leaf in one[0].weights[0].leaves] == [[3], []]
         )
     pool.run(weights(8), asks(5), 5, never)
-    assert sum(ask.weights is not None for one in seen for ask in one) >= 3
+    assert sum(bool(ask.weights) for one in seen for ask in one) >= 3
     assert pool.metrics() == {"rollout/workers": 2, "rollout/worker_devices": 4, "time/weights": 0.25}
 
 
@@ -197,11 +197,35 @@ def test_weights_arrive_whole_on_other_devices(sizes, copies):
         Weights(values, {}, None, np.uint32(5)), shardings(ours, split=PartitionSpec("fsdp", "tensor"))
     )
     server = transfer.start_server("127.0.0.1")
-    found = transfer.fetch(server.connect(server.address()), transfer.offer(server, made), kept)
+    found = transfer.fetch(server.connect, [transfer.offer(server, made)], kept)
     for name, x in values.items():
         np.testing.assert_array_equal(found.policy[name], x)
         assert found.policy[name].sharding == kept.policy[name]
     assert int(found.checksum) == 5
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "data"])
+def test_two_processes_offer_their_parts(axis, monkeypatch):
+    """Each of its own where they hold halves of the weights; in turn where both hold all."""
+    devices, server = jax.devices(), transfer.start_server("127.0.0.1")
+    values = {name: np.arange(i, i + 24, dtype=np.float32).reshape(4, 6) for i, name in enumerate("abc")}
+    kept = NamedSharding(make_mesh({"tensor": 2}, devices[4:6]), PartitionSpec(None, "tensor"))
+    split = NamedSharding(make_mesh({axis: 2, "tensor": 2}, devices[:4]), PartitionSpec("fsdp", "tensor"))
+    whole = NamedSharding(split.mesh, PartitionSpec())
+    made = jax.device_put(
+        Weights(values, {}, None, np.uint32(5)), Weights(dict.fromkeys(values, split), {}, None, whole)
+    )
+    offers = []
+    monkeypatch.setattr(transfer, "_process_of", lambda device: device.id // 2)
+    for process in (0, 1):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        offers.append(transfer.offer(server, made))
+    counts = [[len(leaf.parts) for leaf in offer.leaves] for offer in offers]
+    assert counts == ([[2, 2, 2, 0], [2, 2, 2, 1]] if axis == "fsdp" else [[1, 1, 1, 0], [1, 1, 1, 1]])
+    shardings = Weights(dict.fromkeys(values, kept), {}, None, NamedSharding(kept.mesh, PartitionSpec()))
+    found = transfer.fetch(server.connect, offers, shardings)
+    for name, x in values.items():
+        np.testing.assert_array_equal(found.policy[name], x)
 
 
 def test_weights_that_do_not_come_end_the_worker(monkeypatch):
@@ -211,7 +235,7 @@ def test_weights_that_do_not_come_end_the_worker(monkeypatch):
     sharding = NamedSharding(make_mesh({"data": 1}, jax.devices()[:1]), PartitionSpec())
     kept = Weights({"w": sharding}, {}, None, sharding)
     with pytest.raises(RunFailed, match=r"no weights within 0\.2 s: the transfer ports"):
-        transfer.fetch(server.connect(server.address()), offered, kept, lambda: looked.append(1))
+        transfer.fetch(server.connect, [offered], kept, lambda: looked.append(1))
     assert looked
 
 
@@ -241,6 +265,9 @@ class Unfetched:
 
     def await_pull(self, *_, **__):
         pass
+
+    def address(self):
+        return ""
 
 
 def test_workers_that_ask_at_once_get_the_same_offer():

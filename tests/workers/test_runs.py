@@ -8,7 +8,7 @@ import time
 import pytest
 
 from specrl_jax.io.metrics import read_metrics
-from tests.helpers.cluster import RUN, SMALL, compared, output, start
+from tests.helpers.cluster import RUN, SMALL, assert_equal_but_for_rounding, compared, output, start
 
 # One shape of a forward whatever is in the batch.
 SHARED = [*RUN, *SMALL, "--config.rollout.parity=True", "--config.steps=40", "--config.pipeline.mode=async"]
@@ -17,10 +17,10 @@ WORKERS = ["--config.pipeline.workers=2"]
 OF_WORKERS = ("rollout/worker", "time/weights")
 
 
-def fleet(folder, workers=2, more=()):
-    """Start a learner and its workers; output_0.log is the learner's, worker_I/output_0.log the others'."""
+def fleet(folder, workers=2, more=(), processes=1):
+    """Start a learner and its workers; output_I.log is the learner's, worker_I/output_0.log the others'."""
     arguments = [*SHARED, *WORKERS, *more, "--workdir", str(folder)]
-    found = start(arguments, 1, 1, folder)
+    found = start(arguments, processes, 1, folder)
     for i in range(workers):
         (folder / f"worker_{i}").mkdir(exist_ok=True)
         found += start([*arguments, "--config.task=rollout"], 1, 1, folder / f"worker_{i}")
@@ -66,6 +66,21 @@ def test_two_workers_draw_the_tokens_of_one_process(alone, tmp_path):
     assert codes == [0, 0, 0], output(tmp_path)
     assert_equal(rows, alone)
     assert all(row["rollout/workers"] == 2 and row["time/weights"] > 0 for row in rows if row["step"])
+
+
+@pytest.mark.slow
+def test_a_learner_of_two_processes(tmp_path):
+    """Each has half of every weight, and both halves reach the workers; against one process with a device more."""
+    several, one = tmp_path / "several", tmp_path / "one"
+    several.mkdir(), one.mkdir()
+    split = ["--config.mesh.fsdp=2", "--config.steps=12"]
+    rows, codes = ended(several, fleet(several, more=split, processes=2))
+    assert codes == [0, 0, 0, 0], output(several) + output(several, 1)
+    shared = [*SHARED, *split, "--config.pipeline.rollout_devices=1", "--workdir", str(one)]
+    others, codes = ended(one, start(shared, 1, 3, one))
+    assert codes == [0], output(one)
+    kept = [{key: value for key, value in row.items() if not key.startswith(OF_WORKERS)} for row in rows]
+    assert_equal_but_for_rounding(kept, others)
 
 
 @pytest.mark.slow
