@@ -103,9 +103,12 @@ class First:
     def give(self, rollouts: Rollouts | None) -> Rollouts:
         """Give the others what came of the last call, and return it."""
         assert rollouts is not None
-        with self._lock:
-            for connection in self._connections:
-                send(connection, Request(self._call, rollouts))
+        try:
+            with self._lock:
+                for connection in self._connections:
+                    send(connection, Request(self._call, rollouts))
+        except OSError as error:
+            raise distributed.has_left(error) from None
         return rollouts
 
     def _offers(self) -> list[Offer] | None:
@@ -182,7 +185,9 @@ class Other:
                     with self._changed:
                         self._rollouts = request.rollouts
                         self._changed.notify_all()
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the first process says why
+            pass
+        finally:
             with self._changed:
                 self._left = True
                 self._changed.notify_all()

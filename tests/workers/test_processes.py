@@ -1,0 +1,140 @@
+"""What the processes of a learner with rollout workers say to each other; here they are threads."""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.drafts.weights import Weights
+from specrl_jax.errors import Stopped, WorkersFailed
+from specrl_jax.workers import processes
+from specrl_jax.workers.messages import Address, accept, check_key, listen, open_connection
+from specrl_jax.workers.processes import First, Other
+from tests.training.test_dynamic_sampling import rollouts_of
+
+KEY = b"key"
+
+
+class Pool:
+    """Stands in for the pool: `work` gets it."""
+
+
+@pytest.fixture
+def pair():
+    """The first process and another one, which have connected, and the agreement of each."""
+    with listen("localhost") as server, contextlib.ExitStack() as ending:
+        address = Address(*server.getsockname(), KEY.hex())
+        theirs = []
+        calls = threading.Thread(target=lambda: theirs.append(open_connection(address)))
+        calls.start()
+        ours = ending.enter_context(accept(server))
+        check_key(ours, KEY)
+        calls.join()
+        said = queue.Queue()
+
+        def first_agrees(*values):
+            said.put(values)
+            return values
+
+        yield (
+            First(Pool(), [ours]),
+            Other(ending.enter_context(theirs[0])),
+            first_agrees,
+            lambda *_: said.get(timeout=10),
+        )
+
+
+def weights(value):
+    return Weights({"w": jnp.full(3, float(value))}, {}, None, jnp.uint32(value))
+
+
+def never(done, total):
+    """Nobody waits for this."""
+
+
+def in_thread(call):
+    """Start call(); return what waits for its result, or raises what it raised."""
+    found = []
+
+    def run():
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result():
+        thread.join(10)
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    return result
+
+
+def test_the_others_offer_their_weights_in_a_call_and_get_its_rollouts(pair):
+    first, other, agree, hears = pair
+    drawn, waited = dataclasses.replace(rollouts_of(0), chunks=[]), []
+
+    def wait(done, total):
+        waited.append((done, total))
+
+    def work(pool, on_wait):
+        asked = in_thread(pool.offers_of_others)  # the other process has not begun yet
+        waiting = in_thread(
+            lambda: other.give(other.together(weights(1), None, hears, lambda *done: waited.append(done)))
+        )
+        (offer,) = asked()
+        assert [leaf.shape for leaf in offer.leaves] == [[3], []]
+        on_wait(1, 2)
+        return drawn, waiting
+
+    found, waiting = first.together(weights(1), work, agree, never)
+    first.give(found)
+    received = waiting()
+    assert isinstance(received, Rollouts) and waited == [(1, 2)]
+    np.testing.assert_array_equal(received.tokens, drawn.tokens)
+    assert first._pool.offers_of_others() is None, "the call has ended"
+
+
+def test_a_failure_of_the_workers_ends_the_call_in_all(pair):
+    first, other, agree, hears = pair
+
+    def work(pool, on_wait):
+        raise WorkersFailed("no room")
+
+    waiting = in_thread(lambda: other.together(weights(1), None, hears, never))
+    with pytest.raises(WorkersFailed, match="no room"):
+        first.together(weights(1), work, agree, never)
+    with pytest.raises(WorkersFailed, match="the first process says why"):
+        waiting()
+
+
+def test_a_stop_ends_the_call_in_all(pair):
+    first, other, agree, hears = pair
+
+    def stopped(done, total):
+        raise Stopped
+
+    waiting = in_thread(lambda: other.together(weights(1), None, hears, stopped))
+    with pytest.raises(Stopped):
+        first.together(weights(1), lambda pool, on_wait: on_wait(0, 2), agree, stopped)
+    with pytest.raises(Stopped):
+        waiting()
+
+
+def test_a_process_that_left_is_seen_where_rollouts_are_given(pair, monkeypatch):
+    first, other, *_ = pair
+    monkeypatch.setattr(processes.distributed, "has_left", lambda error: RuntimeError("left"))
+    first._connections[0].close()
+    with pytest.raises(RuntimeError, match="left"):
+        first.give(rollouts_of(0))
+    with pytest.raises(RuntimeError, match="left"):
+        other.give(None)
