@@ -44,6 +44,8 @@ LOOK_SECONDS = 0.5
 END = Ask("", [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [])
 
 OnProgress = Callable[[int, int], None]
+# What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
+Offers = Callable[[], list[Offer] | None]
 
 
 @dataclasses.dataclass
@@ -52,6 +54,7 @@ class _Call:
 
     weights: Weights
     checksum: int
+    offers_of_others: Offers
     rollouts: int
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     done: int = 0
@@ -94,8 +97,7 @@ class WorkerPool:
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
         self._server = transfer.start_server(own)
-        # What other processes of the learner offer to one worker; None: the call has ended there.
-        self.offers_of_others: Callable[[], list[Offer] | None] = list
+        self.offers_of_others: Offers = list  # of the next call
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
         self._workers: dict[str, int] = {}  # name -> devices
@@ -140,7 +142,7 @@ class WorkerPool:
         Raises:
           WorkersFailed: what is asked cannot be generated, or no worker is left.
         """
-        call = _Call(weights, int(weights.checksum), rollouts)
+        call = _Call(weights, int(weights.checksum), self.offers_of_others, rollouts)
         with self._changed:
             self._jobs.extend(_Job(call, i, ask) for i, ask in enumerate(asks))
             self._changed.notify_all()
@@ -257,7 +259,7 @@ class WorkerPool:
         """
         call, offers = job.call, []
         if held != call.checksum:
-            others = self.offers_of_others()
+            others = call.offers_of_others()
             if others is None:
                 return held
             offers = [transfer.offer(self._server, call.weights), *others]

@@ -7,6 +7,7 @@ the rollouts. That it goes on, or has ended, they hear through the engine's `Agr
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import secrets
 import socket
@@ -76,7 +77,6 @@ class First:
     def __init__(self, pool: WorkerPool, connections: Sequence[Connection] = ()) -> None:
         self._pool, self._connections, self._call = pool, connections, 0
         self._lock = threading.Lock()  # a request and its replies
-        pool.offers_of_others = self._offers
 
     def metrics(self) -> dict[str, int | float]:
         """Return metrics of the workers."""
@@ -87,6 +87,7 @@ class First:
     ) -> T:
         """Return `work(pool, on_wait)`; the other processes wait for it, as `on_progress` does in all."""
         self._call += 1
+        self._pool.offers_of_others = functools.partial(self._offers, self._call)
 
         def on_wait(done: int, total: int) -> None:
             agree(int(Now.GOES_ON), done, total)
@@ -111,12 +112,12 @@ class First:
             raise distributed.has_left(error) from None
         return rollouts
 
-    def _offers(self) -> list[Offer] | None:
-        """Return the weights of the call under way that the others offer one worker; None: it has ended there."""
+    def _offers(self, call: int) -> list[Offer] | None:
+        """Return what the others offer one worker of the weights of a call; None: it has ended there."""
         with self._lock:
             try:
                 for connection in self._connections:
-                    send(connection, Request(self._call, None))
+                    send(connection, Request(call, None))
                 offers = [receive(connection, Reply).offer for connection in self._connections]
             except (EOFError, OSError):
                 raise WorkersFailed("another process of the learner left") from None

@@ -101,7 +101,11 @@ def test_the_others_offer_their_weights_in_a_call_and_get_its_rollouts(pair):
     received = waiting()
     assert isinstance(received, Rollouts) and waited == [(1, 2)]
     np.testing.assert_array_equal(received.tokens, drawn.tokens)
-    assert first._pool.offers_of_others() is None, "the call has ended"
+    late = first._pool.offers_of_others
+    assert late() is None, "the call has ended"
+    waiting = in_thread(lambda: other.together(weights(2), None, hears, never))
+    assert first.together(weights(2), lambda pool, on_wait: late(), agree, never) is None, "another one is under way"
+    waiting()
 
 
 def test_a_failure_of_the_workers_ends_the_call_in_all(pair):
