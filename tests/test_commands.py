@@ -256,10 +256,14 @@ def workers_of(arguments):
     """Start the rollout workers that a learner waits for, as docs/scaling.md says; they end well, as it has ended."""
     wanted = [int(word.partition("=")[2]) for word in arguments if word.startswith("--config.pipeline.workers=")]
     command = [sys.executable, ROOT / "main.py", *arguments, "--config.task=rollout"]
-    started = [subprocess.Popen(command, env=process_environment()) for _ in range(sum(wanted))]
+    # What they say is not the learner's.
+    with open("workers.log", "w") as log:
+        shared = {"env": process_environment(), "stdout": log, "stderr": log}
+        started = [subprocess.Popen(command, **shared) for _ in range(sum(wanted))]
     try:
         yield
-        assert [process.wait(timeout=60) for process in started] == [0] * sum(wanted), shlex.join(arguments)
+        codes = [process.wait(timeout=60) for process in started]
+        assert codes == [0] * sum(wanted), Path("workers.log").read_text()
     finally:
         for process in started:
             process.kill()

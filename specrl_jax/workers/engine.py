@@ -16,7 +16,7 @@ from specrl_jax.errors import InputError
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask
-from specrl_jax.workers.pool import OnProgress, WorkerPool
+from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
 from specrl_jax.workers.processes import First, Other
 
 
@@ -43,8 +43,8 @@ class RemoteEngine(Engine):
         """Wait for the first workers, and let them compile; `on_program` is not called."""
         assert self.process is not None
 
-        def compile(pool: WorkerPool, on_wait: OnProgress) -> None:
-            pool.compile(params, on_wait)
+        def compile(pool: WorkerPool, on_wait: OnProgress, others: Others) -> None:
+            pool.compile(params, on_wait, others)
 
         self.process.together(params, compile, self.agree, self.agreed(lambda done, total: on_wait()))
 
@@ -83,17 +83,17 @@ class RemoteEngine(Engine):
             longest = [] if responses is None else [int(responses[row]) for row in rows]
             return Ask(self.name, [], version, asked, samples, seed, ids[rows], drafts, longest)
 
-        def generate(pool: WorkerPool, on_wait: OnProgress) -> Rollouts:
+        def generate(pool: WorkerPool, on_wait: OnProgress, others: Others) -> Rollouts:
             # Dealt out in turn: where they are ordered by length, each gets as many long ones.
             number = min(pool.count, count)
             dealt = [np.arange(i, count, number) for i in range(number)]
-            answers = pool.run(params, [ask(part) for part in dealt], count * each, on_wait)
+            answers = pool.run(params, [ask(part) for part in dealt], count * each, on_wait, others)
             found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
             return found.take_groups(np.argsort(np.concatenate(dealt)), each)
 
         on_progress = self.agreed(on_progress)
         on_progress(0, count * each)
-        return self.process.give(self.process.together(params, generate, self.agree, on_progress))
+        return self.process.rollouts(params, generate, self.agree, on_progress)
 
 
 def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:

@@ -51,7 +51,7 @@ class Welcome(NamedTuple):
     refused: str  # why the worker cannot help; "" if it can
 
 
-Bounds = list[tuple[int, int]]  # start and stop along every axis
+Bounds = tuple[tuple[int, int], ...]  # start and stop along every axis
 
 
 class Leaf(NamedTuple):

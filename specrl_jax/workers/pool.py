@@ -45,7 +45,7 @@ END = Ask("", [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [])
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
-Offers = Callable[[], list[Offer] | None]
+Others = Callable[[], list[Offer] | None]
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class _Call:
 
     weights: Weights
     checksum: int
-    offers_of_others: Offers
+    others: Others
     rollouts: int
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     done: int = 0
@@ -97,7 +97,6 @@ class WorkerPool:
         self._workdir, self._key, self._listener = workdir, secrets.token_bytes(32), listen(host)
         own, port = self._listener.getsockname()
         self._server = transfer.start_server(own)
-        self.offers_of_others: Offers = list  # of the next call
         self._changed = threading.Condition()  # guards what follows
         self._jobs: deque[_Job] = deque()
         self._workers: dict[str, int] = {}  # name -> devices
@@ -119,7 +118,7 @@ class WorkerPool:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         remove_address(self._workdir)
 
-    def compile(self, weights: Weights, on_wait: OnProgress) -> None:
+    def compile(self, weights: Weights, on_wait: OnProgress, others: Others = list) -> None:
         """Wait for the first workers, and let them compile the training engine."""
         said = -1
 
@@ -131,18 +130,21 @@ class WorkerPool:
             return len(self._workers) >= self._wanted
 
         self._wait(enough, on_wait, lambda: (0, 0))
-        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait)
+        self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait, others)
 
-    def run(self, weights: Weights, asks: Sequence[Ask], rollouts: int, on_wait: OnProgress) -> list[Answer]:
+    def run(
+        self, weights: Weights, asks: Sequence[Ask], rollouts: int, on_wait: OnProgress, others: Others = list
+    ) -> list[Answer]:
         """Return the answers to `asks`, in their order.
 
         Args:
           rollouts: of all asks together.
           on_wait: called with (rollouts that are there, all); what it raises ends the call.
+          others: of a learner of several processes.
         Raises:
           WorkersFailed: what is asked cannot be generated, or no worker is left.
         """
-        call = _Call(weights, int(weights.checksum), self.offers_of_others, rollouts)
+        call = _Call(weights, int(weights.checksum), others, rollouts)
         with self._changed:
             self._jobs.extend(_Job(call, i, ask) for i, ask in enumerate(asks))
             self._changed.notify_all()
@@ -259,7 +261,7 @@ class WorkerPool:
         """
         call, offers = job.call, []
         if held != call.checksum:
-            others = call.offers_of_others()
+            others = call.others()
             if others is None:
                 return held
             offers = [transfer.offer(self._server, call.weights), *others]

@@ -38,12 +38,14 @@ from specrl_jax.workers.messages import (
     receive,
     send,
 )
-from specrl_jax.workers.pool import OnProgress, WorkerPool
+from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
 
 # All have connected after so long: they have met at the coordinator just before.
 CONNECT_SECONDS = 60.0
 
 T = TypeVar("T")
+# What the first process does in a call: (pool, called while it waits, what the others offer) -> result
+Work = Callable[[WorkerPool, OnProgress, Others], T]
 
 
 class Now(enum.IntEnum):
@@ -82,35 +84,32 @@ class First:
         """Return metrics of the workers."""
         return self._pool.metrics()
 
-    def together(
-        self, weights: Weights, work: Callable[[WorkerPool, OnProgress], T], agree: Agree, on_progress: OnProgress
-    ) -> T:
-        """Return `work(pool, on_wait)`; the other processes wait for it, as `on_progress` does in all."""
+    def together(self, weights: Weights, work: Work[T], agree: Agree, on_progress: OnProgress) -> T:
+        """Return what comes of `work`; the other processes wait for it, as `on_progress` does in all."""
         self._call += 1
-        self._pool.offers_of_others = functools.partial(self._offers, self._call)
 
         def on_wait(done: int, total: int) -> None:
             agree(int(Now.GOES_ON), done, total)
             on_progress(done, total)
 
         try:
-            found = work(self._pool, on_wait)
+            found = work(self._pool, on_wait, functools.partial(self._offers, self._call))
         except WorkersFailed:
             agree(int(Now.HAS_FAILED), 0, 0)
             raise
         agree(int(Now.IS_DONE), 0, 0)
         return found
 
-    def give(self, rollouts: Rollouts | None) -> Rollouts:
-        """Give the others what came of the last call, and return it."""
-        assert rollouts is not None
+    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, on_progress: OnProgress) -> Rollouts:
+        """Return the rollouts that come of `work`, in every process."""
+        found = self.together(weights, work, agree, on_progress)
         try:
             with self._lock:
                 for connection in self._connections:
-                    send(connection, Request(self._call, rollouts))
+                    send(connection, Request(self._call, found))
         except OSError as error:
             raise distributed.has_left(error) from None
-        return rollouts
+        return found
 
     def _offers(self, call: int) -> list[Offer] | None:
         """Return what the others offer one worker of the weights of a call; None: it has ended there."""
@@ -145,9 +144,7 @@ class Other:
         """Return nothing: the first process knows the workers."""
         return {}
 
-    def together(
-        self, weights: Weights, work: Callable[[WorkerPool, OnProgress], T], agree: Agree, on_progress: OnProgress
-    ) -> None:
+    def together(self, weights: Weights, work: Work[T], agree: Agree, on_progress: OnProgress) -> None:
         """Wait until the first process has done its `work`, and offer these weights until then."""
         self._set(self._call + 1, weights)
         try:
@@ -161,8 +158,9 @@ class Other:
         finally:
             self._set(self._call, None)
 
-    def give(self, rollouts: Rollouts | None) -> Rollouts:
-        """Return what the first process gives."""
+    def rollouts(self, weights: Weights, work: Work[Rollouts], agree: Agree, on_progress: OnProgress) -> Rollouts:
+        """Return the rollouts that the first process sends."""
+        self.together(weights, work, agree, on_progress)
         with self._changed:
             self._changed.wait_for(lambda: self._rollouts is not None or self._left)
             found, self._rollouts = self._rollouts, None

@@ -20,8 +20,7 @@ from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed
 from specrl_jax.workers.messages import Bounds, Leaf, Offer
 
-Index = tuple[tuple[int, int], ...]  # start and stop along every axis, to look up
-Holders = dict[Index, list[jax.Device]]
+Holders = dict[Bounds, list[jax.Device]]
 # Weights arrive within so many seconds, or not at all.
 FETCH_SECONDS = 600.0
 # What nobody has fetched is released after so many.
@@ -60,7 +59,7 @@ def offer(server: "TransferServer", weights: Weights) -> Offer:
         with _SHARDS:
             found = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
         places = [place for place, process in _offered_by(x, i).items() if process == jax.process_index()]
-        leaves.append(Leaf(list(x.shape), x.dtype.name, [list(place) for place in places]))
+        leaves.append(Leaf(list(x.shape), x.dtype.name, places))
         parts += [found[place] for place in places]
     if parts:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=OFFER_SECONDS)
@@ -68,9 +67,9 @@ def offer(server: "TransferServer", weights: Weights) -> Offer:
     return Offer(server.address(), number, leaves)
 
 
-def _offered_by(x: jax.Array, turn: int) -> dict[Index, int]:
+def _offered_by(x: jax.Array, turn: int) -> dict[Bounds, int]:
     """Return the process that offers each part of an array."""
-    holders: dict[Index, set[int]] = {}
+    holders: dict[Bounds, set[int]] = {}
     places: Mapping[Any, Any] = x.sharding.devices_indices_map(x.shape)
     for device, index in places.items():
         holders.setdefault(_bounds(index, x.shape), set()).add(_process_of(device))
@@ -102,11 +101,11 @@ def fetch(
     holders = [_holders(sharding, leaf) for leaf, sharding in zip(offers[0].leaves, kinds, strict=True)]
     pulled = [_pull(connect, offer, holders) for offer in offers]
     _wait([part for parts in pulled for part in parts], on_wait)
-    found: list[dict[Index, jax.Array]] = [{} for _ in kinds]
+    found: list[dict[Bounds, jax.Array]] = [{} for _ in kinds]
     for offer, parts in zip(offers, pulled, strict=True):
         rest = iter(parts)
         for places, leaf in zip(found, offer.leaves, strict=True):
-            places |= {_key(part): next(rest) for part in leaf.parts}
+            places |= {part: next(rest) for part in leaf.parts}
     leaves = [
         _assemble(leaf, sharding, holding, dict(sorted(places.items())))
         for leaf, sharding, holding, places in zip(offers[0].leaves, kinds, holders, found, strict=True)
@@ -141,7 +140,7 @@ def _wait(parts: Sequence[Any], on_wait: Callable[[], None]) -> None:
         raise ConnectionError(str(error)) from None
 
 
-def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Mapping[Index, jax.Array]) -> jax.Array:
+def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Mapping[Bounds, jax.Array]) -> jax.Array:
     """Return the array of a leaf, whose parts, in the order of their places, lie on the first devices to need them."""
     copies = []
     for index, devices in holders.items():
@@ -152,7 +151,7 @@ def _assemble(leaf: Leaf, sharding: NamedSharding, holders: Holders, parts: Mapp
     return jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, copies)
 
 
-def _split_axis(first: Index, second: Index) -> int:
+def _split_axis(first: Bounds, second: Bounds) -> int:
     """Return the axis along which two neighbours lie: the learner splits an array finer along one axis (`embed`)."""
     return next(axis for axis, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
 
@@ -167,16 +166,12 @@ def _holders(sharding: NamedSharding, leaf: Leaf) -> Holders:
     return dict(sorted(found.items(), key=lambda item: item[0]))
 
 
-def _key(part: Bounds) -> Index:
-    return tuple((start, stop) for start, stop in part)
-
-
 def _first(part: Bounds, holders: Holders) -> jax.Device:
     """Return the first device that needs a part of the offer."""
     return next(devices[0] for index, devices in holders.items() if _within(part, index))
 
 
-def _within(part: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]) -> bool:
+def _within(part: Bounds, whole: Bounds) -> bool:
     return all(a[0] >= b[0] and a[1] <= b[1] for a, b in zip(part, whole, strict=True))
 
 
@@ -184,5 +179,5 @@ def _size(part: Bounds) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in part)
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

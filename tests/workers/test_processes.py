@@ -81,37 +81,36 @@ def in_thread(call):
 
 def test_the_others_offer_their_weights_in_a_call_and_get_its_rollouts(pair):
     first, other, agree, hears = pair
-    drawn, waited = dataclasses.replace(rollouts_of(0), chunks=[]), []
+    drawn, waited, received, late = dataclasses.replace(rollouts_of(0), chunks=[]), [], [], []
 
     def wait(done, total):
         waited.append((done, total))
 
-    def work(pool, on_wait):
-        asked = in_thread(pool.offers_of_others)  # the other process has not begun yet
-        waiting = in_thread(
-            lambda: other.give(other.together(weights(1), None, hears, lambda *done: waited.append(done)))
-        )
+    def work(pool, on_wait, others):
+        asked = in_thread(others)  # the other process has not begun yet
+        received.append(in_thread(lambda: other.rollouts(weights(1), None, hears, wait)))
         (offer,) = asked()
         assert [leaf.shape for leaf in offer.leaves] == [[3], []]
         on_wait(1, 2)
-        return drawn, waiting
+        late.append(others)
+        return drawn
 
-    found, waiting = first.together(weights(1), work, agree, never)
-    first.give(found)
-    received = waiting()
-    assert isinstance(received, Rollouts) and waited == [(1, 2)]
-    np.testing.assert_array_equal(received.tokens, drawn.tokens)
-    late = first._pool.offers_of_others
-    assert late() is None, "the call has ended"
+    assert first.rollouts(weights(1), work, agree, never) is drawn
+    found = received[0]()
+    assert isinstance(found, Rollouts) and waited == [(1, 2)]
+    np.testing.assert_array_equal(found.tokens, drawn.tokens)
+    assert late[0]() is None, "the call has ended"
     waiting = in_thread(lambda: other.together(weights(2), None, hears, never))
-    assert first.together(weights(2), lambda pool, on_wait: late(), agree, never) is None, "another one is under way"
+    assert first.together(weights(2), lambda pool, on_wait, others: late[0](), agree, never) is None, (
+        "another one is under way"
+    )
     waiting()
 
 
 def test_a_failure_of_the_workers_ends_the_call_in_all(pair):
     first, other, agree, hears = pair
 
-    def work(pool, on_wait):
+    def work(pool, on_wait, others):
         raise WorkersFailed("no room")
 
     waiting = in_thread(lambda: other.together(weights(1), None, hears, never))
@@ -129,16 +128,16 @@ def test_a_stop_ends_the_call_in_all(pair):
 
     waiting = in_thread(lambda: other.together(weights(1), None, hears, stopped))
     with pytest.raises(Stopped):
-        first.together(weights(1), lambda pool, on_wait: on_wait(0, 2), agree, stopped)
+        first.together(weights(1), lambda pool, on_wait, others: on_wait(0, 2), agree, stopped)
     with pytest.raises(Stopped):
         waiting()
 
 
 def test_a_process_that_left_is_seen_where_rollouts_are_given(pair, monkeypatch):
-    first, other, *_ = pair
+    first, other, agree, hears = pair
     monkeypatch.setattr(processes.distributed, "has_left", lambda error: RuntimeError("left"))
     first._connections[0].close()
     with pytest.raises(RuntimeError, match="left"):
-        first.give(rollouts_of(0))
+        first.rollouts(weights(1), lambda *_: rollouts_of(0), agree, never)
     with pytest.raises(RuntimeError, match="left"):
-        other.give(None)
+        other.rollouts(weights(1), None, hears, never)
