@@ -11,6 +11,7 @@ measured by themselves, from the same rollouts; moving weights is left out. Writ
 """
 
 import argparse
+import itertools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ import numpy as np
 
 from experiments.claims import markdown, put_table
 from experiments.early_rollouts.kept import responses
-from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
+from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
-from experiments.verdicts import ratio_interval
+from experiments.rooms import bases
+from experiments.verdicts import Interval, ratio_interval
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
@@ -31,7 +33,20 @@ from specrl_jax.simulator.updates import exact_seconds
 
 OUTPUT = pathlib.Path(__file__).parent / "formula.csv"
 SHARES = (0.5, 1.0, 2.0)  # seconds of learning over those of generation
-FIELDS = ("learning_rate", "draft", "share", "older", "generate", "learn", "verify", "rest", "formula", "measured")
+NEAR = 0.1
+FIELDS = (
+    "learning_rate",
+    "seed",
+    "draft",
+    "share",
+    "older",
+    "generate",
+    "learn",
+    "verify",
+    "rest",
+    "formula",
+    "measured",
+)
 
 
 def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]:
@@ -68,34 +83,55 @@ def table(rows: list[bench.Row]) -> str:
     lines = []
     for rate, draft, share in bench.distinct(rows, "learning_rate", "draft", "share"):
         found = bench.matching(rows, learning_rate=rate, draft=draft, share=share)
-        column = {name: np.array([row[name] for row in found], float) for name in FIELDS[4:]}
-        over = ratio_interval(column["measured"] / column["formula"])
-        synchronous = ratio_interval(column["measured"] / (column["generate"] + column["learn"]))
+        column = {name: np.array([row[name] for row in found], float) for name in FIELDS[5:]}
+        near = np.mean(np.abs(column["measured"] / column["formula"] - 1) <= NEAR)
+        over = by_seed(found, column["measured"] / column["formula"])
+        synchronous = by_seed(found, column["measured"] / (column["generate"] + column["learn"]))
         v, rho = np.mean(column["verify"] / column["generate"]), np.mean(column["rest"])
         seconds = (f"{np.median(column[name]):.2f}" for name in ("generate", "formula", "measured"))
-        lines.append([f"{rate:g}", draft, share, len(found), f"{v:.2f}", f"{rho:.2f}", *seconds, over, synchronous])
+        lines.append(
+            [
+                f"{rate:g}",
+                draft,
+                share,
+                len(found),
+                f"{v:.2f}",
+                f"{rho:.2f}",
+                *seconds,
+                over,
+                f"{near:.2f}",
+                synchronous,
+            ]
+        )
     head = ["learning rate", "drafts", "L / G", "steps", "v", "rho", "G, s", "formula, s", "measured, s"]
-    return markdown([*head, "measured over formula", "over synchronous"], lines)
+    return markdown([*head, "measured over formula", "steps within 10 %", "over synchronous"], lines)
+
+
+def by_seed(rows: list[bench.Row], ratios: np.ndarray) -> Interval:
+    """Return the interval over the seeds of the runs, whose ratio is the geometric mean over their steps."""
+    seeds = np.array([row["seed"] for row in rows])
+    return ratio_interval([np.exp(np.log(ratios[seeds == seed]).mean()) for seed in np.unique(seeds)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
     parser.add_argument("--pairs", type=int, default=STEPS - 1, help="of a version and the next")
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
-        for rate in a.rates:
-            versions = open_versions(rate, folder=a.folder)
+        for rate, seed in itertools.product(a.rates, a.seeds):
+            versions = open_versions(rate, seed, folder=a.folder)
             for draft in a.drafts:
                 k = versions.rollout.engine.draft_length if draft == "eagle3" else 0
                 list(steps_of(versions, k, 1))  # compiles
                 for older in range(1, a.pairs + 1):
                     for row in steps_of(versions, k, older):
                         numbers = {name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()}
-                        write({"learning_rate": rate, "draft": draft} | numbers)
+                        write({"learning_rate": rate, "seed": seed, "draft": draft} | numbers)
     found = table(bench.read_rows(str(a.output)))
     print(found)
     if a.output == OUTPUT:

@@ -11,6 +11,7 @@ table.
 """
 
 import argparse
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 
 from experiments.claims import markdown, put_table, write_rows
 from experiments.early_rollouts.bound import disagreement
-from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
+from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
+from experiments.rooms import bases
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import Rollouts
 
@@ -58,12 +60,12 @@ def responses(rollouts: Rollouts) -> dict[int, np.ndarray]:
     return {int(number): rollouts.tokens[i, rollouts.response_part(i)] for i, number in enumerate(rollouts.rollout_id)}
 
 
-def measure(rate: float, dtype: str, folder: str) -> Iterator[dict[str, Any]]:
-    versions = open_versions(rate, dtype, folder)
+def measure(rate: float, seed: int, dtype: str, folder: str) -> Iterator[dict[str, Any]]:
+    versions = open_versions(rate, seed, dtype, folder)
     for between in BETWEEN:
         for older in range(1, STEPS + 1 - between, 2):
             found = pair(versions, older, older + between)
-            yield {"learning_rate": rate, "dtype": dtype, "between": between, "older": older} | found
+            yield {"learning_rate": rate, "seed": seed, "dtype": dtype, "between": between, "older": older} | found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -91,12 +93,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--rates", type=float, nargs="+", choices=RATES, default=RATES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
-    rows = [row for rate in a.rates for dtype in a.dtypes for row in measure(rate, dtype, a.folder)]
+    runs = itertools.product(a.rates, a.seeds, a.dtypes)
+    rows = [row for rate, seed, dtype in runs for row in measure(rate, seed, dtype, a.folder)]
     write_rows(a.output, rows)
     found = table(rows)
     print(found)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims import markdown, put_table
-from experiments.early_rollouts.runs import FOLDER, RUNS, STEPS, Versions, open_versions
+from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
 from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.continuation import Continuation
@@ -85,7 +85,7 @@ def table(rows: list[bench.Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
-    parser.add_argument("--rate", type=float, choices=RUNS, default=next(iter(RUNS)))
+    parser.add_argument("--rate", type=float, choices=RATES, default=RATES[0])
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)

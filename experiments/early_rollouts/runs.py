@@ -1,4 +1,4 @@
-"""The versions of the policy of one RL run, and the engine that draws and verifies their rollouts."""
+"""The versions of the policy of an RL run, and the engine that draws and verifies their rollouts."""
 
 import dataclasses
 import os
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from configs import rlzero_tiny
+from experiments.rooms import bases
 from specrl_jax.config import from_config_dict
 from specrl_jax.core import Params
 from specrl_jax.drafts.weights import Weights
@@ -18,8 +19,7 @@ from specrl_jax.training.problems import load_problems
 from specrl_jax.training.speedup import Workload, step_workload
 
 STEPS = 9  # of each run
-# Learning rate -> the run's folder in that of all runs; README.md has the commands.
-RUNS = {1e-4: "early_1e-4", 1e-5: "early_1e-5"}
+RATES = (1e-4, 1e-5)  # at which they learned
 FOLDER = "runs"
 
 
@@ -53,16 +53,24 @@ class Versions:
         return self._read[step]
 
 
-def open_versions(rate: float, dtype: str = "float32", folder: str = FOLDER) -> Versions:
-    """Open the finished run of a learning rate of configs/rlzero_tiny.py:rooms.
+def run_name(rate: float, seed: int) -> str:
+    """Return the folder of a run in that of all runs; README.md has the command."""
+    return f"early_{rate:.0e}_{seed}"
+
+
+def open_versions(rate: float, seed: int, dtype: str = "float32", folder: str = FOLDER) -> Versions:
+    """Open a finished run of configs/rlzero_tiny.py:rooms.
 
     Args:
+      rate: at which it learned.
+      seed: of the run, and of the base and head that it began with.
       dtype: of the rollout weights.
-      folder: of this run, and of the policy and head that it began with.
+      folder: of the run, the base and the head.
     """
     config = rlzero_tiny.get_config("rooms")
+    config.seed = config.rollout.seed = seed
     config.policy.path, config.draft.path = (
-        os.path.join(folder, os.path.basename(path)) for path in (config.policy.path, config.draft.path)
+        os.path.join(folder, os.path.basename(bases.folder("rooms", kind, seed))) for kind in ("base", "head")
     )
     config.rollout.rule, config.rollout.num_slots, config.policy.dtype = "coupled", 16, dtype
     config.grpo.prompts_per_step = 16  # 128 rollouts a step
@@ -70,4 +78,4 @@ def open_versions(rate: float, dtype: str = "float32", folder: str = FOLDER) -> 
     learner, rollout = build(from_config_dict(config))
     stream = load_problems(learner.plan.config, rollout.tokenizer).stream(config.grpo.prompts_per_step)
     workloads = [step_workload(rollout, next(stream)) for _ in range(STEPS)]
-    return Versions(learner, rollout, workloads, Checkpoints(os.path.join(folder, RUNS[rate]), STEPS))
+    return Versions(learner, rollout, workloads, Checkpoints(os.path.join(folder, run_name(rate, seed)), STEPS))

@@ -14,7 +14,7 @@ def check_workers(config: Config) -> None:
     for key, value, allowed, reason in (
         ("pipeline.mode", p.mode, p.mode == "async", "they generate while the learner learns; set async"),
         ("pipeline.rollout_devices", p.rollout_devices, not p.rollout_devices, "they have devices of their own; set 0"),
-        ("pipeline.weight_update", p.weight_update, p.weight_update == "none", "new weights come between steps"),
+        ("pipeline.weight_update", p.weight_update, p.weight_update != "inflight", "they take weights between calls"),
         ("grpo.oversample", g.oversample, not g.oversample, "what is unfinished stays on no worker; leave 0"),
         (
             "rollout.num_slots",

@@ -19,7 +19,8 @@ from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.controller import Controller
-from specrl_jax.decoding.engine import DraftLengthPolicy, FixedLength
+from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped
 from specrl_jax.io.agreement import worker_facts
@@ -33,15 +34,19 @@ from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
     CHOOSES_ALARMED,
+    ENDED,
+    ENOUGH,
     Answer,
     Ask,
     Hello,
     Welcome,
     open_connection,
     own_address,
+    pack_texts,
     read_address,
     receive,
     send,
+    unpack_texts,
 )
 
 if TYPE_CHECKING:
@@ -141,27 +146,37 @@ class Worker:
             while not connection.poll(LOOK_SECONDS):
                 self._stop(0, 0)
             ask = receive(connection, Ask)
-            if not ask.engine:
+            if ask.engine == ENDED:
                 return
-            send(connection, self._answer(ask, connect))
+            if ask.engine != ENOUGH:  # all were finished before the learner knew
+                send(connection, self._answer(ask, connect, connection.poll))
 
-    def _answer(self, ask: Ask, connect: Callable[[str], "TransferConnection"]) -> Answer:
+    def _answer(self, ask: Ask, connect: Callable[[str], "TransferConnection"], until: Callable[[], bool]) -> Answer:
+        """
+        Args:
+          until: says that what has begun is enough.
+        """
         start = time.perf_counter()
         if ask.weights:
             self._weights = None  # there is memory for one copy
             self._weights = transfer.fetch(connect, ask.weights, self._shardings, lambda: self._stop(0, 0))
         seconds = time.perf_counter() - start
         try:
-            return self._generated(ask)._replace(weights_seconds=seconds)
+            return self._generated(ask, until)._replace(weights_seconds=seconds)
         except InputError as error:  # to any worker it would be one
             return Answer(None, 0.0, str(error))
 
-    def _generated(self, ask: Ask) -> Answer:
+    def _generated(self, ask: Ask, until: Callable[[], bool]) -> Answer:
         assert self._weights is not None  # the first ask has some
-        engine = getattr(self._rollout, ask.engine)
-        if not ask.prompts:
+        engine, later = getattr(self._rollout, ask.engine), ask.later
+        if not ask.prompts and not later.prompts:
             engine.compile_all(self._weights, lambda program, seconds: self._stop(0, 0))
             return Answer(None, 0.0, "")
+        earlier = unpack_texts(ask.earlier)
+        lookahead = Lookahead(later.prompts, later.ids, earlier)
+        if not ask.prompts:
+            return self._begun(ask, engine, lookahead, until)
+        how: Continuation[Weights] = Continuation(ask.version, dict(earlier), lookahead if later.prompts else None)
         rollouts = engine.generate(
             self._weights,
             ask.prompts,
@@ -171,9 +186,19 @@ class Worker:
             self._stop,
             self._lengths(ask),
             responses=ask.responses or None,
-            continuation=Continuation(ask.version),
+            continuation=how,
         )
-        return Answer(rollouts, 0.0, "")
+        return Answer(rollouts, 0.0, "", pack_texts(lookahead.texts, later.ids))
+
+    def _begun(self, ask: Ask, engine: Engine, lookahead: Lookahead, until: Callable[[], bool]) -> Answer:
+        """Begin rollouts of a later call until the learner says that it is enough, or all are finished."""
+
+        def enough() -> bool:
+            self._stop(0, 0)
+            return until()
+
+        finished = engine.begin(self._weights, lookahead, ask.samples, ask.seed, enough, self._lengths(ask))
+        return Answer(None, 0.0, "", pack_texts(lookahead.texts, lookahead.ids), finished)
 
     def _lengths(self, ask: Ask) -> DraftLengthPolicy:
         """Return the length that the learner says, or this process's controller of the engine."""

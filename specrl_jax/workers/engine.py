@@ -9,14 +9,24 @@ from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import DraftLengthPolicy, Engine, FixedLength, check_prompts
 from specrl_jax.decoding.history import History
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.decoding.rollouts import Rollouts, concatenate, group_rows
 from specrl_jax.decoding.turns import Turns
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError
 from specrl_jax.training.build import Rollout
 from specrl_jax.training.speculation import Guarded
-from specrl_jax.workers.messages import CHOOSES, CHOOSES_ALARMED, Ask
-from specrl_jax.workers.pool import OnProgress, Others, WorkerPool
+from specrl_jax.workers.messages import (
+    CHOOSES,
+    CHOOSES_ALARMED,
+    NO_LATER,
+    Answer,
+    Ask,
+    Later,
+    pack_texts,
+    unpack_texts,
+)
+from specrl_jax.workers.pool import END, OnProgress, Others, WorkerPool
 from specrl_jax.workers.processes import First, Other
 
 
@@ -65,8 +75,8 @@ class RemoteEngine(Engine):
         """Generate as `Engine.generate` does; each worker that is there takes an equal share of the prompts. All
         processes of the learner call it alike.
 
-        With a controller in `lengths` each worker has one of its own. A history is not sent, and turns and all of a
-        continuation but its version belong to runs without workers.
+        With a controller in `lengths` each worker has one of its own. A history is not sent; turns, and of a
+        continuation partial rollouts and newer weights, belong to runs without workers.
 
         Raises WorkersFailed besides.
         """
@@ -76,24 +86,84 @@ class RemoteEngine(Engine):
         if not count * samples:
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
         ids = rollout_ids(first_id, count, samples, each)
-        version, drafts = (continuation or Continuation()).version, drafts_of(lengths or FixedLength(self.draft_length))
+        how = continuation or Continuation()
+        common = self._ask(samples, seed, lengths)._replace(version=how.version)
 
-        def ask(part: np.ndarray) -> Ask:
+        def ask(part: np.ndarray, later: Later) -> Ask:
             rows, asked = group_rows(part, each), [list(map(int, prompts[i])) for i in part.tolist()]
             longest = [] if responses is None else [int(responses[row]) for row in rows]
-            return Ask(self.name, [], version, asked, samples, seed, ids[rows], drafts, longest)
+            earlier = pack_texts(how.earlier, ids[rows], later.ids)
+            return common._replace(prompts=asked, ids=ids[rows], responses=longest, earlier=earlier, later=later)
 
         def generate(pool: WorkerPool, on_wait: OnProgress, others: Others) -> Rollouts:
-            # Dealt out in turn: where they are ordered by length, each gets as many long ones.
-            number = min(pool.count, count)
-            dealt = [np.arange(i, count, number) for i in range(number)]
-            answers = pool.run(params, [ask(part) for part in dealt], count * each, on_wait, others)
+            dealt = deal(count, min(pool.count, count))
+            later = later_of(how.lookahead, samples, len(dealt))
+            asks = [ask(part, beside) for part, beside in zip(dealt, later, strict=True)]
+            answers = pool.run(params, asks, count * each, on_wait, others)
+            take_texts(answers, how.lookahead)
             found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
             return found.take_groups(np.argsort(np.concatenate(dealt)), each)
 
         on_progress = self.agreed(on_progress)
         on_progress(0, count * each)
         return self.process.rollouts(params, generate, self.agree, on_progress)
+
+    def begin(
+        self,
+        params: Weights,
+        lookahead: Lookahead,
+        samples: int,
+        seed: int,
+        until: Callable[[], bool],
+        lengths: DraftLengthPolicy | None = None,
+        history: History | None = None,
+    ) -> bool:
+        """Begin as `Engine.begin` does; each worker that is there takes an equal share of the prompts.
+
+        Args:
+          lookahead: its texts are those of the first process, which are set there.
+          until: asked in the first process.
+        Raises:
+          WorkersFailed: as `generate`.
+        """
+        assert self.process is not None
+        common = self._ask(samples, seed, lengths)
+
+        def begin(pool: WorkerPool, on_wait: OnProgress, others: Others) -> bool:
+            later = later_of(lookahead, samples, min(pool.count, len(lookahead.prompts)))
+            asks = [common._replace(later=part, earlier=pack_texts(lookahead.texts, part.ids)) for part in later]
+            answers = pool.run(params, asks, 0, on_wait, others, until)
+            take_texts(answers, lookahead)
+            return all(answer.finished for answer in answers)
+
+        finished = self.process.together(params, begin, self.agree, lambda done, total: None)
+        return bool(self.agree(int(finished or 0))[0])
+
+    def _ask(self, samples: int, seed: int, lengths: DraftLengthPolicy | None) -> Ask:
+        """Return what is asked of all workers alike."""
+        drafts = drafts_of(lengths or FixedLength(self.draft_length))
+        return END._replace(engine=self.name, samples=samples, seed=seed, drafts=drafts)
+
+
+def deal(count: int, parts: int) -> list[np.ndarray]:
+    """Deal out `count` prompts in turn: where they are ordered by length each part gets as many long ones."""
+    return [np.arange(i, count, parts) for i in range(parts)]
+
+
+def later_of(lookahead: Lookahead | None, samples: int, parts: int) -> list[Later]:
+    """Deal out the rollouts of later calls; a part may have none."""
+    if lookahead is None:
+        return [NO_LATER] * parts
+    dealt = deal(len(lookahead.prompts), parts)
+    prompts = [[list(map(int, lookahead.prompts[i])) for i in part.tolist()] for part in dealt]
+    return [Later(asked, lookahead.ids[group_rows(part, samples)]) for asked, part in zip(prompts, dealt, strict=True)]
+
+
+def take_texts(answers: Sequence[Answer], lookahead: Lookahead | None) -> None:
+    """Note what the workers have drawn of later calls."""
+    if lookahead is not None:
+        for answer in answers:
+            lookahead.texts |= unpack_texts(answer.texts)
 
 
 def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:

@@ -21,6 +21,10 @@ from specrl_jax.errors import WorkersFailed
 from specrl_jax.workers import transfer
 from specrl_jax.workers.messages import (
     CHOOSES,
+    ENDED,
+    ENOUGH,
+    NO_LATER,
+    NO_TEXTS,
     Address,
     Answer,
     Ask,
@@ -41,7 +45,9 @@ from specrl_jax.workers.messages import (
 PATIENCE = 600.0
 # How often a waiting step looks whether the run was asked to stop.
 LOOK_SECONDS = 0.5
-END = Ask("", [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [])
+# How often it looks whether what a worker has begun is enough.
+ENOUGH_SECONDS = 0.02
+END = Ask(ENDED, [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [], NO_TEXTS, NO_LATER)
 
 OnProgress = Callable[[int, int], None]
 # What other processes of the learner offer one worker, of the weights of a call; None: it has ended there.
@@ -55,7 +61,7 @@ class _Call:
     weights: Weights
     checksum: int
     others: Others
-    rollouts: int
+    until: Callable[[], bool]
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     done: int = 0
     ended: bool = False  # nobody waits for it any more
@@ -133,7 +139,13 @@ class WorkerPool:
         self.run(weights, [END._replace(engine="engine")] * self._wanted, 0, on_wait, others)
 
     def run(
-        self, weights: Weights, asks: Sequence[Ask], rollouts: int, on_wait: OnProgress, others: Others = list
+        self,
+        weights: Weights,
+        asks: Sequence[Ask],
+        rollouts: int,
+        on_wait: OnProgress,
+        others: Others = list,
+        until: Callable[[], bool] = lambda: False,
     ) -> list[Answer]:
         """Return the answers to `asks`, in their order.
 
@@ -141,10 +153,11 @@ class WorkerPool:
           rollouts: of all asks together.
           on_wait: called with (rollouts that are there, all); what it raises ends the call.
           others: of a learner of several processes.
+          until: says that what the workers have begun is enough; asked by several threads.
         Raises:
           WorkersFailed: what is asked cannot be generated, or no worker is left.
         """
-        call = _Call(weights, int(weights.checksum), others, rollouts)
+        call = _Call(weights, int(weights.checksum), others, until)
         with self._changed:
             self._jobs.extend(_Job(call, i, ask) for i, ask in enumerate(asks))
             self._changed.notify_all()
@@ -259,25 +272,45 @@ class WorkerPool:
         """Let a worker do a job; return the checksum of the weights that it then holds. Nobody waits for a job whose
         call has ended.
         """
-        call, offers = job.call, []
+        call, offers = job.call, list[Offer]()
+        if call.until():  # what it would have begun stays as it is
+            self._note(job, Answer(None, 0.0, ""), name)
+            return held
         if held != call.checksum:
             others = call.others()
             if others is None:
                 return held
             offers = [transfer.offer(self._server, call.weights), *others]
-        send(connection, job.ask._replace(weights=offers))
-        answer = receive(connection, Answer)
+        answer = ask_worker(connection, job.ask._replace(weights=offers), call.until)
+        with self._changed:
+            if offers:
+                earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
+                self._fetched = call.checksum, max(earlier, answer.weights_seconds)
+        self._note(job, answer, name)
+        return call.checksum
+
+    def _note(self, job: _Job, answer: Answer, name: str) -> None:
+        """Let the caller have the answer to its job."""
+        call = job.call
         with self._changed:
             if answer.failed:
                 self._failed = self._failed if call.ended else f"rollout worker {name}: {answer.failed}"
             else:
                 call.answers[job.part] = answer
                 call.done += 0 if answer.rollouts is None else len(answer.rollouts.length)
-            if offers:
-                earlier = self._fetched[1] if self._fetched[0] == call.checksum else 0.0
-                self._fetched = call.checksum, max(earlier, answer.weights_seconds)
             self._changed.notify_all()
-        return call.checksum
+
+
+def ask_worker(connection: Connection, ask: Ask, until: Callable[[], bool]) -> Answer:
+    """Return a worker's answer; it is told once `until` says that what it has begun is enough. Raises EOFError or
+    OSError where it leaves.
+    """
+    send(connection, ask)
+    told = False
+    while not connection.poll(ENOUGH_SECONDS):
+        if not told and (told := until()):
+            send(connection, END._replace(engine=ENOUGH))
+    return receive(connection, Answer)
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str:

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from experiments.early_rollouts import formula
 from experiments.early_rollouts.bound import Disagreement, position_disagreements
+from experiments.verdicts import ratio_interval
 
 
 def chances(p, q):
@@ -41,3 +43,17 @@ def test_the_chance_lies_between_total_variation_and_its_bound(vocab, seed, scal
 def test_equal_policies_never_disagree():
     same = np.full(7, 1 / 7)
     assert chances(same, same)[:3] == pytest.approx((0, 0, 0), abs=1e-12)
+
+
+def test_steps_of_one_seed_are_one_number_of_the_formulas_interval():
+    """Two seeds whose means are 0.92 and 1.08, each of steps apart: the interval is of two numbers, not of six."""
+    common = {"learning_rate": 1e-4, "draft": "none", "share": 1.0, "generate": 1.0, "learn": 1.0, "formula": 2.0}
+    ratios = {0: [0.92, 0.8464, 1.0], 1: [1.08, 1.1664, 1.0]}
+    rows = [
+        common | {"seed": seed, "older": i, "verify": 0.4, "rest": 0.6, "measured": 2 * ratio}
+        for seed, some in ratios.items()
+        for i, ratio in enumerate(some)
+    ]
+    expected = ratio_interval([0.92, 1.08])
+    line = formula.table(rows).splitlines()[-1]
+    assert f"| 6 | 0.40 | 0.60 | 1.00 | 2.00 | 2.00 | {expected} | 0.67 | {expected} |" in line

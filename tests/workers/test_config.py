@@ -23,7 +23,7 @@ def config_of(**settings):
     [
         ({"pipeline__mode": "sync"}, r"pipeline\.workers=2: pipeline\.mode=sync: .*set async"),
         ({"pipeline__rollout_devices": 1}, r"pipeline\.rollout_devices=1: they have devices of their own"),
-        ({"pipeline__weight_update": "exact", "rollout__rule": "coupled"}, r"pipeline\.weight_update=exact"),
+        ({"pipeline__weight_update": "inflight"}, r"pipeline\.weight_update=inflight: they take weights between calls"),
         ({"grpo__oversample": 4}, r"grpo\.oversample=4"),
         ({"environment__name": "calculator"}, r"environment\.name=calculator: they answer single turns"),
         ({"task": "rollout", "pipeline__workers": 0, "pipeline__mode": "sync"}, "task=rollout: pipeline.workers=0"),

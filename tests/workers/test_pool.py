@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+import types
 import weakref
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -18,25 +19,37 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specrl_jax.decoding.engine import FixedLength
+from specrl_jax.decoding.lookahead import Lookahead
 from specrl_jax.drafts.weights import Weights
 from specrl_jax.errors import InputError, RunFailed, Stopped, WorkersFailed
 from specrl_jax.sharding import make_mesh
+from specrl_jax.tasks.rollout import Worker
 from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers import transfer
-from specrl_jax.workers.engine import drafts_of, rollout_ids
+from specrl_jax.workers.engine import RemoteEngine, drafts_of, rollout_ids
 from specrl_jax.workers.messages import (
     CHOOSES,
     CHOOSES_ALARMED,
+    ENDED,
+    ENOUGH,
+    Address,
     Answer,
     Ask,
     Hello,
     Welcome,
+    accept,
+    check_key,
+    listen,
     open_connection,
+    pack_texts,
     read_address,
     receive,
     send,
+    unpack_texts,
 )
 from specrl_jax.workers.pool import END, WorkerPool, difference
+from specrl_jax.workers.processes import First
+from tests.workers.test_processes import in_thread
 
 FACTS = {"version": "1", "steps": 3}
 PROMPTS = [[1], [2, 3], [4], [5], [6]]
@@ -126,6 +139,61 @@ def test_what_a_lost_worker_had_others_do(pool):
     assert len(answers) == 4 and len(lost) == 1
     assert sorted(ask.prompts[0] for ask in kept) == PROMPTS[:4]
     assert "rollout worker lost left; others do its rollouts" in pool.lines
+
+
+def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
+    """Each its share, at what was drawn of it before; one that has finished its own is not told, one that starts after
+    that does nothing.
+    """
+    engine = RemoteEngine(None, (), 0, None, 3, None, process=First(pool), name="engine")
+    texts = {i: np.array([i], np.int32) for i in (11, 14, 17)}
+    lookahead = Lookahead(PROMPTS, np.arange(10, 20), dict(texts))
+    asked, began = {}, threading.Barrier(3)
+
+    def work(name):
+        connection = joined(pool, name)[0]
+        with connection, contextlib.suppress(EOFError):
+            ask = receive(connection, Ask)
+            asked[name] = ask
+            began.wait(10)
+            slow = name == "slow"
+            if slow:
+                assert connection.poll(10) and receive(connection, Ask).engine == ENOUGH
+            drawn = {int(i): np.array([i, i], np.int32) for i in ask.later.ids}
+            send(connection, Answer(None, 0.0, "", pack_texts(drawn, ask.later.ids), not slow))
+            assert not receive(connection, Ask).prompts  # of the next call
+
+    enough = threading.Event()
+    for name in ("slow", "fast"):
+        threading.Thread(target=work, args=(name,), daemon=True).start()
+    pool._wait(lambda: len(pool._workers) == 2, never, lambda: (0, 0))
+    call = in_thread(lambda: engine.begin(weights(), lookahead, 2, 5, enough.is_set))
+    began.wait(10)
+    enough.set()
+    assert call() is False
+    # Rows of prompts 0, 2, 4 and of 1, 3, with what had been drawn of them.
+    parts = sorted((ask.later.ids.tolist(), unpack_texts(ask.earlier)) for ask in asked.values())
+    assert parts == [([10, 11, 14, 15, 18, 19], {11: texts[11], 14: texts[14]}), ([12, 13, 16, 17], {17: texts[17]})]
+    assert all((ask.samples, ask.seed, ask.drafts, ask.prompts) == (2, 5, 3, []) for ask in asked.values())
+    assert {i: text.tolist() for i, text in lookahead.texts.items()} == {i: [i, i] for i in range(10, 20)}
+    assert engine.begin(weights(), lookahead, 2, 5, lambda: True) is False
+    assert len(lookahead.texts) == 10 and len(asked) == 2
+
+
+def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
+    worker = Worker.__new__(Worker)
+    worker._servers, worker._stop = {"127.0.0.1": types.SimpleNamespace(connect=never)}, never
+    worker._answer = lambda ask, connect, until: Answer(None, 0.0, "", finished=True)
+    with listen("127.0.0.1") as server, contextlib.ExitStack() as ending:
+        address = Address(*server.getsockname(), b"key".hex())
+        theirs = in_thread(lambda: open_connection(address))
+        ours = ending.enter_context(accept(server))
+        check_key(ours, b"key")
+        works = in_thread(lambda: worker.work(ending.enter_context(theirs())))
+        for engine in (ENOUGH, "engine", ENOUGH, ENDED):
+            send(ours, END._replace(engine=engine))
+        assert ours.poll(10) and receive(ours, Answer).finished and works() is None
+        assert not ours.poll(), "it answered once"
 
 
 def test_a_failure_of_a_worker_ends_the_run(pool):

@@ -11,15 +11,19 @@ from specrl_jax.io.metrics import read_metrics
 from tests.helpers.cluster import RUN, SMALL, assert_equal_but_for_rounding, compared, output, start
 
 # One shape of a forward whatever is in the batch.
-SHARED = [*RUN, *SMALL, "--config.rollout.parity=True", "--config.steps=40", "--config.pipeline.mode=async"]
-SHARED += ["--config.checkpoint.every=10", "--config.pipeline.lag=1", "--config.grpo.correction=token_truncate"]
+PARITY = [*RUN, *SMALL, "--config.rollout.parity=True"]
+SHARED = [*PARITY, "--config.steps=40", "--config.checkpoint.every=10", "--config.pipeline.mode=async"]
+SHARED += ["--config.pipeline.lag=1", "--config.grpo.correction=token_truncate"]
 WORKERS = ["--config.pipeline.workers=2"]
 OF_WORKERS = ("rollout/worker", "time/weights")
+EARLY = ["--config.pipeline.mode=async", "--config.pipeline.lag=1", "--config.pipeline.weight_update=exact"]
+# How rollouts came about that began early.
+OF_EARLY = ("spec/", "rollout/reverified", "alarm/", "rollout/parked")
 
 
-def fleet(folder, workers=2, more=(), processes=1):
+def fleet(folder, workers=2, more=(), processes=1, shared=SHARED):
     """Start a learner and its workers; output_I.log is the learner's, worker_I/output_0.log the others'."""
-    arguments = [*SHARED, *WORKERS, *more, "--workdir", str(folder)]
+    arguments = [*shared, *WORKERS, *more, "--workdir", str(folder)]
     found = start(arguments, processes, 1, folder)
     for i in range(workers):
         (folder / f"worker_{i}").mkdir(exist_ok=True)
@@ -43,8 +47,12 @@ def ended(folder, processes):
     return read_metrics(str(folder)), codes
 
 
+def without(rows, names):
+    return [{key: value for key, value in row.items() if not key.startswith(names)} for row in rows]
+
+
 def assert_equal(rows, others):
-    kept = [{key: value for key, value in row.items() if not key.startswith(OF_WORKERS)} for row in rows]
+    kept = without(rows, OF_WORKERS)
     for step, key, value, expected in compared(kept, others):
         assert value == expected, (step, key)
 
@@ -69,6 +77,21 @@ def test_two_workers_draw_the_tokens_of_one_process(alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_workers_that_begin_rollouts_early_make_the_synchronous_run(tmp_path):
+    """Under `exact`: two workers draw on while the learner learns, and verify what they have under its new weights."""
+    early, one = tmp_path / "early", tmp_path / "one"
+    early.mkdir(), one.mkdir()
+    shared = [*PARITY, "--config.steps=12"]
+    rows, codes = ended(early, fleet(early, more=EARLY, shared=shared))
+    assert codes == [0, 0, 0], output(early)
+    others, codes = ended(one, start([*shared, "--workdir", str(one)], 1, 1, one))
+    assert codes == [0], output(one)
+    assert_equal(without(rows, OF_EARLY), without(others, OF_EARLY))
+    kept = [row["rollout/reverified"] for row in rows if row["step"]]
+    assert kept[0] == 0 and 0 < min(kept[1:]) < 1
+
+
+@pytest.mark.slow
 def test_a_learner_of_two_processes(tmp_path):
     """Each has half of every weight, and both halves reach the workers; against one process with a device more."""
     several, one = tmp_path / "several", tmp_path / "one"
@@ -79,7 +102,7 @@ def test_a_learner_of_two_processes(tmp_path):
     shared = [*SHARED, *split, "--config.pipeline.rollout_devices=1", "--workdir", str(one)]
     others, codes = ended(one, start(shared, 1, 3, one))
     assert codes == [0], output(one)
-    kept = [{key: value for key, value in row.items() if not key.startswith(OF_WORKERS)} for row in rows]
+    kept = without(rows, OF_WORKERS)
     assert_equal_but_for_rounding(kept, others)
 
 
