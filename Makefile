@@ -1,7 +1,7 @@
 # make run        install into a virtual environment, run configs/demo.py from its start to the closing table
 # make test       the tests that are not slow: what matters, in minutes
-# make test-all   all tests; PARITY=1 installs torch and adds the comparisons with transformers (to test-slow too)
-# make test-slow  what test-all runs beyond test
+# make test-slow  slower tests, which CI runs too; PARITY=1 installs torch and adds the comparisons with transformers
+# make test-all   all tests: also further cases of others, and those that take minutes; PARITY=1 as above
 # make lint       ruff check, ruff format --check, mypy
 # make docs       the documentation as a site in site/, which is refused with a dead link in it
 # make lock       renew the lock files: the newest versions that the requirements allow, with their hashes
@@ -33,13 +33,13 @@ run: $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 test-all: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
 	$(PYTEST)
 
 test-slow: $(VENV)/installed-test $(if $(PARITY),$(VENV)/installed-parity)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

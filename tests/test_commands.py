@@ -208,7 +208,7 @@ RUN = "python main.py --config configs/rlzero_tiny.py"
         (f"{RUN} --config.data.path=tests/none.jsonl", "no tests/none.jsonl"),
         ("python -m experiments.lunch --jobs 1", "No module|no module"),
         pytest.param(
-            "python -m experiments.engine.costs --outptu a.csv", "engine.costs --outptu", marks=pytest.mark.slow
+            "python -m experiments.engine.costs --outptu a.csv", "engine.costs --outptu", marks=pytest.mark.long
         ),
         (
             "python -m experiments.launch --config configs/generate.py --sweep experiments/once.py -- --config.sed=1",

@@ -46,18 +46,18 @@ def test_two_processes_learn_what_one_does(two, tmp_path):
     assert_equal_but_for_rounding(two[1], run(tmp_path, 1, 8, *SMALL))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_repeat_is_equal_to_the_last_bit(two, tmp_path):
     differing = [found for found in compared(two[1], run(tmp_path, 2, 4, *SMALL)) if found[2] != found[3]]
     assert not differing
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_learn_what_two_do(two, tmp_path):
     assert_equal_but_for_rounding(two[1], run(tmp_path, 4, 2, *SMALL))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_asynchronous_rollouts_of_two_processes_are_those_of_one(tmp_path):
     """Generate one version ahead: on 2 of 4 devices in each of two processes, and on 4 of 8 in one."""
     several, one = tmp_path / "several", tmp_path / "one"
@@ -163,8 +163,8 @@ def test_several_processes_refuse_in_one_line(override, message, tmp_path):
             "optimizer.learning_rate=0.5",
             "the processes of this run differ in optimizer.learning_rate: 0.001 in process 0; 0.5",
         ),
-        pytest.param("steps=-1", "steps=-1: ", marks=pytest.mark.slow),
-        pytest.param("policy.path=checkpoints/nowhere", "differ in policy.path", marks=pytest.mark.slow),
+        pytest.param("steps=-1", "steps=-1: ", marks=pytest.mark.long),
+        pytest.param("policy.path=checkpoints/nowhere", "differ in policy.path", marks=pytest.mark.long),
     ],
 )
 def test_what_is_wrong_in_one_process_ends_all_in_one_line(differing, message, tmp_path):

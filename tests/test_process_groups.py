@@ -195,7 +195,7 @@ def test_two_processes_that_hold_one_copy_are_one_process_to_the_last_bit(tmp_pa
     assert max(row["rollout/parked"] for row in rows[1:]) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whatever_drafts_the_controllers_choose(tmp_path):
     """By their clocks; the same in all processes, or they would wait for ever. Tokens are those of one fixed length.
 
@@ -209,7 +209,7 @@ def test_whatever_drafts_the_controllers_choose(tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_in_two_processes_and_batches_that_thin_out(tmp_path):
     """Without parity, so that the batch is compacted; of four devices, so that metrics are equal to rounding."""
     mesh = ["--config.mesh.tensor=2", "--config.mesh.expert=2", "--config.policy.preset=nano_moe"]
@@ -218,7 +218,7 @@ def test_experts_in_two_processes_and_batches_that_thin_out(tmp_path):
     assert_equal_but_for_rounding(rows, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_copies_of_two_processes_each(tmp_path):
     """Of four processes with a device each; beside one process with two copies."""
     mesh = ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
@@ -250,7 +250,7 @@ def get_config(arg=""):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rollouts_that_begin_early_in_two_processes(tmp_path):
     """When they begin, give way to evaluations and end, the first process decides; which tokens come of it, nobody."""
     (tmp_path / "exact.py").write_text(EXACT)

@@ -11,7 +11,7 @@ from specrl_jax.data.tasks import TASKS, TaskSource
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.verifiable import countdown, exact
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 
 def guessed(solution, answer):
@@ -259,7 +259,7 @@ def test_dropping_every_carry_leaves_only_problems_without_one_right():
     assert 0.0 < np.mean(rewards) < 0.25
 
 
-@pytest.mark.parametrize("task", slow_but(["walk"], TASKS))
+@pytest.mark.parametrize("task", long_but(["walk"], TASKS))
 def test_train_and_validation_share_no_prompt_whatever_the_seeds(task):
     train = {TaskSource(task, "train", seed)[i].prompt for seed in (0, 1) for i in range(2000)}
     validation = {TaskSource(task, "validation", seed)[i].prompt for seed in (0, 7) for i in range(1000)}

@@ -18,7 +18,7 @@ from tests.helpers import cells, toys
 from tests.helpers.cells import PROMPT, TARGET, Cell
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import block_chances, rejection_chances, sequences, softmax
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import decisive_distance, total_variation
 
 # --- the law of two rows, enumerated: what one row drafts decides how much of the other is verified
@@ -250,7 +250,7 @@ CASES = list(itertools.product(["table", "stateful", "ngram", "cascade"], ["reje
 
 
 @pytest.mark.parametrize(
-    "drafter, rule", slow_but([("table", "block"), ("cascade", "rejection"), ("ngram", "coupled")], CASES)
+    "drafter, rule", long_but([("table", "block"), ("cascade", "rejection"), ("ngram", "coupled")], CASES)
 )
 def test_the_engine_returns_the_targets_distribution_under_a_budget(drafter, rule):
     """Half of the drafts are verified; several blocks are seen, with end-of-text inside them."""

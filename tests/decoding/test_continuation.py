@@ -13,7 +13,7 @@ import pytest
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import WeightsVersion
 from tests.decoding.test_reverify import LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
 RECORDED = {"earlier": "keep", "versions": True, "most_kept": 4, "num_slots": 6}
@@ -42,8 +42,8 @@ def plain(engine, table, **more):
 LIMITS = {"": {}, "few pages": {"pages": 16, "page_tokens": 4}, "sizes": {"sizes": (2,)}, "parity": {"width": 4}}
 
 
-@pytest.mark.parametrize("drafter", slow_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
-@pytest.mark.parametrize("limits", slow_but(["", "few pages"], list(LIMITS)))
+@pytest.mark.parametrize("drafter", long_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
+@pytest.mark.parametrize("limits", long_but(["", "few pages"], list(LIMITS)))
 def test_under_the_same_weights_they_are_those_of_one_call(drafter, limits):
     """Log-probs and sampling masks too; wherever the stops find them: running, parked, finished or not begun."""
     with jax.enable_x64(True):

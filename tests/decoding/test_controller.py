@@ -13,7 +13,7 @@ import pytest
 from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
 from specrl_jax.decoding.controller import Choice, Controller, best_length
 from specrl_jax.decoding.rollouts import DecodeChunk
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 LENGTHS = (0, 1, 2, 3, 5, 7)
 SIZE = 32
@@ -147,7 +147,7 @@ def test_the_best_length_has_the_highest_rate_and_is_the_shorter_of_two_alike():
 # --- against the best fixed length
 
 
-@pytest.mark.parametrize("rows", slow_but([32], [4, 32, 256]))
+@pytest.mark.parametrize("rows", long_but([32], [4, 32, 256]))
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("acceptance", ACCEPTANCE)
 def test_as_fast_as_the_best_fixed_length(acceptance, costs, rows):
@@ -187,7 +187,7 @@ def test_the_papers_table_is_reproduced_and_its_best_length_found(name, speedups
 
 
 @pytest.mark.parametrize("costs", ["paper, Zero", "a step, then flat", "nearly free"])
-@pytest.mark.parametrize("chunks", slow_but([400], [400, 3000]))
+@pytest.mark.parametrize("chunks", long_but([400], [400, 3000]))
 def test_follows_a_head_that_improves_from_nothing(costs, chunks):
     """Plain decoding for long, probes rare; then acceptance rises to 0.8 over `chunks` chunks, as a head learns."""
     machine = Machine(COSTS[costs], (0.0,) * 7, seed=3)
@@ -374,7 +374,7 @@ def long_steps(reads, ratio, seed, steps):
     return [machine.step(controller) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("reads", slow_but(["shared by the queries"], list(READS)))
+@pytest.mark.parametrize("reads", long_but(["shared by the queries"], list(READS)))
 def test_as_fast_as_the_best_length_while_sequences_grow(reads):
     """Mean share in the third to the sixth step, over three acceptances.
 

@@ -17,7 +17,7 @@ from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]
 SAMPLES, LONGEST = 3, 12
@@ -72,7 +72,7 @@ def test_the_rollouts_compared_differ_in_length_and_end():
 CASES = [("stateful", k) for k in range(1, 6)] + [("table", 5), ("ngram", 5), ("suffix", 5), ("cascade", 2)]
 
 
-@pytest.mark.parametrize("drafter, k", slow_but([("stateful", 3), ("table", 5), ("suffix", 5)], CASES))
+@pytest.mark.parametrize("drafter, k", long_but([("stateful", 3), ("table", 5), ("suffix", 5)], CASES))
 def test_tokens_do_not_depend_on_the_drafter(drafter, k, in_float64):
     out = generate(drafter, k)
     assert_same_tokens(out)

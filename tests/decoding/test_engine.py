@@ -21,8 +21,8 @@ from specrl_jax.errors import InputError, Stopped
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
 from tests.helpers.exact import log_softmax, sequences
+from tests.helpers.long import long_but
 from tests.helpers.rollouts import assert_positions_add_up
-from tests.helpers.slow import slow_but
 from tests.helpers.statistics import assert_drawn_from
 
 PAD, EOS, V = 0, 3, 4
@@ -211,7 +211,7 @@ def test_the_joint_distribution_of_plain_rollouts_is_the_targets(sampling):
     assert_drawn_from(observed(rollouts, 3, 2, 3), distribution, at_most=0.02)
 
 
-@pytest.mark.parametrize("eos, temperature", slow_but([(2, 0.6)], [None, 2], [1.0, 0.6]))
+@pytest.mark.parametrize("eos, temperature", long_but([(2, 0.6)], [None, 2], [1.0, 0.6]))
 def test_the_joint_distribution_over_successive_blocks_is_the_targets(eos, temperature):
     """Four tokens by blocks of one to three: noise of one block used again by the next would couple them.
 
@@ -391,7 +391,7 @@ def test_a_stop_ends_the_calibration():
     assert calls == [0, 0, 0] and list(lengths.unmeasured(10)) == [0]
 
 
-@pytest.mark.parametrize("longest", slow_but([8], [8, 300]))  # rows end; no row ends
+@pytest.mark.parametrize("longest", long_but([8], [8, 300]))  # rows end; no row ends
 def test_calibration_holds_one_cache_and_refills_only_where_rows_end(longest):
     sizes = EngineConfig(4, 4, longest, chunk=16, sizes=(2,))
     run = toys.toy_engine(sizes, Sampling(), (), PAD, toys.toy_drafter(DRAFT_TABLE, 1, 1.0))
@@ -608,7 +608,7 @@ def test_greedy_speculation_with_a_state_equals_greedy_plain_decoding(greedy, le
     assert cut[~out.ended].any(), "no limit inside a block"
 
 
-@pytest.mark.parametrize("rule", slow_but(["rejection"], ["rejection", "block", "coupled"]))
+@pytest.mark.parametrize("rule", long_but(["rejection"], ["rejection", "block", "coupled"]))
 def test_a_greedy_rollout_of_each_prompt_beside_its_samples(rule):
     """It is that of plain Python, whatever is drafted, and changes no sample."""
     drafter, found = toys.stateful_drafter(NEARLY, 2, 0.8, rule=rule), []

@@ -15,7 +15,7 @@ from specrl_jax.decoding import pages
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers import toys
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
 B, P, C = 12, 4, 14  # rows, pages of a row, pages of a shard
@@ -179,7 +179,7 @@ def wanted(page_tokens):
 EACH = [(1, 0.2), (16, 0.5)]
 
 
-@pytest.mark.parametrize("page_tokens, part", slow_but(EACH, [1, 2, 16, 128], [1.0, 0.5, 0.2]))
+@pytest.mark.parametrize("page_tokens, part", long_but(EACH, [1, 2, 16, 128], [1.0, 0.5, 0.2]))
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_rollouts_are_the_same_with_fewer_pages_than_they_want(rule, page_tokens, part):
     """Rows are parked on the host and come back bit for bit: even under `rejection` the tokens are the same."""

@@ -16,7 +16,7 @@ from specrl_jax.decoding.reverify import AT_ONCE
 from specrl_jax.decoding.state import EngineConfig
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, make_engine
 from tests.helpers.exact import sequences
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
 MASKS = {"most_kept": 4, "chunk": 1}  # fewer than those of the tokens verified at once
@@ -72,7 +72,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("drafter", slow_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
+@pytest.mark.parametrize("drafter", long_but(["none", "stateful"], ["none", "table", "stateful", "suffix", "cascade"]))
 def test_rollouts_are_those_of_the_present_weights(drafter, scale):
     """Also where nothing of the earlier ones is kept, and where all of it is; drafts afterwards are right."""
     earlier = texts(scale)

@@ -12,7 +12,7 @@ from specrl_jax.decoding.state import EngineConfig, MaskBuffer
 from specrl_jax.decoding.step import _record
 from tests.helpers import toys
 from tests.helpers.exact import final_probs, kept
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 V, EOS, PAD = 13, 12, 0
 # Rounded, so that ties are frequent.
@@ -55,7 +55,7 @@ def assert_honest(rollouts, sampling):
 FAST = [("rejection", "both", 2), ("block", "top_p", 2)]
 
 
-@pytest.mark.parametrize("rule, cut, k", slow_but(FAST, RULES, CUTS, (0, 2)))
+@pytest.mark.parametrize("rule, cut, k", long_but(FAST, RULES, CUTS, (0, 2)))
 def test_masks_and_logprobs_are_those_of_the_distribution_sampled(rule, cut, k):
     sampling = Sampling(0.7, *CUTS[cut], rule)
     rollouts = generate(sampling, k)

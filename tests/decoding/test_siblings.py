@@ -15,7 +15,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.drafts.lookup.draft import lookup_drafter, lookup_override
 from tests.helpers import toys
 from tests.helpers.distributions import observed, response_distribution
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
 V, K, PROMPT = 2, 2, [1, 0, 0, 1, 0]
@@ -51,7 +51,7 @@ def assert_independent(siblings, longest, groups, at_most, **how):
 
 
 @pytest.mark.parametrize(
-    "drafter, rule", slow_but([("suffix", "rejection")], ["suffix", "cascade"], ["rejection", "block", "coupled"])
+    "drafter, rule", long_but([("suffix", "rejection")], ["suffix", "cascade"], ["rejection", "block", "coupled"])
 )
 def test_the_joint_distribution_of_two_siblings_is_the_product(drafter, rule):
     """Four tokens of each: 256 outcomes of 2**16 groups, error rates 1e-6 at 0.0385 against 0.077."""

@@ -11,7 +11,7 @@ from specrl_jax.decoding.state import EngineConfig
 from specrl_jax.decoding.stop_texts import make_stop_texts
 from tests.helpers.cells import COPIES_OTHERS, TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"\xc3", b"\xa9", b"abcab"]
 TEXTS = [[b"ab"], [b"aab", b"bba"], [b"abab", b"b"], ["é".encode(), b"cc"], [b"aaa"]]
@@ -87,7 +87,7 @@ def assert_cut(found, stop):
 
 @pytest.mark.parametrize(
     "drafter, stop",
-    slow_but(
+    long_but(
         [("none", STOPS[0]), ("stateful", STOPS[1]), ("suffix", STOPS[0])],
         ["none", "table", "stateful", "suffix", "cascade"],
         STOPS,
@@ -101,7 +101,7 @@ def test_rollouts_end_where_a_text_does(drafter, stop):
 
 @pytest.mark.parametrize(
     "sizes",
-    slow_but([{"chunk": 1}, {"pages": 9}], [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}]),
+    long_but([{"chunk": 1}, {"pages": 9}], [{"chunk": 1}, {"num_slots": 3, "sizes": ()}, {"devices": 2}, {"pages": 9}]),
 )
 def test_wherever_chunks_end_and_rows_go(sizes):
     assert_cut(run((b"xyxy",), "stateful", **sizes), (b"xyxy",))

@@ -58,7 +58,7 @@ def one_device():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "speculators" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+    "name", [name if name == "speculators" else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
 )
 def test_a_loaded_head_drafts_in_the_engine_what_the_formula_says(name, saved, partition):
     """From the folder through `sync_cache` and `draft`, rows of two lengths, against float64 numpy."""

@@ -21,9 +21,9 @@ from specrl_jax.models import qwen3
 from specrl_jax.models.quantized import Quantized
 from specrl_jax.sharding import ROLLOUT, make_mesh, partitioner
 from tests.helpers import rollouts
+from tests.helpers.long import long_but
 from tests.helpers.policies import random_params
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.slow import slow_but
 from tests.helpers.training import lower_case, make_run, saved, train
 
 LIMITS = EngineConfig(12, 8, 16, 8, width=4)
@@ -48,7 +48,7 @@ def assert_equal_rollouts(out, plain):
         np.testing.assert_array_equal(getattr(out, name), getattr(plain, name))
 
 
-@pytest.mark.parametrize("quantize, preset", slow_but([("int8", "nano")], FORMATS, PRESETS))
+@pytest.mark.parametrize("quantize, preset", long_but([("int8", "nano")], FORMATS, PRESETS))
 def test_rollouts_are_those_of_plain_decoding_and_most_drafts_are_accepted(quantize, preset):
     """To the last bit in parity mode, with refills and siblings that share the pages of their prompt."""
     out = generate(quantize, preset)

@@ -280,8 +280,8 @@ def test_a_silent_failure_does_not_show_the_output_of_an_earlier_start(make, cap
     ("number", "status"),
     [
         (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.long),
     ],
 )
 def test_a_signal_stops_the_runs_with_sigterm_and_the_next_launch_resumes(make, capfd, number, status):

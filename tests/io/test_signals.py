@@ -12,8 +12,8 @@ import pytest
 from specrl_jax import distributed
 from specrl_jax.errors import Stopped
 from specrl_jax.io.signals import raise_once_set, stopped_as
+from tests.helpers.long import long_but
 from tests.helpers.runs import ROOT, process_environment
-from tests.helpers.slow import slow_but
 
 # The main thread spends minutes in C, as while XLA compiles.
 BUSY = """
@@ -26,7 +26,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
 
 
-@pytest.mark.parametrize("first", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]))
+@pytest.mark.parametrize("first", long_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]))
 def test_the_second_ctrl_c_leaves_at_once(first):
     pipe, command = subprocess.PIPE, [sys.executable, "-c", BUSY]
     process = subprocess.Popen(command, cwd=ROOT, env=process_environment(), stdout=pipe, stderr=pipe, text=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.attention import blocks, op, reference
+from tests.helpers.long import long_but
 from tests.helpers.paged import draw, scattered
-from tests.helpers.slow import slow_but
 
 attend, defined = jax.jit(blocks.attend), jax.jit(reference.attend)
 
@@ -22,7 +22,7 @@ def float64():
         yield np.float64
 
 
-SHAPES = slow_but([(16, 2, 4, 64)], [1, 16, 64, 128], [1, 2], [1, 2, 4, 8], [64, 128])
+SHAPES = long_but([(16, 2, 4, 64)], [1, 16, 64, 128], [1, 2], [1, 2, 4, 8], [64, 128])
 
 
 @pytest.mark.parametrize("T, K, group, H", SHAPES)
@@ -32,7 +32,7 @@ def test_is_the_definition(float64, T, K, group, H):
 
 
 @pytest.mark.parametrize(
-    "lengths", slow_but([[700] * 3 + [2] * 6], [[5], [0], [300], [0, 0], list(range(0, 40, 3)), [700] * 3 + [2] * 6])
+    "lengths", long_but([[700] * 3 + [2] * 6], [[5], [0], [300], [0, 0], list(range(0, 40, 3)), [700] * 3 + [2] * 6])
 )
 def test_is_the_definition_for_every_number_of_rows(float64, lengths):
     """Of which the longest go on alone."""
@@ -44,7 +44,7 @@ def test_is_the_definition_for_every_number_of_rows(float64, lengths):
 BOUNDS = {"float32": 2e-6, "bfloat16": 2e-2, "uint16": 2e-2}
 
 
-@pytest.mark.parametrize("dtype", slow_but(["uint16"], BOUNDS))
+@pytest.mark.parametrize("dtype", long_but(["uint16"], BOUNDS))
 def test_rounds_as_its_dtype(dtype):
     q, pages, table, positions = draw(LENGTHS, Q=3, K=2, N=8, H=64, T=16)
     kept = blocks.stored(pages, jnp.dtype(dtype))
@@ -70,7 +70,7 @@ def test_a_query_beyond_the_pages_of_its_row_sees_what_they_hold(float64):
     np.testing.assert_array_equal(found, attend(q, pages, table, positions * 0 + 199))
 
 
-@pytest.mark.parametrize("T", slow_but([16], [16, 128]))
+@pytest.mark.parametrize("T", long_but([16], [16, 128]))
 def test_pages_of_no_row_may_hold_anything(T):
     q, pages, table, positions = draw(LENGTHS, Q=2, K=2, N=4, H=64, T=T)
     free = np.setdiff1d(np.arange(len(pages)), np.asarray(table))
@@ -93,7 +93,7 @@ def test_bits_depend_neither_on_page_numbers_nor_on_the_page_size(H):
         np.testing.assert_array_equal(other, found[0])
 
 
-@pytest.mark.parametrize("Q", slow_but([1], [1, 3]))
+@pytest.mark.parametrize("Q", long_but([1], [1, 3]))
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(Q):
     """Which decide with how many others, and in which place, a row goes on."""
     q, pages, table, positions = draw([300, 129, 64, 20, 5, 700, 0, 90], Q=Q, K=2, N=8, H=64, T=16)
@@ -149,7 +149,7 @@ def with_pages(C, q, pages, table, positions):
     return q, pages, jnp.where(table == old, C, table), positions
 
 
-@pytest.mark.parametrize("T, dtype", slow_but([(16, "uint16")], [1, 16, 128], ["float32", "uint16"]))
+@pytest.mark.parametrize("T, dtype", long_but([(16, "uint16")], [1, 16, 128], ["float32", "uint16"]))
 def test_what_is_written_is_read_and_nothing_else_changes(T, dtype):
     _, pages, table, positions = draw([3, 64, 0, 129], Q=3, K=2, N=4, H=64, T=T)
     dtype, rng = jnp.dtype(dtype), np.random.default_rng(1)

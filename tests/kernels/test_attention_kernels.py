@@ -14,8 +14,8 @@ from kernels_pallas.attention import blocks, gpu, op, reference, tpu
 from specrl_jax.models.layers import rms_norm, rotary_angles, rotate
 from tests.helpers import targets
 from tests.helpers.interpreted import GPU, TPU
+from tests.helpers.long import long_but
 from tests.helpers.paged import draw
-from tests.helpers.slow import slow_but
 
 INTERPRETED = {
     name: op.Kernel(functools.partial(module.attend, interpret=interpret), module.fits)
@@ -45,7 +45,7 @@ CASES = {
 FAST = [("gpu", "one row", "bfloat16"), ("tpu", "small pages", "float32")]
 
 
-@pytest.mark.parametrize("backend, name, dtype", slow_but(FAST, INTERPRETED, CASES, BOUNDS))
+@pytest.mark.parametrize("backend, name, dtype", long_but(FAST, INTERPRETED, CASES, BOUNDS))
 def test_the_kernels_are_the_definition(backend, name, dtype):
     if backend == "gpu" and dtype == "float32":
         assert not gpu.fits(*case(kept=dtype, **CASES[name])[:3])
@@ -134,7 +134,7 @@ def in_turn(fused, heads, pages, table, positions):
 
 @pytest.mark.parametrize(
     "shape, dtype",
-    slow_but(
+    long_but(
         [("one query", "bfloat16")],
         FUSED,
         BOUNDS,

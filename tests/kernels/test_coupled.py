@@ -15,7 +15,7 @@ from specrl_jax.decoding.drafters import sample_draft
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import SAMPLINGS, completed, make_model, nothing_drafted, plain_tokens, run_block, run_drafts
 from tests.helpers.exact import flat_index, joint, sequences, softmax
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
 COUPLED = {name: dataclasses.replace(sampling, rule="coupled") for name, sampling in SAMPLINGS.items()}
@@ -108,7 +108,7 @@ def test_the_best_of_logits_and_noise_has_the_distribution_of_the_softmax(monkey
 
 
 @pytest.mark.parametrize(
-    "kind, name", slow_but([("random", "plain"), ("reduced", "all three")], ["random", "reduced"], COUPLED)
+    "kind, name", long_but([("random", "plain"), ("reduced", "all three")], ["random", "reduced"], COUPLED)
 )
 def test_the_joint_distribution_with_real_noise_is_the_targets(kind, name):
     """27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""

@@ -14,7 +14,7 @@ from kernels_pallas.grouped import gpu, op, reference
 from kernels_pallas.grouped.types import Matrices
 from tests.helpers import targets
 from tests.helpers.interpreted import GPU
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 
 def draw(E, D, F, J, M, stored="bfloat16", seed=0):
@@ -52,7 +52,7 @@ CASES = {
 STORED = ["bfloat16", "int8", "float8_e4m3fn"]
 
 
-@pytest.mark.parametrize("name, stored", slow_but([("fewer steps than slots", "int8")], CASES, STORED))
+@pytest.mark.parametrize("name, stored", long_but([("fewer steps than slots", "int8")], CASES, STORED))
 def test_the_kernel_is_the_definition(name, stored):
     rows, owners, w = draw(**CASES[name], stored=stored)
     owners = owners.at[-1].set(len(w.gate))  # a tile that is not used
@@ -116,7 +116,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("M, E, D, F, stored", slow_but([SIZES[0], SIZES[4]], SIZES))
+@pytest.mark.parametrize("M, E, D, F, stored", long_but([SIZES[0], SIZES[4]], SIZES))
 def test_lowers(M, E, D, F, stored):
     lowered = jax.jit(gpu.swiglu).trace(*arguments(M, E, D, F, stored)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()

@@ -11,7 +11,7 @@ from kernels_pallas.verify.sampling import TILE, draw, final_logits, truncate
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.errors import InputError
 from tests.helpers.exact import final_probs, kept, softmax
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
 ENDS = np.array([0.0, 2**-24, 0.5, 1 - 2**-23, 1 - 2**-24], np.float32)
@@ -293,7 +293,7 @@ def test_the_largest_uniform_draws_the_last_positive_entry():
     np.testing.assert_array_equal(draw(weights[:, ::-1], (u, u)), 1)
 
 
-@pytest.mark.parametrize("V", slow_but([40], [40, TILE + 88, 5 * TILE - 1]))
+@pytest.mark.parametrize("V", long_but([40], [40, TILE + 88, 5 * TILE - 1]))
 def test_draws_with_the_noise_follow_the_weights(V):
     """Entries dealt to 40 groups across tiles, 200,000 draws: error rates 1e-6 at total variation 0.0103 and 0.0206."""
     N = 200_000

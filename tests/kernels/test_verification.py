@@ -30,7 +30,7 @@ from tests.helpers.blocks import (
     run_drafts,
 )
 from tests.helpers.exact import final_probs, flat_index, joint, log_softmax, sequences
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.statistics import assert_drawn_from
 
 # Width of the cells on both sides of a breakpoint: a threshold that is off by more lands in the wrong cell.
@@ -242,7 +242,7 @@ JOINT = [
 FAST = [(rule, "reduced", 3, 2, "warm", False) for rule in RATIO_RULES]
 
 
-@pytest.mark.parametrize("rule, kind, V, k, name, deterministic", slow_but(FAST, JOINT))
+@pytest.mark.parametrize("rule, kind, V, k, name, deterministic", long_but(FAST, JOINT))
 def test_the_joint_distribution_with_real_noise_is_the_targets(rule, kind, V, k, name, deterministic):
     """At most 27 outcomes, 50,000 rollout ids: error rates 1e-6 at total variation 0.02 against 0.04."""
     model, sampling = make_model(kind, V, k), with_rule(rule, name)
@@ -429,7 +429,7 @@ def test_where_nothing_was_drafted_nothing_is_accepted(sampling, reduced):
 
 
 @pytest.mark.parametrize(
-    "rule, kind", slow_but([("block", "random")], [*RATIO_RULES, "coupled"], ["random", "equal", "reduced"])
+    "rule, kind", long_but([("block", "random")], [*RATIO_RULES, "coupled"], ["random", "equal", "reduced"])
 )
 def test_a_row_with_fewer_drafted_tokens_is_verified_as_if_alone_with_them(rule, kind):
     """Rows of 0 to 3 drafted tokens in one call emit what calls with k = 0 to 3 emit"""

@@ -13,7 +13,7 @@ from kernels_pallas.verify import tiled
 from kernels_pallas.verify.op import KERNELS, Draft, Noise, VerifyInputs
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers import targets
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 B, V, VD = 64, 151_936, 32_000  # Qwen3-8B
 BACKENDS = {"cuda": KERNELS["gpu"], "tpu": KERNELS["tpu"]}
@@ -40,7 +40,7 @@ def verification(platform, sampling):
 
 
 @pytest.mark.parametrize(
-    "platform, name, k", slow_but([("cuda", "block", 3), ("tpu", "block", 3)], BACKENDS, CASES, [3, 7])
+    "platform, name, k", long_but([("cuda", "block", 3), ("tpu", "block", 3)], BACKENDS, CASES, [3, 7])
 )
 def test_lowers(platform, name, k):
     lowered = jax.jit(verification(platform, CASES[name])).trace(*arguments(k)).lower(lowering_platforms=(platform,))

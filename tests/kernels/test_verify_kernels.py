@@ -18,7 +18,7 @@ from kernels_pallas.verify.tiles import ResidualTerms, Statistics, TileOptions
 from specrl_jax.decoding.sampling import Sampling
 from tests.helpers.blocks import QUICKLY, jitted_verify
 from tests.helpers.interpreted import KERNELS
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 
 def logits_of(seed, *shape, scale=3.0, impossible=0.1):
@@ -155,7 +155,7 @@ EACH = [(backend, rule) for backend in ("gpu", "tpu") for rule in ("rejection", 
 SOME = jnp.arange(B) % 2 == 0
 
 
-@pytest.mark.parametrize("backend, name", slow_but(EACH, ["gpu", "tpu"], SAMPLINGS))
+@pytest.mark.parametrize("backend, name", long_but(EACH, ["gpu", "tpu"], SAMPLINGS))
 def test_verification_is_the_references(backend, name):
     """Rows with and without probabilities mixed, a reduced vocabulary that fills no tile."""
     accepted = compare(backend, SAMPLINGS[name], with_draft(case(3, 1, True), deterministic=SOME))
@@ -163,7 +163,7 @@ def test_verification_is_the_references(backend, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend, name", slow_but([("tpu", "block")], ["gpu", "tpu"], SAMPLINGS))
+@pytest.mark.parametrize("backend, name", long_but([("tpu", "block")], ["gpu", "tpu"], SAMPLINGS))
 def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     num_drafted = jnp.array([0, 1, 2, 3, 1, 2], jnp.int32)
     inputs = with_draft(case(3, 3, False, "equal"), deterministic=SOME, num_drafted=num_drafted)
@@ -171,7 +171,7 @@ def test_rows_with_fewer_drafted_tokens_are_the_references(backend, name):
     assert (accepted <= num_drafted).all() and (accepted[[1, 3]] == [1, 3]).all() | (name not in ("rejection", "block"))
 
 
-@pytest.mark.parametrize("backend, rule", slow_but([("tpu", "block")], ["gpu", "tpu"], ["rejection", "block"]))
+@pytest.mark.parametrize("backend, rule", long_but([("tpu", "block")], ["gpu", "tpu"], ["rejection", "block"]))
 def test_drafts_that_are_not_finite_are_the_references(backend, rule):
     """They end before it: a NaN in the first tile or in the last, +inf, no possible token."""
     inputs = case(3, 3, False, "equal")

@@ -15,7 +15,7 @@ from specrl_jax.decoding.rollouts import NO_EXPERTS
 from specrl_jax.learner.batch import SIZES, Packing, TrainingBatch, few_sizes, ids_per_row, learner_batch, pack_parts
 from specrl_jax.learner.microbatches import microbatch_rows
 from specrl_jax.rl.objectives import LossInputs, Objective
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.learner.test_policy_step import PLAIN, assert_trees_close, recording_state, step_functions
 
 T = 16
@@ -225,7 +225,7 @@ def gradient_of(name, packing=None, microbatch_tokens=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
+@pytest.mark.parametrize("name", long_but(["token"], OBJECTIVES))
 def test_packed_rows_give_the_gradient_of_padded_ones(name):
     (plain, logprobs), (packed, again) = gradient_of(name), gradient_of(name, PACKING)
     # Float32 sums in another order, as between microbatches.

@@ -38,7 +38,7 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.initial import initial_vocab_map
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from specrl_jax.training.update import update
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.helpers.training import make_run
 from tests.learner.test_policy_step import assert_trees_close, recorder
 
@@ -177,7 +177,7 @@ def draft_alone(setup, state, rows, inputs, count):
     return metrics
 
 
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_learning_on_line_leaves_the_policy_bit_equal(kind):
     """Parameters and moments after each update, and all that is reported of them."""
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
@@ -206,7 +206,7 @@ def test_by_every_loss_the_policy_stays_bit_equal(loss):
         assert len(found.draft) == 1 and 0 < found.draft[0].loss < np.inf
 
 
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_every_weight_of_the_draft_learns(kind):
     """None is behind a stop_gradient: the first moments after one update, a tenth of the clipped gradient."""
     state = runs(kind)[True][0][1]
@@ -216,7 +216,7 @@ def test_every_weight_of_the_draft_learns(kind):
         assert np.abs(leaf).max() > 1e-4 * optax.tree.norm(moments), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_the_draft_changes_only_on_line(kind):
     (on, on_updates), (off, off_updates) = runs(kind)[True], runs(kind)[False]
     assert_trees_equal(on[0], off[0])
@@ -232,7 +232,7 @@ def test_the_draft_changes_only_on_line(kind):
     assert_trees_equal(on[5].vocab_map, on[0].vocab_map)
 
 
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], KINDS))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_learning_lowers_the_loss_and_raises_what_it_expects_to_keep(kind):
     """Of every draft step, from the features of the policy's own update."""
     first, *_, last = runs(kind)["draft"]
@@ -468,7 +468,7 @@ def recorded_update(sizes, microbatch, loss="ce", vocab_tile=0):
 WHOLE = (tuple(ONE.items()), 0)
 
 
-@pytest.mark.parametrize("loss", slow_but(["ce"], ["ce", "e2e_tv"]))
+@pytest.mark.parametrize("loss", long_but(["ce"], ["ce", "e2e_tv"]))
 def test_the_update_reports_its_own_gradient_and_the_weighted_loss(loss):
     gradient, metrics = recorded_update(*WHOLE, loss)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradient))
@@ -522,7 +522,7 @@ PACKED = {"eagle3": HEAD, "model": SmallModelDraft(dataclasses.replace(POLICY, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["eagle3"], PACKED))
+@pytest.mark.parametrize("kind", long_but(["eagle3"], PACKED))
 def test_packed_rows_are_as_good_as_one_row_a_sequence(kind, partition):
     """Eight sequences in fewer rows: the same gradient and metrics, from features that came with the tokens."""
     draft, rng = PACKED[kind], np.random.default_rng(3)

@@ -17,7 +17,7 @@ from specrl_jax.learner.state import TrainState, init_random_params, init_state,
 from specrl_jax.models import qwen3
 from specrl_jax.rl.objectives import LossInputs, Objective
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 NANO = qwen3.preset("nano")
 SPECS = qwen3.param_specs(NANO)
@@ -127,7 +127,7 @@ def test_gradient_is_that_of_the_mean_over_response_tokens():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatch"), slow_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", 0), (SPLIT, 4), ("sequence 4, fsdp 2", 0)])
+    ("mesh", "microbatch"), long_but([(SPLIT, 4)], [("one", 2), ("fsdp 8", 0), (SPLIT, 4), ("sequence 4, fsdp 2", 0)])
 )
 def test_microbatches_and_devices_change_rounding_only(mesh, microbatch):
     one, sharded = results("one", PLAIN), results(mesh, dataclasses.replace(PLAIN, microbatch_tokens=microbatch * T))
@@ -150,7 +150,7 @@ def test_a_row_is_split_along_its_tokens():
     assert learnt.features.hidden.sharding.shard_shape((B, T, D)) == (B // 2, T // 4, D)
 
 
-@pytest.mark.parametrize("mesh", slow_but([SPLIT], ["one", SPLIT, "sequence 4, fsdp 2"]))
+@pytest.mark.parametrize("mesh", long_but([SPLIT], ["one", SPLIT, "sequence 4, fsdp 2"]))
 def test_packed_rows_score_as_one_row_a_sequence(mesh):
     """Two sequences in each row, the second with positions of its own: no token reads the other sequence.
 

@@ -89,7 +89,7 @@ def test_memory_does_not_grow_with_the_square_of_a_row(partition, monkeypatch):
 
 # One tile that is not full, one that is, two with a remainder; rows that do not divide over their devices.
 @pytest.mark.parametrize(
-    "B, T", [(3, 40), pytest.param(2, 128, marks=pytest.mark.slow), pytest.param(2, 700, marks=pytest.mark.slow)]
+    "B, T", [(3, 40), pytest.param(2, 128, marks=pytest.mark.long), pytest.param(2, 700, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_splash_and_its_gradient_are_those_of_xla_on_a_mesh(packed, B, T):

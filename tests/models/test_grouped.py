@@ -12,7 +12,7 @@ from specrl_jax.models import grouped
 from specrl_jax.models.quantized import quantize
 from tests.helpers.grouped import by_kernel
 from tests.helpers.interpreted import GPU
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 
 D, F, E, N, K = 12, 20, 5, 23, 3  # E of TOTAL experts are here
 TOTAL = 8
@@ -124,7 +124,7 @@ def test_rows_of_no_group_reach_nothing(monkeypatch):
 # ---- kernel
 
 
-@pytest.mark.parametrize("fall", slow_but(["anywhere"], FALLS))
+@pytest.mark.parametrize("fall", long_but(["anywhere"], FALLS))
 def test_more_copies_than_one_call_takes_are_summed_one_part_after_the_other(fall, monkeypatch):
     x, share, chosen, w = draw(fall)
     monkeypatch.setattr(grouped, "MOST_COPIES", 30)  # of 10 of the 23 tokens: three parts of 8
@@ -155,7 +155,7 @@ def test_what_a_kernel_does_not_take_is_summed_by_tiles():
     np.testing.assert_array_equal(grouped.by_kernel(*arguments, kernel=kernel), grouped.by_tiles(*arguments))
 
 
-@pytest.mark.parametrize("kind", slow_but(["int8"], ["int8", "fp8"]))
+@pytest.mark.parametrize("kind", long_but(["int8"], ["int8", "fp8"]))
 def test_a_kernel_takes_quantised_matrices_with_their_scales(kind):
     x, share, chosen, w = draw("anywhere")
     x, share, w = narrow((x, share, w))
@@ -183,7 +183,7 @@ def test_devices_sum_by_what_they_have():
 
 @pytest.mark.parametrize(
     "n, k, experts, total",
-    [(1, 1, 1, 1), (3, 2, 8, 8), (500, 4, 8, 8), pytest.param(700, 8, 4, 32, marks=pytest.mark.slow)],
+    [(1, 1, 1, 1), (3, 2, 8, 8), (500, 4, 8, 8), pytest.param(700, 8, 4, 32, marks=pytest.mark.long)],
     ids=str,
 )
 @pytest.mark.parametrize("crowded", [False, True])

@@ -13,7 +13,7 @@ from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.models.lm_head import TargetDistribution, TokenScores, draft_terms, token_scores
 from specrl_jax.rl.objectives import LossInputs, Objective, grpo_loss
 from tests.helpers.exact import final_probs, sequences
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.models.test_lm_head import (
     CLOSE,
     IDS,
@@ -71,7 +71,7 @@ def scores_by_hand(hidden, table, targets, cotangents, keep, temperature):
         return jax.device_get((found, pull(TokenScores(*(jnp.asarray(c, jnp.float64) for c in cotangents)))))
 
 
-SOME_SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((0, V, "one"), (7, V, "eight"))]
+SOME_SLOW = [pytest.param(*case, marks=pytest.mark.long) for case in ((0, V, "one"), (7, V, "eight"))]
 
 
 @pytest.mark.parametrize(("entries", "vocab", "mesh"), [(7, V, "one"), (10, 30, "eight"), *SOME_SLOW])
@@ -154,7 +154,7 @@ def with_missing(kept, keep, drafted):
 
 
 @pytest.mark.parametrize(
-    "sampling", slow_but([Sampling(1.3, 4, 0.8)], [Sampling(0.7, 3), Sampling(0.7, 0, 0.7), Sampling(1.3, 4, 0.8)])
+    "sampling", long_but([Sampling(1.3, 4, 0.8)], [Sampling(0.7, 3), Sampling(0.7, 0, 0.7), Sampling(1.3, 4, 0.8)])
 )
 def test_the_policy_gradient_is_that_of_the_truncated_distribution(sampling, float64):
     """The gradient of E[R] over answers of two tokens, by enumeration and central differences of the truncated

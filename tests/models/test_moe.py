@@ -254,9 +254,9 @@ def test_bfloat16_stays_close_to_float32(partition):
 
 MESHES = [
     {"expert": 2, "fsdp": 2, "tensor": 2},
-    pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.slow),
-    pytest.param({"expert": 2, "data": 2, "fsdp": 2}, marks=pytest.mark.slow),
-    pytest.param({"expert": 8}, marks=pytest.mark.slow),
+    pytest.param({"expert": 4, "tensor": 2}, marks=pytest.mark.long),
+    pytest.param({"expert": 2, "data": 2, "fsdp": 2}, marks=pytest.mark.long),
+    pytest.param({"expert": 8}, marks=pytest.mark.long),
 ]
 DIVISIBLE = dataclasses.replace(MOE, mlp=28)
 

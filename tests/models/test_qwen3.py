@@ -259,9 +259,9 @@ def test_gradient_is_the_derivative_of_the_float64_formula(params, config, token
 @pytest.mark.parametrize(
     "static",
     [
-        pytest.param({"vocab_tile": 16}, marks=pytest.mark.slow),
-        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param({"remat": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"vocab_tile": 16}, marks=pytest.mark.long),
+        pytest.param({"remat": "full"}, marks=pytest.mark.long),
+        pytest.param({"remat": "selective"}, marks=pytest.mark.long),
         {"vocab_tile": 7, "remat": "selective", "aux_layers": (0, 2)},
     ],
     ids=["tiled", "full", "selective", "all-with-features"],
@@ -327,7 +327,7 @@ def test_selective_repeats_no_product_and_holds_less_than_nothing_repeated(parti
 # Auxiliary features
 
 
-@pytest.mark.parametrize("layers", [(2, 0), pytest.param((0, 1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("layers", [(2, 0), pytest.param((0, 1, 2), marks=pytest.mark.long)], ids=str)
 def test_features_are_the_residual_stream_entering_the_named_layers(layers, params, config, tokens, partition):
     out = compiled(config, partition, aux_layers=layers)(params, tokens, row_positions(tokens))
     assert out.aux.shape == (B, T, len(layers), config.embed)
@@ -344,7 +344,7 @@ def test_both_layouts_give_the_same_features(params, rollout, config, tokens, pa
     np.testing.assert_allclose(decoded.aux, learner.aux, **ROUNDING)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "selective"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_features_carry_no_gradient(remat, params, config, tokens, partition):
     def size_of_features(params):
         out = forward(
@@ -404,9 +404,9 @@ def test_inference_params_have_the_declared_shapes_and_dtype(dtype, params, conf
     ("config", "blocks", "page"),
     [
         (SMALL, (5, 1, 4, 1, 1), 4),
-        pytest.param(SMALL, (1,) * 12, 8, marks=pytest.mark.slow),
+        pytest.param(SMALL, (1,) * 12, 8, marks=pytest.mark.long),
         (TIED, (12,), 8),
-        pytest.param(STRETCHED, (5, 1, 4, 1, 1), 4, marks=pytest.mark.slow),
+        pytest.param(STRETCHED, (5, 1, 4, 1, 1), 4, marks=pytest.mark.long),
     ],
     ids=["untied", "one by one", "tied", "stretched positions"],
     indirect=["config"],
@@ -578,7 +578,7 @@ def test_packed_segments_equal_separate_rows(params, config, tokens, partition):
 # Precision
 
 
-@pytest.mark.parametrize("cache_dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16])
 def test_bfloat16_rollout_stays_close_to_float32(cache_dtype, params, config, tokens, partition):
     rollout = qwen3.inference_params(params, config, jnp.bfloat16)
     paged = empty_pages(config, dtype=cache_dtype)
@@ -607,7 +607,7 @@ def test_stretched_positions_allow_longer_sequences():
 # Sharded = unsharded
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.long)], ids=str)
 def test_forward_on_a_mesh_is_the_forward_on_one_device(sizes, partition):
     data, fsdp, tensor = sizes
     mesh = make_mesh({"data": data, "fsdp": fsdp, "expert": 1, "tensor": tensor})

@@ -274,7 +274,7 @@ def test_all_tests_of_an_answer_share_its_time():
 # ---- in a sandbox
 
 
-@pytest.fixture(scope="module", params=[*sandboxes.LOCAL, pytest.param("http", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[*sandboxes.LOCAL, pytest.param("http", marks=pytest.mark.long)])
 def paid(request):
     """A function (response, answer, row) -> what a program is paid, in shares, for each sandbox of this machine."""
     if request.param == "http":

@@ -388,7 +388,7 @@ def test_sixty_hostile_programs_and_more():
 
 
 @pytest.mark.parametrize(
-    "only", [["reads", "network", "forges"], pytest.param(["writes", "processes", "limits"], marks=pytest.mark.slow)]
+    "only", [["reads", "network", "forges"], pytest.param(["writes", "processes", "limits"], marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("mechanism", LOCAL)
 def test_hostile_programs_get_nothing(mechanism, only):

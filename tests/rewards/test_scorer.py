@@ -376,7 +376,7 @@ def wait_for_end(pids, seconds=5.0):
     return [pid for pid in pids if is_running(pid)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_workers_end_with_their_parent(tmp_path, number):
     """One idle, one busy in Python, one busy in C."""
     process = run_program(tmp_path, BUSY + "    time.sleep(1000)\n")
@@ -472,7 +472,7 @@ def test_a_mistake_is_one_line(names, message):
     [
         ("import os; os._exit(0)", "the worker ended with status 0"),
         ("import os; os.abort()", "the worker was ended by SIGABRT"),
-        pytest.param("while True: pass", "the worker takes more than 3 s to start", marks=pytest.mark.slow),
+        pytest.param("while True: pass", "the worker takes more than 3 s to start", marks=pytest.mark.long),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
         ("def f(response, answer) 1", "SyntaxError"),
         ("import sys; sys.exit(0)", "SystemExit"),

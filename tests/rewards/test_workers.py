@@ -17,7 +17,7 @@ FORMS = "fork child setsid daemon chain"
 
 
 def slow(value):
-    return pytest.param(value, marks=pytest.mark.slow)
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 def descendants():

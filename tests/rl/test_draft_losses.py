@@ -440,7 +440,7 @@ def rows_of(texts, arrange):
     return rows if arrange is packed else rows | {"segments": None}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
 def test_sequences_packed_into_rows_learn_what_they_learn_alone(kind):
     """Totals, counts and gradients of every loss: attention, rotary positions and shifts stay within a sequence."""
     params, texts = head_and_sequences(kind)

@@ -108,7 +108,7 @@ def case(loss, aggregation, correction):
     objective = Objective(0.2, 0.28, 0.3, 3.0, loss, aggregation, "k3", 0.05, correction=correction, longest=LONGEST)
     # `make test` has each loss with each aggregation, the corrections in turn; `make test-all` every combination.
     fast = CORRECTIONS[PAIRS.index((loss, aggregation)) % len(CORRECTIONS)] == correction
-    return pytest.param(objective, marks=() if fast else pytest.mark.slow)
+    return pytest.param(objective, marks=() if fast else pytest.mark.long)
 
 
 CASES = [case(*pair, correction) for pair in PAIRS for correction in CORRECTIONS]

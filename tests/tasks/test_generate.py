@@ -23,9 +23,9 @@ from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.tasks.generate import load_generator
 from tests.helpers.exact import final_probs
+from tests.helpers.long import long_but
 from tests.helpers.policies import random_params
 from tests.helpers.runs import ROOT, arguments, make_call
-from tests.helpers.slow import slow_but
 
 NANO, DEEP = qwen3.preset("nano"), qwen3.preset("nano_deep")
 SMALLER = qwen3.Qwen3Config(128, 48, 1, 6, 2, 8, 80, tied=True, max_positions=4096)
@@ -80,7 +80,7 @@ def load(folders, kind, path="", **changes):
 DRAFTS = [("none", ""), ("mtp", "mtp_mimo"), ("model", "model"), ("suffix", "")]
 
 
-@pytest.mark.parametrize(("kind", "path"), slow_but(DRAFTS[:1], DRAFTS), ids=lambda value: value or "-")
+@pytest.mark.parametrize(("kind", "path"), long_but(DRAFTS[:1], DRAFTS), ids=lambda value: value or "-")
 def test_what_comes_out_agrees_with_itself(folders, kind, path):
     """Texts, tokens, log-probs and counts of the same answers; log-probs are the policy's, read from the folder."""
     generator, calls = load(folders, kind, path), []

@@ -83,7 +83,7 @@ def assert_same_run(run, workdir, synchronous):
 
 
 @pytest.mark.parametrize(
-    "mode", ["sync, 1 ahead", *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(MODES)[2:])]
+    "mode", ["sync, 1 ahead", *(pytest.param(mode, marks=pytest.mark.long) for mode in list(MODES)[2:])]
 )
 def test_an_exact_run_is_the_synchronous_one_to_the_last_bit(mode, synchronous, tmp_path):
     run, workdir = run_of(tmp_path, mode), tmp_path / "run"

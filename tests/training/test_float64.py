@@ -17,7 +17,7 @@ from specrl_jax.learner.state import TrainState
 from specrl_jax.models import qwen3
 from specrl_jax.models.lora import EQUATIONS, LoRA, attach, init_adapters, merged
 from specrl_jax.rl.objectives import LossInputs
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.learner.test_batch import OBJECTIVES, PACKING, T, training_batch
 from tests.learner.test_policy_step import PLAIN, initial_params, partition_of, recorder
 
@@ -69,7 +69,7 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("name", slow_but(["token"], OBJECTIVES))
+@pytest.mark.parametrize("name", long_but(["token"], OBJECTIVES))
 def test_packed_rows(name):
     packed = batch_of(PACKING)
     assert len(packed[0].tokens) < len(batch_of()[0].tokens)

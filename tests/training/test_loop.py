@@ -25,9 +25,9 @@ from specrl_jax.io.report import print_report
 from specrl_jax.training import loop, resume, update
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
+from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
 from tests.helpers.runs import arguments, finished_run, run_process, start_process
-from tests.helpers.slow import slow_but
 from tests.helpers.training import StopAfter, lower_case, make_run, samples, saved, train, untimed, with_config
 
 ROLLOUTS = 16  # of a step: 4 prompts x 4 answers
@@ -359,7 +359,7 @@ def stop_when(monkeypatch, name, step):
     return stop
 
 
-@pytest.mark.parametrize("step", slow_but([3], [0, 3, STEPS]))
+@pytest.mark.parametrize("step", long_but([3], [0, 3, STEPS]))
 def test_an_evaluation_that_was_stopped_is_made_by_the_same_command(toy, whole, tmp_path, monkeypatch, step):
     """Its step is saved, with what was measured of it so far; the row is written once the rest is."""
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="saved" if step else "no step"):

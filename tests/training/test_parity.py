@@ -46,7 +46,7 @@ SOME = [("eagle3", (1, 3))]
 
 
 @pytest.mark.parametrize(
-    "kind, programs", SOME + [pytest.param(kind, EVERY, marks=pytest.mark.slow) for kind in KINDS if kind != "none"]
+    "kind, programs", SOME + [pytest.param(kind, EVERY, marks=pytest.mark.long) for kind in KINDS if kind != "none"]
 )
 def test_tokens_and_logprobs_are_those_of_plain_decoding_to_the_last_bit(kind, programs):
     for k in programs:

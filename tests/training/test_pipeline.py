@@ -23,8 +23,8 @@ from specrl_jax.training.initial import initial_state
 from specrl_jax.training.partial import NOTHING_LEFT
 from specrl_jax.training.pipeline import AHEAD, Async, Sync, with_rollouts, without_rollouts
 from specrl_jax.training.speculation import Speculation
+from tests.helpers.long import long_but
 from tests.helpers.rewards import FunctionScorer
-from tests.helpers.slow import slow_but
 from tests.helpers.training import StopAfter, lower_case, make_run, saved, train, untimed, with_config
 
 LAST = 6
@@ -265,7 +265,7 @@ def same_run(setup, workdir, other):
         assert (workdir / name).read_text() == (other / name).read_text()
 
 
-@pytest.mark.parametrize("lag", slow_but([2], [1, 2]))
+@pytest.mark.parametrize("lag", long_but([2], [1, 2]))
 def test_a_killed_run_ends_like_the_whole_one(toy, lag, tmp_path, monkeypatch):
     setup, whole, known = with_config(toy, pipeline={"lag": lag}), tmp_path / "whole", []
 

@@ -17,7 +17,7 @@ from specrl_jax.models import qwen3
 from specrl_jax.sharding import LEARNER, make_mesh, partitioner
 from specrl_jax.training.metrics import mismatch_metrics
 from tests.helpers import rollouts as real
-from tests.helpers.slow import slow_but
+from tests.helpers.long import long_but
 from tests.learner.test_draft_step import DRAFT_LEARN, HEAD, IDS, LEARN, ONE, POLICY, B, T, draw, make_batch
 
 CUTS = {"top_k": (5, 1.0), "top_p": (0, 0.6), "both": (20, 0.8)}
@@ -29,7 +29,7 @@ def learner_partition():
     return partitioner(make_mesh(ONE, jax.devices()[:1]), LEARNER)
 
 
-@pytest.mark.parametrize("rule, cut, packed", slow_but([("rejection", "both", True)], RULES, CUTS, (True, False)))
+@pytest.mark.parametrize("rule, cut, packed", long_but([("rejection", "both", True)], RULES, CUTS, (True, False)))
 def test_learner_and_rollouts_agree_on_the_log_probs(rule, cut, packed):
     """To float32's rounding, while those over the whole vocabulary are far off."""
     limits = EngineConfig(6, max_prompt_tokens=8, max_response_tokens=12, chunk=4, most_kept=512)

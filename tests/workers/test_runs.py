@@ -91,7 +91,7 @@ def test_workers_that_begin_rollouts_early_make_the_synchronous_run(tmp_path):
     assert kept[0] == 0 and 0 < min(kept[1:]) < 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_learner_of_two_processes(tmp_path):
     """Each has half of every weight, and both halves reach the workers; against one process with a device more."""
     several, one = tmp_path / "several", tmp_path / "one"
@@ -119,7 +119,7 @@ def test_the_run_is_the_same_where_workers_come_and_one_is_killed(alone, tmp_pat
     assert_equal(rows, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_wait_for_a_learner_that_was_killed(alone, tmp_path):
     """From the checkpoint after step 10 the same command makes the same run, with the same workers."""
     learner, *workers = fleet(tmp_path)

@@ -31,7 +31,7 @@ ATOL = 2e-5
 variants = pytest.mark.parametrize(
     "name",
     [
-        name if name in ("paper", "eagle-3.1", "speculators") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("paper", "eagle-3.1", "speculators") else pytest.param(name, marks=pytest.mark.long)
         for name in VARIANTS
     ],
 )
@@ -138,8 +138,8 @@ def test_serving_drafts_what_the_formula_says(name, inputs):
     ("layers", "norm"),
     [
         (2, "fc_norm"),
-        pytest.param(1, "fc_norm", marks=pytest.mark.slow),
-        pytest.param(2, "norm_before_fc", marks=pytest.mark.slow),
+        pytest.param(1, "fc_norm", marks=pytest.mark.long),
+        pytest.param(2, "norm_before_fc", marks=pytest.mark.long),
     ],
 )
 def test_a_head_of_fewer_than_three_features_is_the_formula(layers, norm, inputs):
@@ -173,7 +173,7 @@ def test_the_inference_layout_is_as_declared(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(fused)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("name", ["speculators", pytest.param("eagle-3.1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["speculators", pytest.param("eagle-3.1", marks=pytest.mark.long)])
 def test_every_weight_of_a_variant_learns(name, inputs):
     def loss(params):
         return jax.nn.log_softmax(unrolled_logits(params, head_of(name), *inputs))[..., 0].mean()

@@ -432,7 +432,7 @@ def test_an_override_in_the_engine_uses_what_it_copies():
     assert (np.diff(verifications) > 0).all(), verifications
 
 
-@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.long)])
 def test_the_joint_distribution_under_an_override_is_the_targets(rule):
     """A row is verified by ratio in one block and by equality in the next, after texts that its siblings just wrote.
 

@@ -57,7 +57,7 @@ def test_a_pair_reads_nothing_that_serving_would_not_have_yet(kind):
     ("packed", "T"),
     [
         (True, 8),
-        *(pytest.param(packed, T, marks=pytest.mark.slow) for packed, T in ((True, 9), (False, 8), (False, 9))),
+        *(pytest.param(packed, T, marks=pytest.mark.long) for packed, T in ((True, 9), (False, 8), (False, 9))),
     ],
 )
 def test_long_rows_go_in_parts_to_the_same_outputs_and_gradient(packed, T, monkeypatch):
