@@ -67,7 +67,7 @@ def test_asynchronous_rollouts_of_two_processes_are_those_of_one(tmp_path):
     assert_equal_but_for_rounding(rows, run(one, 1, 8, *AHEAD, "--config.pipeline.rollout_devices=4"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_asynchronous_run_goes_on_with_the_rollouts_of_its_checkpoint(tmp_path):
     """Two processes from step 4 on, as if killed in step 5: bit-equal; one process takes the rollouts of both."""
     whole = tmp_path / "whole"

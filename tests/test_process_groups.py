@@ -226,7 +226,7 @@ def test_two_copies_of_two_processes_each(tmp_path):
     assert_equal_but_for_rounding(rows, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_asynchronously_on_devices_that_only_generate(tmp_path):
     """Of each process one device learns; evaluations borrow the other ones in turn with two processes' rollouts."""
     one_each = ["--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]
@@ -263,7 +263,7 @@ def test_rollouts_that_begin_early_in_two_processes(tmp_path):
     assert texts(several) == texts(one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pipeline", ["sync", "async"])
 def test_a_signal_to_the_second_process_of_a_copy_ends_both(pipeline, tmp_path):
     settings = {"sync": SPLIT, "async": [*AHEAD, "--config.pipeline.rollout_devices=1", "--config.pipeline.tensor=2"]}

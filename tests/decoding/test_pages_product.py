@@ -67,7 +67,7 @@ def fields_of(cell, rollouts):
     return [field.name for field in dataclasses.fields(rollouts) if field.name not in ("chunks", "parked")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(str(value).replace(" ", "_") for value in cell))
 def test_rollouts_are_those_with_room_for_all(cell):
     sizes = EngineConfig(SLOTS, LONGEST_PROMPT, cell.limit, 3, page_tokens=cell.page_tokens)

@@ -64,6 +64,10 @@ DRAFTS = {
 }
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
+# Of a test that is slow for each.
+some_kinds = pytest.mark.parametrize(
+    "kind", [kind if kind in ("eagle3", "dspark") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
 kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long), *KINDS[2:]])
 BLOCKS = ("dspark", "dflash")  # their caches are level after every forward of the policy, whoever asked for it
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
@@ -396,7 +400,7 @@ def assert_same_texts(out, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(K,), (K, 0, 1, 0, 0, K)], ids=["fixed", "changing"])
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     """Three answers a prompt, 42 in 16 slots: groups are dealt over several refills, and the batch shrinks at the end.
 
@@ -472,7 +476,7 @@ SHORT = [[20], [31, 32], [22, 21, 23], [36]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
     """A prompt of one token has no pair at all, of two one: fewer than the k + 1 that a draft goes over."""
     engine, weights = engine_of(kind, WARM), weights_of(kind)
@@ -486,7 +490,7 @@ def test_prompts_shorter_than_the_window_of_a_draft_stand_alone(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_rollouts_do_not_depend_on_the_mesh(kind):
     """Eight devices: rows four ways, heads, vocabularies and the logits that are sampled from split too.
 
@@ -542,7 +546,7 @@ def test_behaviour_logprobs_are_the_learners(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@some_kinds
 def test_with_few_pages_rollouts_are_those_with_room(kind):
     """Rows are parked on the host and come back, beside siblings that share their prompt; the learner agrees."""
     expected = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)

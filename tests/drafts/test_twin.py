@@ -130,7 +130,7 @@ def test_a_twin_as_large_as_the_policy_is_refused():
     validate(dataclasses.replace(same, draft=dataclasses.replace(same.draft, quantize="int4")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_drafts_for_itself_as_its_policy_changes(tmp_path):
     """Nothing of the twin is saved; it follows the policy, so it does not become worse."""
     changes = {"draft__kind": "self", "steps": 3, "optimizer__learning_rate": 3e-3, "optimizer__warmup": 0}

@@ -103,7 +103,7 @@ def plain_run(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_training_run_does_not_depend_on_its_draft(plain_run, adaptive, tmp_path, monkeypatch):
     # Every chunk takes a second: by the real clock the controller may find that drafts of a random head do not pay.
     monkeypatch.setattr(batch, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))

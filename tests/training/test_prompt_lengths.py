@@ -31,7 +31,7 @@ def test_the_one_seen_longest_ago_is_forgotten(monkeypatch):
     assert lengths.longest_first([D, B, A]).tolist() == PromptLengths().longest_first([D, B, A]).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_is_the_same_to_the_last_bit_in_any_order_and_over_a_kill(mode, tmp_path):
     (tmp_path / "given").mkdir()

@@ -31,7 +31,7 @@ class Carried(NamedTuple):
 CARRIED = {"rlzero_tiny": Carried(rlzero_tiny.get_config, 0.6, 3.3, 10), "demo": Carried(demo.get_config, 0.6, 4.3, 30)}
 
 
-@pytest.fixture(scope="module", params=CARRIED)
+@pytest.fixture(scope="module", params=["rlzero_tiny", pytest.param("demo", marks=pytest.mark.long)])
 def carried(request):
     return CARRIED[request.param]
 
