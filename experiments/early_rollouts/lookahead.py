@@ -9,7 +9,6 @@ same tokens but for rounding. Writes lookahead.csv and its table.
 """
 
 import argparse
-import itertools
 import pathlib
 import time
 from collections.abc import Iterator
@@ -20,14 +19,13 @@ import numpy as np
 from experiments.claims import markdown, put_table
 from experiments.early_rollouts.runs import FOLDER, RATES, STEPS, Versions, open_versions
 from experiments.engine import bench
-from experiments.rooms import bases
 from experiments.verdicts import ratio_interval
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.lookahead import Lookahead
 
 OUTPUT = pathlib.Path(__file__).parent / "lookahead.csv"
-FIELDS = ("seed", "draft", "who", "round", "step", "seconds", "tokens", "reverified", "iterations", "share_idle")
+FIELDS = ("draft", "who", "round", "step", "seconds", "tokens", "reverified", "iterations", "share_idle")
 
 
 def steps_of(versions: Versions, k: int, ahead: bool, seed: int) -> Iterator[dict[str, Any]]:
@@ -69,9 +67,8 @@ def table(rows: list[bench.Row]) -> str:
         sides, iterations = {}, {}
         for who in ("none", "lookahead"):
             found = bench.matching(kept, draft=draft, who=who)
-            # Rounds of a run are its repeats; runs are what varies.
-            by_seed = [bench.matching(found, seed=seed) for (seed,) in bench.distinct(found, "seed")]
-            sides[who] = np.array([sum(row["seconds"] for row in part) / len(part) for part in by_seed])
+            by_round = [bench.matching(found, round=i) for (i,) in bench.distinct(found, "round")]
+            sides[who] = np.array([sum(row["seconds"] for row in part) / len(part) for part in by_round])
             idle = np.mean([row["share_idle"] for row in found])
             reverified = sum(row["reverified"] for row in found) / sum(row["tokens"] for row in found)
             over = ratio_interval(sides[who] / sides["none"]) if who == "lookahead" else ""
@@ -89,20 +86,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", nargs="+", choices=("none", "eagle3"), default=["none", "eagle3"])
     parser.add_argument("--rate", type=float, choices=RATES, default=RATES[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=bases.SEEDS)
+    parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--folder", default=FOLDER, help="of the runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     a = parser.parse_args()
     with bench.csv_writer(str(a.output), FIELDS) as write:
-        for seed, draft in itertools.product(a.seeds, a.drafts):
-            versions = open_versions(a.rate, seed, folder=a.folder)
+        versions = open_versions(a.rate, a.seed, folder=a.folder)
+        for draft in a.drafts:
             k = versions.rollout.engine.draft_length if draft == "eagle3" else 0
             for ahead in (False, True):  # compiles
                 list(steps_of(versions, k, ahead, seed=0))
             for i, who in bench.in_turn(["none", "lookahead"], a.rounds):
                 for row in steps_of(versions, k, who == "lookahead", seed=1 + i):
-                    write({"seed": seed, "draft": draft, "who": who, "round": i} | row)
+                    write({"draft": draft, "who": who, "round": i} | row)
     found = table(bench.read_rows(str(a.output)))
     print(found)
     if a.output == OUTPUT:
