@@ -1,5 +1,5 @@
 # make run        install into a virtual environment, run configs/demo.py from its start to the closing table
-# make test       the tests that are not slow: what matters, in minutes
+# make test       the tests that are neither slow nor long: what matters, in minutes
 # make test-slow  slower tests, which CI runs too; PARITY=1 installs torch and adds the comparisons with transformers
 # make test-all   all tests: also further cases of others, and those that take minutes; PARITY=1 as above
 # make lint       ruff check, ruff format --check, mypy

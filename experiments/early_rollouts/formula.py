@@ -33,20 +33,9 @@ from specrl_jax.simulator.updates import exact_seconds
 
 OUTPUT = pathlib.Path(__file__).parent / "formula.csv"
 SHARES = (0.5, 1.0, 2.0)  # seconds of learning over those of generation
-NEAR = 0.1
-FIELDS = (
-    "learning_rate",
-    "seed",
-    "draft",
-    "share",
-    "older",
-    "generate",
-    "learn",
-    "verify",
-    "rest",
-    "formula",
-    "measured",
-)
+NEAR = 0.1  # of the formula's seconds
+SECONDS = ("generate", "learn", "verify", "rest", "formula", "measured")  # and rest, a share
+FIELDS = ("learning_rate", "seed", "draft", "share", "older", *SECONDS)
 
 
 def steps_of(versions: Versions, k: int, older: int) -> Iterator[dict[str, Any]]:
@@ -83,26 +72,14 @@ def table(rows: list[bench.Row]) -> str:
     lines = []
     for rate, draft, share in bench.distinct(rows, "learning_rate", "draft", "share"):
         found = bench.matching(rows, learning_rate=rate, draft=draft, share=share)
-        column = {name: np.array([row[name] for row in found], float) for name in FIELDS[5:]}
-        near = np.mean(np.abs(column["measured"] / column["formula"] - 1) <= NEAR)
-        over = by_seed(found, column["measured"] / column["formula"])
-        synchronous = by_seed(found, column["measured"] / (column["generate"] + column["learn"]))
+        column = {name: np.array([row[name] for row in found], float) for name in SECONDS}
+        ratios = column["measured"] / column["formula"]
+        synchronous = column["measured"] / (column["generate"] + column["learn"])
         v, rho = np.mean(column["verify"] / column["generate"]), np.mean(column["rest"])
         seconds = (f"{np.median(column[name]):.2f}" for name in ("generate", "formula", "measured"))
-        lines.append(
-            [
-                f"{rate:g}",
-                draft,
-                share,
-                len(found),
-                f"{v:.2f}",
-                f"{rho:.2f}",
-                *seconds,
-                over,
-                f"{near:.2f}",
-                synchronous,
-            ]
-        )
+        near = f"{np.mean(np.abs(ratios - 1) <= NEAR):.2f}"
+        shown = [f"{rate:g}", draft, share, len(found), f"{v:.2f}", f"{rho:.2f}", *seconds]
+        lines.append([*shown, by_seed(found, ratios), near, by_seed(found, synchronous)])
     head = ["learning rate", "drafts", "L / G", "steps", "v", "rho", "G, s", "formula, s", "measured, s"]
     return markdown([*head, "measured over formula", "steps within 10 %", "over synchronous"], lines)
 

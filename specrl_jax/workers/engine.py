@@ -19,7 +19,6 @@ from specrl_jax.training.speculation import Guarded
 from specrl_jax.workers.messages import (
     CHOOSES,
     CHOOSES_ALARMED,
-    NO_LATER,
     Answer,
     Ask,
     Later,
@@ -87,20 +86,21 @@ class RemoteEngine(Engine):
             raise InputError(f"no prompts to answer: {count} prompts, {samples} samples of each")
         ids = rollout_ids(first_id, count, samples, each)
         how = continuation or Continuation()
+        lookahead = how.lookahead or Lookahead([], np.zeros(0, np.int64))
         common = self._ask(samples, seed, lengths)._replace(version=how.version)
 
         def ask(part: np.ndarray, later: Later) -> Ask:
-            rows, asked = group_rows(part, each), [list(map(int, prompts[i])) for i in part.tolist()]
+            rows, asked = group_rows(part, each), chosen(prompts, part)
             longest = [] if responses is None else [int(responses[row]) for row in rows]
             earlier = pack_texts(how.earlier, ids[rows], later.ids)
             return common._replace(prompts=asked, ids=ids[rows], responses=longest, earlier=earlier, later=later)
 
         def generate(pool: WorkerPool, on_wait: OnProgress, others: Others) -> Rollouts:
             dealt = deal(count, min(pool.count, count))
-            later = later_of(how.lookahead, samples, len(dealt))
+            later = later_of(lookahead, samples, len(dealt))
             asks = [ask(part, beside) for part, beside in zip(dealt, later, strict=True)]
             answers = pool.run(params, asks, count * each, on_wait, others)
-            take_texts(answers, how.lookahead)
+            take_texts(answers, lookahead)
             found = concatenate([answer.rollouts for answer in answers if answer.rollouts is not None])
             return found.take_groups(np.argsort(np.concatenate(dealt)), each)
 
@@ -150,20 +150,21 @@ def deal(count: int, parts: int) -> list[np.ndarray]:
     return [np.arange(i, count, parts) for i in range(parts)]
 
 
-def later_of(lookahead: Lookahead | None, samples: int, parts: int) -> list[Later]:
+def chosen(prompts: Sequence[Sequence[int]], part: np.ndarray) -> list[list[int]]:
+    """Return the prompts of a part as messages have them."""
+    return [list(map(int, prompts[i])) for i in part.tolist()]
+
+
+def later_of(lookahead: Lookahead, samples: int, parts: int) -> list[Later]:
     """Deal out the rollouts of later calls; a part may have none."""
-    if lookahead is None:
-        return [NO_LATER] * parts
     dealt = deal(len(lookahead.prompts), parts)
-    prompts = [[list(map(int, lookahead.prompts[i])) for i in part.tolist()] for part in dealt]
-    return [Later(asked, lookahead.ids[group_rows(part, samples)]) for asked, part in zip(prompts, dealt, strict=True)]
+    return [Later(chosen(lookahead.prompts, part), lookahead.ids[group_rows(part, samples)]) for part in dealt]
 
 
-def take_texts(answers: Sequence[Answer], lookahead: Lookahead | None) -> None:
+def take_texts(answers: Sequence[Answer], lookahead: Lookahead) -> None:
     """Note what the workers have drawn of later calls."""
-    if lookahead is not None:
-        for answer in answers:
-            lookahead.texts |= unpack_texts(answer.texts)
+    for answer in answers:
+        lookahead.texts |= unpack_texts(answer.texts)
 
 
 def rollout_ids(first_id: int | np.ndarray, prompts: int, samples: int, each: int) -> np.ndarray:

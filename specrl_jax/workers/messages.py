@@ -110,14 +110,14 @@ NO_LATER = Later([], np.zeros(0, np.int64))
 class Ask(NamedTuple):
     """Rollouts to generate, or to begin."""
 
-    engine: str  # a field of Rollout, or one of the two below
+    engine: str  # a field of Rollout, ENDED or ENOUGH
     weights: list[Offer]  # of every process of the learner, together whole; none: those at hand
     version: WeightsVersion
     prompts: list[list[int]]  # none: begin those of `later`; where it has none either compile only
     samples: int
     seed: int
     ids: np.ndarray  # [rollouts] uint32
-    drafts: int  # of every verification, or one of the two below
+    drafts: int  # of every verification, CHOOSES or CHOOSES_ALARMED
     responses: list[int]  # most tokens of each rollout; none: the engine's
     earlier: Texts  # drawn by earlier weights, of these rollouts and of `later`
     later: Later

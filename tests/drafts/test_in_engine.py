@@ -42,6 +42,7 @@ from specrl_jax.sharding import LEARNER, ROLLOUT, make_mesh, partitioner
 from specrl_jax.training.rollouts import InferenceConfig, make_prepare, make_rollout_engine
 from tests.drafts.paged import by_position, own_pages
 from tests.helpers.heads import drawn_params
+from tests.helpers.long import long_but
 from tests.helpers.policies import compiled, forward, random_params, row_positions
 from tests.helpers.rollouts import assert_positions_add_up
 from tests.helpers.toys import watched
@@ -65,9 +66,7 @@ DRAFTS = {
 KINDS = list(DRAFTS)
 # MTP shares its drafter with EAGLE-3: one of them is enough where the law is the drafter's.
 # Of a test that is slow for each.
-some_kinds = pytest.mark.parametrize(
-    "kind", [kind if kind in ("eagle3", "dspark") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
-)
+some_kinds = pytest.mark.parametrize("kind", long_but(["eagle3", "dspark"], KINDS))
 kinds = pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long), *KINDS[2:]])
 BLOCKS = ("dspark", "dflash")  # their caches are level after every forward of the policy, whoever asked for it
 EAGLE3, HEAD = DRAFTS["eagle3"], DRAFTS["eagle3"].config
@@ -421,7 +420,7 @@ def test_greedy_speculation_equals_plain_greedy(kind, lengths):
     assert len(out.chunks) > 6
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_greedy_tokens_are_the_same_under_a_budget_of_verified_drafts(kind):
     """12 of the 48 drafts of an iteration are verified, each position as a row of its own; 12 of 30 of ten rows."""
     out = engine_of(kind, GREEDY, budget=12).generate(weights_of(kind), PROMPTS[:14], 3, seed=0)
@@ -537,7 +536,7 @@ def mismatch(kind, sampling, out):
     return (batch.behaviour - np.asarray(learner))[batch.rows.mask]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@pytest.mark.parametrize("kind", long_but(["eagle3"], KINDS))
 def test_behaviour_logprobs_are_the_learners(kind):
     """Of the tokens that top-k and top-p keep at the temperature, for what was drafted and for what was corrected."""
     out = engine_of(kind, WARM).generate(weights_of(kind), PROMPTS, samples=2, seed=0)

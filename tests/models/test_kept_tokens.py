@@ -71,10 +71,10 @@ def scores_by_hand(hidden, table, targets, cotangents, keep, temperature):
         return jax.device_get((found, pull(TokenScores(*(jnp.asarray(c, jnp.float64) for c in cotangents)))))
 
 
-SOME_SLOW = [pytest.param(*case, marks=pytest.mark.long) for case in ((0, V, "one"), (7, V, "eight"))]
+SOME_LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((0, V, "one"), (7, V, "eight"))]
 
 
-@pytest.mark.parametrize(("entries", "vocab", "mesh"), [(7, V, "one"), (10, 30, "eight"), *SOME_SLOW])
+@pytest.mark.parametrize(("entries", "vocab", "mesh"), [(7, V, "one"), (10, 30, "eight"), *SOME_LONG])
 def test_scores_are_those_of_the_tokens_kept(entries, vocab, mesh):
     """Some rows' kept tokens lie in few tiles, so that other tiles have none."""
     hidden, table, targets, cotangents = inputs_of(vocab)

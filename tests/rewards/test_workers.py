@@ -16,7 +16,7 @@ FORKS = "tests.rewards.forks"
 FORMS = "fork child setsid daemon chain"
 
 
-def slow(value):
+def long(value):
     return pytest.param(value, marks=pytest.mark.long)
 
 
@@ -81,7 +81,7 @@ def family(scorer):
     return [outer, *outer.children(recursive=True)]
 
 
-@pytest.mark.parametrize("who", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("who", [0, long(1), long(2)])
 def test_what_a_worker_started_ends_with_a_killed_guard(who):
     with Scorer((f"{FORKS}:start",), timeout=3.0, workers=1) as scorer:
         assert scorer([FORMS], [""]).failures == {}
@@ -91,7 +91,7 @@ def test_what_a_worker_started_ends_with_a_killed_guard(who):
         assert scorer([""], [""]).failures == {}
 
 
-@pytest.mark.parametrize("who", [slow([0]), slow([1]), [2], slow([0, 1, 2])])
+@pytest.mark.parametrize("who", [long([0]), long([1]), [2], long([0, 1, 2])])
 def test_an_idle_worker_that_is_stopped_costs_the_time_limit(who):
     with Scorer((f"{FORKS}:start",), timeout=2.0, workers=1) as scorer:
         assert scorer([""], [""]).failures == {}
@@ -131,7 +131,7 @@ def test_workers_that_are_killed_again_and_again_end_the_run():
         workers.close()
 
 
-@pytest.mark.parametrize("message", ["huge", "nan", *map(slow, ["garbage", "text", "true", "two", "deep"])])
+@pytest.mark.parametrize("message", ["huge", "nan", *map(long, ["garbage", "text", "true", "two", "deep"])])
 def test_what_a_worker_sends_is_checked(message):
     """A reward that writes into its worker's channel: its answer fails, its neighbour is scored, nothing blocks."""
     workers = Workers((f"{FORKS}:forge",), 20.0, 1, GIB)

@@ -29,8 +29,8 @@ MISMATCH = {"int8": 6e-3, "fp8": 6e-2}
 MISMATCH_OF_EXPERTS = {"int8": 9e-2, "fp8": 0.3}
 
 # The second draft needs seven layers.
-SLOW = [("eagle3", kind, preset) for kind in ("int8", "fp8") for preset in ("nano_deep", "nano_moe_deep")]
-CASES = [("mtp", "int8", "nano"), *(pytest.param(*case, marks=pytest.mark.long) for case in SLOW)]
+LONG = [("eagle3", kind, preset) for kind in ("int8", "fp8") for preset in ("nano_deep", "nano_moe_deep")]
+CASES = [("mtp", "int8", "nano"), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
 
 
 def generate(kind, quantization, preset):

@@ -32,14 +32,10 @@ from specrl_jax.workers.messages import (
     CHOOSES_ALARMED,
     ENDED,
     ENOUGH,
-    Address,
     Answer,
     Ask,
     Hello,
     Welcome,
-    accept,
-    check_key,
-    listen,
     open_connection,
     pack_texts,
     read_address,
@@ -49,7 +45,7 @@ from specrl_jax.workers.messages import (
 )
 from specrl_jax.workers.pool import END, WorkerPool, difference
 from specrl_jax.workers.processes import First
-from tests.workers.test_processes import in_thread
+from tests.workers.test_processes import connected, in_thread
 
 FACTS = {"version": "1", "steps": 3}
 PROMPTS = [[1], [2, 3], [4], [5], [6]]
@@ -184,12 +180,8 @@ def test_a_worker_that_hears_too_late_that_it_is_enough_goes_on():
     worker = Worker.__new__(Worker)
     worker._servers, worker._stop = {"127.0.0.1": types.SimpleNamespace(connect=never)}, never
     worker._answer = lambda ask, connect, until: Answer(None, 0.0, "", finished=True)
-    with listen("127.0.0.1") as server, contextlib.ExitStack() as ending:
-        address = Address(*server.getsockname(), b"key".hex())
-        theirs = in_thread(lambda: open_connection(address))
-        ours = ending.enter_context(accept(server))
-        check_key(ours, b"key")
-        works = in_thread(lambda: worker.work(ending.enter_context(theirs())))
+    with connected() as (ours, theirs):
+        works = in_thread(lambda: worker.work(theirs))
         for engine in (ENOUGH, "engine", ENOUGH, ENDED):
             send(ours, END._replace(engine=engine))
         assert ours.poll(10) and receive(ours, Answer).finished and works() is None

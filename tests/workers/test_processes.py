@@ -24,17 +24,21 @@ class Pool:
     """Stands in for the pool: `work` gets it."""
 
 
+@contextlib.contextmanager
+def connected():
+    """Yield both ends of a connection: that of the one who listens, and that of the one who called."""
+    with listen("localhost") as server, contextlib.ExitStack() as ending:
+        address = Address(*server.getsockname(), KEY.hex())
+        theirs = in_thread(lambda: open_connection(address))
+        ours = ending.enter_context(accept(server))
+        check_key(ours, KEY)
+        yield ours, ending.enter_context(theirs())
+
+
 @pytest.fixture
 def pair():
     """The first process and another one, which have connected, and the agreement of each."""
-    with listen("localhost") as server, contextlib.ExitStack() as ending:
-        address = Address(*server.getsockname(), KEY.hex())
-        theirs = []
-        calls = threading.Thread(target=lambda: theirs.append(open_connection(address)))
-        calls.start()
-        ours = ending.enter_context(accept(server))
-        check_key(ours, KEY)
-        calls.join()
+    with connected() as (ours, theirs):
         said = queue.Queue()
 
         def first_agrees(*values):
@@ -43,7 +47,7 @@ def pair():
 
         yield (
             First(Pool(), [ours]),
-            Other(ending.enter_context(theirs[0])),
+            Other(theirs),
             first_agrees,
             lambda *_: said.get(timeout=10),
         )
