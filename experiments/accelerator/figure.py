@@ -6,6 +6,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from experiments.accelerator.compare import PUBLISHED, speedups_by_cell
 from experiments.accelerator.parts import Row
@@ -47,9 +48,12 @@ def draw_iterations(axes: Axes, cells: list[Row]) -> None:
         if found:
             axes.plot(*zip(*found), marker, label=label, markersize=8, markeredgewidth=2, linestyle="none")
     axes.set(yticks=range(len(cells)), yticklabels=names, xlabel="ms of an iteration, all layers", xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="x", which="both", alpha=0.3)
     axes.invert_yaxis()
-    axes.legend()
+    axes.legend(loc="lower left")  # the cells at the bottom hold the most tokens and take the longest
 
 
 def draw_speedups(axes: Axes, bars: list[tuple[str, float, str]]) -> None:
@@ -61,10 +65,11 @@ def draw_speedups(axes: Axes, bars: list[tuple[str, float, str]]) -> None:
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set(yticks=at, yticklabels=[name for name, *_ in bars], xlabel="speedup over plain decoding")
     axes.set_xlim(0, min(1.12 * max(value for _, value, _ in bars), MOST_SPEEDUP))
+    axes.set_ylim(-0.5, len(bars) + 3.5)  # room for the legend
     axes.invert_yaxis()
     present = {color for *_, color in bars}
     handles = [Patch(color=c, label=label) for c, label in COLORS.items() if c in present]
-    axes.legend(handles=handles, loc="lower right")  # published speedups, at the bottom, are the shortest bars
+    axes.legend(handles=handles, loc="lower right")
 
 
 def expected_bars(cells: list[Row]) -> list[tuple[str, float, str]]:

@@ -18,7 +18,7 @@ import concurrent.futures
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -54,7 +54,11 @@ class Program(NamedTuple):
 
 
 class CompiledFunctions(Generic[Params, Cache]):
-    """All programs of one engine, each compiled once: by `compile_all`, or at its first use."""
+    """All programs of one engine, each compiled once: by `compile_all`, or at its first use.
+
+    Attributes:
+      on_program: called with each program that a call of the engine compiled, and its seconds.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class CompiledFunctions(Generic[Params, Cache]):
         # Positions beyond the last committed token that an iteration writes at most.
         self.ahead = max(*lengths, functions.drafter.ahead, at_once(config) if config.earlier else 0)
         self.seconds: dict[Program, float] = {}  # of tracing and compiling
+        self.on_program: Callable[[Program, float], None] = lambda program, seconds: None
         self._functions, self._config = functions, config
         self._shardings, self._prompt_shardings = shardings, prompt_shardings
         self._compiled: dict[Program, Callable] = {}
@@ -90,12 +95,30 @@ class CompiledFunctions(Generic[Params, Cache]):
         extends = [Program("extend", size) for size in self.sizes if self._config.turns]
         return [*(Program(kind, self.sizes[0]) for kind in once), *decodes, *extends, *compacts]
 
+    def needed(self, rollouts: int, lengths: Collection[int]) -> list[Program]:
+        """Return what a call of so many rollouts runs with these draft lengths, where pages do not run short."""
+        # The batch is as small as the rows that run allow.
+        sizes = [size for size, smaller in zip(self.sizes, (*self.sizes[1:], 0), strict=True) if smaller < rollouts]
+
+        def runs(program: Program) -> bool:
+            if program.kind in ("decode", "extend"):
+                return program.size in sizes and (program.kind == "extend" or program.k in lengths)
+            return True
+
+        return [program for program in self.all() if runs(program)]
+
     def compile_all(
-        self, params: Params, on_program: Callable[[Program, float], None] = lambda program, seconds: None
+        self,
+        params: Params,
+        on_program: Callable[[Program, float], None] = lambda program, seconds: None,
+        programs: Collection[Program] | None = None,
     ) -> None:
         """Compile what is not compiled yet, side by side; call `on_program` with the seconds of each program, in order.
 
         What `on_program` raises ends the call once the programs under way are compiled.
+
+        Args:
+          programs: those wanted; None: all.
         """
         running: dict[Program, concurrent.futures.Future[Callable]] = {}
 
@@ -106,7 +129,7 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         with concurrent.futures.ThreadPoolExecutor(threads := min(MOST_THREADS, os.cpu_count() or 1)) as pool:
             try:
-                for program in self.all():
+                for program in self.all() if programs is None else programs:
                     if program not in self._compiled:
                         # Traced here, since a thread would not see settings that hold in this one only.
                         running[program] = pool.submit(self._finisher(program, params))

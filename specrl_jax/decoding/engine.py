@@ -157,6 +157,7 @@ class Engine(Generic[Params, Cache]):
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
+        self._compile_for(params, scheduler.total, lengths)
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
         batch: ActiveBatch[Params, Cache]
         if turns is None:
@@ -192,14 +193,20 @@ class Engine(Generic[Params, Cache]):
         """
         check_prompts(lookahead.prompts, self.config.max_prompt_tokens)
         lengths = lengths or FixedLength(self.draft_length)
-        self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
+        self._compile_for(params, scheduler.total, lengths)
+        self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
         lookahead.texts |= batch.begun()
         return not runs
+
+    def _compile_for(self, params: Params, rollouts: int, lengths: DraftLengthPolicy) -> None:
+        """Compile side by side what a call of so many rollouts needs; at first use one would wait for another."""
+        drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
+        self.compiled.compile_all(params, self.compiled.on_program, self.compiled.needed(rollouts, drafted))
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""

@@ -83,6 +83,9 @@ class Display:
         self.say(f"engine program {program}: {seconds:.1f} s")
         self._raise_once_set(0, 0)
 
+    def say_engine_program(self, engine: str, program: object, seconds: float) -> None:
+        self.say(f"engine program {program}, {engine}: {seconds:.1f} s")
+
     def say_learner_program(self, program: str, seconds: float) -> None:
         self.say(f"learner program {program}: {seconds:.1f} s")
 

@@ -4,7 +4,8 @@ Building compiles nothing; each step compiles at its first call, each engine pro
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config, DraftConfig, OptimizerConfig, RewardConfig
 from specrl_jax.core import Params, Tree
 from specrl_jax.data.tokenizers import Tokenizer, check_covers, load_tokenizer
+from specrl_jax.decoding.compiled import Program
 from specrl_jax.decoding.drafters import NO_DRAFTER
 from specrl_jax.decoding.engine import Engine
 from specrl_jax.decoding.rollouts import WeightsVersion
@@ -112,6 +114,13 @@ class Rollout:
     eval_engine: Engine  # sampled as eval.* says; `engine` itself where that is the same
     greedy_engine: Engine  # as `eval_engine`, with a greedy rollout of each prompt besides
     plain_engine: Engine  # `engine` with draft.kind=none
+
+    def announce(self, say: Callable[[str, Program, float], None]) -> None:
+        """Let `say` be called with an engine's name, each program that a call of it compiles, and the seconds."""
+        evaluate = ("evaluation", self.greedy_engine), ("evaluation", self.eval_engine)
+        # The training engine last: it may be the one that evaluates.
+        for name, engine in (*evaluate, ("plain", self.plain_engine), ("training", self.engine)):
+            engine.compiled.on_program = functools.partial(say, name)
 
 
 def build(config: Config, mesh: Mesh | None = None, lengths: tuple[int, ...] | None = None) -> tuple[Learner, Rollout]:

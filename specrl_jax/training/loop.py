@@ -116,6 +116,7 @@ class _Run:
         self.performance, self.devices = make_performance(learner), Devices()
         self.display = Display(self.config.steps, self.step, stop, distributed.is_first_process())
         learner.programs.on_program = self.display.say_learner_program
+        rollout.announce(self.display.say_engine_program)
         self.evaluation = 0.0  # seconds of the last one
         self.remarks = ""  # on `step`, for its line
         self.due = DueSaves(self.checkpoints, self.config.checkpoint.every, self.config.steps, self.display.say)

@@ -100,6 +100,24 @@ def test_programs_are_few():
     assert set(run.compiled.all()) >= {Program("decode", size, k) for size in (64, 16, 4) for k in SEVEN}
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "decodes"),
+    [(65, {(64, 3), (16, 3), (4, 3)}), (16, {(16, 3), (4, 3)}), (1, {(4, 3)})],
+)
+def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes):
+    """A smaller batch never decodes in the larger ones. Nothing is left to compile while the call runs."""
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
+    run = toys.stateful_engine(EngineConfig(64, 3, 8, 4, sizes=(16, 4)), Sampling(), (99,), drafter, lengths=(0, 3))
+    told, at_once = [], []
+    run.compiled.on_program = lambda program, seconds: told.append(program)
+    compile_all = run.compiled.compile_all
+    run.compiled.compile_all = lambda *arguments: at_once.append(compile_all(*arguments))  # type: ignore[method-assign]
+    found = run.generate(TARGET, PROMPTS[:1], rollouts, seed=3)
+    assert {(program.size, program.k) for program in told if program.kind == "decode"} == decodes
+    assert set(run.compiled.seconds) == set(told) == set(run.compiled.needed(rollouts, (3,)))
+    assert {chunk.size for chunk in found.chunks} <= {size for size, _ in decodes} and len(at_once) == 1
+
+
 class Waits:
     """A lowered program whose compilation waits for another one's."""
 

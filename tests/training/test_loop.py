@@ -388,7 +388,7 @@ def test_a_stop_while_programs_are_compiled_leaves_before_the_next(toy, tmp_path
             compiled.append(program)
             on_program(program, 0.0)
 
-    engine = types.SimpleNamespace(compile_all=compile_all)
+    engine = types.SimpleNamespace(compile_all=compile_all, compiled=types.SimpleNamespace())
     run = toy._replace(rollout=dataclasses.replace(toy.rollout, engine=engine))
     monkeypatch.setattr(resume, "Monitor", lambda *_: types.SimpleNamespace(speculation=None))
     with pytest.raises(Stopped, match="no step was done yet"):
