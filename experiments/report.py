@@ -55,7 +55,8 @@ class ClaimFolder(NamedTuple):
 
 CLAIM_FOLDERS = {
     "step_breakdown": ClaimFolder("Table 1: seconds of a step by phase"),
-    "drafting_method": ClaimFolder("Table 2: kinds of draft"),
+    "drafting_method": ClaimFolder("Table 2: n-gram lookup and EAGLE-3"),
+    "draft_kinds": ClaimFolder("kinds of draft that Table 2 lacks"),
     "draft_length": ClaimFolder("Table 4: draft lengths"),
     "rooms": ClaimFolder("drafts that are hard", "acceptance", "acceptance.csv"),
     "traces": ClaimFolder("Tables 1 and 4 on the clock of a GPU", "clocks", "speed.csv"),

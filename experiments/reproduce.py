@@ -42,6 +42,7 @@ SWEEPS = {
     "draft_init": (ZERO,),
     "accuracy_parity": (TINY,),
     "drafting_method": (ZERO, THINK),
+    "draft_kinds": (ZERO, THINK),
     "verification_rules": (ZERO, THINK),
     "step_breakdown": (ZERO, THINK),
     "draft_length": (ZERO, THINK),
@@ -62,9 +63,9 @@ COMPUTED = {
     "drafters": ("costs", "speed", "budget", "table"),
 }
 FOLDERS = tuple(SWEEPS | COUNTED | COMPUTED)
-# These are made by --only: two whose question `rooms` answers on harder workloads and three bases, and two whose is not
-# the paper's.
-ASIDE = ("draft_init", "online_adaptation", "verification_rules", "drafters")
+# These are made by --only: two whose question `rooms` answers on harder workloads and three bases, and three whose
+# question is not the paper's.
+ASIDE = ("draft_init", "online_adaptation", "draft_kinds", "verification_rules", "drafters")
 MTP, MODEL = ([f"draft.kind={kind}", "draft.vocab_size=0"] for kind in ("mtp", "model"))
 MODEL.append("draft.preset=nano")
 COUNTDOWN = ["data.task=countdown", "eval.task=arithmetic", "rollout.max_prompt_tokens=20"]
@@ -116,7 +117,7 @@ LEARNS += ["draft.warmup=16", "draft.decay_steps=240"]
 NEEDS = {ZERO: ("runs/zero_base", "runs/zero_eagle3"), THINK: ("runs/think_base", "runs/think_eagle3")}
 MORE = {
     "draft_init": ("runs/zero_generic", *ADAPTED),
-    "drafting_method": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
+    "draft_kinds": ("runs/zero_mtp", "runs/zero_model", "runs/think_mtp", "runs/think_model"),
     "online_adaptation": ("runs/heads/in_domain", "runs/heads/generic"),
 }
 

@@ -1,9 +1,10 @@
-"""Generation speed by kind of draft (Table 2 of arXiv 2604.26779, which has n-gram lookup and EAGLE-3, k = 3).
+"""Generation speed of n-gram lookup and EAGLE-3, k = 3 (Table 2 of arXiv 2604.26779).
 
 Commands: experiments/claims.py.
 """
 
 import pathlib
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -20,7 +21,7 @@ from experiments.claims import (
     workload_labels,
     workload_name,
 )
-from experiments.drafting_method.sweep import METHODS, get_sweep
+from experiments.drafting_method.sweep import METHODS, Methods, get_sweep
 from experiments.engine.bench import distinct
 from experiments.verdicts import SHOWN, Claim, Interval, cost_of, interval, judge_level, judge_ratio, ratio_interval
 
@@ -35,25 +36,23 @@ PAPER = {
 }
 
 
-def metric(rows: list[Row], workload: str, method: str, key: str) -> np.ndarray:
-    """Return [seeds] of a metric for one workload and method."""
+def metric(rows: list[Row], workload: str, method: dict[str, Any], key: str) -> np.ndarray:
+    """Return [seeds] of a metric for one workload and kind of draft."""
     # A column that only some runs set is empty in the others.
-    where = {"draft.cascade": ""} | METHODS[method]
-    return by_seed(
-        rows, f"benchmark/{key}", workload=workload, **{k: where[k] for k in ("draft.kind", "draft.cascade")}
-    )
+    names = [name for name in ("draft.kind", "draft.cascade") if name in rows[0]]
+    return by_seed(rows, f"benchmark/{key}", workload=workload, **{name: method.get(name, "") for name in names})
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], methods: Methods = METHODS) -> str:
     workloads = [w for (w,) in distinct(rows, "workload")]
     header = ["drafts"]
     for w in workloads:
         header += [f"{w}: tokens per verification, k = 3 (paper)", "over plain, k = 3 (paper)", "over plain, adaptive"]
     lines = []
-    for method in METHODS:
-        line = [method]
+    for name, method in methods.items():
+        line = [name]
         for w in workloads:
-            paper = PAPER.get((workload_name(w), method), ("", ""))
+            paper = PAPER.get((workload_name(w), name), ("", ""))
             for key, theirs in zip(("k_3_acceptance_length", "k_3_over_plain", "adaptive_over_plain"), (*paper, "")):
                 of = interval if key.endswith("length") else ratio_interval
                 line.append(f"{of(metric(rows, w, method, key))}" + (f" ({theirs})" if theirs else ""))
@@ -64,38 +63,37 @@ def table(rows: list[Row]) -> str:
 def claims(rows: list[Row]) -> list[Claim]:
     made = []
     for w, name in workload_labels(rows).items():
-        for method in METHODS:
-            tokens, paper = PAPER.get((workload_name(w), method), (None, None))
+        for kind, method in METHODS.items():
+            tokens, paper = PAPER[workload_name(w), kind]
             speed, lengths = (metric(rows, w, method, f"k_3_{x}") for x in ("over_plain", "acceptance_length"))
-            claim = judge_ratio(f"{name}: {method}, k = 3, generation over plain", paper, "Table 2", speed)
-            if tokens:
-                cost = ratio_interval(lengths / speed).mean
-                why = cost_of(cost, tokens / paper)
-                # Would the paper's acceptance length at our cost of a verification give another direction?
-                if claim.direction == SHOWN and (tokens / cost > 1) != (paper > 1):
-                    why = f"for another reason, few tokens: {why}"
-                claim = claim._replace(why=why)
-            made.append(claim)
-            if tokens:
-                text = f"{name}: {method}, k = 3, tokens per verification"
-                made.append(judge_level(text, tokens, "Table 2", lengths))
-        speed = metric(rows, w, "n-gram", "adaptive_over_plain")
+            claim = judge_ratio(f"{name}: {kind}, k = 3, generation over plain", paper, "Table 2", speed)
+            cost = ratio_interval(lengths / speed).mean
+            why = cost_of(cost, tokens / paper)
+            # Would the paper's acceptance length at our cost of a verification give another direction?
+            if claim.direction == SHOWN and (tokens / cost > 1) != (paper > 1):
+                why = f"for another reason, few tokens: {why}"
+            made.append(claim._replace(why=why))
+            text = f"{name}: {kind}, k = 3, tokens per verification"
+            made.append(judge_level(text, tokens, "Table 2", lengths))
+        speed = metric(rows, w, METHODS["n-gram"], "adaptive_over_plain")
         made.append(judge_ratio(f"{name}: n-gram under the controller, generation over plain", None, "", speed))
     return made
 
 
-def draw(rows: list[Row], path: pathlib.Path) -> None:
+def draw(rows: list[Row], path: pathlib.Path, methods: Methods = METHODS) -> None:
     labels = workload_labels(rows)
     figure, axes = plt.subplots(len(labels), 1, figsize=(11, 3.6 * len(labels)), layout="constrained", squeeze=False)
     for axis, (w, name) in zip(axes[:, 0], labels.items()):
         for i, (side, label) in enumerate(SIDES.items()):
-            bars(axis, i, [ratio_interval(metric(rows, w, m, f"{side}_over_plain")) for m in METHODS], label)
-        paper = [PAPER.get((workload_name(w), method), (0, 0))[1] for method in METHODS]
-        places = np.arange(len(METHODS)) + 0.27
-        axis.bar(places, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
-        numbers(axis, places, [Interval(x or np.nan, x, x) for x in paper])
+            speeds = [ratio_interval(metric(rows, w, m, f"{side}_over_plain")) for m in methods.values()]
+            bars(axis, i, speeds, label)
+        paper = [PAPER.get((workload_name(w), method), (0, 0))[1] for method in methods]
+        if any(paper):
+            places = np.arange(len(methods)) + 0.27
+            axis.bar(places, paper, 0.27, color="1.0", edgecolor="k", label="paper, k = 3")
+            numbers(axis, places, [Interval(x or np.nan, x, x) for x in paper])
         axis.axhline(1, color="k", lw=0.8)
-        axis.set(xticks=range(len(METHODS)), xticklabels=METHODS, title=f"{name}: {w}")
+        axis.set(xticks=range(len(methods)), xticklabels=methods, title=f"{name}: {w}")
         axis.set_ylabel("generation over plain decoding")
         axis.margins(y=0.15)
         axis.legend(fontsize=8, loc="upper left", ncols=3)

@@ -4,18 +4,17 @@ from typing import Any
 
 from experiments.claims import seeded
 
+Methods = dict[str, dict[str, Any]]  # name in the table -> overrides
+
 COPIES = {"draft.path": "", "draft.history": 0}
-# Name in the table -> overrides.
-METHODS: dict[str, dict[str, Any]] = {
-    "n-gram": {"draft.kind": "ngram"} | COPIES,
-    "suffix": {"draft.kind": "suffix"} | COPIES,
-    "EAGLE-3": {"draft.kind": "eagle3"},
-    "MTP": {"draft.kind": "mtp"},
-    "small model": {"draft.kind": "model"},
-    "EAGLE-3 and suffix": {"draft.kind": "eagle3", "draft.cascade": 4, "draft.history": 0},
-}
+METHODS: Methods = {"n-gram": {"draft.kind": "ngram"} | COPIES, "EAGLE-3": {"draft.kind": "eagle3"}}
+
+
+def sweep_of(methods: Methods) -> list[dict[str, Any]]:
+    """Return the runs of these kinds of draft, each beside plain decoding, with every seed."""
+    run = {"task": "benchmark", "draft.length": 3, "draft.adaptive": True, "benchmark.lengths": (3,)}
+    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 3} | method for method in methods.values())
 
 
 def get_sweep() -> list[dict[str, Any]]:
-    run = {"task": "benchmark", "draft.length": 3, "draft.adaptive": True, "benchmark.lengths": (3,)}
-    return seeded(run | {"benchmark.rounds": 5, "benchmark.warmup": 3} | method for method in METHODS.values())
+    return sweep_of(METHODS)

@@ -49,7 +49,7 @@ def test_the_whole_reproduction_is_a_list_of_commands(tmp_path, monkeypatch):
 def test_heads_that_depend_on_each_other_are_one_chain(tmp_path, monkeypatch):
     """A head trained in RL follows its initial head; heads with the same features follow each other."""
     monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
-    _, heads, *_ = planned(["draft_init", "drafting_method"])
+    _, heads, *_ = planned(["draft_init", "draft_kinds"])
     assert sorted(outputs(heads)) == [
         ["runs/think_eagle3"],
         ["runs/think_mtp", "runs/think_model"],
