@@ -157,7 +157,7 @@ class Engine(Generic[Params, Cache]):
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
         on_progress(0, scheduler.asked)
-        self._compile_for(params, scheduler.total, lengths)
+        self._compile_for(params, scheduler.total, lengths, lambda: on_progress(0, scheduler.asked))
         self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
         batch: ActiveBatch[Params, Cache]
         if turns is None:
@@ -195,7 +195,7 @@ class Engine(Generic[Params, Cache]):
         lengths = lengths or FixedLength(self.draft_length)
         earlier = dict(lookahead.texts)
         scheduler = Scheduler(self.config, self.pad_id, [], samples, 0, history, None, lookahead, earlier)
-        self._compile_for(params, scheduler.total, lengths)
+        self._compile_for(params, scheduler.total, lengths, lambda: None)
         self.calibrate(params, lookahead.prompts, samples, lengths, seed, lambda: None)
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
@@ -203,10 +203,17 @@ class Engine(Generic[Params, Cache]):
         lookahead.texts |= batch.begun()
         return not runs
 
-    def _compile_for(self, params: Params, rollouts: int, lengths: DraftLengthPolicy) -> None:
+    def _compile_for(
+        self, params: Params, rollouts: int, lengths: DraftLengthPolicy, after_program: Callable[[], None]
+    ) -> None:
         """Compile side by side what a call of so many rollouts needs; at first use one would wait for another."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
-        self.compiled.compile_all(params, self.compiled.on_program, self.compiled.needed(rollouts, drafted))
+
+        def tell(program: Program, seconds: float) -> None:
+            self.compiled.on_program(program, seconds)
+            after_program()
+
+        self.compiled.compile_all(params, tell, self.compiled.needed(rollouts, drafted))
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""

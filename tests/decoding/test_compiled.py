@@ -1,6 +1,7 @@
 """What an engine compiles: little, all of it beforehand, with its caches in place."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 
@@ -13,6 +14,7 @@ from specrl_jax.decoding.controller import Controller
 from specrl_jax.decoding.engine import FixedLength
 from specrl_jax.decoding.sampling import Sampling
 from specrl_jax.decoding.state import EngineConfig
+from specrl_jax.errors import Stopped
 from tests.helpers import toys
 from tests.helpers.cells import TARGET, Cell, V, history_of, make_engine
 from tests.helpers.exact import sequences
@@ -116,6 +118,22 @@ def test_a_call_compiles_side_by_side_what_it_needs_and_tells(rollouts, decodes)
     assert {(program.size, program.k) for program in told if program.kind == "decode"} == decodes
     assert set(run.compiled.seconds) == set(told) == set(run.compiled.needed(rollouts, (3,)))
     assert {chunk.size for chunk in found.chunks} <= {size for size, _ in decodes} and len(at_once) == 1
+
+
+def test_a_call_that_is_stopped_while_it_compiles_leaves_before_the_next_program(monkeypatch):
+    functions = uncompiled(monkeypatch, lambda program, params: Waits(threading.Barrier(1)))
+    drafter = toys.stateful_drafter(toys.make_table(6, V), 3, 1.0)
+    run = toys.stateful_engine(EngineConfig(4, 3, 8, 4), Sampling(), (99,), drafter, lengths=(0, 3))
+    run, told = dataclasses.replace(run, compiled=functions), []
+    functions.on_program = lambda program, seconds: told.append(program)
+
+    def stop(done, total):
+        if told:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run.generate(None, PROMPTS[:1], 1, seed=0, on_progress=stop)
+    assert told == functions.all()[:1]
 
 
 class Waits:
