@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def pretrained(run, state, workdir, stop=NEVER):
 
 def without_generation(run):
     """Return the run with an engine that cannot generate."""
-    return run._replace(rollout=dataclasses.replace(run.rollout, plain_engine=None))
+    idle = types.SimpleNamespace(compiled=types.SimpleNamespace())
+    return run._replace(rollout=dataclasses.replace(run.rollout, plain_engine=idle))
 
 
 def stored(run, folder, state):
@@ -193,7 +195,7 @@ def test_a_signal_ends_it_without_a_head_and_keeps_the_texts(made, tmp_path):
     class Interrupted:
         """The first wave goes through; the signal comes when the second begins, which is dropped."""
 
-        waves = 0
+        waves, compiled = 0, setup.rollout.plain_engine.compiled
 
         def generate(self, *args):
             self.waves += 1
