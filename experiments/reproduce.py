@@ -1,7 +1,7 @@
 """Run the reproduction: base policies and heads, the sweeps of the paper's claims, every table and figure, the page.
 
     python -m experiments.reproduce [--only FOLDER ...] [--jobs 2] [--dry_run]
-    python -m experiments.reproduce --quick [--dry_run]    # one base, carried in the repository, in 20 minutes
+    python -m experiments.reproduce --quick [--dry_run]    # one base, carried in the repository: 13 minutes
 
 Without --only, all folders but ASIDE. Finished runs are skipped, so the same command resumes. Commands that do not need
 the machine to themselves run --jobs at a time, each on its share of the CPUs. A command that fails is named at the end
