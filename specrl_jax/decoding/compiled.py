@@ -107,6 +107,10 @@ class CompiledFunctions(Generic[Params, Cache]):
 
         return [program for program in self.all() if runs(program)]
 
+    def lacks(self, programs: Collection[Program]) -> bool:
+        """Return whether one of them is not compiled yet."""
+        return not self._compiled.keys() >= set(programs)
+
     def compile_all(
         self,
         params: Params,

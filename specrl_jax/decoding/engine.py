@@ -208,12 +208,20 @@ class Engine(Generic[Params, Cache]):
     ) -> None:
         """Compile side by side what a call of so many rollouts needs; at first use one would wait for another."""
         drafted = (lengths.k,) if isinstance(lengths, FixedLength) else self.compiled.lengths
+        needed = self.compiled.needed(rollouts, drafted)
+        # All processes of this engine look as often whether to stop, whatever each has compiled already.
+        looks = len(needed) if self.agree(self.compiled.lacks(needed))[0] else 0
 
         def tell(program: Program, seconds: float) -> None:
+            nonlocal looks
             self.compiled.on_program(program, seconds)
-            after_program()
+            if looks:
+                looks -= 1
+                after_program()
 
-        self.compiled.compile_all(params, tell, self.compiled.needed(rollouts, drafted))
+        self.compiled.compile_all(params, tell, needed)
+        for _ in range(looks):
+            after_program()
 
     def agreed(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Return `on_progress`, whose Stopped all processes of this engine raise where the first one does."""

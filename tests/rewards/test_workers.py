@@ -27,13 +27,14 @@ def descendants():
 @pytest.mark.parametrize("end", ["hang", "die", ""])
 def test_what_a_worker_started_ends_with_it(end):
     """A fork, a child in its own session, a daemon and a chain of forks; the worker is killed, dies, or is closed."""
+    earlier = {p.pid for p in descendants()}  # of other tests in this process, as a tracker of shared memory
     with Scorer((f"{FORKS}:start",), timeout=3.0, workers=1) as scorer:
         guard = scorer._workers._workers[0]._guard.pid
         seen = {}
 
         def watch():
             while not stop.is_set():
-                seen.update({p.pid: p for p in descendants()})
+                seen.update({p.pid: p for p in descendants() if p.pid not in earlier})
                 time.sleep(0.05)
 
         stop = threading.Event()
