@@ -7,7 +7,6 @@ has must not depend on the other rows, whose number changes while it is decoded:
 """
 
 import argparse
-import csv
 import pathlib
 import sys
 import time
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accelerator.parts import Row
+from experiments.engine.bench import csv_writer
 from experiments.kernels.run import FULL, ceilings
 from kernels_pallas.attention import gpu
 from specrl_jax.errors import fail
@@ -26,6 +26,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE, QUERIES = 32, 8, 128, 64, 4  # of Qwen3-8B with
 PARTS = (4, 8, 16, 32)
 # Rows, live tokens of each, layers: whose keys and values together are more than the L2 cache holds.
 CASES = ((1, 1024, 36), (1, 10_240, 16), (4, 10_240, 8), (8, 4096, 8), (32, 1024, 8), (32, 10_240, 2), (256, 1024, 2))
+FIELDS = ("rows", "live", "parts", "copy_us", "us", "low", "high")
 CALLS, ROUNDS = 64, 7  # layers of a timed call, at least; rounds, in turns
 
 
@@ -79,12 +80,11 @@ def main() -> int:
     if jax.devices()[0].platform != "gpu":
         return fail("attention_parts: this machine has no GPU that jax finds")
     copy = ceilings(FULL)["copy_bytes_per_second"]
-    rows = [row for case in CASES for row in time_case(*case, copy)]
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "attention_parts.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    with csv_writer(str(folder / "attention_parts.csv"), FIELDS) as write:
+        for case in CASES:
+            for row in time_case(*case, copy):
+                write(row)
     return 0
 
 

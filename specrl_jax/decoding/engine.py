@@ -6,6 +6,7 @@ is plain autoregressive decoding through the same code.
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
@@ -156,9 +157,10 @@ class Engine(Generic[Params, Cache]):
         c: Continuation[Params] = continuation or Continuation()
         shared = prompts, samples, first_id, history, responses, c.lookahead, c.earlier_tokens(), c.finished_ids()
         scheduler = Scheduler(self.config, self.pad_id, *shared)
-        on_progress(0, scheduler.asked)
-        self._compile_for(params, scheduler.total, lengths, lambda: on_progress(0, scheduler.asked))
-        self.calibrate(params, prompts, samples, lengths, seed, lambda: on_progress(0, scheduler.asked))
+        look = functools.partial(on_progress, 0, scheduler.asked)
+        look()
+        self._compile_for(params, scheduler.total, lengths, look)
+        self.calibrate(params, prompts, samples, lengths, seed, look)
         batch: ActiveBatch[Params, Cache]
         if turns is None:
             batch = ActiveBatch(self, params, scheduler, seed, c.version)

@@ -290,7 +290,8 @@ def test_every_folder_writes_its_table_figure_and_claims(folder, tmp_path):
     claims.write_rows(tmp_path / "results.csv", made_up(module, FOLDERS[folder]))
     rows = claims.finished_rows(tmp_path / "results.csv")
     lines = module.table(rows).splitlines()
-    assert "nan" not in module.table(rows) and len(lines) >= 4
+    kinds = {"drafting_method": 2}.get(folder, 3)  # lines of the table, at least
+    assert "nan" not in module.table(rows) and len(lines) >= 2 + kinds
     blocks = [block.splitlines() for block in module.table(rows).split("\n\n") if block.startswith("|")]
     assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
     for claim in module.claims(rows):
