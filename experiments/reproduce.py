@@ -11,27 +11,15 @@ runs/reproduce.csv logs every command with its seconds, over all calls. Hours: d
 """
 
 import argparse
-import concurrent.futures
-import csv
-import datetime
 import itertools
-import os
-import pathlib
-import queue
 import shlex
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 
+from experiments.chains import Chain, Command, Runner
 from experiments.rooms import bases
-from experiments.runs import POLL, REPOSITORY, Signals
+from experiments.runs import REPOSITORY, Signals
 from experiments.sweeps import default_workdir
-
-Command = list[str]
-Chain = list[Command]  # run one after the other
 
 ZERO, THINK, TINY = "configs/rlzero_tiny.py:small", "configs/rlthink_tiny.py", "configs/rlzero_tiny.py"
 ROOMS = "configs/rlzero_tiny.py:rooms"
@@ -52,6 +40,8 @@ SWEEPS = {
 # These get all cores: the paper's two timed tables, and a sweep that divides devices. The others compare within one
 # process, or compare no times.
 ALONE = ("step_breakdown", "draft_length", "async_lag")
+# Folder -> what its runs need in the environment: that sweep divides eight devices.
+ENVIRONMENT = {"async_lag": "XLA_FLAGS=--xla_force_host_platform_device_count=8"}
 # Folder with one workload -> its module that makes table and figure from --workdir.
 REPORTED = {"online_adaptation": "report", "rooms": "drift"}
 # Folder -> its modules that count accepted drafts: no time is measured, so they share the machine with the sweeps.
@@ -102,8 +92,7 @@ TRAINED = {
 EVERY_BASE = {"dspark": ("rooms", "careful"), "eagle3_1200": ("rooms",), "eagle3_600": ("rooms",)}
 # The policies of the rooms of seed 0, and their heads.
 CARRIED = REPOSITORY / "experiments/rooms/carried"
-# Every command that ended: when, its seconds, exit status and CPUs.
-LOG, LOGGED = REPOSITORY / "runs/reproduce.csv", ("ended", "seconds", "status", "cpus", "command")
+LOG = REPOSITORY / "runs/reproduce.csv"
 QUICK, QUICK_STEPS = REPOSITORY / "runs/quick", 10
 # Head after thirty RL steps -> the head they start from, and the learning rate. The generic head has a new task to
 # learn; at its rate the in-domain head would forget its own. Policy and draft are exported to this folder.
@@ -249,8 +238,9 @@ def modules(folder: str, words: Sequence[str]) -> Chain:
 
 
 def launches(folder: str, configs: Sequence[str]) -> Chain:
-    sweep = f"experiments/{folder}/sweep.py"
-    return [[sys.executable, "-m", "experiments.launch", "--config", c, "--sweep", sweep] for c in configs]
+    words = [*(["env", ENVIRONMENT[folder]] if folder in ENVIRONMENT else []), sys.executable]
+    words += ["-m", "experiments.launch", "--sweep", f"experiments/{folder}/sweep.py", "--config"]
+    return [[*words, config] for config in configs]
 
 
 def table(folder: str, configs: Sequence[str]) -> Command:
@@ -259,86 +249,6 @@ def table(folder: str, configs: Sequence[str]) -> Command:
     if folder in REPORTED:
         return [sys.executable, "-m", f"experiments.{folder}.{REPORTED[folder]}", "--workdir", *workdirs]
     return [sys.executable, "-m", f"experiments.{folder}.plot", "--collect", *workdirs]
-
-
-def environment(command: Command) -> dict[str, str]:
-    """Return the environment of a command; async_lag gets eight fake CPU devices."""
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    return os.environ | (devices if "experiments/async_lag/sweep.py" in command else {})
-
-
-class Runner:
-    """Runs chains of commands, appends each to the file `log`, and collects the failed ones in `failed`."""
-
-    def __init__(self, signals: Signals, log: pathlib.Path = LOG):
-        self.failed: Chain = []
-        self._log_path = log
-        self._signals, self._began, self._writing = signals, time.monotonic(), threading.Lock()
-
-    def stage(self, chains: list[Chain], jobs: int) -> None:
-        """Run all chains, at most `jobs` at once, each on a share of this process's CPUs."""
-        jobs = min(jobs, len(chains))
-        if not jobs:
-            return
-        shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
-        for share in cpu_shares(jobs):
-            shares.put(share)
-        with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: take_share(shares)) as pool:
-            list(pool.map(self.chain, chains))
-
-    def chain(self, chain: Chain) -> None:
-        for command in chain:
-            if not self._signals.count:
-                self._command(command)
-
-    def _command(self, command: Command) -> None:
-        text, start = shlex.join(command), time.monotonic()
-        print(f"$ {text}", flush=True)
-        # In its own session: a terminal's Ctrl-C then reaches it only through this process.
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment(command), start_new_session=True)
-        passed_on = 0
-        while process.poll() is None:
-            if self._signals.count > passed_on:
-                # At a second signal the launcher kills its own runs; main.py would continue to the end of its step.
-                kills = passed_on and "main.py" in command
-                process.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
-                passed_on = self._signals.count
-            time.sleep(POLL)
-        if process.returncode and not self._signals.count:
-            self.failed.append(command)
-        now = time.monotonic()
-        print(f"{now - start:.0f} s, {now - self._began:.0f} s altogether: $ {text}", flush=True)
-        ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._log(dict(zip(LOGGED, (ended, round(now - start), process.returncode, cpus(), text), strict=True)))
-
-    def _log(self, row: dict[str, object]) -> None:
-        """Append a command to the log, which outlives the process: a reproduction in several parts has one log."""
-        with self._writing:
-            self._log_path.parent.mkdir(exist_ok=True)
-            new = not self._log_path.exists()
-            with self._log_path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, LOGGED)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
-
-
-def cpus() -> int:
-    """Return on how many CPUs this thread's commands run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_shares(jobs: int) -> list[set[int]]:
-    """Divide this process's CPUs into `jobs` sets; empty sets if the system (macOS) or their number forbids it."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    size = len(cpus) // jobs
-    return [set(cpus[i * size : (i + 1) * size]) for i in range(jobs)]
-
-
-def take_share(shares: "queue.SimpleQueue[set[int]]") -> None:
-    """Bind the calling thread and the processes that it starts to the next share."""
-    if share := shares.get():
-        os.sched_setaffinity(0, share)
 
 
 def main() -> int:
@@ -355,7 +265,7 @@ def main() -> int:
     if a.smoke and not a.quick:
         parser.error("--smoke is of --quick")
     with Signals() as signals:
-        runner = Runner(signals)
+        runner = Runner(signals, LOG)
         for chains in [[quick(a.smoke)]] if a.quick else stages(a.only):
             if a.dry_run:
                 print("\n".join(shlex.join(command) for chain in chains for command in chain))
