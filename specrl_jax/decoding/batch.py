@@ -111,22 +111,28 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def prepare(self) -> bool:
         """Bring back parked rows, refill free slots, or compact the batch; return whether anything runs."""
-        while self._parked and self._bring_back(self._parked[0]):
-            pass
-        # A new request would take the pages that parked rows wait for.
-        if not self._parked:
-            self._refill()
+        while True:
+            while self._parked and self._bring_back(self._parked[0]):
+                pass
+            # A new request would take the pages that parked rows wait for.
+            if not self._parked:
+                self._refill()
+            # All that ran may have been verified to its end, and have left parked rows behind.
+            if self.running or not self._parked:
+                break
         self._compact()
-        return self.scheduler.running > 0
+        return self.running > 0
 
     def _refill(self) -> None:
-        """Start as many requests as there are slots and pages for."""
+        """Start as many requests as there are slots and pages for, until one of them is parked."""
         while (batch := self.scheduler.schedule(self._free, self._ahead)) is not None:
             refill = self._engine.compiled.refill
             self.slots, self._carried = refill(self._params, self.slots, self._carried, batch)
             self._counted = None
             if batch.earlier_length is not None and np.any(batch.earlier_length):
                 self._reverify()
+                if self._parked:
+                    return
 
     def _compact(self) -> None:
         """Compact the batch where nothing waits for its slots."""
@@ -200,7 +206,8 @@ class ActiveBatch(Generic[Params, Cache]):
             self._counted = None
             # It may have been parked after a chunk without drafts.
             self._behind = float("inf")
-            if self._engine.config.earlier:
+            # Only rows of a full batch: it is compacted when none has anything left to verify.
+            if parked.row.earlier is not None and parked.row.earlier.length > parked.row.length:
                 self._reverify()
             return True
         return False

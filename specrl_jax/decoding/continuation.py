@@ -56,7 +56,8 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
 
     Args:
       begun: rollouts of earlier calls, each one of `found` by its id.
-      found: of a finished one nothing; of the others what this call counted, their earlier tokens included.
+      found: of a finished one nothing; of the others what this call counted, and of their earlier tokens those that it
+        came to: it may have ended before one started, or while its keys and values were computed.
     """
     begun = begun.take(begun.finished | (begun.response_length > 0))  # those that have begun
     place = {number: row for row, number in enumerate(found.rollout_id.tolist())}
@@ -70,9 +71,9 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
     for name in _BY_TOKEN:
         if getattr(begun, name).size:
             values[name][rows] = np.where(earlier, getattr(begun, name), values[name][rows])
-    finished = rows[begun.finished]
-    for name in ("tokens", "length", "ended", "finished"):
-        values[name][finished] = getattr(begun, name)[begun.finished]
+    longer = begun.finished | (begun.length > found.length[rows])
+    for name in ("tokens", "length", "ended", "eos", "finished"):
+        values[name][rows[longer]] = getattr(begun, name)[longer]
     masks = found.masks()
     for row, mask in zip(rows, begun.masks(), strict=True):
         masks[row] = np.concatenate([mask, masks[row]])

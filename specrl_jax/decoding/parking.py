@@ -53,9 +53,8 @@ def restore_row(slots: Slots[Cache], row: jax.Array, values: Slots) -> Slots[Cac
     chosen = jnp.arange(len(slots.done)) == row
     empty = slots.held._replace(shared=jnp.where(chosen, 0, slots.held.shared))
     pool, held = take(slots.pool, empty, jnp.where(chosen, values.held.count, 0), slots.held.table.shape[1])
-    return dataclasses.replace(
-        restored, lookup_cache=slots.lookup_cache, cache=slots.cache, pool=pool, held=held, done=slots.done & ~chosen
-    )
+    # It runs again where it ran, and waits where its turn had ended.
+    return dataclasses.replace(restored, lookup_cache=slots.lookup_cache, cache=slots.cache, pool=pool, held=held)
 
 
 def write_pages(slots: Slots[Cache], row: jax.Array, first: jax.Array, contents: Cache) -> Slots[Cache]:

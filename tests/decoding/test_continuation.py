@@ -12,7 +12,7 @@ import pytest
 
 from specrl_jax.decoding.continuation import Continuation
 from specrl_jax.decoding.rollouts import WeightsVersion
-from tests.decoding.test_reverify import LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
+from tests.decoding.test_reverify import FEWEST, LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
 from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
@@ -62,6 +62,23 @@ def test_under_the_same_weights_they_are_those_of_one_call(drafter, limits):
     if drafter == "none":
         np.testing.assert_array_equal(found.verifications, found.response_length)
     assert (found.verifications <= found.response_length).all() and not found.reverified.any()
+
+
+@pytest.mark.parametrize("again", [0, 6])
+def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again):
+    """Rollouts that have begun do not start again, or are parked while their keys and values are computed."""
+    with jax.enable_x64(True):
+        engine = engine_of("stateful", **RECORDED | FEWEST | {"num_slots": 10})
+        first, second, found = stopped_and_continued(engine, [NEW] * 3, [5, again])
+        expected = plain(engine, NEW)
+    in_first = first.in_response()
+    np.testing.assert_array_equal(second.tokens[in_first], first.tokens[in_first])
+    assert (second.length >= first.length).all()
+    for rollouts in (second, found):
+        assert len(rollouts.mask_ids) == rollouts.mask_count.sum()
+    assert_same(found, expected)
+    for one, two in zip(found.masks(), expected.masks(), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_on_two_devices():

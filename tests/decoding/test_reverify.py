@@ -20,6 +20,7 @@ from tests.helpers.long import long_but
 from tests.helpers.toys import watched
 
 MASKS = {"most_kept": 4, "chunk": 1}  # fewer than those of the tokens verified at once
+FEWEST = {"pages": 9, "page_tokens": 4}
 PROMPTS = [row.tolist() for n in (2, 3) for row in sequences(V, n)]
 SAMPLES, LONGEST, SEED = 2, 24, 5
 END = np.eye(V, dtype=np.float32)[V - 1]
@@ -66,7 +67,7 @@ def same_beginning(one, two):
 
 
 def assert_same(found, expected):
-    for name in ("rollout_id", "tokens", "length", "ended", "prompt_length"):
+    for name in ("rollout_id", "tokens", "length", "ended", "eos", "prompt_length"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=2**-22)
 
@@ -91,11 +92,34 @@ def test_greedy_rollouts_too():
     assert_same(run(NEW, "table", 0.0, earlier=texts(1.0, 0.0)), plain(0.0))
 
 
-@pytest.mark.parametrize(
-    "limits", [{"num_slots": 3}, {"sizes": (4,)}, {"pages": 9, "page_tokens": 4}, {"width": 4}, MASKS]
-)
+@pytest.mark.parametrize("limits", [{"num_slots": 3}, {"sizes": (4,)}, FEWEST, {"width": 4}, MASKS])
 def test_nor_do_they_depend_on_slots_sizes_pages_or_shapes(limits):
     assert_same(run(NEW, "table", limits=limits.items(), earlier=texts(0.1)), plain())
+
+
+# Prompts whose rollouts are long, and so few pages that rows of them are parked.
+LONG, FEW = (7, 10), {"pages": 12, "page_tokens": 4}
+LONG_IDS = np.add.outer(2 * np.array(LONG), range(SAMPLES)).ravel()
+
+
+def long_ones(limits, earlier=None):
+    how = {} if earlier is None else {"earlier": earlier}
+    return run(NEW, limits=limits.items(), prompts=[PROMPTS[p] for p in LONG], first_id=LONG_IDS, **how)
+
+
+def test_a_call_ends_with_no_row_parked():
+    """One of two rows is parked while both are verified, and the other one's text is all of its rollout."""
+    expected = long_ones({})
+    whole = {int(n): expected.tokens[i, expected.response_part(i)] for i, n in enumerate(LONG_IDS)}
+    found = long_ones(FEW | {"num_slots": 2}, whole)
+    assert found.parked.any() and found.finished.all()
+    assert_same(found, expected)
+
+
+def test_rows_of_a_smaller_batch_are_parked():
+    found = long_ones(FEW | {"sizes": (4,)}, {})
+    assert found.parked.any() and 4 in {chunk.size for chunk in found.chunks}
+    assert_same(found, long_ones({}))
 
 
 def test_on_two_devices():

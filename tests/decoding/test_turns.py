@@ -129,6 +129,14 @@ def test_nor_on_slots_pages_or_pieces(sizes):
     assert_same(run("suffix", **sizes)[0])
 
 
+@pytest.mark.parametrize("slots", [6, 10])
+def test_nor_where_an_answer_is_of_several_pages(slots):
+    """A row that comes back may wait once more, for the pages of its answer."""
+    found, _ = run("suffix", talk={"looks": 2}, num_slots=slots, pages=40, page_tokens=1)
+    assert_same(found)
+    assert found.parked.sum() > 5
+
+
 def test_nor_on_two_devices():
     assert_same(run(devices=2, num_slots=8, talk={"looks": 2})[0])
 
