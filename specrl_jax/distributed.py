@@ -51,6 +51,9 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # The interface on which the first process listens, where it is not that of the coordinator's address.
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
+# Bytes of each process that are gathered at once: through one device, which holds those of all.
+PIECE = 1 << 28
+
 T = TypeVar("T")
 
 
@@ -262,11 +265,14 @@ def all_gather_objects(kind: type[T], value: T) -> list[T]:
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(to_bytes(value), np.uint8)
-    sizes = _all_gather(np.array([len(data)], np.int32))[:, 0]
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(data)] = data
-    rows = _all_gather(padded)
-    return [from_bytes(kind, row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    sizes = _all_gather(np.array(divmod(len(data), PIECE), np.int32)) @ [PIECE, 1]
+    pieces = list[np.ndarray]()  # [processes, bytes]
+    for start in range(0, sizes.max(), PIECE):
+        padded = np.zeros(min(PIECE, sizes.max() - start), np.uint8)
+        own = data[start : start + PIECE]
+        padded[: len(own)] = own
+        pieces.append(_all_gather(padded))
+    return [from_bytes(kind, row[:size].tobytes()) for row, size in zip(np.concatenate(pieces, axis=1), sizes)]
 
 
 def to_bytes(value: object) -> bytes:

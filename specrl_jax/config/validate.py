@@ -214,7 +214,11 @@ def _environment(config: Config) -> None:
         )
     compares = config.task == "train" and config.draft.kind != "none"
     for key, allowed, reason in (
-        ("task", config.task not in ("generate", "benchmark"), "it knows single turns only"),
+        (
+            "task",
+            config.task not in ("generate", "benchmark", "draft_pretrain"),
+            "it knows single turns only",
+        ),
         (
             "pipeline.weight_update",
             config.pipeline.weight_update == "none",

@@ -66,13 +66,14 @@ def _confidences(slots: Slots, draft: Draft, temperature: float) -> jax.Array:
     The drafter's own where it has some; else the draft's largest probability at each place. Of drafts without
     probabilities, the share of the row's earlier ones that were kept, of those whose predecessors were.
     """
-    if draft.confidence is not None:
+    if draft.logits is None and draft.confidence is not None:  # all rows are the drafter's own
         return draft.confidence
     reached = jnp.minimum(slots.drafted[:, 1:], slots.accepted[:, :-1]).sum(axis=1) + slots.drafted[:, 0]
     kept = ((slots.accepted.sum(axis=1) + 1) / (reached + 2)).astype(jnp.float32)[:, None]
     if draft.logits is None:
         return jnp.broadcast_to(kept, draft.tokens.shape)
-    return jnp.where(draft.deterministic[:, None], kept, largest_probability(draft.logits, temperature))
+    own = largest_probability(draft.logits, temperature) if draft.confidence is None else draft.confidence
+    return jnp.where(draft.deterministic[:, None], kept, own)
 
 
 def largest_probability(logits: jax.Array, temperature: float) -> jax.Array:

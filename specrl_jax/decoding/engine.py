@@ -269,7 +269,8 @@ class Engine(Generic[Params, Cache]):
         cycled = [prompts[j % len(prompts)] for j in range(-(-self.config.num_slots // samples))]
         batch: ActiveBatch | None = None
         for size in self.compiled.sizes:
-            unmeasured = lengths.unmeasured(size)
+            if not (unmeasured := lengths.unmeasured(size)):
+                continue
             timed: dict[int, list[DecodeChunk]] = {k: [] for k in unmeasured}
             spent = 0.0
             for i in range(1 + CALIBRATED_ROUNDS):  # the first, of one iteration, is not counted

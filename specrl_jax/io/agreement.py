@@ -19,6 +19,7 @@ from specrl_jax.io.workdir import flatten, may_change
 from specrl_jax.rewards.function import file_of
 
 DATA = ("data.path", "eval.path")  # files and folders, separated by commas
+NAMES = ("reward.name", "environment.name")  # some of files, separated by commas
 FOLDERS = ("policy.path", "draft.path", "data.tokenizer")
 # Files of the project that decide what a process computes.
 PACKAGES = ("specrl_jax", "kernels_pallas")
@@ -70,9 +71,10 @@ def _files(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             with contextlib.suppress(InputError):
                 for file in filter(os.path.isfile, data_files(path, key)):
                     yield f"the content of {key}={file}", digest(file)
-    for path in filter(None, map(file_of, map(str.strip, str(values["reward.name"]).split(",")))):
-        if os.path.isfile(path):
-            yield f"the content of reward.name={path}", digest(path)
+    for key in NAMES:
+        for path in filter(None, map(file_of, map(str.strip, str(values[key]).split(",")))):
+            if os.path.isfile(path):
+                yield f"the content of {key}={path}", digest(path)
     for key in FOLDERS:
         folder = str(values[key])
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():

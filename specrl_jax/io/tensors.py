@@ -184,12 +184,14 @@ def save_folder(
     for path in copies:
         shutil.copy(path, partial)
     os.makedirs(folder, exist_ok=True)
+    # What a reader looks at first comes last: until then it reads the earlier weights.
+    new = sorted(os.listdir(partial), key=lambda name: (name == INDEX, name))
+    for name in new:
+        os.replace(os.path.join(partial, name), os.path.join(folder, name))
     # Weights of an earlier save under other file names would be read instead of these, or beside them.
-    for name in os.listdir(folder):
+    for name in set(os.listdir(folder)) - set(new):
         if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
             os.remove(os.path.join(folder, name))
-    for name in os.listdir(partial):
-        os.replace(os.path.join(partial, name), os.path.join(folder, name))
     os.rmdir(partial)
 
 

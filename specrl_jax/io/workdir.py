@@ -15,7 +15,8 @@ from specrl_jax.json_files import Checked, check, read_json
 
 # Keys and sections that may change when a run is resumed.
 MAY_CHANGE = ("steps", "eval", "checkpoint", "logging", "export", "dry_run", "pipeline.workers", "pipeline.host")
-
+# Those of `eval` that decide which problems of data.path are learned from, where some of them are held out.
+HOLD_OUT = ("eval.holdout", "eval.problems", "eval.path", "eval.task")
 
 # Lock files of the workdirs in use; kept open, since the system releases a lock when its file is closed.
 _held: dict[str, TextIO] = {}
@@ -30,7 +31,9 @@ def open_workdir(path: str, config: Mapping[str, object]) -> None:
     try:
         os.makedirs(path, exist_ok=True)
         if os.path.exists(file):
-            _check_same(path, _recorded(path).config, config)
+            before = _recorded(path).config
+            _check_same(path, before, config)
+            _check_held_out(path, before, config)
             _check_steps(path, config["steps"])
         _hold(path)
         with atomic_write(file) as f:
@@ -100,10 +103,23 @@ def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, objec
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
         if not may_change(key) and old.get(key) != new.get(key):
-            raise InputError(
-                f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
-                "choose another --workdir"
-            )
+            raise _differs(path, key, old, new)
+
+
+def _check_held_out(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Refuse other validation problems where they are taken out of those learned from."""
+    old, new = flatten(before), flatten(json.loads(json.dumps(now)))
+    if not any(values.get("data.path") and values.get("eval.holdout") for values in (old, new)):
+        return
+    for key in HOLD_OUT:
+        if old.get(key) != new.get(key):
+            raise _differs(path, key, old, new)
+
+
+def _differs(path: str, key: str, old: Mapping[str, object], new: Mapping[str, object]) -> InputError:
+    return InputError(
+        f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; choose another --workdir"
+    )
 
 
 def _check_steps(path: str, steps: object) -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from specrl_jax.core import Mean, masked_mean, shift_left
+from specrl_jax.core import Mean, masked_mean
 
 AGGREGATIONS = ("token", "sequence", "constant")
 
@@ -25,13 +25,15 @@ def sequence_sum(values: jax.Array, mask: jax.Array, segments: jax.Array | None)
     return jax.vmap(sum_row)(values, segments)
 
 
-def count_sequences(mask: jax.Array) -> jax.Array:
-    """Count sequences with a masked token, [] float32: the runs of true in mask [B, T].
+def count_sequences(mask: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Count sequences with a masked token, [] float32; mask and segments as in `sequence_sum`."""
+    if segments is None:
+        return mask.any(axis=1).sum(dtype=jnp.float32)
 
-    A sequence's masked tokens are consecutive, and its last token has no target in the sequence, so no mask: two packed
-    sequences never touch.
-    """
-    return (mask & ~shift_left(mask, 1)).sum(dtype=jnp.float32)
+    def count_row(mask: jax.Array, segments: jax.Array) -> jax.Array:
+        return jax.ops.segment_max(mask.astype(jnp.int32), segments, mask.size + 1).clip(0).sum(dtype=jnp.float32)
+
+    return jax.vmap(count_row)(mask, segments).sum()
 
 
 def aggregate(values: jax.Array, mask: jax.Array, segments: jax.Array | None, how: str, longest: int) -> Mean:
@@ -53,7 +55,7 @@ def aggregate(values: jax.Array, mask: jax.Array, segments: jax.Array | None, ho
     tokens = masked_mean(values, mask)
     if how == "token":
         return tokens
-    count = count_sequences(mask)
+    count = count_sequences(mask, segments)
     if how == "constant":
         return Mean(tokens.total, count * longest)
     length = sequence_sum(mask.astype(values.dtype), mask, segments)

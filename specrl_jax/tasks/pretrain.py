@@ -72,6 +72,7 @@ def pretrain(
             if step % LOG_EVERY == 0 or step == config.steps:
                 log.append({"step": step, "loss": float(loss.value())})
                 display.finish_step(step, f"loss {log[-1]['loss']:.4f} nats/token")
+        log = log or [{"step": 0}]
         stored = jax.tree.map(lambda w: w.astype(config.pretrain.dtype).astype(jnp.float32), state.params)
         weights, _ = prepare(learner, rollout, RunState(dataclasses.replace(state, params=stored), None, None))
         hf.save_params(config.pretrain.output, stored, model, config.pretrain.dtype)

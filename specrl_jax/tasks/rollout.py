@@ -117,6 +117,14 @@ def make_worker_rollout(config: Config, workdir: str) -> Rollout:
     return make_rollout(make_plan(config, make_mesh({"data": -1, "expert": mesh.expert, "tensor": mesh.tensor})))
 
 
+def is_heard(connection: Connection) -> bool:
+    """Return whether the learner has said something, or has left, which whoever reads or answers finds out."""
+    try:
+        return connection.poll()
+    except (EOFError, OSError):
+        return True
+
+
 class Worker:
     """Holds weights, engines and their controllers over all connections."""
 
@@ -135,7 +143,7 @@ class Worker:
         Raises:
           EOFError: the learner has left; also OSError.
           Stopped: at a signal.
-          RunFailed: the learner's weights do not arrive.
+          RunFailed: the learner's weights do not arrive, or this machine fails.
         """
         # Of the address that leads there: what leads to this machine alone does not lead to others.
         own = own_address(connection)
@@ -149,7 +157,7 @@ class Worker:
             if ask.engine == ENDED:
                 return
             if ask.engine != ENOUGH:  # all were finished before the learner knew
-                send(connection, self._answer(ask, connect, connection.poll))
+                send(connection, self._answer(ask, connect, lambda: is_heard(connection)))
 
     def _answer(self, ask: Ask, connect: Callable[[str], "TransferConnection"], until: Callable[[], bool]) -> Answer:
         """
@@ -165,6 +173,8 @@ class Worker:
             return self._generated(ask, until)._replace(weights_seconds=seconds)
         except InputError as error:  # to any worker it would be one
             return Answer(None, 0.0, str(error))
+        except OSError as error:  # not of the connection, which is only looked at meanwhile
+            raise RunFailed(f"{error.filename or 'rollouts'}: {error.strerror or error}") from error
 
     def _generated(self, ask: Ask, until: Callable[[], bool]) -> Answer:
         assert self._weights is not None  # the first ask has some

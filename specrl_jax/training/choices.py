@@ -134,13 +134,18 @@ def resumed(config: Config, recorded: Mapping[str, object]) -> Config:
     return with_values(config, known)
 
 
-def choose_formats(config: Config, tokenizer: Tokenizer | None) -> Config:
-    """Choose how the data is read: its validation split, its schema and, with a tokenizer, whether it is chats."""
+def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -> Config:
+    """Choose how the data is read: its validation split, its schema and, with a tokenizer, whether it is chats.
+
+    Args:
+      detects: schemas are found in the files. A run that is resumed has that of its data already; what it validates on
+        may have changed.
+    """
     d, e = config.data, config.eval
     alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
     if alone and (found := own_validation(d.path)):
         config = with_values(config, say("eval.path", found, "the split of data.path that is not for training"))
-    if d.schema == AUTO:
+    if detects:
         config = _schemas(config)
     if d.chat == "auto" and tokenizer:
         always = tokenizer.has_chat_template
@@ -152,8 +157,9 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None) -> Config:
 def _schemas(config: Config) -> Config:
     """Choose data.schema, and eval.schema where that is left to data.schema, by the first row of each file."""
     plain = Schema(config.data.prompt_key, config.data.answer_key)
-    for section, path in (("data", config.data.path), ("eval", config.eval.path)):
-        if section == "eval" and (config.eval.schema or not path):
+    data_open, eval_open = config.data.schema == AUTO, bool(config.eval.path and not config.eval.schema)
+    for section, path, is_open in (("data", config.data.path, data_open), ("eval", config.eval.path, eval_open)):
+        if not is_open:
             continue
         names = [detect_schema(one, plain, f"{section}.path") for one in split_paths(path, "data.path")] if path else []
         chosen = say(f"{section}.schema", ",".join(names), "by the columns of the first row")

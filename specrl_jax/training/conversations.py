@@ -92,13 +92,15 @@ class Conversations:
         log, outcome = self._logs[request], reply.outcome
         log.seconds += reply.seconds
         log.outcomes.append(outcome)
-        if outcome.messages is None or log.cut or len(log.turns) == self._config.turns:
+        if outcome.messages is None:
             return Answer(request, None)
-        try:
-            return Answer(request, self._format.tokens(outcome.messages, log.eos))
-        except InputError as error:
-            log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
-            return Answer(request, None)
+        if not log.cut and len(log.turns) < self._config.turns:
+            try:
+                return Answer(request, self._format.tokens(outcome.messages, log.eos))
+            except InputError as error:
+                log.outcomes[-1] = Outcome((), failure="error", detail=str(error))
+        self._workers.release(log.conversation)
+        return Answer(request, None)
 
     def scores(self, rollouts: Rollouts, rows: np.ndarray, scorer: Scorer, waiting: Callable[[], None]) -> Scores:
         """Score rollouts `rows` of the call: what their environments gave, and the rewards of their last turns.

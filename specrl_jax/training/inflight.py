@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from specrl_jax.core import atomic_write
 from specrl_jax.json_files import LINE_BYTES, Checked, check, parse_json, read_lines
 
 FILE = "weight_updates_{}.jsonl"  # of each process
@@ -38,7 +39,7 @@ class WeightUpdates:
         self._repeated = _read(os.path.join(repeat, name)) if repeat else None
         self._agree = agree
         kept = [update for update in _read(self._path) if update.step < first] if os.path.exists(self._path) else []
-        with open(self._path, "w") as file:
+        with atomic_write(self._path) as file:
             file.writelines(_line(update) for update in kept)
 
     def of(self, step: int, policy: int) -> Callable[[int], int]:

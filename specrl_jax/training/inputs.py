@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from specrl_jax.config import Config
 from specrl_jax.config.automatic import left_open, with_values
 from specrl_jax.config.validate import validate
+from specrl_jax.data.prompts import AUTO
 from specrl_jax.data.special import PromptText
 from specrl_jax.data.tokenizers import Messages, Tokenizer
 from specrl_jax.distributed import agree, exchange, refused_together
@@ -110,7 +111,7 @@ def _find(
     scorer: Scorer | None = None
     with mistakes.check():
         validate(config)
-    is_valid = not mistakes.found
+    is_valid, detects = not mistakes.found, config.data.schema == AUTO
     config = resumed(config, recorded)
     with mistakes.check():
         mesh = make_mesh(dataclasses.asdict(config.mesh), learner_devices(config.pipeline.rollout_devices))
@@ -125,7 +126,7 @@ def _find(
             elif is_valid:
                 check_draft(config, model)
     with mistakes.check():
-        config = choose_formats(config, tokenizer)
+        config = choose_formats(config, tokenizer, detects)
     with mistakes.check():
         # How long prompts are, another tokenizer does not know.
         readable = config if tokenizer else with_values(config, {"rollout.max_prompt_tokens": 0})

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specrl_jax.data.rows import Rows
@@ -41,9 +42,13 @@ class Replay:
         return with_packed(host, REPLAY, list(self._texts))
 
     def learn(
-        self, state: RunState, step: int, goes_on: Callable[[], bool] = lambda: True
+        self, state: RunState, step: int, goes_on: Callable[[], bool] | None = None
     ) -> tuple[RunState, list[DraftMetrics]]:
-        """Update the draft up to draft.replay_updates times, as long as `goes_on`; return its metrics too."""
+        """Update the draft up to draft.replay_updates times, as long as `goes_on`; return its metrics too.
+
+        With `goes_on` the caller waits for something meanwhile, and may be stopped before it has it: `state` stays
+        whole, a copy of its draft learns. Without, the draft is donated.
+        """
         learner, policy, draft = self._learner, state.policy, state.draft
         if not self._texts or draft is None:
             return state, []
@@ -51,9 +56,11 @@ class Replay:
         copies = None  # of the policy's weights: made once there is time for an update
         found = list[DraftMetrics]()
         for part in self._parts(step):
-            if not goes_on():
+            if goes_on is not None and not goes_on():
                 break
-            copies = copies or (learner.merged(policy), learner.read_tables(policy.base, state.vocab_map))
+            if copies is None:
+                copies = learner.merged(policy), learner.read_tables(policy.base, state.vocab_map)
+                draft = draft if goes_on is None else jax.tree.map(jnp.copy, draft)
             (merged, tables), rows = copies, learner.place(part)
             draft, metrics = learner.draft_step(draft, tables, learner.feature_step(merged, rows), rows)
             found.append(jax.block_until_ready(metrics))

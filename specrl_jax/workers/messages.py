@@ -5,6 +5,7 @@ pickles. Nothing is encrypted.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import pathlib
@@ -160,8 +161,10 @@ def numeric(host: str) -> str:
 
 def listen(host: str) -> socket.socket:
     """Listen at a free port of a name or address of this machine. Raises InputError."""
+    if ipaddress.ip_address(own := numeric(host)).is_unspecified:  # workers would look for it on their own machine
+        raise InputError(f"pipeline.host={host}: a name or address by which other machines reach this one")
     try:
-        return socket.create_server((numeric(host), 0))
+        return socket.create_server((own, 0))
     except OSError as error:
         raise InputError(f"pipeline.host={host}: {error.strerror}; a name or address of this machine") from None
 

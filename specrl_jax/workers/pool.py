@@ -47,6 +47,8 @@ PATIENCE = 600.0
 LOOK_SECONDS = 0.5
 # How often it looks whether what a worker has begun is enough.
 ENOUGH_SECONDS = 0.02
+# So many workers that leave with the same rollouts end the run: an error that ends one would end them all.
+MOST_LOST = 3
 END = Ask(ENDED, [], NO_VERSION, [], 0, 0, np.zeros(0, np.uint32), CHOOSES, [], NO_TEXTS, NO_LATER)
 
 OnProgress = Callable[[int, int], None]
@@ -67,13 +69,14 @@ class _Call:
     ended: bool = False  # nobody waits for it any more
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Job:
     """A part of a call, for one worker."""
 
     call: _Call
     part: int
     ask: Ask
+    lost: int = 0  # workers that left with it
 
 
 class WorkerPool:
@@ -258,9 +261,16 @@ class WorkerPool:
         finally:
             with self._changed:
                 if job and not job.call.ended:
-                    self._jobs.appendleft(job)
+                    self._give_back(job)
                 del self._workers[hello.name]
                 self._changed.notify_all()
+
+    def _give_back(self, job: _Job) -> None:
+        """Let others do what a lost worker had, unless that is what ends them."""
+        job.lost += 1
+        if job.lost == MOST_LOST:
+            self._failed = self._failed or f"{job.lost} rollout workers left with the same rollouts; see what they said"
+        self._jobs.appendleft(job)
 
     def _next(self) -> _Job | None:
         """Wait for something to do; None: the run has ended."""

@@ -193,6 +193,19 @@ def test_the_most_valuable_drafts_are_admitted(seed):
     np.testing.assert_array_equal(found, by_hand(confidence, drafted, budget))
 
 
+@pytest.mark.parametrize("argmax", [False, True])
+def test_copied_drafts_are_worth_what_the_rows_earlier_ones_were(argmax):
+    """Not what the head says of its own drafts, which the copies replaced; an argmax draft is the head's own."""
+    confidence = jnp.array([[0.9, 0.9], [0.1, 0.1]])
+    logits = None if argmax else jnp.zeros((2, 2, V))
+    copied = jnp.ones(2, bool) if argmax else jnp.array([False, True])
+    draft = Draft(jnp.zeros((2, 2), jnp.int32), logits, copied, None, None, confidence)
+    slots = slots_of(2)
+    kept = slots.drafted.at[:].set(50)  # all earlier drafts
+    slots = dataclasses.replace(slots, drafted=kept, accepted=kept)
+    assert admit(slots, draft, 2, 1.0).admitted.tolist() == ([2, 0] if argmax else [0, 2])
+
+
 def test_each_shard_has_its_own_budget():
     confidence = jnp.array([[0.9, 0.5], [0.8, 0.5], [0.2, 0.2], [0.1, 0.1]])
     assert admission_of(confidence, 2).tolist() == [1, 1, 0, 0]

@@ -35,6 +35,9 @@ def files(tmp_path):
     with open(tmp_path / "policy/model.safetensors", "wb") as file:
         file.write(np.random.default_rng(0).bytes(2 * SAMPLED))
     config = rlzero_tiny.get_config("smoke")
+    (tmp_path / "shop.py").write_text("Shop = None\n")
+    config.environment.name, config.reward.name = f"{tmp_path}/shop.py:Shop", f"exact, {tmp_path}/score.py:score"
+    (tmp_path / "score.py").write_text("score = None\n")
     config.data.path = config.eval.path = f"{tmp_path}/train.jsonl, {tmp_path}/test.jsonl"
     config.policy.path, config.draft.path, config.data.tokenizer = (
         f"{tmp_path}/{x}" for x in ("policy", "head", "words")
@@ -115,6 +118,8 @@ def test_every_key_is_among_the_facts(files):
         ("policy/model.safetensors", "policy.path"),
         ("head/config.json", "draft.path"),
         ("words/config.json", "data.tokenizer"),
+        ("score.py", "reward.name"),
+        ("shop.py", "environment.name"),
     ],
 )
 @pytest.mark.parametrize("damage", ["longer", "changed", "missing"])

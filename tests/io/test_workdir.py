@@ -30,6 +30,22 @@ def test_one_process_may_open_it_again(tmp_path):
         open_workdir(str(tmp_path), CONFIG)
 
 
+@pytest.mark.parametrize("key", ["holdout", "problems", "path", "task"])
+@pytest.mark.parametrize("holds_out", [True, False])
+def test_what_is_held_out_of_the_data_stays_so(key, holds_out, tmp_path):
+    """Else a resumed run would learn from problems that it was validated on."""
+    validation = {"holdout": 0.1 if holds_out else 0.0, "problems": 8, "path": "", "task": "", "every": 5}
+    before = CONFIG | {"data": {"path": "a.jsonl"}, "eval": validation}
+    open_workdir(str(tmp_path), before)
+    other = {"holdout": 0.2 if holds_out else 0.0, "problems": 9, "path": "b.jsonl", "task": "recite"}[key]
+    changed = before | {"eval": validation | {key: other, "every": 7}}
+    if holds_out:
+        with pytest.raises(InputError, match=rf"eval\.{key}="):
+            open_workdir(str(tmp_path), changed)
+        changed = before | {"eval": validation | {"every": 7}}
+    open_workdir(str(tmp_path), changed)
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [

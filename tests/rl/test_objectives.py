@@ -361,6 +361,21 @@ def test_an_answer_without_a_token_in_the_loss_is_in_no_denominator(how, expecte
         np.testing.assert_allclose(loss.value(), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["sequence", "constant"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_answer_of_several_turns_is_one_answer(how, packed):
+    """What an environment wrote between the turns is not under the mask."""
+    mask = np.array([[1, 0, 1, 1, 0], [0, 1, 0, 0, 0]], bool)
+    values, segments = np.where(mask, np.arange(10.0).reshape(2, 5), np.nan), None
+    if packed:
+        mask, values = mask.reshape(1, 10), values.reshape(1, 10)
+        segments = jnp.asarray(np.repeat([1, 2], 5)[None], jnp.int32)
+    with jax.enable_x64(True):
+        loss = aggregate(jnp.asarray(values), jnp.asarray(mask), segments, how, longest=4)
+        expected = {"sequence": ((0 + 2 + 3) / 3 + 6) / 2, "constant": (0 + 2 + 3 + 6) / (2 * 4)}
+        np.testing.assert_allclose(loss.value(), expected[how], rtol=1e-12)
+
+
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
 @pytest.mark.parametrize("objective", [PLAIN, WITH_KL], ids=["plain", "with_kl"])
 def test_masked_positions_carry_no_loss_and_no_gradient(junk, objective):

@@ -12,7 +12,7 @@ from specrl_jax.config.schema import keys
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
-from specrl_jax.training.choices import Machine, Measured, choose_sizes, resumed
+from specrl_jax.training.choices import Machine, Measured, choose_formats, choose_sizes, resumed
 
 SMALL = dataclasses.replace(qwen3.preset("nano_deep"), vocab=1024)
 LARGE = qwen3.preset("qwen3_0p6b")
@@ -113,6 +113,21 @@ def test_a_run_that_is_resumed_keeps_what_was_chosen_and_what_is_set(capsys):
     assert (done.rollout.max_prompt_tokens, done.rollout.num_slots, done.draft.kind) == (200, 32, "eagle3")
     said = "as this run began: draft.kind = eagle3, rollout.max_prompt_tokens = 200\n"
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_format_of_what_is_validated_on_is_found_again(begun, tmp_path):
+    """A run that is resumed has that of its data; its validation file may be another one than before."""
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    paths = {"data__path": f"{tmp_path}/train.jsonl", "eval__path": f"{tmp_path}/test.jsonl"}
+    first = choose_formats(config(data__schema="auto", **paths), None, detects=True)
+    assert first.data.schema and first.eval.schema and first.data.schema != first.eval.schema
+    if begun:
+        again = resumed(config(data__schema="auto", **paths), {"data.schema": first.data.schema})
+        assert choose_formats(again, None, detects=True) == first
+    else:
+        assert choose_formats(config(data__schema=first.data.schema, **paths), None, detects=False).eval.schema == ""
 
 
 def test_what_nothing_has_chosen_is_refused_by_name():

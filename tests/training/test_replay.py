@@ -6,6 +6,7 @@ With a learner that writes down what it is given; a real one is killed and resum
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs import rlzero_tiny
@@ -98,6 +99,22 @@ def test_updates_end_with_the_wait_that_they_fill():
     left = iter([True, True, False, True])
     after, metrics = replay.learn(state(), 1, lambda: next(left))
     assert after.draft == len(metrics) == 2
+
+
+def test_a_state_is_whole_while_its_draft_learns_in_a_wait():
+    """Whoever waits may be stopped, and save what it had; the learner donates the draft."""
+
+    class Donates(Recorder):
+        def draft_step(self, draft, tables, features, rows):
+            return jax.jit(lambda x: x + 1, donate_argnums=0)(draft), np.float32(0)
+
+    recorder = Donates(draft__replay_updates=5, draft__replay_steps=STEPS, draft__minibatches=SHARES)
+    replay, before = Replay(recorder), RunState(types.SimpleNamespace(base="policy"), jnp.zeros(3), None)
+    replay.add(rows_at(1))
+    after, metrics = replay.learn(before, 1, lambda: True)
+    assert len(metrics) == 5 and not before.draft.is_deleted() and after.draft.tolist() == [5.0] * 3
+    replay.learn(before, 1)
+    assert before.draft.is_deleted()
 
 
 def test_a_checkpoint_keeps_the_texts():

@@ -137,6 +137,16 @@ def test_what_a_lost_worker_had_others_do(pool):
     assert "rollout worker lost left; others do its rollouts" in pool.lines
 
 
+def test_rollouts_that_end_every_worker_end_the_run(pool):
+    def leave(ask):
+        raise EOFError
+
+    seen = [worker(pool, name, leave) for name in ("a", "b", "c", "d")]
+    with pytest.raises(WorkersFailed, match="3 rollout workers left with the same rollouts"):
+        pool.run(weights(), asks(1), 1, never)
+    assert sum(map(len, seen)) == 3
+
+
 def test_workers_begin_rollouts_of_later_calls_until_it_is_enough(pool):
     """Each its share, at what was drawn of it before; one that has finished its own is not told, one that starts after
     that does nothing.
@@ -227,6 +237,11 @@ def test_who_lacks_the_key_gets_nothing_and_keeps_nobody_waiting(pool):
         open_connection(address._replace(key=b"another".hex()))
     with contextlib.closing(Client((address.host, address.port))):  # says nothing at all
         assert not joined(pool, "w")[1].refused
+
+
+def test_an_address_that_leads_nowhere_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"pipeline\.host=0\.0\.0\.0: a name or address by which other machines reach"):
+        WorkerPool(FACTS, "0.0.0.0", str(tmp_path), 1)
 
 
 def test_a_host_that_is_not_this_machine_is_refused(tmp_path):

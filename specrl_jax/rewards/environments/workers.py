@@ -63,7 +63,7 @@ class EnvironmentWorkers:
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[_Task] = deque()
-        self._holders: dict[int, int] = {}  # place of the worker that holds a session
+        self._holders: dict[int, int] = {}  # place of the worker that can go on with a session
         self._workers: list[WorkerProcess] = []
         self._losses = 0  # since a worker last answered
 
@@ -120,13 +120,17 @@ class EnvironmentWorkers:
             self._waiting.append(_Task(conversation, text, turns, replies))
             self._changed.notify_all()
 
+    def release(self, conversation: Conversation) -> None:
+        """Forget a conversation that does not go on although its environment would."""
+        with self._changed:
+            self._holders.pop(conversation.session, None)
+
     def _work(self, place: int, workers: list[WorkerProcess]) -> None:
         """Answer turns with the worker in one place until the workers are closed."""
-        held = set[int]()  # conversations that the worker can go on with
         while (task := self._next(place, workers)) is not None:
             try:
                 begin = time.monotonic()
-                outcome = self._answer(task, place, workers, held)
+                outcome = self._answer(task, place, workers)
                 task.replies.put(Reply(task.conversation.session, outcome, time.monotonic() - begin))
             except BaseException as error:
                 task.replies.put(error)
@@ -136,50 +140,47 @@ class EnvironmentWorkers:
         with self._changed:
             while workers is self._workers:
                 for task in self._waiting:
-                    session = task.conversation.session
-                    if self._holders.get(session, place) == place:
+                    if self._holders.get(task.conversation.session, place) == place:
                         self._waiting.remove(task)
-                        self._holders[session] = place
                         return task
                 self._changed.wait()
             return None
 
-    def _answer(self, task: _Task, place: int, workers: list[WorkerProcess], held: set[int]) -> Outcome:
+    def _answer(self, task: _Task, place: int, workers: list[WorkerProcess]) -> Outcome:
         """Return the outcome of a turn. A turn is given up once ATTEMPTS workers have died of it."""
         session, died = task.conversation.session, 0
         while True:
             try:
                 workers[place].check(self.seconds)
             except Lost as lost:
-                self._count_loss(self._replace(place, workers, held, lost))
+                self._count_loss(self._replace(place, workers, lost))
                 continue
-            steps = 1 if session in held else 1 + len(task.turns or ())
+            steps = 1 if session in self._holders else 1 + len(task.turns or ())
             try:
                 outcome, full = next(workers[place].score([task.row()], steps * self.seconds))
             except TimeoutError:
-                self._replace(place, workers, held)
+                self._replace(place, workers)
                 outcome, full = Outcome((), failure="timeout", detail=f"more than {self.seconds:g} s for a step"), False
             except Lost as lost:
-                said, died = self._replace(place, workers, held, lost), died + 1
+                said, died = self._replace(place, workers, lost), died + 1
                 if died < ATTEMPTS:
                     continue
                 outcome, full = Outcome((), failure="died", detail=f"the worker {said}"), False
             self._losses = 0
             if full:
-                self._replace(place, workers, held)
-            elif outcome.messages is not None and task.turns is not None:
-                held.add(session)
-            if outcome.messages is None:
-                held.discard(session)
-                with self._changed:
-                    self._holders.pop(session, None)
+                self._replace(place, workers)
+            with self._changed:
+                self._holders.pop(session, None)
+                if outcome.messages is not None and task.turns is not None and not full:
+                    self._holders[session] = place
             return outcome
 
-    def _replace(self, place: int, workers: list[WorkerProcess], held: set[int], lost: Lost | None = None) -> str:
-        """Replace the worker in a place; return what became of it."""
+    def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
+        """Replace the worker in a place, whose conversations any worker repeats; return what became of it."""
         said = workers[place].end()
-        held.clear()
         with self._changed:
+            self._holders = {session: holder for session, holder in self._holders.items() if holder != place}
+            self._changed.notify_all()
             if workers is not self._workers:
                 raise RuntimeError("environment workers: closed during a turn")
             workers[place] = WorkerProcess(self._names, self._memory)

@@ -103,6 +103,23 @@ def test_a_conversation_goes_on_and_is_repeated_where_it_is_not_known():
     assert Sessions(Strange)("c", "", row=row | {"turns": texts[:2]}).messages[0]["content"] == said[2]
 
 
+def test_conversations_that_have_ended_are_forgotten(strange):
+    """By their environment, or by a limit; one that only begins is held by nobody."""
+    first, second = strange.open({}, 0), strange.open({}, 1)
+    replies = queue.SimpleQueue()
+    strange.submit(strange.open({}, 2), "", None, replies)
+    assert replies.get(timeout=100).outcome.messages == []
+    talk(strange, "a", "b", conversation=first)
+    talk(strange, "a", "end", conversation=second)
+    assert strange._holders.keys() == {first.session}
+    strange.release(first)
+    assert not strange._holders
+    # Where a limit was not one after all, it is repeated.
+    replies = queue.SimpleQueue()
+    strange.submit(first, "c", ["a", "b"], replies)
+    assert replies.get(timeout=100).outcome.messages[0]["content"].split()[:2] == ["0", "3"]
+
+
 CAUSES = {"hang": "timeout", "die": "died", "raise": "error", "memory": "memory", "long": "died"}
 
 
