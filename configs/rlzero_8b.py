@@ -40,7 +40,7 @@ Expected, from the paper's Table 1: 151 s per step without speculation (generati
 once more. AIME-2024 accuracy from about 0.04 to about 0.34 (read off its figure). The paper does not disclose prompts
 per step, group size, lengths, temperature, learning rate, clipping, KL, parallelism, the head's size or the number of
 steps: they are DAPO's where it states them and ours otherwise. Pages for
-1,024 of the longest sequences take 10,240 tokens x 147 kB = 48 GB on each of 32 GPUs; what runs reads its live tokens
+1,000 of the longest sequences take 59 GB on each of 32 GPUs, the head's among them; what runs reads its live tokens
 only. This project has not run this config on such hardware; tests compile its policy step and its generation loop.
 
 `:smoke` runs the same steps with a random nano policy, on any machine, in a minute or two.

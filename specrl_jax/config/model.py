@@ -79,7 +79,7 @@ class DraftConfig:
         "",
         "format that a head is saved in: eagle3: sglang, vllm, speculators; peagle: speculators, vllm; mtp: deepseek, "
         "mimo; dspark: deepspec, speculators; dflash: zlab, speculators; '' = the first",
-        choices=("", *(name for kind in KINDS.values() for name in kind.formats)),
+        choices=("", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)),
     )
     quantize: str = key("int8", "self: format of the draft's weights", choices=("int8", "fp8", "int4"))
     length: int = key(
@@ -92,12 +92,14 @@ class DraftConfig:
         low=0,
         high=INT32,
     )
-    adaptive: bool = key(True, "choose k from 0, 1, 2, 3, 5, 7 up to draft.length by measured cost and acceptance")
+    adaptive: bool = key(
+        True, "choose k from 0, 1, 2, 3, 5, 7 below draft.length and itself by measured cost and acceptance"
+    )
     argmax: bool = key(False, "draft the likeliest token instead of a sample; vLLM's EAGLE drafts so")
     slots: int = key(7, "dspark, dflash: slots of a new drafter's block", "slots", low=2, high=MAX_LENGTH)
     layers: int = key(2, "peagle, dspark, dflash: layers of a new drafter", "layers", low=1, high=64)
     anchor_stride: int = key(
-        1, "peagle, dspark, dflash: in an update a draft starts at every so-manieth token", "tokens", low=1, high=1024
+        1, "peagle, dspark, dflash: in an update a draft starts every n tokens", "tokens", low=1, high=1024
     )
     match_min: int = key(2, "ngram, suffix: shortest match that is copied from", "tokens", low=1, high=8)
     match_max: int = key(8, "ngram, suffix: longest match looked for", "tokens", low=1, high=8)

@@ -109,7 +109,12 @@ def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, objec
 def _check_held_out(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse other validation problems where they are taken out of those learned from."""
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
-    if not any(values.get("data.path") and values.get("eval.holdout") for values in (old, new)):
+
+    def holds_out(values: Mapping[str, object]) -> bool:
+        given = values.get("eval.path") or values.get("eval.task")
+        return bool(values.get("data.path") and values.get("eval.holdout") and not given)
+
+    if not (holds_out(old) or holds_out(new)):
         return
     for key in HOLD_OUT:
         if old.get(key) != new.get(key):

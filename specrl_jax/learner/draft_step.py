@@ -53,7 +53,7 @@ class DraftForward:
     microbatch_tokens: int  # of the rows in one forward and backward pass; 0 = all
     temperature: float  # the rollouts'
     positions: str = "all"  # one of draft_losses.POSITIONS
-    anchor_stride: int = 1  # in an update a draft starts at every so-manieth token
+    anchor_stride: int = 1  # in an update a draft starts every n tokens
 
 
 @flax.struct.dataclass
