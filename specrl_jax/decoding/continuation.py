@@ -19,6 +19,7 @@ from specrl_jax.decoding.state import Params
 _COUNTS = ("verifications", "drafted", "accepted", "parked")
 _BY_TOKEN = ("logprobs", "draft_positions", "token_version", "mask_count")
 _OF_THE_START = ("weights_version", "draft_version", "checksum", "reverified")
+_OF_THE_LONGER = ("tokens", "length", "ended", "eos", "finished")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def join(begun: Rollouts, found: Rollouts) -> Rollouts:
         if getattr(begun, name).size:
             values[name][rows] = np.where(earlier, getattr(begun, name), values[name][rows])
     longer = begun.finished | (begun.length > found.length[rows])
-    for name in ("tokens", "length", "ended", "eos", "finished"):
+    for name in _OF_THE_LONGER:
         values[name][rows[longer]] = getattr(begun, name)[longer]
     masks = found.masks()
     for row, mask in zip(rows, begun.masks(), strict=True):

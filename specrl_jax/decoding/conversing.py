@@ -27,6 +27,17 @@ PATIENCE = 0.02
 POLL = 0.25
 
 
+@dataclasses.dataclass
+class _Waiting:
+    """A request whose turn has ended: it waits for its environment, and then for room for the answer."""
+
+    prompt: int  # tokens
+    length: int  # of prompt and response
+    since: float  # when its environment was asked
+    answer: Sequence[int] | None = None  # to be appended; None: not heard yet
+    pages_lost: bool = False  # it is parked, and its pages were not copied
+
+
 class ConversingBatch(ActiveBatch[Params, Cache]):
     """Runs decode chunks, hands ended turns to their environments, and appends the answers.
 
@@ -48,10 +59,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     ) -> None:
         super().__init__(engine, params, scheduler, seed, version)
         self._turns, self._longest, self._on_progress = turns, longest, on_progress
-        self._asked: dict[int, float] = {}  # when each request asked its environment, which has not answered yet
-        self._said: dict[int, Sequence[int]] = {}  # answers that are still to be appended
-        self._lost: set[int] = set()  # waiting requests whose pages are not kept
-        self._until: dict[int, tuple[int, int]] = {}  # (prompt, all) tokens of each request that waits
+        self._waiting: dict[int, _Waiting] = {}  # by request
         self._begins: dict[int, int] = {}  # where a request's turn begins; the first one does behind the prompt
         self._written: list[list[slice]] = [[] for _ in range(scheduler.total)]  # of each request, by its environment
         self._prefilled = np.zeros(scheduler.total, np.int32)  # behind the prompt, or again
@@ -60,7 +68,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     def active(self) -> np.ndarray:
         """[B] bool, rows that decode: neither free nor waiting for an environment."""
         owner = self.scheduler.owner
-        return (owner != FREE) & ~np.isin(owner, [*self._asked, *self._said])
+        return (owner != FREE) & ~np.isin(owner, list(self._waiting))
 
     def prepare(self) -> bool:
         """Append answers, bring back parked rows, refill, compact; wait for an environment if nothing else is left."""
@@ -75,7 +83,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
             wanted = self.scheduler.waiting or bool(self._ready())
             if wanted and self._park_waiting():
                 continue
-            if self.running or not (self._asked or self._said):
+            if self.running or not self._waiting:
                 break
             self._hear(PATIENCE if wanted else POLL)
             self._on_progress(self.finished, self.scheduler.asked)
@@ -99,19 +107,19 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         for row in rows:
             request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
             turn = tokens[row, self._begins.get(request, prompt) : length].copy()
-            self._asked[request], self._until[request] = time.monotonic(), (prompt, length)
+            self._waiting[request] = _Waiting(prompt, length, time.monotonic())
             self._turns.ask(Turn(request, turn, bool(eos[row] | stopped[row]), bool(eos[row])))
 
     def _hear(self, seconds: float) -> None:
         """Take the answers of environments; wait up to `seconds` for the first."""
         for request, tokens in self._turns.answers(seconds):
-            del self._asked[request]
-            prompt, length = self._until[request]
+            waiting = self._waiting[request]
             # The policy needs a token more.
-            if tokens is None or length + len(tokens) >= prompt + self._longest[request]:
+            if tokens is None or waiting.length + len(tokens) >= waiting.prompt + self._longest[request]:
+                del self._waiting[request]
                 self._finish(request)
             else:
-                self._said[request] = tokens
+                waiting.answer = tokens
 
     def _finish(self, request: int) -> None:
         """Collect a rollout that has ended, from its slot or from the host."""
@@ -127,7 +135,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     def _go_on(self) -> None:
         """Append what environments said to rows in slots, the oldest first, as far as there are pages."""
         scheduler, config = self.scheduler, self._engine.config
-        fresh = [int(request) for request in scheduler.owner if request in self._said]
+        fresh = [int(request) for request in scheduler.owner if self._answer(request) is not None]
         if not fresh:
             return
         tokens = np.zeros((self.size, config.cache_length), np.int32)
@@ -139,35 +147,40 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
             if not len(rows):  # parked for another's pages
                 continue
             row, shard = rows[0], rows[0] // per_shard
-            said, (prompt, length) = self._said[request], self._until[request]
-            need = self._more_pages(request, held[row])
+            waiting, said = self._waiting[request], self._answer(request)
+            assert said is not None
+            need = self._more_pages(waiting, held[row])
             if not others[shard]:
                 free[shard] += self._make_room_for(row, shard, need - free[shard])
             elif free[shard] < need + self._ahead * (others[shard] + 1):
                 continue
             free[shard], others[shard] = free[shard] - need, others[shard] + 1
-            tokens[row, length : length + len(said)], count[row] = said, len(said)
-            start[row] = 0 if request in self._lost else length - 1
-            limit[row] = min(length + len(said) + self._turns.turn_tokens, prompt + self._longest[request])
+            end = waiting.length + len(said)
+            tokens[row, waiting.length : end], count[row] = said, len(said)
+            start[row] = 0 if waiting.pages_lost else waiting.length - 1
+            limit[row] = min(end + self._turns.turn_tokens, waiting.prompt + self._longest[request])
         if not count.any():
             return
         new = Extension(*(stand_in(x) for x in (tokens, count, start, limit)))
         self.slots = self._engine.compiled.extend(self._params, self.slots, new)
         self._counted = None
         for row in np.flatnonzero(count):
-            self._note(int(scheduler.owner[row]), int(start[row]))
+            self._note(int(scheduler.owner[row]), int(start[row]), int(count[row]))
 
-    def _note(self, request: int, start: int) -> None:
-        """Note that a request goes on, its cache prefilled from position `start`."""
-        _, length = self._until.pop(request)
-        end = self._begins[request] = length + len(self._said.pop(request))
+    def _answer(self, request: int) -> Sequence[int] | None:
+        """Return what the environment of a request said, if that is still to be appended."""
+        return waiting.answer if (waiting := self._waiting.get(request)) else None
+
+    def _note(self, request: int, start: int, count: int) -> None:
+        """Note that a request goes on behind `count` tokens, its cache prefilled from position `start`."""
+        length = self._waiting.pop(request).length
+        end = self._begins[request] = length + count
         self._written[request].append(slice(length, end))
         self._prefilled[request] += end - 1 - start
-        self._lost.discard(request)
 
-    def _more_pages(self, request: int, held: int) -> int:
-        """Return how many pages a waiting request needs beside those that it holds, for what its environment said."""
-        tokens = self._until[request][1] + len(self._said[request])
+    def _more_pages(self, waiting: _Waiting, held: int) -> int:
+        """Return how many pages a request needs beside those that it holds, for what its environment said."""
+        tokens = waiting.length + len(waiting.answer or ())
         return max(0, -(-tokens // self._engine.config.page_tokens) - int(held))
 
     def _make_room_for(self, row: int, shard: int, lacking: int) -> int:
@@ -184,28 +197,28 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
 
     def _ready(self) -> list[Parked]:
         """Return the parked rows that do not wait for an environment, the oldest first."""
-        return [parked for parked in self._parked if parked.request not in self._asked]
+        silent = {request for request, waiting in self._waiting.items() if waiting.answer is None}
+        return [parked for parked in self._parked if parked.request not in silent]
 
     def _pages_to_add(self, parked: Parked) -> int:
-        said = parked.request in self._said
-        return self._more_pages(parked.request, int(parked.row.held.count)) if said else 0
+        waiting = self._waiting.get(parked.request)
+        return self._more_pages(waiting, int(parked.row.held.count)) if waiting else 0
 
     def _park_waiting(self) -> bool:
         """Park the rows that have waited for their environments longer than PATIENCE; return whether there were any."""
         now, found = time.monotonic(), False
         for row, request in enumerate(self.scheduler.owner):
-            if request in self._asked and now - self._asked[request] >= PATIENCE:
+            waiting = self._waiting.get(request)
+            if waiting and waiting.answer is None and now - waiting.since >= PATIENCE:
                 self._park(row)
                 found = True
         return found
 
     def _park(self, row: int, copy: bool = True) -> None:
         """Park a row; what the pages of a waiting one hold is copied or lost, as the engine's config says."""
-        request = int(self.scheduler.owner[row])
-        waits = request in self._asked or request in self._said
-        copy = request not in self._lost and (not waits or self._engine.config.copies_pages)
-        if not copy:
-            self._lost.add(request)
+        if waiting := self._waiting.get(int(self.scheduler.owner[row])):
+            copy = self._engine.config.copies_pages and not waiting.pages_lost
+            waiting.pages_lost = not copy
         super()._park(row, copy)
 
     def _stop_at_rows(self) -> np.ndarray:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from specrl_jax.decoding import continuation
 from specrl_jax.decoding.continuation import Continuation
-from specrl_jax.decoding.rollouts import WeightsVersion
+from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
 from tests.decoding.test_reverify import FEWEST, LONGEST, NEW, PROMPTS, SAMPLES, SEED, assert_same, engine_of, old
 from tests.helpers.long import long_but
 from tests.helpers.toys import watched
@@ -79,6 +80,15 @@ def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again
     assert_same(found, expected)
     for one, two in zip(found.masks(), expected.masks(), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+def test_each_field_of_a_rollout_is_joined():
+    """A new field needs a decision: whether it is of the call, or of what a rollout had before."""
+    of_the_call = {"rollout_id", "prompt_index", "prompt_length", "environment", "prefilled"}
+    together = {"mask_ids", "experts", "chunks"}
+    groups = [getattr(continuation, f"_{name}") for name in ("COUNTS", "BY_TOKEN", "OF_THE_START", "OF_THE_LONGER")]
+    found = [name for group in (*groups, of_the_call, together) for name in group]
+    assert sorted(found) == sorted(field.name for field in dataclasses.fields(Rollouts))
 
 
 def test_on_two_devices():
