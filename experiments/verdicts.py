@@ -181,7 +181,7 @@ def judge_simulated(text: str, paper: float, place: str, ours: Interval, why: st
 
 def cost_of(ours: float | np.floating, paper: float) -> str:
     """Say what a verification costs: tokens per verification over the speed relative to plain decoding."""
-    return f"an iteration in plain ones: {ours:.2f} here, {paper:.2f} in the paper"
+    return f"an iteration over a plain one: {ours:.2f} here, {paper:.2f} in the paper"
 
 
 def paired(count: int, by: str = "seed") -> str:

@@ -20,7 +20,7 @@ COLORS = {
 }
 MARKS = {"measured": ("ms", "o"), "roofline": ("roofline_ms", "|"), "simulator": ("simulated_ms", "x")}
 MOST_CELLS = 6  # in the right half
-MOST_SPEEDUP = 5.0  # of its axis; 1 + k = 4 tokens a verification are the most there can be
+MOST_SPEEDUP = 5.0  # of its axis; 1 + k = 4 tokens per verification are the most there can be
 
 
 def draw(cells: list[Row], sides: list[Row], title: str, path: str) -> None:

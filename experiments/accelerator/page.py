@@ -38,7 +38,7 @@ SIDES: Columns = {
     "tokens/s": "tokens_per_second",
     "speedup": "speedup",
     "drafts accepted at position 1": "accepted_share",
-    "tokens a verification": "tokens_per_verification",
+    "tokens per verification": "tokens_per_verification",
     "1 + r + ... + r^k": "expected_tokens",
     "tokens of plain decoding": "same_tokens",
 }
@@ -50,7 +50,7 @@ STEPS: Columns = {
     "MFU of train, %": ("perf/mfu_train", 100),
     "rollout to learner KL, nats": "rollout_vs_learner/kl",
     "largest log-prob difference, nats": "rollout_vs_learner/logprob_abs_max",
-    "tokens a verification": "spec/acceptance_length",
+    "tokens per verification": "spec/acceptance_length",
 }
 LEARNER: Columns = {
     "real tokens": "tokens",

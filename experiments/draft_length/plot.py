@@ -64,7 +64,7 @@ def long_over_short(rows: list[Row], slots: int, k: int) -> np.ndarray:
 
 
 def cost_at(rows: list[Row], slots: int, k: int) -> np.ndarray:
-    """Return [rounds]: what an iteration at k costs in plain ones with `slots` sequences at once, of controller.csv."""
+    """Return [rounds]: an iteration at k over a plain one, with `slots` sequences at once, of controller.csv."""
     found = [row for row in matching(rows, drafter=DRAFTER, slots=slots) if row["round"] > 0]
     plain, speed = (by_round(found, "tokens_per_second", who=who) for who in ("none", k))
     return by_round(found, "acceptance_length", who=k) * plain / speed

@@ -104,7 +104,7 @@ def simulated_table(rows: Sequence[Row]) -> str:
 
 
 def measured_table(rows: Sequence[Row]) -> str:
-    """Return measured iterations in plain ones, and the drafts' own cost relative to an EAGLE-3 head's."""
+    """Return measured iterations over plain ones, and the drafts' own cost relative to an EAGLE-3 head's."""
     lines = []
     for kind, k in itertools.product([kind for kind in KINDS if kind != FREE], (3, 7)):
         cells = []

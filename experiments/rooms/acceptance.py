@@ -105,13 +105,13 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     runs, found = [Position(**row) for row in rows], list[Claim]()
     for workload, head in PAPER_TOKENS:
         for drafts in ("argmax", "sampled"):
-            text = f"{NAMES[workload]}, rooms: tokens a verification, k = 3, {head} head, {drafts} drafts"
+            text = f"{NAMES[workload]}, rooms: tokens per verification, k = 3, {head} head, {drafts} drafts"
             values = tokens_of(runs, workload, head, drafts, 3)
             found.append(judge_level(text, PAPER_TOKENS[workload, head], "Tables 2, 3, 5", values))
     for workload, name in NAMES.items():
         paper = PAPER_TOKENS[workload, "generic"] / PAPER_TOKENS[workload, "in-domain"]
         ratios = np.divide(*(tokens_of(runs, workload, head, "argmax", 3) for head in ("generic", "in-domain")))
-        text = f"{name}, rooms: tokens a verification, generic head over in-domain head, argmax drafts"
+        text = f"{name}, rooms: tokens per verification, generic head over in-domain head, argmax drafts"
         found.append(judge_ratio(text, round(paper, 2), "Tables 2, 3, 5", ratios, by="base"))
     return found + drift.claims(stored_rows(HERE / "results.csv"))
 
@@ -151,7 +151,7 @@ def describe(rows: Sequence[Position]) -> str:
     shown = " ".join(f"{row.accepted / max(row.reached, 1):.3f}" for row in rows)
     return (
         f"{first.workload} {first.seed} {first.head}, {first.drafts}, k = {first.k}: "
-        f"{first.tokens_per_verification:.2f} tokens a verification; accepted of those reached {shown}; "
+        f"{first.tokens_per_verification:.2f} tokens per verification; accepted of those reached {shown}; "
         f"TV of the first {first.total_variation:.3f}"
     )
 

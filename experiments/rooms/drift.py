@@ -26,7 +26,7 @@ from experiments.verdicts import Claim, interval, judge_share, ratio_interval
 
 HERE = pathlib.Path(__file__).parent
 LENGTH = "spec/acceptance_length"
-SHOWN = {LENGTH: "tokens a verification, k = 3", "reward/mean": "reward", "rollout/response_length_mean": "tokens"}
+SHOWN = {LENGTH: "tokens per verification, k = 3", "reward/mean": "reward", "rollout/response_length_mean": "tokens"}
 FIELDS = ["draft.path", "draft.online", "seed", "step", *SHOWN]
 WINDOW = 5  # steps averaged
 # Heads that a generic one may catch up with.

@@ -43,7 +43,7 @@ def accepted_counts(positions: Sequence[int]) -> tuple[int, ...]:
 
 
 def traces_of(rollouts: Rollouts, workload: str, seed: int, k: int) -> list[Trace]:
-    """Return the trace of each rollout, all of which drafted `k` tokens a verification (0: none).
+    """Return the trace of each rollout, all of which drafted `k` tokens per verification (0: none).
 
     Raises ValueError where the tokens do not add up to the verifications that the engine counted.
     """

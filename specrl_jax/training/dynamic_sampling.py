@@ -29,11 +29,11 @@ class ScoredRollouts(NamedTuple):
 
 
 # (problems, id of the first rollout) -> their rollouts
-Generate = Callable[[list[Problem], int], ScoredRollouts]
+GenerateRound = Callable[[list[Problem], int], ScoredRollouts]
 
 
 def sample_rounds(
-    generate: Generate,
+    generate: GenerateRound,
     problems: list[Problem],
     draw: Callable[[], list[Problem]],
     grpo: GRPOConfig,

@@ -49,7 +49,7 @@ Draw = Callable[[], list[Problem]]
 # all are finished
 Begin = Callable[[int, "Published", Callable[[], bool]], bool]
 # (step, problems, policy, newer policies for what runs) -> its rollouts; seconds: of generate
-Generate = Callable[[int, list[Problem], Published, Newer], RolloutBatch]
+GenerateStep = Callable[[int, list[Problem], Published, Newer], RolloutBatch]
 
 
 class Pipeline(Protocol):
@@ -73,7 +73,7 @@ class Pipeline(Protocol):
 class Sync:
     """Generates in the learner's turn."""
 
-    def __init__(self, draw: Draw, generate: Generate, left: list[Left]) -> None:
+    def __init__(self, draw: Draw, generate: GenerateStep, left: list[Left]) -> None:
         self._draw, self._generate, self._left = draw, generate, left
         self._problems: list[Problem] = []
         self._data_seconds = 0.0
@@ -126,7 +126,7 @@ class Async:
     def __init__(
         self,
         draw: Draw,
-        generate: Generate,
+        generate: GenerateStep,
         lag: int,
         first: int,
         last: int,
@@ -217,24 +217,12 @@ class Async:
 
     def _run_step(self, step: int) -> bool:
         """Generate the rollouts of a step once its policy is there; return False where the pipeline was closed."""
-        wanted, idle = max(step - self._lag, self._first), 0.0
-        # Under the weights at hand; before the first step there are none.
-        begin = self._begin if step > self._first else None
-        while True:
-            start = time.perf_counter()
-            turn = self._turn(wanted, begin is not None)
-            if turn == _Turn.CLOSE:
-                return False
-            if turn == _Turn.LEND:
-                self._devices.lend()
-            if turn == _Turn.BEGIN and begin is not None and self._begin_early(step, begin):
-                begin = None  # all are finished
-            if turn != _Turn.BEGIN:
-                idle += time.perf_counter() - start
-            if turn == _Turn.GENERATE:
-                break
-        wanted, newer = self._in_flight(step, wanted)
-        policy, start = self._policy(wanted), time.perf_counter()
+        oldest = max(step - self._lag, self._first)
+        idle = self._wait_for_policy(step, oldest)
+        if idle is None:
+            return False
+        first, newer = self._in_flight(step, oldest)
+        policy, start = self._policy(first), time.perf_counter()
         problems = self._draw()
         data = time.perf_counter() - start
         batch = self._generate(step, problems, policy, newer)
@@ -243,13 +231,34 @@ class Async:
             self._changed.notify_all()
         return True
 
-    def _turn(self, wanted: int, begins: bool) -> int:
+    def _wait_for_policy(self, step: int, oldest: int) -> float | None:
+        """Wait for the oldest policy that may draw the rollouts of a step; return the seconds in which the devices were
+        idle, None where the pipeline was closed. Meanwhile rollouts begin early where they may.
+        """
+        idle = 0.0
+        # Under the weights at hand; before the first step there are none.
+        begin = self._begin if step > self._first else None
+        while True:
+            start = time.perf_counter()
+            turn = self._turn(oldest, begin is not None)
+            if turn == _Turn.CLOSE:
+                return None
+            if turn == _Turn.LEND:
+                self._devices.lend()
+            if turn == _Turn.BEGIN and begin is not None and self._begin_early(step, begin):
+                begin = None  # all are finished
+            if turn != _Turn.BEGIN:
+                idle += time.perf_counter() - start
+            if turn == _Turn.GENERATE:
+                return idle
+
+    def _turn(self, oldest: int, begins: bool) -> int:
         """Return what is next: at once where rollouts can begin early, else as soon as it is anything else."""
 
         def found() -> _Turn:
             if self._closed or self._devices.waiting:
                 return _Turn.CLOSE if self._closed else _Turn.LEND
-            return _Turn.GENERATE if wanted in self._published else _Turn.BEGIN
+            return _Turn.GENERATE if oldest in self._published else _Turn.BEGIN
 
         with self._changed:
             self._changed.wait_for(lambda: begins or found() != _Turn.BEGIN)

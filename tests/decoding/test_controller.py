@@ -279,7 +279,7 @@ def test_a_few_refused_drafts_of_a_good_head_are_no_jump():
 
 
 def test_the_last_draft_of_a_short_text_goes_beyond_its_end():
-    """Of perfect drafts 7 give 8 tokens a verification, 3 give 4; texts of ten tokens take 1.7 and 2.9 of them."""
+    """Of perfect drafts 7 give 8 tokens per verification, 3 give 4; texts of ten tokens take 1.7 and 2.9 of them."""
 
     def chosen(tokens, finished):
         controller = Controller((0, 3, 7), (SIZE,), probe_budget=0.0, initial_budget=0.0)

@@ -174,8 +174,8 @@ def test_a_speed_that_the_papers_tokens_would_not_give_has_another_reason():
     # The paper's 2.47 tokens at the cost of an iteration here, 1.1 / 0.6, would be a gain.
     ngram, head = (found[f"Zero: {name}, k = 3, generation over plain"] for name in ("n-gram", "EAGLE-3"))
     assert (ngram.direction, head.direction) == ("shown", "shown")
-    assert ngram.why == "for another reason, few tokens: an iteration in plain ones: 1.80 here, 3.53 in the paper"
-    assert head.why == "an iteration in plain ones: 1.99 here, 1.84 in the paper"
+    assert ngram.why == "for another reason, few tokens: an iteration over a plain one: 1.80 here, 3.53 in the paper"
+    assert head.why == "an iteration over a plain one: 1.99 here, 1.84 in the paper"
 
 
 def test_long_drafts_are_judged_at_one_sequence_and_at_the_most_there_are(tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_long_drafts_are_judged_at_one_sequence_and_at_the_most_there_are(tmp_pa
     # Round 0 is learning and left out.
     assert (many.direction, many.sample) == ("shown", "paired by round, 3 rounds of one process and seed")
     # Four tokens at the speed of plain decoding cost four plain iterations.
-    assert many.why == "an iteration in plain ones: 4.00 here, 4.18 in the paper"
+    assert many.why == "an iteration over a plain one: 4.00 here, 4.18 in the paper"
     assert found[many.text.replace("k = 7", "k = 5")].direction == "undecided"
     for row in rows:
         row["rollout.num_slots"] = 4
