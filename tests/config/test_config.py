@@ -41,7 +41,7 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
         ("policy.attention", ["auto", *ATTENTION]),
         ("policy.lora_targets", EQUATIONS),
         ("draft.kind", [*KINDS, "auto"]),
-        ("draft.dialect", ["", *(name for kind in KINDS.values() for name in kind.formats)]),
+        ("draft.dialect", ["", *dict.fromkeys(name for kind in KINDS.values() for name in kind.formats)]),
         ("draft.loss", LOSSES),
         ("draft.optimizer", OPTIMIZERS),
         ("optimizer.name", OPTIMIZERS),
