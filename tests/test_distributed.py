@@ -235,22 +235,22 @@ def test_a_single_process_has_everything():
 def test_what_is_large_is_gathered_in_pieces(monkeypatch):
     """Two processes, of which the other one sends a longer text, through numpy in place of devices."""
     own, other = "a" * 100, "b" * 1000
-    sent = [[], []]
+    sent = []
     monkeypatch.setattr(distributed, "PIECE", 64)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     data = [np.frombuffer(distributed.to_bytes(text), np.uint8) for text in (own, other)]
 
     def gather(x):
-        sent[0].append(x)
-        if len(sent[0]) == 1:
+        sent.append(x)
+        if len(sent) == 1:
             return np.stack([x, divmod(len(data[1]), 64)])
-        start = sum(map(len, sent[0][1:-1]))
+        start = sum(map(len, sent[1:-1]))
         assert len(x) <= 64
         return np.stack([x, np.resize(data[1][start : start + len(x)], len(x))])
 
     monkeypatch.setattr(distributed, "_all_gather", gather)
     assert distributed.all_gather_objects(str, own) == [own, other]
-    assert len(sent[0]) == 1 + -(-len(data[1]) // 64)
+    assert len(sent) == 1 + -(-len(data[1]) // 64)
 
 
 class Message(NamedTuple):

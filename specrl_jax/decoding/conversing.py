@@ -135,20 +135,19 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
     def _go_on(self) -> None:
         """Append what environments said to rows in slots, the oldest first, as far as there are pages."""
         scheduler, config = self.scheduler, self._engine.config
-        fresh = [int(request) for request in scheduler.owner if self._answer(request) is not None]
+        waits = ((request, self._waiting.get(request)) for request in scheduler.owner.tolist())
+        fresh = [(request, one, one.answer) for request, one in waits if one and one.answer is not None]
         if not fresh:
             return
         tokens = np.zeros((self.size, config.cache_length), np.int32)
         count, start, limit = (np.zeros(self.size, np.int32) for _ in range(3))
         held, per_shard = self._fetch(self.slots.held.count), self.size // config.shards
         free, others = self._free.copy(), self.active.reshape(config.shards, -1).sum(axis=1)
-        for request in sorted(fresh, key=scheduler.order):
+        for request, waiting, said in sorted(fresh, key=lambda one: scheduler.order(one[0])):
             rows = np.flatnonzero(scheduler.owner == request)
             if not len(rows):  # parked for another's pages
                 continue
             row, shard = rows[0], rows[0] // per_shard
-            waiting, said = self._waiting[request], self._answer(request)
-            assert said is not None
             need = self._more_pages(waiting, held[row])
             if not others[shard]:
                 free[shard] += self._make_room_for(row, shard, need - free[shard])
@@ -166,10 +165,6 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         self._counted = None
         for row in np.flatnonzero(count):
             self._note(int(scheduler.owner[row]), int(start[row]), int(count[row]))
-
-    def _answer(self, request: int) -> Sequence[int] | None:
-        """Return what the environment of a request said, if that is still to be appended."""
-        return waiting.answer if (waiting := self._waiting.get(request)) else None
 
     def _note(self, request: int, start: int, count: int) -> None:
         """Note that a request goes on behind `count` tokens, its cache prefilled from position `start`."""

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TextIO
 
 import jax
@@ -32,8 +32,7 @@ def open_workdir(path: str, config: Mapping[str, object]) -> None:
         os.makedirs(path, exist_ok=True)
         if os.path.exists(file):
             before = _recorded(path).config
-            _check_same(path, before, config)
-            _check_held_out(path, before, config)
+            _check_same(path, before, config, HOLD_OUT if _holds_out(before) or _holds_out(config) else ())
             _check_steps(path, config["steps"])
         _hold(path)
         with atomic_write(file) as f:
@@ -99,32 +98,24 @@ def may_change(key: str) -> bool:
     return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE
 
 
-def _check_same(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+def _check_same(
+    path: str, before: Mapping[str, object], now: Mapping[str, object], fixed: Collection[str] = ()
+) -> None:
+    """Raise InputError for a key that differs and may not change, or is one of `fixed`."""
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
     for key in sorted(old.keys() | new.keys()):
-        if not may_change(key) and old.get(key) != new.get(key):
-            raise _differs(path, key, old, new)
+        if (key in fixed or not may_change(key)) and old.get(key) != new.get(key):
+            raise InputError(
+                f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; "
+                "choose another --workdir"
+            )
 
 
-def _check_held_out(path: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Refuse other validation problems where they are taken out of those learned from."""
-    old, new = flatten(before), flatten(json.loads(json.dumps(now)))
-
-    def holds_out(values: Mapping[str, object]) -> bool:
-        given = values.get("eval.path") or values.get("eval.task")
-        return bool(values.get("data.path") and values.get("eval.holdout") and not given)
-
-    if not (holds_out(old) or holds_out(new)):
-        return
-    for key in HOLD_OUT:
-        if old.get(key) != new.get(key):
-            raise _differs(path, key, old, new)
-
-
-def _differs(path: str, key: str, old: Mapping[str, object], new: Mapping[str, object]) -> InputError:
-    return InputError(
-        f"--workdir {path} belongs to a run with {key}={old.get(key)!r}, not {new.get(key)!r}; choose another --workdir"
-    )
+def _holds_out(config: Mapping[str, object]) -> bool:
+    """Return whether a run learns from what is left of data.path without the problems that it validates on."""
+    values = flatten(config)
+    given = values.get("eval.path") or values.get("eval.task")
+    return bool(values.get("task") == "train" and values.get("data.path") and values.get("eval.holdout") and not given)
 
 
 def _check_steps(path: str, steps: object) -> None:

@@ -201,7 +201,7 @@ def test_copied_drafts_are_worth_what_the_rows_earlier_ones_were(argmax):
     copied = jnp.ones(2, bool) if argmax else jnp.array([False, True])
     draft = Draft(jnp.zeros((2, 2), jnp.int32), logits, copied, None, None, confidence)
     slots = slots_of(2)
-    kept = slots.drafted.at[:].set(50)  # all earlier drafts
+    kept = jnp.full_like(slots.drafted, 50)  # all earlier drafts
     slots = dataclasses.replace(slots, drafted=kept, accepted=kept)
     assert admit(slots, draft, 2, 1.0).admitted.tolist() == ([2, 0] if argmax else [0, 2])
 

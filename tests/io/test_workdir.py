@@ -35,7 +35,7 @@ def test_one_process_may_open_it_again(tmp_path):
 def test_what_is_held_out_of_the_data_stays_so(key, holds_out, tmp_path):
     """Else a resumed run would learn from problems that it was validated on."""
     validation = {"holdout": 0.1 if holds_out else 0.0, "problems": 8, "path": "", "task": "", "every": 5}
-    before = CONFIG | {"data": {"path": "a.jsonl"}, "eval": validation}
+    before = CONFIG | {"task": "train", "data": {"path": "a.jsonl"}, "eval": validation}
     open_workdir(str(tmp_path), before)
     other = {"holdout": 0.2 if holds_out else 0.0, "problems": 9, "path": "b.jsonl", "task": "recite"}[key]
     changed = before | {"eval": validation | {key: other, "every": 7}}
