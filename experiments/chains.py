@@ -55,7 +55,7 @@ class Runner:
                 # At a second signal the launcher kills its own runs; main.py would continue to the end of its step.
                 kills = passed_on and "main.py" in command
                 process.send_signal(signal.SIGKILL if kills else signal.SIGTERM)
-                passed_on = self._signals.count
+                passed_on += 1  # one each time: two at once are two
             time.sleep(POLL)
         if process.returncode and not self._signals.count:
             self.failed.append(command)

@@ -118,7 +118,8 @@ def quick(smoke: bool = False) -> Chain:
     """
     wanted = [path for path in rooms_made(0) if "recite" not in path]
     missing = [path for path in wanted if not (REPOSITORY / path / "config.json").exists()]
-    copies = [["cp", "-r", str(CARRIED / path.removeprefix("runs/")), path] for path in missing]
+    # What is inside a folder: a copy that was cut short goes on.
+    copies = [["cp", "-R", f"{CARRIED / path.removeprefix('runs/')}/.", path] for path in missing]
     folder, prompts = ["--folder", str(QUICK)], ["--prompts", "1"] if smoke else []
     workloads = ["--workloads", "rooms"] if smoke else []
     measured = [
@@ -128,7 +129,7 @@ def quick(smoke: bool = False) -> Chain:
     ]
     learns = [f"steps={1 if smoke else QUICK_STEPS}", "eval.every=0", *["grpo.prompts_per_step=2"] * smoke]
     return [
-        ["mkdir", "-p", str(QUICK)],
+        ["mkdir", "-p", str(QUICK), *missing],
         *copies,
         *([sys.executable, "-m", *words] for words in measured),
         run(ROOMS, learns, "runs/quick/rl"),

@@ -74,7 +74,7 @@ def run_all(
                 waiting.clear()
                 for run in running:
                     run.process.send_signal(signal.SIGKILL if passed_on else signal.SIGTERM)
-                passed_on = signals.count
+                passed_on += 1  # one each time: two at once are two
             while waiting and len(running) < jobs:
                 running.append(waiting.pop(0))
                 start(program, running[-1])

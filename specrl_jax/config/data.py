@@ -101,7 +101,7 @@ class EvalConfig:
     path: str = key("", "files as in data.path, each a set of its own; '' = validation split of the built-in task")
     schema: str = key("", "as data.schema; '' = data.schema")
     template: str = key("", "as data.template; '' = data.template")
-    task: str = key("", "built-in task; '' = data.task", choices=("", *BUILT_IN_TASKS))
+    task: str = key("", "built-in task, used where eval.path is ''; '' = data.task", choices=("", *BUILT_IN_TASKS))
     holdout: float = key(
         0.0,
         "share of data.path's prompts, and at most eval.problems, that are validated on instead of learned from, where "

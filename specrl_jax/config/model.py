@@ -140,7 +140,8 @@ class DraftConfig:
     ttt_steps: int = key(3, "draft steps unrolled in training (training-time test)", "steps", low=1, high=MAX_LENGTH)
     vocab_size: int = key(
         0,
-        "vocabulary of a new eagle3 head, its texts' most frequent ids; 0 = the policy's, -1 = 32,000 of a larger one",
+        "eagle3, peagle, dspark, dflash: vocabulary of a new draft, its texts' most frequent ids; 0 = the policy's, "
+        "-1 = 32,000 of a larger one for eagle3",
         low=-1,
         high=INT32,
     )

@@ -33,8 +33,9 @@ class Key:
 
     def convert(self, value: object) -> object:
         """Return `value` in the key's type. Raise InputError naming the key where its type or value is wrong."""
-        if self.is_list and not isinstance(value, list | tuple):
-            raise InputError(f"{self.name}={shown(value)}: needs a list of {PLURALS[self.type]}")
+        if self.is_list != isinstance(value, list | tuple):
+            needed = f"a list of {PLURALS[self.type]}" if self.is_list else NAMES[self.type]
+            raise InputError(f"{self.name}={shown(value)}: needs {needed}")
         entries = tuple(value) if isinstance(value, list | tuple) else (value,)
         if problem := next(filter(None, map(self._problem, entries)), ""):
             raise InputError(f"{self.name}={shown(entries if self.is_list else value)}: {problem}")

@@ -6,11 +6,11 @@ What needs those is checked by `training.plan`, before any array exists.
 import dataclasses
 from collections.abc import Callable
 
-from specrl_jax.config import Config, DraftConfig, check_values
+from specrl_jax.config import Config, DraftConfig, RewardConfig, check_values
 from specrl_jax.config.older_weights import check_older_weights
 from specrl_jax.config.schema import UINT32
 from specrl_jax.config.workers import check_workers
-from specrl_jax.data.prompts import PromptFormat, Schema, find_schemas, split_paths
+from specrl_jax.data.prompts import PromptFormat, schema_names, split_paths
 from specrl_jax.drafts.base import DraftOptions
 from specrl_jax.drafts.kinds import KINDS, check_options
 from specrl_jax.errors import InputError, Mistakes
@@ -103,6 +103,9 @@ def _programs(config: Config) -> None:
         return
     if r.sandbox == "http" and (fault := check_url(r.sandbox_url)):
         raise InputError(f"reward.sandbox_url={r.sandbox_url!r}: {fault}")
+    for name in ("sandbox_python", "test_processes", "test_disk") if r.sandbox == "http" else ():
+        if (value := getattr(r, name)) != (default := getattr(RewardConfig, name)):
+            raise InputError(f"reward.{name}={value}: under reward.sandbox=http it is the server's; leave {default!r}")
     if r.test_seconds + MARGIN > r.timeout:
         raise InputError(
             f"reward.test_seconds={r.test_seconds:g}: reward.timeout={r.timeout:g} must be {MARGIN:g} s more, or longer"
@@ -253,16 +256,9 @@ def _data(config: Config) -> None:
             continue
         files = len(split_paths(own.path, f"{section}.path"))
         names, key = (own.schema, f"{section}.schema") if own.schema else (config.data.schema, "data.schema")
-        find_schemas(names, Schema("", ""), files, key)
+        schema_names(names, files, key)
         if section == "data" and config.data.weights and len(config.data.weights) != files:
             raise InputError(f"data.weights: {len(config.data.weights)} weights for {files} files")
-    unused = config.task in ("export", "dry_run") or (config.task == "generate" and config.generate.prompts)
-    e = config.eval
-    if config.data.path and not (e.path or e.task or e.holdout or unused):
-        raise InputError(
-            "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "
-            "of those prompts"
-        )
     if config.task in ("train", "benchmark") and not (config.data.path or config.rollout.max_prompt_tokens):
         raise InputError(
             "rollout.max_prompt_tokens=0 is measured, and the built-in tasks have no end: give data.path, or a number"

@@ -1,8 +1,8 @@
 """Rollouts on disk with the policy's features for draft training: written in shards, read by row in any order.
 
 A shard is one safetensors file of several rollouts, truncated to the longest; memory mapping loads only the rows that
-are read. Bytes per token: 4 for the token, (A + 1) D numbers for the policy's features, 4 for its normaliser (Qwen3-8B
-with three features in bfloat16: 32.8 kB).
+are read. Bytes per token: 4 for the token, 1 for who wrote it, (A + 1) D numbers for the policy's features, 4 for its
+normaliser (Qwen3-8B with three features in bfloat16: 32.8 kB).
 """
 
 import json
@@ -35,6 +35,7 @@ class FeatureRow(NamedTuple):
     tokens: np.ndarray  # [T] int32, prompt then response
     prompt_length: np.ndarray  # [] int32, tokens
     length: np.ndarray  # [] int32, prompt and response
+    environment: np.ndarray  # [T] bool, tokens of the response that an environment wrote
     aux: np.ndarray  # [T, A, D], inputs of A of the policy's layers; A may be 0
     hidden: np.ndarray  # [T, D], input of its lm_head
     normaliser: np.ndarray  # [T] float32, logsumexp of its logits / temperature
@@ -89,12 +90,13 @@ class FeatureStore:
         return FeatureRow(*[self._padded(file.get_slice(name)[row]) for name in FeatureRow._fields])
 
     def tokens(self) -> list[np.ndarray]:
-        """Return the responses of all rows, int32, without their features."""
+        """Return what the policy wrote in each row, int32: its response but for an environment's tokens."""
         found = []
         for number in range(len(self._shards)):
             with self._shard(number) as file:
-                tokens, starts, ends = (file.get_tensor(name) for name in ("tokens", "prompt_length", "length"))
-            found += [row[start:end] for row, start, end in zip(tokens, starts, ends)]
+                names = "tokens", "environment", "prompt_length", "length"
+                parts = zip(*(file.get_tensor(name) for name in names))
+            found += [row[start:end][~written[start:end]] for row, written, start, end in parts]
         return found
 
     def _shard(self, number: int) -> safetensors.safe_open:

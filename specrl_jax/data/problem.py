@@ -1,6 +1,6 @@
 """A problem: what a policy reads, what its answer is checked against, and a worked solution."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # Between a turn of a worked solution and what an environment answers to it.
@@ -12,3 +12,4 @@ class Problem(NamedTuple):
     answer: str  # the answer for the reward
     solution: str  # worked steps, then "#answer"
     row: Mapping[str, object] = {}  # the other columns of a file's row
+    messages: Sequence[Mapping[str, str]] = ()  # of a row that has chat messages: what the template made `prompt` of

@@ -73,9 +73,13 @@ class PromptFormat:
             if not self.chat:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(self.messages(prompt), self.thinking)
+
+    def messages(self, prompt: Messages) -> Messages:
+        """Return chat messages with `system` before them, a PromptText, where they have no system message."""
         if self.system and all(message["role"] != "system" for message in prompt):
-            prompt = [{"role": "system", "content": PromptText(self.system)}, *prompt]
-        return tokenizer.apply_chat_template(prompt, self.thinking)
+            return [{"role": "system", "content": PromptText(self.system)}, *prompt]
+        return prompt
 
 
 @dataclasses.dataclass
@@ -194,7 +198,8 @@ def parse_problem(
     extracted, others = _extract_answer(_as_text(answer), schema, row.where), _other_columns(row.content, schema)
     if tests_fault and (fault := tests_fault(extracted, others)):
         raise InputError(f"{row.where}: '{schema.answer}' {fault}")
-    return Problem(text, extracted, _solution(row.content, schema), others)
+    messages = () if isinstance(prompt, str) else prompt_format.messages(prompt)
+    return Problem(text, extracted, _solution(row.content, schema), others, messages)
 
 
 def _with_shown(prompt: str | Messages, content: dict[str, object], schema: Schema) -> str | Messages:
@@ -278,19 +283,29 @@ def _is_message(message: object) -> bool:
 
 
 def find_schemas(names: str, fallback: Schema, count: int, key: str) -> Sequence[Schema]:
-    """Return one schema per file: `names` is one for all or one each, with commas; '', KEYS and AUTO are `fallback`.
+    """Return one schema per file, as `schema_names`; '' and KEYS are `fallback`.
+
+    Raises InputError naming the config's `key`, also where one is still AUTO.
+    """
+    wanted = schema_names(names, count, key)
+    if AUTO in wanted:
+        raise InputError(f"{key}={names}: task=train, evaluate, benchmark and draft_pretrain find it; name the schema")
+    known = SCHEMAS | {"": fallback, KEYS: fallback}
+    return [known[name] for name in wanted]
+
+
+def schema_names(names: str, count: int, key: str) -> list[str]:
+    """Return one name of a schema per file: `names` is one for all or one each, with commas.
 
     Raises InputError naming the config's `key`.
     """
     wanted = [name.strip() for name in names.split(",")]
     if len(wanted) not in (1, count):
         raise InputError(f"{key}={names}: one name, or one for each of the {count} files, is needed")
-    known = SCHEMAS | {"": fallback, KEYS: fallback, AUTO: fallback}
     for name in wanted:
-        if name not in known:
+        if name not in (*SCHEMAS, "", KEYS, AUTO):
             raise InputError(f"{key}: no schema '{name}'; there are {', '.join(SCHEMAS)}, and '' for the keys given")
-    schemas = [known[name] for name in wanted]
-    return schemas * count if len(schemas) == 1 else schemas
+    return wanted * count if len(wanted) == 1 else wanted
 
 
 def detect_schema(path: str, fallback: Schema, key: str) -> str:

@@ -26,16 +26,18 @@ class TurnFormat:
     def __init__(self, tokenizer: Tokenizer, template: str, thinking: bool) -> None:
         self._tokenizer, self._template, self._thinking = tokenizer, template, thinking
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the prompt of a conversation that begins with `messages`: the environment's, but for system messages,
-        are content.
+    def prompt(self, messages: Sequence[Message], data: Sequence[str] = ()) -> str:
+        """Return the prompt of a conversation that begins with `messages`.
+
+        They are content, but for system messages, in which special tokens steer the policy unless one of the texts
+        `data` is in them. Raises InputError where the chat template refuses them.
         """
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)
-        said = [
-            {"role": m["role"], "content": PromptText(m["content"]) if m["role"] == "system" else m["content"]}
-            for m in messages
-        ]
+        said = [{"role": message["role"], "content": message["content"]} for message in messages]
+        for message in said:
+            if message["role"] == "system" and not any(text in message["content"] for text in data):
+                message["content"] = PromptText(message["content"])
         return self._tokenizer.apply_chat_template(said, self._thinking)
 
     def tokens(self, messages: Sequence[Message], eos: bool = True) -> list[int]:

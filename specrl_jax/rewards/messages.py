@@ -36,9 +36,9 @@ _LENGTH = struct.Struct("!Q")
 class Context(NamedTuple):
     """What a reward may ask for beside response and answer."""
 
-    prompt: str = ""  # the text that the policy read
+    prompt: str = ""  # the text that the policy read; of a conversation, what it began with
     row: Mapping[str, object] = {}  # the data row's other columns, JSON
-    tokens: Sequence[int] = ()  # ids of the response
+    tokens: Sequence[int] = ()  # ids of the response; of a conversation, of its last turn
 
 
 class Row(NamedTuple):

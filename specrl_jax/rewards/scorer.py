@@ -69,7 +69,8 @@ class Scorer:
       timeout: seconds for all rewards of one answer.
       workers: processes; 0 is one per core, at most 8.
       memory: GiB that a worker may take beyond its imports.
-      correct_from: the first reward from which an answer is correct, where the reward does not say.
+      correct_from: the first reward, or the sum of an environment that alone rewards, from which an answer is correct
+        where neither says.
       code: sandbox and limits of the reward `code`, which needs them.
       environment: the workers of conversations, which start and end with the scorer's; it may be all that rewards.
     Raises:

@@ -19,7 +19,7 @@ from specrl_jax.config import Config
 from specrl_jax.config.automatic import AUTOMATIC, left_open, value_of, with_values
 from specrl_jax.config.schema import shown
 from specrl_jax.config.validate import draft_options
-from specrl_jax.data.prompts import AUTO, Schema, detect_schema, split_paths
+from specrl_jax.data.prompts import AUTO, Schema, detect_schema, schema_names, split_paths
 from specrl_jax.data.splits import own_validation
 from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.kinds import KINDS, make_method
@@ -145,8 +145,7 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
     alone = d.path and not e.path and not e.task and len(split_paths(d.path, "data.path")) == 1
     if alone and (found := own_validation(d.path)):
         config = with_values(config, say("eval.path", found, "the split of data.path that is not for training"))
-    if detects:
-        config = _schemas(config)
+    config = _schemas(config, detects)
     if d.chat == "auto" and tokenizer:
         always = tokenizer.has_chat_template
         reason = f"the tokenizer's folder has {'a' if always else 'no'} chat template"
@@ -154,17 +153,23 @@ def choose_formats(config: Config, tokenizer: Tokenizer | None, detects: bool) -
     return config
 
 
-def _schemas(config: Config) -> Config:
-    """Choose data.schema, and eval.schema where that is left to data.schema, by the first row of each file."""
-    plain = Schema(config.data.prompt_key, config.data.answer_key)
-    data_open, eval_open = config.data.schema == AUTO, bool(config.eval.path and not config.eval.schema)
-    for section, path, is_open in (("data", config.data.path, data_open), ("eval", config.eval.path, eval_open)):
-        if not is_open:
+def _schemas(config: Config, detects: bool) -> Config:
+    """Choose the schemas that are AUTO, by the first row of their files; an eval.schema of '' is data.schema's."""
+    d, e = config.data, config.eval
+    plain = Schema(d.prompt_key, d.answer_key)
+    of_eval = e.schema or (AUTO if detects else d.schema)
+    own = "eval.schema" if e.schema else "data.schema"
+    for section, path, names, key in (
+        ("data", d.path, d.schema, "data.schema"),
+        ("eval", e.path, of_eval, own),
+    ):
+        paths = split_paths(path, f"{section}.path") if path else []
+        if AUTO not in (wanted := schema_names(names, len(paths), key) if paths else []):
             continue
-        names = [detect_schema(one, plain, f"{section}.path") for one in split_paths(path, "data.path")] if path else []
-        chosen = say(f"{section}.schema", ",".join(names), "by the columns of the first row")
-        config = with_values(config, chosen if path else {"data.schema": ""})
-    return config
+        pairs = zip(paths, wanted, strict=True)
+        found = [detect_schema(one, plain, f"{section}.path") if name == AUTO else name for one, name in pairs]
+        config = with_values(config, say(f"{section}.schema", ",".join(found), "by the columns of the first row"))
+    return config if d.path or d.schema != AUTO else with_values(config, {"data.schema": ""})
 
 
 def measure(texts: Sequence[str], solutions: Sequence[str], tokenizer: Tokenizer) -> Measured:
@@ -322,6 +327,7 @@ def _estimate(config: Config, model: Qwen3Config, machine: Machine) -> tuple[Dev
         slots=r.num_slots,
         cache_bytes=r.cache_gb * kv.GB or math.inf,
         page=r.page_tokens,
+        reference=g.kl_coef > 0,
         minibatches=g.minibatches,
         packed=True,
         microbatch_tokens=g.microbatch_tokens,

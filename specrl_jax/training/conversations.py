@@ -5,12 +5,13 @@ import itertools
 import queue
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from specrl_jax.config import Config, EnvironmentConfig
 from specrl_jax.data.problem import Problem
+from specrl_jax.data.special import literal_spans
 from specrl_jax.data.tokenizers import Tokenizer, token_texts
 from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
@@ -26,9 +27,11 @@ class _Log:
     """One rollout's conversation so far."""
 
     conversation: Conversation
+    never_began: Outcome | None = None  # why its environment could not begin
     turns: list[str] = dataclasses.field(default_factory=list)
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # in the environment
+    tokens: list[int] = dataclasses.field(default_factory=list)  # of the last turn, without its end-of-text
     cut: bool = False  # the last turn was, by a limit
     eos: bool = False  # the last turn ended with an end-of-text token
 
@@ -46,6 +49,8 @@ class Conversations:
       config: its limits.
       format: of what it says.
       problems: in the order of the engine's prompts.
+      opened: the same with the prompts that the policy reads.
+      failed: outcomes of those that could not begin, by place: their rollouts end with their first turn.
       seeds: of each problem's conversations.
       samples: rollouts of each problem in a call.
     """
@@ -57,14 +62,16 @@ class Conversations:
         tokenizer: Tokenizer,
         format: TurnFormat,
         problems: Sequence[Problem],
+        opened: Sequence[Problem],
+        failed: Mapping[int, Outcome],
         seeds: Sequence[int],
         samples: int,
     ) -> None:
         self._workers, self._config, self._tokenizer, self._format = workers, config, tokenizer, format
-        self._problems = problems
+        self._opened = opened
         self._logs = [
-            _Log(workers.open(row_of(problem), seed))
-            for problem, seed in zip(problems, seeds, strict=True)
+            _Log(workers.open(row_of(problem), seed), failed.get(place))
+            for place, (problem, seed) in enumerate(zip(problems, seeds, strict=True))
             for _ in range(samples)
         ]
         self._requests = {log.conversation.session: request for request, log in enumerate(self._logs)}
@@ -78,9 +85,13 @@ class Conversations:
     def ask(self, turn: Turn) -> None:
         """Hand a turn to the environment."""
         log = self._logs[turn.request]
-        text = self._tokenizer.decode(turn.tokens[: len(turn.tokens) - turn.eos].tolist())
+        log.tokens = turn.tokens[: len(turn.tokens) - turn.eos].tolist()
+        text = self._tokenizer.decode(log.tokens)
         log.cut, log.eos = not turn.ended, turn.eos
-        self._workers.submit(log.conversation, text, list(log.turns), self._replies)
+        if log.never_began:
+            self._replies.put(Reply(log.conversation.session, log.never_began, 0.0))
+        else:
+            self._workers.submit(log.conversation, text, list(log.turns), self._replies)
         log.turns.append(text)
 
     def answers(self, seconds: float) -> list[Answer]:
@@ -108,15 +119,19 @@ class Conversations:
         One whose environment failed has no reward.
         """
         logs = [self._logs[row] for row in rows]
+        for log in logs:  # one whose last answer left no room is still open
+            self._workers.release(log.conversation)
         alive = np.array([log.failed is None for log in logs])
         own = np.array([sum(one.rewards[0] for one in log.outcomes) if not log.failed else 0.0 for log in logs])
         final = self._final_scores(logs, rollouts, np.flatnonzero(alive), scorer, waiting)
+        # Without a reward the number that environments gave says what they do not say themselves.
+        said = final.correct if scorer.names else own >= scorer.correct_from
         failed = [log.failed for log in logs if log.failed]
         first = f"{failed[0].failure}: {failed[0].detail}" if failed else final.first_failure
         return final._replace(
             total=final.total + own.astype(np.float32),
             rewards={**final.rewards, self._workers.label: own.astype(np.float32)},
-            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, final.correct)], bool),
+            correct=np.array([_is_correct(log, bool(scored)) for log, scored in zip(logs, said)], bool),
             failures=dict(Counter(final.failures) + Counter(one.failure for one in failed)),
             first_failure=first,
             environment=self._columns(logs, rollouts),
@@ -131,8 +146,8 @@ class Conversations:
         waiting: Callable[[], None],
     ) -> Scores:
         """Score the last turns of rollouts `alive` by the rewards; the others have 0."""
-        asked = [self._problems[rollouts.prompt_index[row]] for row in alive]
-        contexts = [Context(problem.prompt, problem.row, rollouts.response(row)) for row, problem in zip(alive, asked)]
+        asked = [self._opened[rollouts.prompt_index[row]] for row in alive]
+        contexts = [Context(problem.prompt, problem.row, logs[row].tokens) for row, problem in zip(alive, asked)]
         last, answers = [logs[row].turns[-1] for row in alive], [problem.answer for problem in asked]
         scores = scorer(last, answers, contexts, waiting)
 
@@ -206,8 +221,8 @@ def begin_conversations(
 
     None without an environment: the problems are as they were, and a response is one turn.
 
-    An environment that cannot begin leaves the row's prompt as it is, and fails again in the first step of each of its
-    rollouts.
+    An environment that cannot begin, or whose first messages cannot be a prompt, leaves the row's prompt as it is; all
+    rollouts of the row have failed once they have ended their first turn.
 
     Args:
       step: a row met again in another step has other seeds.
@@ -225,19 +240,43 @@ def begin_conversations(
         conversation = workers.open(row_of(problem), own)
         sessions[conversation.session] = place
         workers.submit(conversation, "", None, replies)
-    opened, left = list(problems), len(problems)
+    opened, failed, left = list(problems), dict[int, Outcome](), len(problems)
     while left:
         for reply in received(replies, 1.0):
             left, place = left - 1, sessions[reply.session]
-            if reply.outcome.messages:
-                opened[place] = opened[place]._replace(prompt=format.prompt(reply.outcome.messages))
+            if reply.outcome.failure:
+                failed[place] = reply.outcome
+            elif reply.outcome.messages:
+                try:
+                    longest = config.rollout.max_prompt_tokens
+                    opened[place] = _begun(problems[place], reply.outcome.messages, tokenizer, format, longest)
+                except InputError as error:
+                    said = f"the first messages of the row {problems[place].prompt[:60]!r}: {error}"
+                    failed[place] = Outcome((), failure="error", detail=said)
         waiting()
-    return opened, Conversations(workers, config.environment, tokenizer, format, problems, seeds, samples)
+    shared = workers, config.environment, tokenizer, format
+    return opened, Conversations(*shared, problems, opened, failed, seeds, samples)
+
+
+def _begun(
+    problem: Problem, messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, format: TurnFormat, longest: int
+) -> Problem:
+    """Return the problem with the prompt that its environment's first messages make.
+
+    Raises InputError where that has no tokens, more than `longest`, or a character or role that the tokenizer lacks.
+    """
+    own = [message["content"] for message in problem.messages if message["role"] == "system"]
+    data = [text for text in own if literal_spans(text, tokenizer.special)]
+    prompt = format.prompt(messages, data)
+    if not 0 < (length := len(tokenizer.encode(prompt))) <= longest:
+        raise InputError(f"they have {length} tokens; rollout.max_prompt_tokens={longest} allows 1 to {longest}")
+    return problem._replace(prompt=prompt)
 
 
 def row_of(problem: Problem) -> dict[str, object]:
-    """Return the row that an environment begins with."""
-    return {**problem.row, "prompt": str(problem.prompt), "answer": problem.answer}
+    """Return the row that an environment begins with: its prompt is text, or chat messages where the file has them."""
+    messages = [{"role": message["role"], "content": str(message["content"])} for message in problem.messages]
+    return {**problem.row, "prompt": messages or str(problem.prompt), "answer": problem.answer}
 
 
 def received(replies: "queue.SimpleQueue[Reply | BaseException]", seconds: float) -> list[Reply]:

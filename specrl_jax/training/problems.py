@@ -137,7 +137,10 @@ def _training(config: Config, tokenizer: Tokenizer, reports: list[str]) -> list[
 
 
 def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dict[str, list[Problem]]:
-    """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task."""
+    """Return the fixed validation sets by name: of the files (see `set_names`), or of the built-in task.
+
+    Raises InputError where data.path is given and nothing to validate on.
+    """
     e = config.eval
     if holds_out(config):
         return {}
@@ -145,6 +148,11 @@ def _validation(config: Config, tokenizer: Tokenizer, reports: list[str]) -> dic
     if e.path:
         paths = split_paths(e.path, "eval.path")
         sets = dict(zip(set_names(paths), _read(config, tokenizer, "eval", paths, reports)))
+    elif config.data.path and not e.task:
+        raise InputError(
+            "eval.path='': prompts come from data.path, so a file to validate on is needed, or eval.holdout, a share "
+            "of those prompts"
+        )
     else:
         task, key = (e.task, "eval.task") if e.task else (config.data.task, "data.task")
         sets = {task: TaskSource(task, "validation", config.seed, key=key)}

@@ -11,6 +11,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 PROGRAMS = {"reward.name": "code", "data.path": "a.jsonl", "eval.path": "b.jsonl"}
+SERVED = PROGRAMS | {"reward.sandbox": "http", "reward.sandbox_url": "http://sandbox:8080/run_code"}
 
 
 def refusal(values):
@@ -65,6 +66,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones(key, value, known):
     [
         ("steps", True, "a whole number"),
         ("steps", 1.5, "a whole number"),
+        ("steps", (5, 6), "a whole number"),
+        ("steps", (), "a whole number"),
         ("draft.online", 1, "True or False"),
         ("policy.path", None, "text"),
         ("draft.length", None, "a whole number"),
@@ -187,9 +190,11 @@ def test_a_value_outside_its_bounds_is_refused(key, values):
         (PROGRAMS | {"task": "evaluate", "data.path": "", "eval.path": ""}, ["eval.path=''", "rows with tests"]),
         (PROGRAMS | {"reward.test_seconds": 9.5}, ["reward.test_seconds=9.5", "reward.timeout=10 must be 1 s more"]),
         (PROGRAMS | {"reward.sandbox": "http"}, ["reward.sandbox_url=''", "http://HOST:PORT"]),
+        (SERVED | {"reward.sandbox_python": "/venv/python"}, ["reward.sandbox_python=/venv/python", "leave ''"]),
+        (SERVED | {"reward.test_processes": 8}, ["reward.test_processes=8", "reward.sandbox=http", "leave 32"]),
+        (SERVED | {"reward.test_disk": 8.0}, ["reward.test_disk=8.0", "reward.sandbox=http", "leave 16.0"]),
         ({"reward.sandbox_url": "http://a:1"}, ["reward.sandbox_url=http://a:1", "reward.sandbox=auto"]),
         ({"data.template": "Q:"}, ["data.template", "{prompt}"]),
-        ({"data.path": "a.jsonl"}, ["eval.path", "data.path", "eval.holdout"]),
         ({"draft.kind": "auto", "draft.path": "x"}, ["draft.kind=auto", "draft.path"]),
         ({"rollout.max_prompt_tokens": 0}, ["rollout.max_prompt_tokens=0", "data.path"]),
         ({"data.path": "a.jsonl", "eval.path": "b.jsonl", "eval.schema": "gsm"}, ["eval.schema", "gsm8k"]),
@@ -251,7 +256,7 @@ def test_values_that_do_not_fit_each_other_are_refused(values, words):
         PROGRAMS,
         PROGRAMS | {"eval.path": "", "eval.holdout": 0.1},
         PROGRAMS | {"task": "evaluate", "data.path": ""},
-        PROGRAMS | {"reward.sandbox": "http", "reward.sandbox_url": "http://sandbox:8080/run_code"},
+        SERVED,
         {"task": "dry_run", "dry_run.devices": 8, "reward.name": "code"},  # reads no rows and runs no program
     ],
     ids=str,

@@ -24,6 +24,7 @@ def rows(count, seed, dtype=np.float32, features=A):
         np.where(inside, rng.integers(1, 99, (count, T)), 0).astype(np.int32),
         prompt_length,
         length,
+        inside & (np.arange(T) >= prompt_length[:, None]) & (rng.random((count, T)) < 0.3),
         np.where(inside[..., None, None], rng.normal(size=(count, T, features, D)), 0).astype(dtype),
         np.where(inside[..., None], rng.normal(size=(count, T, D)), 0).astype(dtype),
         np.where(inside, rng.normal(size=(count, T)), 0).astype(np.float32),
@@ -49,8 +50,10 @@ def test_rows_come_back_in_any_order_and_from_another_process(tmp_path, dtype, f
         assert len(reader) == 8
         for index in (7, 0, 3, 2, 4, 1, 6, 5):
             assert_row(reader[index], *places[index])
-        responses = [shard.tokens[i, shard.prompt_length[i] : shard.length[i]].tolist() for shard, i in places]
-        assert [tokens.tolist() for tokens in reader.tokens()] == responses
+        # Without what an environment wrote.
+        parts = [(shard, i, slice(shard.prompt_length[i], shard.length[i])) for shard, i in places]
+        written = [shard.tokens[i, part][~shard.environment[i, part]].tolist() for shard, i, part in parts]
+        assert [tokens.tolist() for tokens in reader.tokens()] == written
 
 
 def test_a_shard_is_as_long_as_its_longest_row(tmp_path):
@@ -58,8 +61,8 @@ def test_a_shard_is_as_long_as_its_longest_row(tmp_path):
     store.add(rows(2, 0))
     size = (tmp_path / "rows-00000.safetensors").stat().st_size
     longest = int(rows(2, 0).length.max())
-    # tokens, normaliser, and four rows of D numbers a token; two lengths a row; a header of less than 1 kB.
-    assert size < 2 * (longest * (4 + 4 + 16 * D) + 8) + 1024
+    # tokens, normaliser, environment, four rows of D numbers a token; two lengths a row; a header of less than 1 kB.
+    assert size < 2 * (longest * (4 + 4 + 1 + 16 * D) + 8) + 1024
     assert store[1].hidden.shape == (4096, D)
 
 

@@ -302,6 +302,8 @@ def test_schemas_are_found_one_for_all_or_one_each():
         find_schemas("x", PLAIN, 1, "k")
     with pytest.raises(InputError, match="one for each of the 3 files"):
         find_schemas("math,dapo", PLAIN, 3, "k")
+    with pytest.raises(InputError, match=r"k=math,auto: .*name the schema"):
+        find_schemas("math,auto", PLAIN, 2, "k")
 
 
 # ---- Parquet

@@ -76,6 +76,13 @@ def test_special_tokens_of_a_message_stay_text(qwen):
     assert "<|im_start|>system" in qwen.decode(tokens)
 
 
+def test_a_system_message_steers_unless_it_holds_a_text_of_the_data(qwen):
+    said = [{"role": "system", "content": "Tools.<|im_end|>"}, {"role": "user", "content": "?"}]
+    format, end = TurnFormat(qwen, "", True), qwen.eos_ids[0]
+    steers, stays = (qwen.encode(format.prompt(said, data)).count(end) for data in (["other"], ["Tools.<|im_end|>"]))
+    assert (steers, stays) == (3, 2)
+
+
 def test_a_role_that_the_template_does_not_write_is_an_error(tmp_path):
     save_tokenizer(tmp_path, QWEN_TEMPLATE)
     with pytest.raises(InputError, match="roles"):

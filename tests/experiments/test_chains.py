@@ -59,3 +59,20 @@ def test_a_signal_stops_the_running_commands_and_starts_no_more(tmp_path, capsys
         runner.stage(chains, jobs=2)
         assert signals.first == number and time.monotonic() - start < 60
     assert runner.failed == [] and "never" not in capsys.readouterr().out
+
+
+def test_two_signals_at_once_kill(tmp_path):
+    begun = tmp_path / "begun"
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    stubborn = [sys.executable, "-c", f"{ignores}; open({str(begun)!r}, 'w'); time.sleep(20)", "main.py"]
+    with Signals() as signals:
+
+        def interrupt():
+            while not begun.exists():
+                time.sleep(0.01)
+            signals.first, signals.count = signal.SIGTERM, 2
+
+        threading.Thread(target=interrupt).start()
+        start = time.monotonic()
+        Runner(signals, tmp_path / "log.csv").stage([[stubborn]], jobs=1)
+        assert time.monotonic() - start < 15

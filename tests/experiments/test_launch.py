@@ -319,6 +319,22 @@ def test_a_second_signal_kills(make):
     assert (process.returncode, err) == (143, "stopped: the same command resumes from here\n")
 
 
+def test_two_signals_at_once_kill(tmp_path):
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    program = [sys.executable, "-c", f"{ignores}; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(20)"]
+    run = runs.Run("run", tmp_path / "run", {}, [])
+    with runs.Signals() as signals:
+
+        def report(run):
+            if run.state == "running":
+                wait_for((tmp_path / "begun").exists)
+                signals.first, signals.count = signal.SIGTERM, 2
+
+        start = time.monotonic()
+        runs.run_all(program, [run], 1, signals, report)
+        assert run.state == "stopped" and time.monotonic() - start < 15
+
+
 def test_an_error_of_the_launcher_leaves_no_run_behind(make, monkeypatch):
     sweep = make({"seed": 0, "do": "hold"}, {"seed": 1})
     processes = []

@@ -84,6 +84,22 @@ def test_the_quick_reproduction_uses_what_the_repository_carries(tmp_path, monke
     assert outputs and set(outputs) == {str(reproduce.QUICK)}
 
 
+def test_a_folder_that_was_copied_in_part_is_copied_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(reproduce, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(reproduce, "QUICK", tmp_path / "runs/quick")
+    folders = [f"{name}_0" for name in ROOMS_FOLDERS - {"recite"}]
+    for folder in folders:
+        (tmp_path / "carried" / folder).mkdir(parents=True)
+        (tmp_path / "carried" / folder / "config.json").write_text("{}")
+    (tmp_path / "runs/rooms_base_0").mkdir(parents=True)
+    for command in reproduce.quick():
+        if command[0] in ("mkdir", "cp"):
+            subprocess.run(command, cwd=tmp_path, check=True)
+    for folder in folders:
+        assert [path.name for path in (tmp_path / "runs" / folder).iterdir()] == ["config.json"]
+
+
 @pytest.mark.slow
 def test_the_quick_reproduction_runs_with_one_prompt(tmp_path):
     """In a folder of its own that links to this one: nothing is written beside what the repository holds."""

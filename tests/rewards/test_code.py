@@ -28,6 +28,7 @@ from tests.helpers import sandboxes
 ROWS = pathlib.Path(__file__).with_name("code_rows")
 FORMS = ("apps", "apps_call", "livecodebench", "mbpp", "humaneval", "kodcode", "verl")
 ADDS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]})
+CHECK = "def check(candidate):\n    assert candidate(1) == 1"
 
 
 def fenced(program):
@@ -192,10 +193,37 @@ def test_a_pickle_that_imports_anything_is_refused(capsys):
         (json.dumps(["assert f(1 == 2"]), {}, "no tests"),
         (json.dumps(["assert f(1) == 2", 3]), {}, "no tests"),
         (json.dumps(["assert f(1) == 2"]), {"test_imports": 3}, "test_imports"),
+        (CHECK, {}, "'entry_point' NAME or Solution().NAME, not None"),
+        (CHECK, {"entry_point": "two.sum"}, "'entry_point' NAME or Solution().NAME, not 'two.sum'"),
+        (json.dumps({"test_code": CHECK, "entry_point": "Solution()."}), {}, "not 'Solution().'"),
+        ("def check(candidate): pass", {"entry_point": "f"}, "no tests"),
+        ("class Cases:\n    def test_a(self): assert f(1) == 1", {}, "no class of tests"),
+        ("def right(): assert f(1) == 1\nseen = []", {}, "no assertion that runs outside of functions"),
+        ("if __name__ == '__main__':\n    assert f(1) == 1", {}, "no assertion that runs outside of functions"),
+        ("async def test_a(): assert f(1) == 1", {}, "the coroutine 'test_a'"),
+        ("class TestF:\n    async def test_a(self): assert f(1) == 1", {}, "the coroutine 'test_a'"),
+        (json.dumps(["assert f(1) == 2", "f(2) == 3"]), {}, "no assertion that runs outside of functions"),
     ],
 )
 def test_what_is_no_test_is_named(answer, row, fault):
     assert fault in fault_of_tests(answer, row)
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry_point", "function"),
+    [
+        (CHECK, "f", "f"),
+        (CHECK, "Solution().f", "f"),
+        (CHECK + "\ncheck(f)", None, ""),
+        (CHECK + "\ndef test_f():\n    check(f)", "a b", ""),
+        ("def same(a, b): assert a == b\ndef each():\n    same(f(1), 1)\nfor _ in range(2): each()", None, ""),
+        ("import numpy.testing as t\nt.assert_allclose(f(1), 1)", None, ""),
+        ("class TestF:\n    def test_a(self): assert f(1) == 1", None, ""),
+        ("import unittest\nclass F(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)", None, ""),
+    ],
+)
+def test_forms_of_python_tests(tests, entry_point, function):
+    assert parse_tests(tests, {"entry_point": entry_point}).function == function
 
 
 def test_a_row_without_tests_is_refused_with_its_line(tmp_path):

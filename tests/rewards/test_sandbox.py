@@ -12,11 +12,13 @@ import pytest
 
 from experiments.robustness import sandbox as hostile
 from specrl_jax.errors import InputError
+from specrl_jax.rewards.sandbox import choose as choosing
 from specrl_jax.rewards.sandbox import mechanisms
 from specrl_jax.rewards.sandbox.choose import Chosen, choose, find_python
 from specrl_jax.rewards.sandbox.http import HttpSandbox, check_url
 from specrl_jax.rewards.sandbox.judging import _names, _own_modules
 from specrl_jax.rewards.sandbox.limits import Run, SandboxError
+from specrl_jax.rewards.sandbox.mechanisms import Interpreter
 from specrl_jax.rewards.sandbox.seccomp import MACHINES, seccomp_filter
 from specrl_jax.rewards.sandbox.values import decode, encode
 from tests.helpers import sandboxes
@@ -49,9 +51,75 @@ def test_a_method_of_solution(sandbox):
     assert sandbox.run(Run(program, call="f", arguments=encode([[1, 5]])), 5.0).result == {"value": 5}
 
 
+@pytest.mark.parametrize("call", ["merge", "Solution().merge"])
+def test_a_method_of_solution_comes_before_what_is_provided(sandbox, call):
+    program = "from heapq import merge\nclass Solution:\n    def merge(self, a):\n        return [*merge(a, [3])]"
+    ran = sandbox.run(Run(program, call=call, arguments=encode([[1, 5]])), 5.0)
+    assert ran.result == {"value": {"list": [1, 3, 5]}}
+    tests = "def check(candidate):\n    assert candidate([1, 5]) == [1, 3, 5]"
+    assert sandbox.run(Run(program, tests=tests, check=call), 5.0).result == {"passed": 1, "total": 1}
+
+
+def test_names_of_the_program_come_before_methods_and_what_is_provided_last(sandbox):
+    own = "class Solution:\n    def merge(self, a): return 1\ndef merge(a): return 2"
+    assert sandbox.run(Run(own, call="merge", arguments=encode([0])), 5.0).result == {"value": 2}
+    assert sandbox.run(Run(own, call="Solution().merge", arguments=encode([0])), 5.0).result == {"value": 1}
+    other = "class Solution:\n    def __init__(self, a): pass"
+    assert sandbox.run(Run(other, call="gcd", arguments=encode([4, 6])), 5.0).status == 1
+    assert sandbox.run(Run(other, call="bisect_left", arguments=encode([[1, 2], 1])), 5.0).result == {"value": 0}
+
+
 def test_how_many_tests_pass(sandbox):
     tests = "def test_a():\n    assert f(1) == 1\ndef test_b():\n    assert f(2) == 1\ndef test_c():\n    f(1, 2)\n"
     assert sandbox.run(Run("def f(x): return x", tests=tests), 5.0).result == {"passed": 1, "total": 3}
+
+
+@pytest.mark.parametrize(
+    ("tests", "passed"),
+    [
+        ("class TestF:\n    def test_a(self): assert f(1) == 1\n    def test_b(self): assert f(1) == 2", [1, 2]),
+        (
+            "class TestF:\n    cases = test_cases = [1, 2]\n    def setup_class(cls): cls.one = 1\n"
+            "    def setup_method(self, method): self.name = method.__name__\n"
+            "    def test_a(self): assert f(self.one) == 1 and self.name == 'test_a'\n"
+            "    def test_b(self): assert f(self.name) == 'test_b'",
+            [2, 2],
+        ),
+        ("async def test_a(): assert f(1) == 2", [0, 1]),
+        ("def test_a():\n    yield f(1)\n    assert f(1) == 2", [0, 1]),
+        ("class TestF:\n    async def test_a(self): assert f(1) == 2", [0, 1]),
+        (
+            "import unittest\nclass F(unittest.TestCase):\n    async def test_a(self): assert f(1) == 2\n"
+            "    def test_b(self): yield f(1)",
+            [0, 2],
+        ),
+        ("def right(): assert f(1) == 2", [0, 1]),
+        ("assert f(1) == 1", [1, 1]),
+        (
+            "import unittest\ndef setUpModule():\n    global two\n    two = f(2)\nclass F(unittest.TestCase):\n"
+            "    @classmethod\n    def setUpClass(cls): cls.one = f(1)\n"
+            "    def test_a(self): self.assertEqual((self.one, two), (1, 2))\n"
+            "    def test_b(self): self.assertEqual(self.one, 2)",
+            [1, 2],
+        ),
+        (
+            "import unittest\nclass F(unittest.TestCase):\n    @classmethod\n"
+            "    def setUpClass(cls): assert f(1) == 2\n"
+            "    def test_a(self): self.assertEqual(f(1), 1)",
+            [0, 1],
+        ),
+    ],
+)
+def test_what_of_tests_is_run(sandbox, tests, passed):
+    """What is not run has not passed."""
+    ran = sandbox.run(Run("def f(x): return x", tests=tests), 5.0)
+    assert ran.result == dict(zip(("passed", "total"), passed)), ran.stderr
+
+
+def test_a_check_that_a_call_does_not_run_has_not_passed(sandbox):
+    tests = "def check(candidate):\n    assert candidate(1) == 2\n    yield"
+    ran = sandbox.run(Run("def f(x): return x", tests=tests, check="f"), 5.0)
+    assert ran.result == {"passed": 0, "total": 1}
 
 
 def test_an_error_is_a_traceback(sandbox):
@@ -225,6 +293,19 @@ def test_errors_of_the_program_are_those_of_the_tests(sandbox):
     assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
 
 
+def test_an_error_is_of_the_class_that_it_derives_from(sandbox):
+    program = "import json\nclass Bad(ValueError): pass\nclass End(StopIteration): pass\n"
+    program += "def bad(x): raise Bad(x)\ndef end(x): raise End\n"
+    program += "def read(x): return json.loads(x)\ndef text(x): return b'\\xff'.decode()"
+    tests = "import unittest\nfrom solution import bad, end, read, text\n"
+    tests += "class T(unittest.TestCase):\n    def test(self):\n"
+    tests += "        with self.assertRaisesRegex(ValueError, 'so'): bad('so')\n"
+    tests += "        self.assertRaises(ValueError, read, '{')\n"
+    tests += "        self.assertRaises(UnicodeError, text, 1)\n"
+    tests += "        self.assertRaises(RuntimeError, lambda: list(map(end, [1])))\n"
+    assert sandbox.run(Run(program, tests=tests), 5.0).result == {"passed": 1, "total": 1}
+
+
 # ---- how one is chosen
 
 
@@ -236,6 +317,15 @@ def test_without_any_the_alternative_is_named(monkeypatch):
     (line,) = str(refused.value).splitlines()
     assert line.startswith("reward.sandbox=auto: none works here. bubblewrap: there is no bwrap")
     assert "landlock: " in line and line.endswith("runs programs on a SandboxFusion server")
+
+
+def test_a_python_in_the_tmp_that_programs_do_not_see_is_named(monkeypatch):
+    monkeypatch.setattr(choosing, "missing", lambda _: "")
+    monkeypatch.setattr(choosing, "find_python", lambda _: Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
+    with pytest.raises(InputError, match=r"bubblewrap: /tmp/v/bin/python reads /tmp/v, .* set reward\.sandbox_python"):
+        choose("bubblewrap", "", "/tmp/v/bin/python", LIMITS)
+    assert not mechanisms.hidden("landlock", Interpreter("/tmp/v/bin/python", "3.11.2", ["/tmp/v"]))
+    assert not mechanisms.hidden("bubblewrap", Interpreter("/tmpfs/bin/python", "3.11.2", ["/tmpfs"]))
 
 
 def test_landlock_needs_root(monkeypatch):

@@ -9,10 +9,13 @@ from configs import mine
 from specrl_jax.config import Config, from_config_dict
 from specrl_jax.config.automatic import AUTOMATIC, check_chosen, left_open, value_of, with_values
 from specrl_jax.config.schema import keys
+from specrl_jax.config.validate import validate
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
 from specrl_jax.training.choices import Machine, Measured, choose_formats, choose_sizes, resumed
+from specrl_jax.training.problems import load_problems
 
 SMALL = dataclasses.replace(qwen3.preset("nano_deep"), vocab=1024)
 LARGE = qwen3.preset("qwen3_0p6b")
@@ -88,6 +91,15 @@ def test_less_memory_means_fewer_slots_and_rows():
         assert values == sorted(values) and values[0] < values[-1], values
 
 
+def test_a_reference_leaves_less_memory():
+    """0.6 B parameters in float32 are 2.4 GB."""
+    alone, beside, less = (
+        chosen(LARGE, memory, draft__kind="none", grpo__kl_coef=coefficient)["rollout.num_slots"]
+        for memory, coefficient in ((20 * GB, 0.0), (20 * GB, 0.1), (20 * GB - 2.4 * GB / 0.9, 0.0))
+    )
+    assert beside < alone and beside == less
+
+
 def test_slots_and_rows_divide_over_the_devices():
     found = chosen(LARGE, 8 * GB, devices=8)
     assert found["rollout.num_slots"] % 8 == 0 and found["grpo.microbatch_tokens"] % (8 * 1208) == 0
@@ -128,6 +140,36 @@ def test_the_format_of_what_is_validated_on_is_found_again(begun, tmp_path):
         assert choose_formats(again, None, detects=True) == first
     else:
         assert choose_formats(config(data__schema=first.data.schema, **paths), None, detects=False).eval.schema == ""
+
+
+def test_every_schema_that_is_open_is_found(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    (tmp_path / "b.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    both, b = f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", f"{tmp_path}/b.jsonl"
+
+    def found(detects=False, **changes):
+        done = choose_formats(config(eval__task="walk", **changes), None, detects)
+        return done.data.schema, done.eval.schema
+
+    assert found(data__path=both, data__schema="auto,math") == ("gsm8k,math", "")
+    assert found(data__path=both, data__schema="gsm8k, auto", eval__path=both) == ("gsm8k,math", "gsm8k,math")
+    assert found(data__path=b, data__schema="math", eval__path=b, eval__schema="auto") == ("math", "math")
+    assert found(data__path="", data__schema="auto", eval__path=both, eval__schema="auto", detects=True) == (
+        "",
+        "gsm8k,math",
+    )
+
+
+def test_a_folder_with_a_split_to_validate_on_needs_no_other(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}", "answer": "2"}}\n')
+    values = {"data.path": str(tmp_path), "data.schema": "keys", "eval.path": "", "eval.holdout": 0.0}
+    begun = with_values(from_config_dict(mine.get_config()), values | {"policy.preset": "nano"})
+    validate(begun)
+    done = choose_formats(begun, None, detects=False)
+    assert done.eval.path == f"{tmp_path}:test"
+    (found,) = load_problems(done, CharTokenizer()).validation.values()
+    assert [problem.prompt for problem in found] == ["test"]
 
 
 def test_what_nothing_has_chosen_is_refused_by_name():

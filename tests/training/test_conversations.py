@@ -1,21 +1,32 @@
 """Training on rollouts of several turns, with a small model: what is learned, and that no timing changes it."""
 
+import itertools
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import from_config_dict
+from specrl_jax.config import EnvironmentConfig, from_config_dict
+from specrl_jax.data.files import Row
+from specrl_jax.data.problem import Problem
+from specrl_jax.data.prompts import PromptFormat, Schema, parse_problem
 from specrl_jax.data.tokenizers import CharTokenizer
+from specrl_jax.data.turns import TurnFormat
 from specrl_jax.decoding.rollouts import Rollouts
-from specrl_jax.errors import Stopped
+from specrl_jax.decoding.turns import Turn
+from specrl_jax.errors import InputError, Stopped
+from specrl_jax.rewards.environments.workers import Conversation, EnvironmentWorkers, Reply
+from specrl_jax.rewards.messages import Context, Outcome
+from specrl_jax.rewards.scorer import GIB, Scorer, Scores
 from specrl_jax.sharding import make_mesh
 from specrl_jax.tasks.evaluate import evaluate_policy
 from specrl_jax.training import dynamic_sampling
 from specrl_jax.training.build import make_learner, make_rollout, make_scorer
+from specrl_jax.training.conversations import Conversations, begin_conversations, row_of
 from specrl_jax.training.plan import make_plan
 from specrl_jax.training.problems import load_problems
 from tests.helpers.training import NEVER, Run, StopAfter, changed, samples, saved, train
@@ -30,7 +41,7 @@ class ManyEnds(CharTokenizer):
     eos_ids = tuple(range(1, 21))
 
 
-def make(name="Chatty", **changes):
+def config_of(name, **changes):
     changes = {
         "steps": STEPS,
         "environment__name": STRANGE + name,
@@ -47,10 +58,166 @@ def make(name="Chatty", **changes):
         "eval__every": 0,
         "eval__problems": 4,
     } | changes
-    config = from_config_dict(changed(rlzero_tiny.get_config("smoke"), **changes))
+    return from_config_dict(changed(rlzero_tiny.get_config("smoke"), **changes))
+
+
+def make(name="Chatty", **changes):
+    config = config_of(name, **changes)
     plan = make_plan(config, make_mesh({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1}, jax.devices()[:1]))
     rollout = make_rollout(plan, tokenizer=ManyEnds())
     return Run(make_learner(plan), rollout, load_problems(config, rollout.tokenizer), make_scorer(config, []))
+
+
+class TwoRoles(ManyEnds):
+    """Its chat template has no tools."""
+
+    has_chat_template = True
+
+    def apply_chat_template(self, messages, thinking=True):
+        if any(message["role"] == "tool" for message in messages):
+            raise InputError("data.tokenizer: the chat template fails: unknown role")
+        return super().apply_chat_template(messages, thinking)
+
+
+class Asked:
+    """A scorer that notes what it is asked."""
+
+    def __init__(self, environment):
+        self.environment, self.names, self.correct_from, self.rows = environment, ("exact",), 1.0, []
+
+    def __call__(self, responses, answers, contexts, waiting):
+        self.rows += zip(responses, contexts)
+        zero = np.zeros(len(responses), np.float32)
+        return Scores(zero, {}, zero > 0, {}, [None] * len(responses))
+
+
+@pytest.fixture
+def opens():
+    workers = EnvironmentWorkers(STRANGE + "Opens", "opens", 5.0, 1, GIB)
+    yield Asked(workers)
+    workers.close()
+
+
+def begin(scorer, tokenizer, problems, samples=2):
+    config = config_of("Opens", rollout__max_prompt_tokens=20)
+    return begin_conversations(scorer, config, tokenizer, problems, samples, 0, lambda: None)
+
+
+def say(talks, tokenizer, text, *requests):
+    """Hand over a turn of each request, with its end-of-text; return the answers."""
+    for request in requests:
+        talks.ask(Turn(request, np.array([*tokenizer.encode(text), tokenizer.eos_ids[0]]), True, True))
+    found = []
+    while len(found) < len(requests):
+        found += talks.answers(1.0)
+    return dict(found)
+
+
+def rollouts_of(problems, samples=2):
+    count = problems * samples
+    empty = np.zeros((count, 0), np.int32)
+    index = np.repeat(np.arange(problems), samples)
+    part = {"prompt_index": index, "response_part": lambda row: slice(0, 0)}
+    return types.SimpleNamespace(**part, tokens=empty, environment=empty.astype(bool), draft_positions=empty)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ([{"role": "user", "content": "a" * 21}], "21 tokens; rollout.max_prompt_tokens=20"),
+        ([{"role": "user", "content": ""}], "0 tokens; rollout.max_prompt_tokens=20"),
+        ([{"role": "user", "content": "\u00fc"}], "printable ASCII"),
+        ([{"role": "tool", "content": "a"}], "unknown role"),
+        (None, "TypeError"),
+    ],
+    ids=["long", "empty", "a character", "a role", "no messages"],
+)
+def test_first_messages_that_cannot_be_a_prompt_cost_the_rollouts_of_their_row(opens, first, said):
+    tokenizer = TwoRoles()
+    well = Problem("well", "1", "", {"first": [{"role": "user", "content": "a" * 20}]})
+    problems = [Problem("bad", "1", "", {"first": first}), well]
+    opened, talks = begin(opens, tokenizer, problems)
+    assert [problem.prompt for problem in opened] == ["bad", "a" * 20]
+    assert set(say(talks, tokenizer, "end", *range(4)).values()) == {None}
+    scores = talks.scores(rollouts_of(2), np.arange(4), opens, lambda: None)
+    assert scores.environment["failed"].tolist() == [1, 1, 0, 0]
+    assert scores.total.tolist() == [0, 0, 1, 1] and scores.failures == {"error": 2}
+    assert said in scores.first_failure and ("'bad'" in scores.first_failure) == (first is not None)
+
+
+def test_rewards_get_the_last_turn_and_what_the_conversation_began_with(opens):
+    """Two rollouts: the environment ends one of them, the engine the other, for which nothing has room."""
+    tokenizer, row = ManyEnds(), {"first": [{"role": "user", "content": "begin"}]}
+    _, talks = begin(opens, tokenizer, [Problem("row", "1", "", row)])
+    answers = say(talks, tokenizer, "one", 0, 1)
+    assert {tokenizer.decode(list(tokens)) for tokens in answers.values()} == {"[go on]"}
+    assert say(talks, tokenizer, "end", 0) == {0: None}
+    say(talks, tokenizer, "last", 1)
+    assert opens.environment._holders
+    talks.scores(rollouts_of(1), np.arange(2), opens, lambda: None)
+    assert opens.rows == [(text, Context("begin", row, tokenizer.encode(text))) for text in ("end", "last")]
+    assert not opens.environment._holders
+
+
+def test_an_environment_gets_the_prompt_before_the_chat_template():
+    asked, first = {"role": "user", "content": "1+1"}, {"role": "system", "content": "S"}
+
+    def prompt_of(prompt, **format):
+        row = Row("a.jsonl:1", {"prompt": prompt, "answer": "2", "level": 1}, "")
+        problem = parse_problem(row, Schema("prompt", "answer"), PromptFormat(**format), CharTokenizer())
+        found = row_of(problem)
+        assert found["answer"] == "2" and found["level"] == 1
+        return found["prompt"]
+
+    assert prompt_of("1+1", template="Q{prompt}") == "Q1+1"
+    assert prompt_of([asked], template="Q{prompt}") == [asked]
+    assert prompt_of([asked | {"name": "x"}], system="S") == [first, asked]
+    assert prompt_of([first, asked], system="T") == [first, asked]
+
+
+class Told:
+    """The workers of an environment that replies to each conversation what it is told to."""
+
+    label = "own"
+
+    def __init__(self, *outcomes):
+        self.left, self.opened = list(map(list, outcomes)), itertools.count()
+
+    def problem(self):
+        return ""
+
+    def open(self, row, seed):
+        return Conversation(next(self.opened), row, seed)
+
+    def submit(self, conversation, text, turns, replies):
+        replies.put(Reply(conversation.session, self.left[conversation.session].pop(0), 0.0))
+
+    def release(self, conversation):
+        pass
+
+
+def test_where_the_environment_alone_rewards_its_sum_says_what_is_correct():
+    """Unless it says so itself, or failed."""
+    more, failed = [{"role": "user", "content": "1"}], Outcome((), failure="error", detail="no")
+    half = Outcome((0.5,), messages=more)
+    told = [[half, Outcome((0.5,))], [Outcome((0.5,))], [Outcome((0.0,), True)], [Outcome((9.0,), False)]]
+    told += [[Outcome((9.0,), messages=more), failed]]
+    workers, tokenizer = Told(*told), ManyEnds()
+    format = TurnFormat(tokenizer, "[{message}]", False)
+    problems = [Problem("1", "2", "")]
+    shared = workers, EnvironmentConfig(), tokenizer, format
+    turns = Conversations(*shared, problems, problems, {}, [0], len(told))
+    for request, outcomes in enumerate(told):
+        for _ in outcomes:
+            turns.ask(Turn(request, np.array(tokenizer.encode("2")), True, False))
+            turns.answers(1.0)
+    none = np.zeros((len(told), 0), np.int32)
+    rollouts = types.SimpleNamespace(prompt_index=np.zeros(len(told), int), tokens=none, environment=none)
+    rollouts.draft_positions, rollouts.response, rollouts.response_part = none, lambda row: [], lambda row: slice(0)
+    scorer = Scorer((), environment=workers, correct_from=0.75)
+    scores = turns.scores(rollouts, np.arange(len(told)), scorer, lambda: None)
+    np.testing.assert_array_equal(scores.total, [1.0, 0.5, 0.0, 9.0, 0.0])
+    np.testing.assert_array_equal(scores.correct, [True, False, True, False, False])
 
 
 @pytest.fixture(scope="module")

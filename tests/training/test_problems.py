@@ -64,7 +64,7 @@ def test_what_eval_does_not_say_is_as_in_data(write):
 def test_files_are_drawn_from_by_weight(write):
     one = write("one.jsonl", {"prompt": "1", "answer": "1"})
     two = write("two.jsonl", *({"prompt": str(i), "answer": "1"} for i in range(2, 9)))
-    batch = next(problems({"path": f"{one},{two}", "weights": (1.0, 1.0)}).stream(14))
+    batch = next(problems({"path": f"{one},{two}", "weights": (1.0, 1.0)}, {"task": "walk"}).stream(14))
     assert sum(problem.prompt == "1" for problem in batch) == 7
 
 
@@ -93,6 +93,12 @@ def test_to_train_on_a_prompt_counts_once_in_all_files(write, capsys):
     assert sorted(texts(next(found.stream(3)))) == [("1", "1"), ("2", "1"), ("3", "3")]
     assert f"{second}: 1 of 2 prompts; left out: 1 repeated (1 with another answer)" in capsys.readouterr().out
     assert texts(found.validation["y_train"]) == [("2", "3"), ("3", "3")]
+
+
+def test_files_without_any_to_validate_on_are_refused(write):
+    path = write("a.jsonl", {"prompt": "1", "answer": "2"})
+    with pytest.raises(InputError, match=r"^eval\.path='': prompts come from data\.path.*eval\.holdout"):
+        problems({"path": path})
 
 
 def test_a_file_that_adds_no_prompt_is_named(write):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specrl_jax.rewards.code.compare import same_output, same_value
+from specrl_jax.rewards.sandbox.judging import defines_check, fault_of
 from specrl_jax.rewards.sandbox.limits import Ran, Run
+from specrl_jax.rewards.sandbox.programs import METHOD
 from specrl_jax.rewards.sandbox.values import decode, encode
 
 _FORMS = (
@@ -182,31 +184,38 @@ def _assertions(lines: Sequence[object], row: Mapping[str, object]) -> Tests:
     if not isinstance(setup, str) or not isinstance(imports, list):
         raise ValueError("holds 'test_setup_code' that is no text or 'test_imports' that are no list")
     before = "\n".join([*map(str, imports), setup, ""])
-    return Tests([_judged(before + _python(line)) for line in lines], _first_called(_python(lines[0])))
+    trees = [_python(line) for line in lines]
+    sources = [f"{before}{line}" for line in lines]
+    for source in sources:
+        if fault := fault_of(_python(source), ""):
+            raise ValueError(f"holds {fault}")
+    return Tests(list(map(_judged, sources)), _first_called(trees[0]))
 
 
 def _source(source: str, row: Mapping[str, object]) -> Tests:
     """Return HumanEval's `check` or a unit-test file: one test, of which a share may pass."""
-    _python(source)
-    name = row.get("entry_point")
-    if "def check(" in source and isinstance(name, str) and name.isidentifier():
-        return Tests([_judged(source, name)], name)
-    if "assert" not in source:
+    tests, entry = _python(source), row.get("entry_point")
+    check = entry if isinstance(entry, str) and defines_check(tests) else ""
+    if not (function := check.removeprefix(METHOD)).isidentifier():
+        check = function = ""
+    if "assert" not in source and not (check and "raise" in source):
         raise ValueError(f"holds no tests: {_FORMS}")
-    return Tests([_judged(source)])
+    if fault := fault_of(tests, check):
+        needs = f"; `check` needs an 'entry_point' NAME or {METHOD}NAME, not {entry!r:.50}"
+        raise ValueError(f"holds {fault}{needs if defines_check(tests) and not check else ''}")
+    return Tests([_judged(source, check)], function)
 
 
-def _python(source: object) -> str:
+def _python(source: object) -> ast.Module:
     try:
-        ast.parse(source if isinstance(source, str) else "(")
+        return ast.parse(source if isinstance(source, str) else "(")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"holds no tests: {_FORMS}") from None
-    return str(source)
 
 
-def _first_called(assertion: str) -> str:
+def _first_called(assertion: ast.Module) -> str:
     """Return the function of an assertion that Python does not have; "" where there is none."""
-    calls = [node.func for node in ast.walk(ast.parse(assertion)) if isinstance(node, ast.Call)]
+    calls = [node.func for node in ast.walk(assertion) if isinstance(node, ast.Call)]
     names = [call.id for call in calls if isinstance(call, ast.Name)]
     return next((name for name in names if not hasattr(builtins, name)), "")
 

@@ -38,7 +38,12 @@ class Calculator:
     """Calls in the form of Qwen3's chat template; a turn without one is the answer, which `reward.name` scores."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[dict[str, str]]:
-        return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": row["prompt"]}]
+        asked, system = row["prompt"], _SYSTEM
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+        if asked[0]["role"] == "system":  # the template writes its text before the tools
+            system, asked = f"{asked[0]['content']}\n\n{system}", asked[1:]
+        return [{"role": "system", "content": system}, *asked]
 
     def step(self, text: str) -> Step:
         calls = _CALL.findall(text)

@@ -1,4 +1,4 @@
-"""A game with a verifiable end: find a number by guesses that are answered with `higher` or `lower`."""
+"""A game with a verifiable end: find a number by guesses that are answered with `>` (higher) or `<` (lower)."""
 
 import re
 from collections.abc import Mapping, Sequence

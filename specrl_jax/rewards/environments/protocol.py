@@ -27,7 +27,7 @@ class Environment(Protocol):
         """Return the messages that the policy reads first; none: the row's prompt as it is.
 
         Args:
-          row: the data row's columns, with "prompt" and "answer".
+          row: the data row's columns, with "answer" and "prompt": text, or messages where the row has those.
           seed: the same for all rollouts of a group.
         """
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specrl_jax.rewards.environments.session import PREFIX
+from specrl_jax.rewards.environments.session import MOST_OPEN, PREFIX
 from specrl_jax.rewards.messages import Context, NotScored, Outcome, Row
 from specrl_jax.rewards.pool import ATTEMPTS, LOSSES
 from specrl_jax.rewards.process import GONE, Lost, WorkerProcess
@@ -48,6 +48,13 @@ class _Task(NamedTuple):
         return Row(self.text, "", Context(row={"session": session, "row": row, "seed": seed, "turns": self.turns}))
 
 
+class _Holder(NamedTuple):
+    """The worker that can go on with a session."""
+
+    place: int
+    answers: int  # that it had given by then
+
+
 class EnvironmentWorkers:
     """`count` processes that hold the conversations of the environment `name`; they start when first needed.
 
@@ -63,9 +70,10 @@ class EnvironmentWorkers:
         self._numbers = itertools.count()
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[_Task] = deque()
-        self._holders: dict[int, int] = {}  # place of the worker that can go on with a session
+        self._holders: dict[int, _Holder] = {}  # by session
         self._workers: list[WorkerProcess] = []
         self._losses = 0  # since a worker last answered
+        self._answers = [0] * count  # of the worker in each place
 
     def start(self) -> None:
         """Start the processes without waiting for them."""
@@ -140,7 +148,8 @@ class EnvironmentWorkers:
         with self._changed:
             while workers is self._workers:
                 for task in self._waiting:
-                    if self._holders.get(task.conversation.session, place) == place:
+                    holder = self._holders.get(task.conversation.session)
+                    if holder is None or holder.place == place:
                         self._waiting.remove(task)
                         return task
                 self._changed.wait()
@@ -155,7 +164,10 @@ class EnvironmentWorkers:
             except Lost as lost:
                 self._count_loss(self._replace(place, workers, lost))
                 continue
-            steps = 1 if session in self._holders else 1 + len(task.turns or ())
+            holder = self._holders.get(session)
+            # After as many answers the worker may have dropped the conversation, and repeats it.
+            kept = holder is not None and self._answers[place] - holder.answers < MOST_OPEN
+            steps = 1 if kept else 1 + len(task.turns or ())
             try:
                 outcome, full = next(workers[place].score([task.row()], steps * self.seconds))
             except TimeoutError:
@@ -170,16 +182,17 @@ class EnvironmentWorkers:
             if full:
                 self._replace(place, workers)
             with self._changed:
+                self._answers[place] += 1
                 self._holders.pop(session, None)
                 if outcome.messages is not None and task.turns is not None and not full:
-                    self._holders[session] = place
+                    self._holders[session] = _Holder(place, self._answers[place])
             return outcome
 
     def _replace(self, place: int, workers: list[WorkerProcess], lost: Lost | None = None) -> str:
         """Replace the worker in a place, whose conversations any worker repeats; return what became of it."""
         said = workers[place].end()
         with self._changed:
-            self._holders = {session: holder for session, holder in self._holders.items() if holder != place}
+            self._holders = {session: one for session, one in self._holders.items() if one.place != place}
             self._changed.notify_all()
             if workers is not self._workers:
                 raise RuntimeError("environment workers: closed during a turn")

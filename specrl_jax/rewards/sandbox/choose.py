@@ -10,7 +10,7 @@ from typing import NamedTuple
 from specrl_jax.errors import InputError
 from specrl_jax.rewards.sandbox.http import HttpSandbox
 from specrl_jax.rewards.sandbox.limits import Limits, Run, SandboxError
-from specrl_jax.rewards.sandbox.mechanisms import ENVIRONMENT, SYSTEM, Interpreter, account, missing, own_uid
+from specrl_jax.rewards.sandbox.mechanisms import ENVIRONMENT, SYSTEM, Interpreter, account, hidden, missing, own_uid
 from specrl_jax.rewards.sandbox.process import LocalSandbox, Sandbox
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -79,8 +79,8 @@ def choose(name: str, url: str, python: str, limits: Limits) -> Chosen:
         if fault := missing(mechanism):
             faults.append(f"{mechanism}: {fault}")
             continue
-        chosen = Chosen(mechanism, limits, find_python(python))
-        if not (fault := _fault(chosen)):
+        chosen = Chosen(mechanism, limits, interpreter := find_python(python))
+        if not (fault := hidden(mechanism, interpreter) or _fault(chosen)):
             return chosen
         faults.append(f"{mechanism}: {fault}")
     raise InputError(f"reward.sandbox={name}: none works here. {'; '.join(faults)}. {_ALTERNATIVE}")

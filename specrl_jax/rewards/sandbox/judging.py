@@ -10,13 +10,15 @@ import ast
 import builtins
 import collections
 import contextlib
+import functools
+import inspect
 import io
 import json
 import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from specrl_jax.rewards.sandbox.programs import MODULE, execute, read, read_job, to_its_end, write
@@ -26,6 +28,8 @@ Ask = Callable[..., Any]
 _COLLECTIONS = ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
 _USUAL = ("collections", "itertools", "math", "random", "re", "string", "sys")  # Python 3.9 has no list of all
 _MODULES = set(getattr(sys, "stdlib_module_names", _USUAL))
+# Where a module is imported, what is inside of these does not run, or is no assertion of its own.
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class Remote:
@@ -80,17 +84,26 @@ def _asker(peer: io.FileIO) -> Ask:
         write(peer, encode(list(question), refer))
         reply = read(peer)
         if "error" in reply:
-            name, text = map(str, reply["error"])
-            kind: Any = getattr(builtins, name, None)
-            # A StopIteration that a call raises would end a loop of the test's, as over map(f, ...), with success.
-            ends_a_loop = kind is StopIteration and question[0] != "next"
-            is_usual = isinstance(kind, type) and issubclass(kind, Exception) and not ends_a_loop
-            raise (kind if is_usual else RuntimeError)(text)
+            names, text = reply["error"]
+            raise _error(map(str, names), str(text), question[0])
         for before, after in zip(given, decode(reply["given"], look_up)):
             _update(before, after)
         return decode(reply["value"], look_up)
 
     return ask
+
+
+def _error(names: Iterable[str], text: str, question: str) -> Exception:
+    """Return the first class of an error, of those that Python has and that can be made of its text, as an error."""
+    for name in names:
+        kind: Any = getattr(builtins, name, None)
+        # A StopIteration that a call raises would end a loop of the test's, as over map(f, ...), with success.
+        if kind is StopIteration and question != "next":
+            break
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # UnicodeDecodeError takes five values
+                return kind(text)
+    return RuntimeError(text)
 
 
 def _update(before: Any, after: Any) -> None:
@@ -121,9 +134,9 @@ def check(job_file: int, peer_file: int, result_file: int) -> int:
         execute(job["tests"], "tests", namespace)
         if job["check"]:
             namespace["check"](getattr(module, job["check"]))
-            passed = [True]
+            passed = [_is_run(namespace["check"])]
         else:
-            passed = list(_passed(namespace))
+            passed = list(_passed(namespace, ast.parse(job["tests"])))
         outcome.update(passed=sum(passed), total=len(passed))
 
     to_its_end(judge)
@@ -174,26 +187,108 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     return used, own
 
 
-def _passed(namespace: dict[str, Any]) -> Iterator[bool]:
-    """Run the tests of a module: those of unittest, and functions called test_*; yield for each whether it passed.
+def fault_of(tests: ast.Module, check: str) -> str:
+    """Return why tests would let any program pass, or would not run; "" where they judge. `_passed` runs the same ones.
 
-    A module without any has its assertions outside of functions, and they have held.
+    Args:
+      check: what the tests' own `check` is called with; "" for other tests.
+    """
+    top = list(_at_import(tests))
+    methods = [method for node in top if isinstance(node, ast.ClassDef) for method in node.body]
+    for node in (*top, *methods):
+        if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test"):
+            return f"the coroutine '{node.name}', and tests are plain functions"
+    if check or any(map(_is_test, top)) or _asserts(tests):
+        return ""
+    return "no test_* function, no class of tests and no assertion that runs outside of functions"
+
+
+def defines_check(tests: ast.Module) -> bool:
+    """Return whether tests are a function `check`, as HumanEval's."""
+    return any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in _at_import(tests))
+
+
+def _at_import(tests: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes of a module without those inside of functions, classes and `if __name__ == ...`."""
+    left: list[ast.AST] = [tests]
+    while left:
+        node = left.pop()
+        yield node
+        names = ast.walk(node.test) if isinstance(node, ast.If) else ()
+        if not isinstance(node, _LATER) and "__name__" not in {getattr(name, "id", "") for name in names}:
+            left.extend(ast.iter_child_nodes(node))
+
+
+def _is_test(node: ast.AST) -> bool:
+    """Return whether a node defines tests; a class that has a base may be one of unittest."""
+    if isinstance(node, ast.ClassDef):
+        has_tests = any(isinstance(one, ast.FunctionDef) and one.name.startswith("test") for one in node.body)
+        return has_tests and (bool(node.bases) or node.name.startswith("Test"))
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+
+
+def _asserts(tests: ast.Module) -> bool:
+    """Return whether importing a module reaches an assertion: outside of functions, or in those that it calls."""
+    inside = {node.name: _called(ast.walk(node)) for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
+    known, new = set[str](), _called(_at_import(tests))
+    while new:
+        known |= new
+        new = set[str]().union(*(inside.get(name, set()) for name in new)) - known
+    return "assert" in known
+
+
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the names of what nodes call; "assert" for an assertion, and for a call with that in its name."""
+    found = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assert):
+            found.add("assert")
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found.add("assert" if "assert" in name else name)
+    return found
+
+
+def _passed(namespace: dict[str, Any], tests: ast.Module) -> Iterator[bool]:
+    """Run the tests of a module: functions test_*, those of unittest, and methods test_* of classes Test*; yield for
+    each whether it passed.
+
+    A module without any has its assertions outside of functions, and they have held. `fault_of` refuses any other.
     """
     functions = [f for name, f in namespace.items() if name.startswith("test") and isinstance(f, types.FunctionType)]
-    cases = [c for c in namespace.values() if isinstance(c, type) and hasattr(c, "assertEqual")]
-    cases = [case for case in cases if case.__module__ == "tests"]
-    if not functions and not cases:
-        yield True
+    classes = [c for c in namespace.values() if isinstance(c, type) and c.__module__ == "tests"]
+    cases = [c for c in classes if hasattr(c, "assertEqual")]
+    plain = [c for c in classes if c.__name__.startswith("Test") and c not in cases]
+    methods = [(c, name) for c in plain for name, _ in inspect.getmembers(c, inspect.isroutine)]
+    methods = [(c, name) for c, name in methods if name.startswith("test")]
+    if not functions and not cases and not methods:
+        yield _asserts(tests)
     for function in functions:
-        yield _holds(function)
+        yield _is_run(function) and _holds(function)
+    for case, name in methods:
+        yield _is_run(getattr(case, name)) and _holds(functools.partial(_call_method, case, name))
     if cases:
         import unittest
 
         for case in cases:
-            for test in unittest.defaultTestLoader.loadTestsFromTestCase(case):
+            for name in unittest.defaultTestLoader.getTestCaseNames(case):
                 outcome = unittest.TestResult()
-                test.run(outcome)
-                yield outcome.wasSuccessful() and not outcome.skipped
+                unittest.TestSuite([case(name)]).run(outcome)  # which calls setUpClass and setUpModule too
+                yield _is_run(getattr(case, name)) and outcome.wasSuccessful() and not outcome.skipped
+
+
+def _is_run(function: Callable[..., object]) -> bool:
+    """Return whether a call runs a function; one of a coroutine or generator only makes it."""
+    return not (inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function))
+
+
+def _call_method(case: type, name: str) -> None:
+    """Call a test of a class as pytest does: on an object of its own, between the setup and teardown of its class."""
+    test = case()
+    for step in ("setup_class", "setup_method", name, "teardown_method", "teardown_class"):
+        if (method := getattr(test, step, None)) is not None:
+            asks = step != name and bool(inspect.signature(method).parameters)  # setup_method may take the test
+            method(*[getattr(test, name)] * asks)
 
 
 def _holds(function: Callable[[], object]) -> bool:

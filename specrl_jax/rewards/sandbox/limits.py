@@ -23,7 +23,7 @@ class Run(NamedTuple):
     call: str = ""  # function to call with `arguments`, as JSON of values.encode
     arguments: object = None
     tests: str = ""  # source of tests, in which names of the program are calls into its process
-    check: str = ""  # call the tests' `check` with this function of the program, as HumanEval does
+    check: str = ""  # call the tests' `check` with this function, or method "Solution().name", as HumanEval does
 
 
 class Ran(NamedTuple):

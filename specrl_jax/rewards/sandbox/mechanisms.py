@@ -87,6 +87,14 @@ def missing(mechanism: str) -> str:
     return ""
 
 
+def hidden(mechanism: str, python: Interpreter) -> str:
+    """Return what a mechanism puts in the place of the interpreter's folders; "" for nothing."""
+    own = [path for path in python.folders if path == "/tmp" or path.startswith("/tmp/")]
+    if mechanism != "bubblewrap" or not own:
+        return ""
+    return f"{python.path} reads {own[0]}, and programs have a /tmp of their own: set reward.sandbox_python to another"
+
+
 def command(mechanism: str, python: Interpreter, limits: Limits, server: str, socket: int) -> Command:
     """Return how to start the fork server `server`, which talks over the open file `socket`."""
     confined = mechanism == "bubblewrap"

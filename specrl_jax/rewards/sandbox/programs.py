@@ -31,6 +31,9 @@ from itertools import *
 from functools import *
 import collections, heapq, bisect, itertools, functools, math, random, re, string, sys
 """
+PROVIDED: dict[str, Any] = {}
+exec(PRELUDE, PROVIDED)
+METHOD = "Solution()."  # before the name of a function that must be a method
 
 
 def run(job_file: int, result_file: int) -> int:
@@ -52,10 +55,21 @@ def run(job_file: int, result_file: int) -> int:
 
 
 def find(namespace: dict[str, Any], name: str) -> Any:
-    """Return a function of a program: by its name, or the method of its class Solution."""
-    if name in namespace:
+    """Return a function of a program: by its name, or the method of its class Solution, or what PRELUDE provides.
+
+    Of `merge` in a program that does not define it, heapq's is meant only where Solution has none.
+    """
+    method = name.startswith(METHOD)
+    name = name[len(METHOD) :] if method else name
+    has_method = method or (_is_provided(namespace, name) and hasattr(namespace.get("Solution"), name))
+    if name in namespace and not has_method:
         return namespace[name]
     return getattr(namespace["Solution"](), name)
+
+
+def _is_provided(namespace: dict[str, Any], name: str) -> bool:
+    """Return whether a name of a program is there without it."""
+    return name in PROVIDED and namespace.get(name) is PROVIDED[name]
 
 
 def execute(source: str, name: str, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -131,7 +145,7 @@ def serve(job_file: int, peer_file: int) -> int:
                 given = values[0] if kind == "call" else []
                 reply = {"value": encode(_do(kind, target, values), refer), "given": encode(list(given), refer)}
             except BaseException as error:
-                reply = {"error": [type(error).__name__, str(error)]}
+                reply = {"error": [[kind.__name__ for kind in type(error).__mro__], str(error)]}
             write(peer, reply)
 
     return to_its_end(answer)
@@ -141,7 +155,8 @@ def _do(kind: str, target: Any, values: list[Any]) -> Any:
     if kind == "name":
         return find(target, values[0])
     if kind == "names":
-        return [name for name in target.get("__all__", target) if not name.startswith("_")]
+        names = [name for name in target.get("__all__", target) if not name.startswith("_")]
+        return [name for name in names if not _is_provided(target, name)]
     if kind == "call":
         return target(*values[0], **values[1])
     if kind == "get":

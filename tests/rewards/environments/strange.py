@@ -51,6 +51,16 @@ class Strange:
         return os.environ["STRANGE_FILE"]
 
 
+class Opens:
+    """Begins with the row's `first`, and ends with the text `end`."""
+
+    def reset(self, row, seed):
+        return row["first"]
+
+    def step(self, text):
+        return Step(None if text == "end" else [{"role": "user", "content": "go on"}], 1.0)
+
+
 class Chatty:
     """Three turns, each rewarded by how long its text is."""
 

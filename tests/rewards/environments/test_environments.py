@@ -2,6 +2,7 @@
 
 import importlib.util
 import queue
+import random
 import re
 import time
 
@@ -11,7 +12,7 @@ from specrl_jax.rewards.environments.calculator import Calculator, TinyCalculato
 from specrl_jax.rewards.environments.guessing import Guessing
 from specrl_jax.rewards.environments.session import Sessions, load, read_step
 from specrl_jax.rewards.environments.workers import EnvironmentWorkers
-from specrl_jax.rewards.messages import NotScored
+from specrl_jax.rewards.messages import NotScored, Outcome
 from specrl_jax.rewards.scorer import GIB, Scorer, make_environment
 from specrl_jax.rewards.verifiable import exact
 from tests.helpers.runs import ROOT
@@ -69,6 +70,15 @@ def test_a_turn_without_a_call_ends_the_calculators():
     assert TinyCalculator().step("?1+1 no\n#2").messages is None
 
 
+def test_the_calculator_begins_with_the_rows_messages():
+    asked = {"role": "user", "content": "1+1?"}
+    tools, user = Calculator().reset({"prompt": "1+1?"}, 0)
+    assert (tools["role"], user) == ("system", asked)
+    assert Calculator().reset({"prompt": [asked]}, 0) == [tools, asked]
+    system, *rest = Calculator().reset({"prompt": [{"role": "system", "content": "Be short."}, asked]}, 0)
+    assert (system["content"], rest) == (f"Be short.\n\n{tools['content']}", [asked])
+
+
 def test_the_guessing_game():
     game = Guessing()
     game.reset({"answer": "12"}, 0)
@@ -118,6 +128,46 @@ def test_conversations_that_have_ended_are_forgotten(strange):
     replies = queue.SimpleQueue()
     strange.submit(first, "c", ["a", "b"], replies)
     assert replies.get(timeout=100).outcome.messages[0]["content"].split()[:2] == ["0", "3"]
+
+
+def test_a_conversation_that_a_worker_dropped_has_the_time_of_its_repetition(monkeypatch):
+    """Each step that a worker takes has `seconds`, in whatever order conversations go on."""
+    taken, given = [], []
+
+    class Counted(Strange):
+        def step(self, text):
+            taken[-1] += 1
+            return super().step(text)
+
+    class InThisProcess:
+        def __init__(self, names, memory):
+            self.sessions = Sessions(Counted)
+
+        def check(self, seconds):
+            pass
+
+        def end(self):
+            return ""
+
+        def score(self, rows, seconds):
+            given.append(seconds)
+            taken.append(0)
+            said = self.sessions(rows[0].response, "", row=rows[0].context.row)
+            yield Outcome((said.reward,), messages=said.messages), False
+
+    monkeypatch.setattr("specrl_jax.rewards.environments.workers.WorkerProcess", InThisProcess)
+    for module in ("workers", "session"):
+        monkeypatch.setattr(f"specrl_jax.rewards.environments.{module}.MOST_OPEN", 3)
+    workers, replies, rng = workers_of(STRANGE, count=1, seconds=1.0), queue.SimpleQueue(), random.Random(0)
+    open_ones = [(workers.open({}, seed), []) for seed in range(6)]
+    for _ in range(200):
+        conversation, texts = rng.choice(open_ones[:3] if rng.random() < 0.5 else open_ones)
+        workers.submit(conversation, "a", list(texts), replies)
+        assert replies.get(timeout=100).outcome.failure == ""
+        texts.append("a")
+    workers.close()
+    assert all(steps <= seconds for steps, seconds in zip(taken, given, strict=True))
+    assert taken.count(1) > 50 and given.count(1.0) > 50 and max(taken) > 5
 
 
 CAUSES = {"hang": "timeout", "die": "died", "raise": "error", "memory": "memory", "long": "died"}
