@@ -106,7 +106,11 @@ class DraftModel(Protocol[Cache]):
 
     @property
     def has_vocab_map(self) -> bool:
-        """Return whether draft ids are not target ids; the draft's lm_head is then its parameter "unembed" [Vd, D]."""
+        """Return whether draft ids are not target ids; the draft's lm_head is then its parameter "unembed" [Vd, D].
+
+        Every parameter with Vd rows and first axis "vocab" in `specs` has a row for each draft id. Where a run changes
+        the ids, rows and their moments move along; new rows of "unembed" are the target's, of other parameters 0.
+        """
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

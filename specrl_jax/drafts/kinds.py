@@ -62,6 +62,8 @@ def check_options(options: "DraftOptions") -> None:
         raise InputError(f"draft.path={options.path}: draft.kind={name} has no weights to load; leave ''")
     if kind.own_sizes and not (options.path or options.preset):
         raise InputError(f"draft.kind={name}: draft.path, a folder of a smaller Qwen3, or draft.preset is needed")
+    if options.preset and (options.path or not kind.own_sizes):
+        raise InputError(f"draft.preset={options.preset}: it sizes a draft.kind=model without draft.path; leave ''")
     if not kind.has_weights and options.cascade:
         raise InputError(f"draft.cascade={options.cascade} overrides a draft with weights; draft.kind={name} has none")
     if options.match_max > MAX_MATCH:

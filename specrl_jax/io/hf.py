@@ -193,7 +193,7 @@ def save_params(folder: str, params: Params, config: qwen3.Qwen3Config, dtype: s
       dtype: storage dtype of the tensors, "float32" or "bfloat16".
       tokenizer_from: a folder whose tokenizer files are copied; '' = none.
     """
-    files = [os.path.join(tokenizer_from, name) for name in _TOKENIZER_FILES] if tokenizer_from else []
+    files = [os.path.join(tokenizer_from, name) for name in TOKENIZER_FILES] if tokenizer_from else []
     tensors = hf_tensors(qwen3.param_specs(config), params, dtype)
     save_folder(folder, tensors, hf_config(config, dtype), filter(os.path.isfile, files))
 
@@ -205,7 +205,7 @@ def _folder(path: str, key: str) -> TensorFolder:
     return TensorFolder(path, key, f"get it with `hf download Qwen/{model} --local-dir {path}`" if published else "")
 
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",

@@ -5,6 +5,7 @@ tensor alone, so that mapped pages do not accumulate. Leaves are loaded from lar
 memory near the checkpoint's size.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -173,7 +174,8 @@ def save_folder(
 ) -> None:
     """Write safetensors, config.json and copies of other files.
 
-    Everything is written beside the folder first, so that a save that fails leaves an earlier one unchanged.
+    Everything is written beside the folder first, so that a save that fails leaves an earlier one unchanged. One
+    that is killed while it moves the files leaves a folder without weights, which readers refuse.
     """
     partial = os.path.normpath(folder) + ".partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -184,13 +186,16 @@ def save_folder(
     for path in copies:
         shutil.copy(path, partial)
     os.makedirs(folder, exist_ok=True)
-    # What a reader looks at first comes last: until then it reads the earlier weights.
-    new = sorted(os.listdir(partial), key=lambda name: (name == INDEX, name))
+    # What a reader looks at first goes first and comes last: between them nothing is read, no mixture either.
+    for name in (INDEX, SINGLE):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, name))
+    new = sorted(os.listdir(partial), key=lambda name: (name in (INDEX, SINGLE), name))
     for name in new:
         os.replace(os.path.join(partial, name), os.path.join(folder, name))
     # Weights of an earlier save under other file names would be read instead of these, or beside them.
     for name in set(os.listdir(folder)) - set(new):
-        if name == INDEX or (name.startswith("model") and name.endswith(".safetensors")):
+        if name.startswith("model") and name.endswith(".safetensors"):
             os.remove(os.path.join(folder, name))
     os.rmdir(partial)
 

@@ -1,24 +1,34 @@
 """Training data of a draft: texts, generated or read, and the policy's features along them, stored on disk."""
 
+import dataclasses
 import functools
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, NamedTuple
 
 import grain
 import jax
 import numpy as np
+import pydantic
 
+from specrl_jax.config import Config, DataConfig
 from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
-from specrl_jax.data.files import read_rows
+from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.problem import Problem
 from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem
 from specrl_jax.data.rows import Rows, packed, packed_rows, rows_of
 from specrl_jax.data.special import read_recorded
+from specrl_jax.data.splits import data_files
+from specrl_jax.data.tokenizers import Tokenizer
 from specrl_jax.drafts.weights import Weights, checksum
 from specrl_jax.errors import InputError, Stopped
+from specrl_jax.io import hf
+from specrl_jax.io.agreement import digest
 from specrl_jax.io.progress import Display
+from specrl_jax.json_files import Checked, check
 from specrl_jax.learner.batch import pack_alike
 from specrl_jax.learner.policy_step import Features
 from specrl_jax.training.build import Learner, Rollout
@@ -27,11 +37,13 @@ from specrl_jax.training.problems import Problems
 # Separate noise: else a measurement with the same seed may draw the draft's own training texts, and what is accepted
 # there the draft knows by heart.
 ANSWERS_SEED_OFFSET = 2_000_003
+# Keys of `data` that decide how a row becomes a prompt.
+PROMPT_KEYS = ("prompt_key", "schema", "template", "chat", "system", "thinking")
 # Key of a response in the rows of pretrain.answers, as in rollouts/step_N.jsonl.
 RESPONSE = "response"
 
-# (tokens [n, T] int32, prompt_length [n] int32, length [n] int32) of finished texts
-Texts = tuple[np.ndarray, np.ndarray, np.ndarray]
+# (tokens [n, T] int32, prompt_length [n] int32, length [n] int32, environment [n, T] bool) of finished texts
+Texts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
@@ -40,7 +52,9 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
     made_from = {
         "policy": int(jax.jit(checksum)(weights.policy)),
         "prompts": config.pretrain.answers or config.data.path or config.data.task,
-        "prompt format": [getattr(config.data, x) for x in ("schema", "template", "chat", "system", "thinking")],
+        "content": _digests(config),
+        "prompt order": 0 if config.pretrain.answers else config.seed,
+        "prompt format": [getattr(config.data, x) for x in PROMPT_KEYS],
         "sampling": [config.rollout.temperature, config.rollout.top_k, config.rollout.top_p],
         "noise": 0 if config.pretrain.answers else config.rollout.seed + ANSWERS_SEED_OFFSET,
         "yarn": [config.policy.yarn_factor, config.policy.yarn_original],
@@ -49,6 +63,16 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
         "length": plan.limits.cache_length,
     }
     return FeatureStore(folder, made_from, learner.packing.lone_row_tokens(plan.limits.cache_length))
+
+
+def _digests(config: Config) -> list[str]:
+    """Return the digest of each file that the texts and their tokens come from: data, then the tokenizer's."""
+    key = "pretrain.answers" if config.pretrain.answers else "data.path"
+    paths = [config.pretrain.answers] if config.pretrain.answers else config.data.path.split(",")
+    files = [file for path in filter(None, map(str.strip, paths)) for file in data_files(path, key)]
+    folder = config.data.tokenizer or config.policy.path
+    tokenizer = [os.path.join(folder, name) for name in hf.TOKENIZER_FILES] if folder else []
+    return [digest(file) for file in [*files, *filter(os.path.isfile, tokenizer)]]
 
 
 def fill_store(
@@ -82,13 +106,15 @@ def fill_store(
             if kept >= end:
                 continue
             start = time.perf_counter()
-            tokens, prompt_length, length = texts()
+            tokens, prompt_length, length, environment = texts()
             T = learner.packing.lone_row_tokens(int(length.max()))
             tokens = np.pad(tokens, ((0, 0), (0, T)), constant_values=pad_id)[:, :T]
+            environment = np.pad(environment, ((0, 0), (0, T)))[:, :T]
             middle = time.perf_counter()
             features = jax.device_get(learner.feature_step(params, rows_of(tokens, prompt_length, length, pad_id)))
             aux = np.zeros((*tokens.shape, 0, features.hidden.shape[-1])) if features.aux is None else features.aux
-            row = FeatureRow(tokens, prompt_length, length, aux, features.hidden, features.normaliser)
+            read = aux, features.hidden, features.normaliser
+            row = FeatureRow(tokens, prompt_length, length, environment, *read)
             # A smaller `pretrain.rollouts` may have kept only the first texts of this wave.
             store.add(FeatureRow(*[x[kept:end] for x in row]))
             seconds["generate"] += middle - start
@@ -114,30 +140,41 @@ def _responses(
             prompts = [rollout.tokenizer.encode(problem.prompt) for problem in drawn]
             engine, noise = rollout.plain_engine, rollout.config.seed + ANSWERS_SEED_OFFSET
             found = engine.generate(weights, prompts, grpo.group_size, noise, first_id, display.update_phase)
-            return found.tokens, found.prompt_length, found.length
+            return found.tokens, found.prompt_length, found.length, found.environment
 
         yield generate
+
+
+class RecordedTokens(Checked):
+    """What a row of rollouts says of its response beside the text."""
+
+    tokens: list[Annotated[int, pydantic.Field(ge=0)]]
+    environment: list[bool] | None = None  # of each token, whether an environment wrote it; None = none of them
+
+
+class Text(NamedTuple):
+    """A text of pretrain.answers as tokens."""
+
+    prompt: list[int]
+    response: list[int]
+    environment: list[bool]  # of the response
 
 
 def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
     """Return the waves of the file pretrain.answers, in its order and then from its start again."""
     config, tokenizer, limits = rollout.plan.config, rollout.tokenizer, rollout.config.limits
-    # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
-    # responses.
-    schema, texts, special = Schema(config.data.prompt_key, RESPONSE), [], 0
+    texts, special = list[Text](), 0
     for row in read_rows(config.pretrain.answers, "pretrain.answers"):
-        if isinstance(read := row.content.get(schema.prompt), str):
-            content = row.content | {schema.prompt: read_recorded(read, row.content, row.where)}
-            row = row._replace(content=content)
-        problem = parse_problem(row, schema, PromptFormat(), tokenizer)
-        special += holds_special(row.where, problem.answer, tokenizer, config.data.special_tokens)
-        prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
-        answer = [*answer, tokenizer.eos_ids[0]]
-        for name, part in (("prompt", prompt), ("response", answer)):
+        if row.content.get("tokens") is not None:
+            text = _recorded_text(row, config.data.prompt_key, tokenizer, rollout.plan.model.vocab)
+        else:
+            text, is_special = _text(row, config.data, tokenizer)
+            special += is_special
+        for name, part in (("prompt", text.prompt), ("response", text.response)):
             limit = getattr(limits, f"max_{name}_tokens")
             if len(part) > limit:
                 raise InputError(f"{row.where}: the {name} has {len(part)} tokens, rollout.max_{name}_tokens={limit}")
-        texts.append((prompt, answer))
+        texts.append(text)
     if special:
         print(f"{config.pretrain.answers}: {special:,} responses hold the text of a special token, which stays text")
     endless, size = itertools.cycle(texts), config.grpo.prompts_per_step * config.grpo.group_size
@@ -146,31 +183,70 @@ def _answers(rollout: Rollout) -> Iterator[Callable[[], Texts]]:
         yield functools.partial(_padded, wave, limits.cache_length, tokenizer.pad_id)
 
 
-def _padded(texts: Sequence[tuple[list[int], list[int]]], length: int, pad_id: int) -> Texts:
-    """Return texts of (prompt, response) as arrays of `length` tokens."""
-    prompt_length, response_length = (np.array([len(part) for part in parts], np.int32) for parts in zip(*texts))
-    tokens = np.full((len(texts), length), pad_id, np.int32)
-    for row, (prompt, answer) in zip(tokens, texts):
-        row[: len(prompt) + len(answer)] = [*prompt, *answer]
-    return tokens, prompt_length, prompt_length + response_length
+def _text(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[Text, bool]:
+    """Return the text of a row without tokens, ended, and whether its response holds the text of a special token."""
+    # Prompts are as the policy saw them, control tokens included: no template is added, and a prompt may have several
+    # responses.
+    if isinstance(read := row.content.get(data.prompt_key), str):
+        row = row._replace(content=row.content | {data.prompt_key: read_recorded(read, row.content, row.where)})
+    problem = parse_problem(row, Schema(data.prompt_key, RESPONSE), PromptFormat(), tokenizer)
+    special = holds_special(row.where, problem.answer, tokenizer, data.special_tokens)
+    prompt, answer = (encode_row(row.where, text, tokenizer) for text in problem[:2])
+    return Text(prompt, [*answer, tokenizer.eos_ids[0]], [False] * (len(answer) + 1)), special
+
+
+def _recorded_text(row: Row, prompt_key: str, tokenizer: Tokenizer, vocab: int) -> Text:
+    """Return the tokens of a row of rollouts, as they were: one that was cut has no end-of-text.
+
+    Raises InputError for tokens that are not those of the row's response.
+    """
+    found = check(RecordedTokens, row.content, row.where)
+    prompt, tokens = row.content.get(prompt_key), found.tokens
+    if not isinstance(prompt, str):
+        raise InputError(f"{row.where}: '{prompt_key}' must be text beside 'tokens'")
+    if not tokens or max(tokens) >= vocab:
+        raise InputError(f"{row.where}: 'tokens' must be ids below {vocab}, the policy's vocabulary, and at least one")
+    written = [False] * len(tokens) if found.environment is None else found.environment
+    if len(written) != len(tokens):
+        raise InputError(f"{row.where}: 'environment' is about {len(written)} of {len(tokens)} tokens")
+    # A recorded text is without its end-of-text.
+    if row.content.get(RESPONSE) not in (tokenizer.decode(tokens), tokenizer.decode(tokens[:-1])):
+        raise InputError(f"{row.where}: 'tokens' are not those of '{RESPONSE}'; take them out where the text is new")
+    read = encode_row(row.where, read_recorded(prompt, row.content, row.where), tokenizer)
+    return Text(read, tokens, written)
+
+
+def _padded(texts: Sequence[Text], length: int, pad_id: int) -> Texts:
+    """Return texts as arrays of `length` tokens."""
+    prompt_length = np.array([len(text.prompt) for text in texts], np.int32)
+    response_length = np.array([len(text.response) for text in texts], np.int32)
+    tokens, environment = np.full((len(texts), length), pad_id, np.int32), np.zeros((len(texts), length), bool)
+    for i, (prompt, response, written) in enumerate(texts):
+        tokens[i, : len(prompt) + len(response)] = [*prompt, *response]
+        environment[i, len(prompt) : len(prompt) + len(response)] = written
+    return tokens, prompt_length, prompt_length + response_length, environment
 
 
 def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tuple[Features, Rows]]:
     """Return endless batches of `pretrain.batch_size` texts in packed rows on the learner's devices.
 
-    Texts are shuffled anew every epoch.
+    They are the first `pretrain.rollouts` of the store. Texts are shuffled anew every epoch.
     """
     config, partition, packing = learner.plan.config, learner.plan.learner_partition, learner.packing
 
     def collate(texts: Sequence[FeatureRow]) -> tuple[Features, Rows]:
         text = FeatureRow(*map(np.stack, zip(*texts)))
         places = pack_alike(text.length, packing, packing.lone_row_tokens(packing.limit))
-        aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[3:])
+        aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[4:])
         features = Features(stand_in(aux) if aux.shape[2] else None, stand_in(hidden), stand_in(normaliser))
         rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id)
+        # What an environment wrote is context. Entry t of the mask is about token t + 1.
+        written = np.pad(text.environment[:, 1:], ((0, 0), (0, 1)))
+        rows = dataclasses.replace(rows, mask=rows.mask & stand_in(~written))
         return features, packed_rows(rows, places, text.length, pad_id)
 
-    dataset = grain.MapDataset.source(store).seed(config.seed).shuffle().repeat()
+    # The store may hold more.
+    dataset = grain.MapDataset.source(store)[: config.pretrain.rollouts].seed(config.seed).shuffle().repeat()
     # Two batches ahead: a row is a few microseconds of a memory map.
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2 * config.pretrain.batch_size)
     size = config.pretrain.batch_size

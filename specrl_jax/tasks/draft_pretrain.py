@@ -38,7 +38,10 @@ LENGTH = "spec/acceptance_length"
 
 
 def run(config: Config, workdir: str) -> None:
-    """Train a draft on recorded features into `pretrain.output`."""
+    """Train a draft on recorded features into `pretrain.output`. Raises InputError where that is policy.path."""
+    output = config.pretrain.output
+    if config.policy.path and os.path.realpath(output) == os.path.realpath(config.policy.path):
+        raise InputError(f"pretrain.output={output}: it is policy.path, whose weights the draft would replace")
     with open_inputs(config, workdir, rewards=False) as inputs:
         learner, rollout = inputs.build()
         grpo, num_shards = learner.plan.config.grpo, learner.plan.learner_partition.num_shards("batch")
@@ -47,7 +50,7 @@ def run(config: Config, workdir: str) -> None:
                 f"grpo.prompts_per_step x grpo.group_size = {texts} texts at a time must divide by the {num_shards} "
                 "shards of rows"
             )
-        open_output("pretrain.output", config.pretrain.output)
+        open_output("pretrain.output", output)
         open_workdir(workdir, dataclasses.asdict(inputs.config))
         draft_pretrain(learner, rollout, inputs.problems, initial_state(learner), workdir, stop_on_signal())
 
@@ -61,8 +64,8 @@ def draft_pretrain(
 
     Starts from draft.path, or afresh over the `draft.vocab_size` ids that the texts use most. Acceptance on validation
     prompts is measured every `eval.every` updates, since the loss may fall while acceptance already does too; the best
-    weights are kept, and `pretrain.patience` measurements without better ones end the training. Writes an EAGLE-3 or
-    MTP head in draft.dialect, a smaller policy as a Hugging Face folder.
+    weights are kept, and `pretrain.patience` measurements without better ones end the training. Writes a head or block
+    drafter in draft.dialect, a smaller policy as a Hugging Face folder.
 
     Returns the log: loss every 50 steps; acceptance where it was measured; last, of the weights as stored, their
     acceptance, their cost in seconds and the RL step at which it is earned back (None: never). It is written to
@@ -99,8 +102,9 @@ def draft_pretrain(
 def choose_vocabulary(plan: Plan, state: RunState, store: FeatureStore) -> RunState:
     """Return the state with its head over the ids that the texts' responses use most."""
     assert plan.draft is not None
-    counts = np.bincount(np.concatenate(store.tokens()), minlength=plan.model.vocab)
-    return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.model)
+    texts = store.tokens()[: plan.config.pretrain.rollouts]
+    counts = np.bincount(np.concatenate(texts), minlength=plan.model.vocab)
+    return change_vocabulary(state, most_frequent(counts, plan.draft.vocab), plan.draft, plan.model)
 
 
 def train_draft(

@@ -3,25 +3,53 @@
 import dataclasses
 import os
 
-from specrl_jax.config import Config
+import jax
+from jax.sharding import Mesh
+
+from specrl_jax.config import Config, MeshConfig, PipelineConfig
 from specrl_jax.core import branch, nested
+from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.workdir import check_workdir, open_output
 from specrl_jax.models.lora import merged
+from specrl_jax.sharding import make_mesh
 from specrl_jax.training.build import Learner, make_learner
 from specrl_jax.training.choices import recorded_values, resumed
 from specrl_jax.training.initial import abstract_run_state, initial_params
-from specrl_jax.training.plan import make_plan, open_mesh
+from specrl_jax.training.plan import make_plan
 from specrl_jax.training.resume import open_checkpoints
 
 
 def run(config: Config, workdir: str) -> None:
     """Write the policy and the draft of the run in `workdir` as Hugging Face folders."""
     config = resumed(config, recorded_values(workdir))
-    learner = make_learner(make_plan(config, open_mesh(config)))
     check_workdir(workdir, dataclasses.asdict(config))
+    config, mesh = local(config)
+    learner = make_learner(make_plan(config, mesh))
     open_output("export.output", output_folder(config, workdir))
     export(learner, workdir)
+
+
+def local(config: Config) -> tuple[Config, Mesh]:
+    """Return (the config without what says where and how the run generates, the learner's mesh on this machine).
+
+    The mesh is the run's where its sizes multiply to the devices here, else all devices hold a shard of the parameters.
+    """
+    # The shortest sequences, one on each device: nothing is generated, so neither slots nor pages must fit.
+    shortest = dataclasses.replace(
+        config.rollout, max_prompt_tokens=1, max_response_tokens=1, num_slots=jax.device_count(), cache_gb=0.0
+    )
+    config = dataclasses.replace(
+        config,
+        pipeline=PipelineConfig(),
+        rollout=shortest,
+        eval=dataclasses.replace(config.eval, max_response_tokens=0),
+        draft=dataclasses.replace(config.draft, budget=0),
+    )
+    try:
+        return config, make_mesh(dataclasses.asdict(config.mesh))
+    except InputError:  # the run has other devices
+        return config, make_mesh(dataclasses.asdict(MeshConfig()))
 
 
 def export(learner: Learner, workdir: str) -> list[str]:

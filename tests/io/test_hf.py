@@ -100,6 +100,42 @@ def test_expert_tensors_come_one_by_one(tmp_path, partition):
     assert_same_trees(hf.load_params(str(tmp_path), config, partition), params)
 
 
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "sizes", itertools.product((10_000, 2**30), repeat=2), ids=["many-many", "many-one", "one-many", "one-one"]
+)
+def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(sizes, tmp_path, partition, monkeypatch):
+    """Over an earlier one of several files or of one: the folder is refused until the last file is there."""
+    move, moved = os.replace, []
+
+    def killed(source, target):
+        if len(moved) == allowed:
+            raise Killed
+        moved.append(target)
+        move(source, target)
+
+    for allowed in range(99):
+        folder = tmp_path / str(allowed)
+        moved.clear()
+        monkeypatch.setattr(tensor_folder, "MAX_FILE_BYTES", sizes[0])
+        save(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_folder, "MAX_FILE_BYTES", sizes[1])
+            patch.setattr(os, "replace", killed)
+            try:
+                expected = save(folder, seed=1)
+                break
+            except Killed:
+                pass
+        with pytest.raises(InputError, match=r"has no model\.safetensors"):
+            hf.load_params(str(folder), SMALL, partition)
+    assert len(moved) == allowed >= 2
+    assert_same_trees(hf.load_params(str(folder), SMALL, partition), expected)
+
+
 @pytest.mark.parametrize("yarn", [None, *YARNS], ids=str)
 @pytest.mark.parametrize("config", [SMALL, TIED, MOE, UNSCALED], ids=["untied", "tied", "experts", "unscaled shares"])
 def test_config_survives_the_folder(config, yarn, tmp_path):

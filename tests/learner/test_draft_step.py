@@ -128,7 +128,8 @@ def sharing(setup, compiled):
 def setup_of(kind, online, loss="ce", sizes=ONE, positions="all"):
     config = rlzero_tiny.get_config("smoke")
     config.policy.preset = KINDS[kind]
-    config.draft.kind, config.draft.preset, config.draft.online = kind, "nano", online
+    config.draft.kind, config.draft.online = kind, online
+    config.draft.preset = "nano" if kind == "model" else ""
     config.draft.loss, config.draft.clip, config.draft.positions = loss, 1e-3, positions
     config.draft.learning_rate = config.optimizer.learning_rate = 1e-2
     config.optimizer.clip = 1e3

@@ -1,5 +1,6 @@
 """Which ids a draft knows: the most used, watched, and chosen again without losing what was learnt."""
 
+import dataclasses
 import types
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from configs import rlzero_tiny
 from specrl_jax.config import OptimizerConfig
 from specrl_jax.decoding.rollouts import Rollouts
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import make_method
 from specrl_jax.learner.draft_vocab import (
     DECAY,
     DraftVocabulary,
@@ -17,10 +20,12 @@ from specrl_jax.learner.draft_vocab import (
     coverage,
     most_frequent,
     move_vocabulary,
+    tables_by_id,
 )
 from specrl_jax.learner.optimizer import make_optimizer
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models import qwen3
+from specrl_jax.models.layers import ParamSpec
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.training.initial import initial_state
 from tests.helpers.training import make_run
@@ -29,6 +34,12 @@ V = 10
 MODEL = Qwen3Config(V, 3, 1, 1, 1, 3, 3, tied=True, max_positions=8)
 # The policy's table, whose rows are unlike any of the head's.
 POLICY = TrainState(jnp.int32(0), {"embed": 100 + jnp.arange(30.0).reshape(V, 3)}, None)
+SPECS = {
+    "unembed": ParamSpec((3, 3), ("vocab", "embed"), 3, "", ""),
+    "fc": ParamSpec((3, 3), (None, "embed"), 3, "", ""),
+}
+# As much of a draft over three ids as the vocabulary reads.
+DRAFT = types.SimpleNamespace(vocab=3, specs=SPECS)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def state_of(ids, updates=1, optimizer="adamw"):
 
 def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_policys():
     before, lm_head = state_of([1, 4, 6]), POLICY.params["embed"]
-    after = move_vocabulary(before, np.array([1, 4, 6]), np.array([0, 1, 6]), lm_head)
+    after = move_vocabulary(before, ["unembed"], np.array([1, 4, 6]), np.array([0, 1, 6]), lm_head)
     for old, new in zip(jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state), strict=True):
         if old.shape != (3, 3) or np.array_equal(old, new):
             np.testing.assert_array_equal(new, old)
@@ -110,7 +121,7 @@ def test_known_ids_take_their_rows_and_moments_along_and_new_ones_begin_as_the_p
 def test_moments_move_along_under_every_optimizer():
     """Muon parts the parameters: the table's moments are AdamW's, in a tree that has no matrices."""
     before = state_of([5, 6, 7], optimizer="muon")
-    after = move_vocabulary(before, np.array([5, 6, 7]), np.array([1, 6, 7]), POLICY.params["embed"])
+    after = move_vocabulary(before, ["unembed"], np.array([5, 6, 7]), np.array([1, 6, 7]), POLICY.params["embed"])
     moments = {
         jax.tree_util.keystr(path): np.asarray(x)
         for path, x in jax.tree.flatten_with_path(after.opt_state)[0]
@@ -121,9 +132,31 @@ def test_moments_move_along_under_every_optimizer():
         assert not x[0].any() and x[1:].all(), name
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dspark", "dflash"])
+def test_every_table_with_a_row_for_each_draft_id_moves(kind):
+    target = dataclasses.replace(MODEL, embed=8, layers=6)
+    draft = make_method(DraftOptions(kind, vocab_size=6), target).model
+    assert sorted(tables_by_id(draft)) == [*["markov_out"][: kind == "dspark"], "unembed"]
+
+
+def test_a_new_row_of_a_table_that_is_not_the_policys_adds_nothing():
+    """DSpark's Markov head: rows and moments follow the ids."""
+    params = {name: jnp.arange(6.0).reshape(3, 2) + 1 for name in ("unembed", "markov_out", "markov_in")}
+    optimizer = make_optimizer(OptimizerConfig("adamw", 0.1, 0, 1e9, 0.0, 0.95, 0))
+    _, opt_state = optimizer.update(params, optimizer.init(params), params)
+    before = TrainState(params=params, opt_state=opt_state, step=jnp.int32(1))
+    tables = ["markov_out", "unembed"]
+    after = move_vocabulary(before, tables, np.array([1, 4, 6]), np.array([0, 1, 6]), jnp.full((V, 2), 9.0))
+    for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
+        fresh = jnp.full(2, 9.0 if path[0].name == "params" and name == "unembed" else 0.0)
+        expected = jnp.stack([fresh, old[0], old[2]]) if name in tables else old
+        np.testing.assert_array_equal(new, expected, err_msg=jax.tree_util.keystr(path))
+
+
 def test_below_the_level_the_ids_are_chosen_again():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    watch = DraftVocabulary(MODEL, 0.8)
+    watch = DraftVocabulary(DRAFT, MODEL, 0.8, new=False)
     moved, row = watch.observe(rollouts_of(([3], [1, 4, 5, 5])), state)
     assert row == {"draft/coverage": 0.5}
     assert moved.vocab_map.dtype == jnp.int32 and moved.vocab_map.tolist() == [1, 4, 5]
@@ -134,9 +167,33 @@ def test_below_the_level_the_ids_are_chosen_again():
     assert again is moved and row == {"draft/coverage": 1.0}
 
 
+def test_ids_that_hardly_cover_more_do_not_take_the_place_of_those_that_have_learned():
+    """As where no choice covers enough, and ids that are almost as frequent change places with every step."""
+    state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
+    watch = DraftVocabulary(DRAFT, MODEL, 0.8, new=False)
+    watch.counts[[1, 4, 5, 6, 7]] = 500, 500, 510, 500, 490
+    kept, row = watch.observe(rollouts_of(([3], [1, 4, 6])), state)
+    assert kept is state and 0.59 < row["draft/coverage"] < 0.61
+
+
+def test_a_new_draft_takes_the_most_frequent_ids_at_once_and_keeps_them_while_they_cover():
+    """Whatever the first ids cover; and again where it begins anew."""
+    start, texts = RunState(POLICY, state_of([0, 1, 2]), jnp.arange(3, dtype=jnp.int32)), rollouts_of(([3], [0, 0, 7]))
+    watch = DraftVocabulary(DRAFT, MODEL, 0.5, new=True)
+    moved, row = watch.observe(texts, start)
+    assert row["draft/coverage"] > 0.5 and moved.vocab_map.tolist() == [0, 1, 7]
+    again, _ = watch.observe(rollouts_of(([3], [0, 0, 2])), moved)
+    assert again is moved
+    reset, _ = watch.observe(texts, start)
+    assert reset.vocab_map.tolist() == [0, 2, 7]
+    # The ids of a folder are kept while they cover enough.
+    kept, _ = DraftVocabulary(DRAFT, MODEL, 0.5, new=False).observe(texts, start)
+    assert kept is start
+
+
 def test_old_counts_fade():
     state = RunState(POLICY, state_of([1, 4, 6]), jnp.array([1, 4, 6], jnp.int32))
-    watch = DraftVocabulary(MODEL, 0.0)
+    watch = DraftVocabulary(DRAFT, MODEL, 0.0, new=False)
     watch.observe(rollouts_of(([3], [1, 1, 1])), state)
     _, row = watch.observe(rollouts_of(([3], [5, 5, 5])), state)
     np.testing.assert_allclose(row["draft/coverage"], DECAY * 3 / (DECAY * 3 + 3))

@@ -12,12 +12,14 @@ import pytest
 
 from configs import draft_tiny, rlzero_tiny
 from specrl_jax.config import from_config_dict
+from specrl_jax.data.files import Row
 from specrl_jax.data.rows import rows_of
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.errors import InputError, Stopped
 from specrl_jax.io import hf
 from specrl_jax.io.progress import Display
 from specrl_jax.models import qwen3
-from specrl_jax.tasks import draft_pretrain
+from specrl_jax.tasks import draft_features, draft_pretrain
 from specrl_jax.tasks.draft_features import ANSWERS_SEED_OFFSET, batches, fill_store, open_store
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_draft_params, initial_params, initial_state, initial_vocab_map
@@ -234,6 +236,8 @@ def test_a_store_grows_by_the_rest_of_a_wave(made, tmp_path):
     [
         ({"rollout": {"top_p": 0.9}}, "sampling"),
         ({"data": {"template": "Q: {prompt}"}}, "prompt format"),
+        ({"data": {"prompt_key": "question"}}, "prompt format"),
+        ({"seed": 1}, "prompt order"),
         ({"policy": {"yarn_factor": 2.0}}, "yarn"),
     ],
     ids=str,
@@ -257,6 +261,14 @@ def began(monkeypatch):
 def test_a_good_config_makes_its_output_folder(began, tmp_path):
     draft_pretrain.run(from_config_dict(smoke_config(tmp_path / "a/head")), str(tmp_path / "run"))
     assert (tmp_path / "a/head").is_dir() and len(began) == 1
+
+
+def test_the_policys_folder_is_no_output(began, tmp_path):
+    config = smoke_config(tmp_path / "policy")
+    config.policy.path = str(tmp_path / "x/../policy")
+    with pytest.raises(InputError, match=r"pretrain\.output=.*: it is policy\.path"):
+        draft_pretrain.run(from_config_dict(config), str(tmp_path / "run"))
+    assert not began and not (tmp_path / "policy").exists()
 
 
 def test_a_bad_output_is_refused_before_any_rollout(began, tmp_path):
@@ -292,6 +304,11 @@ def test_batches_go_over_every_text_once_an_epoch_in_another_order(made):
     for epoch in epochs:
         assert sorted(epoch) == texts
     assert epochs[0] != epochs[1]
+    # Of a store that holds more, the first ones.
+    data = batches(with_config(setup, pretrain={"rollouts": 16}).learner, 0, store)
+    for _ in range(2):
+        first = [text for _ in range(2) for text in unpacked(*next(data))]
+        assert sorted(tokens for tokens, _, _ in first) == sorted(tokens.tolist() for tokens, _, _ in kept[:16])
 
 
 def unpacked(features, rows):
@@ -300,6 +317,59 @@ def unpacked(features, rows):
         for segment in range(1, segments.max() + 1):
             held = segments == segment
             yield tuple(np.asarray(x[row])[held].tolist() for x in (rows.tokens, features.aux, features.hidden))
+
+
+TOKENIZER = CharTokenizer()
+
+
+def row_of(**content):
+    return Row("answers.jsonl:1", {"prompt": "1+2\n"} | content, "")
+
+
+def test_a_row_of_rollouts_is_read_by_its_tokens():
+    """One that was cut has no end, and what an environment wrote is told apart."""
+    ended, cut = [*TOKENIZER.encode("a=3"), *TOKENIZER.eos_ids], TOKENIZER.encode("a=3")
+    for tokens in (ended, cut):
+        found = draft_features._recorded_text(row_of(response="a=3", tokens=tokens), "prompt", TOKENIZER, 99)
+        assert found == (TOKENIZER.encode("1+2\n"), tokens, [False] * len(tokens))
+    row = row_of(response="a=3", tokens=cut, environment=[False, True, False])
+    assert draft_features._recorded_text(row, "prompt", TOKENIZER, 99).environment == [False, True, False]
+    # One that ended at once has no text.
+    row = row_of(response="", tokens=list(TOKENIZER.eos_ids))
+    assert draft_features._recorded_text(row, "prompt", TOKENIZER, 99).response == list(TOKENIZER.eos_ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"tokens": 3}, "tokens=3"),
+        ({"tokens": []}, "at least one"),
+        ({"tokens": [TOKENIZER.encode("3")[0], 99]}, "below 99"),
+        ({"tokens": TOKENIZER.encode("4")}, "'tokens' are not those of 'response'"),
+        ({"tokens": TOKENIZER.encode("3"), "environment": [True, False]}, "is about 2 of 1 tokens"),
+        ({"tokens": TOKENIZER.encode("3"), "prompt": [{"role": "user", "content": "1"}]}, "'prompt' must be text"),
+    ],
+)
+def test_tokens_that_are_not_a_responses_are_refused(content, named):
+    with pytest.raises(InputError, match=r"^answers\.jsonl:1") as error:
+        draft_features._recorded_text(row_of(response="3", **content), "prompt", TOKENIZER, 99)
+    assert named in str(error.value)
+
+
+def test_a_file_that_is_written_anew_is_another(tmp_path):
+    """Of the data, of the answers and of the tokenizer, each under the same name."""
+    config = smoke_config(tmp_path / "head")
+    files = [tmp_path / name for name in ("data.jsonl", "answers.jsonl", "tokenizer.json")]
+    for file in files:
+        file.write_text("1")
+    config.data.path, config.data.tokenizer = str(files[0]), str(tmp_path)
+    for answers, first in (("", 0), (str(files[1]), 1)):
+        config.pretrain.answers = answers
+        found = [draft_features._digests(from_config_dict(config))]
+        for file in (files[first], files[2]):
+            file.write_text(file.read_text() + "2")
+            found.append(draft_features._digests(from_config_dict(config)))
+        assert found[0] != found[1] != found[2] and len(found[0]) == 2
 
 
 @pytest.mark.slow
@@ -317,6 +387,25 @@ def test_answers_that_are_there_are_read(made, tmp_path):
         whole = [*setup.rollout.tokenizer.encode(prompt + answer), setup.rollout.tokenizer.eos_ids[0]]
         assert store[i].tokens[: store[i].length].tolist() == whole
         assert store[i].prompt_length == len(prompt)
+
+
+@pytest.mark.slow
+def test_what_an_environment_wrote_in_an_answer_is_not_learned(made, tmp_path):
+    """And a response that was cut at the limit is taken as it is."""
+    setup, start, encode = made[0], made[4], made[0].rollout.tokenizer.encode
+    text, written = "3=1+2 #12345", [False] * 3 + [True] * 2 + [False] * 7
+    path = tmp_path / "answers.jsonl"
+    row = {"prompt": "1+2\n", "response": text, "tokens": encode(text), "environment": written}
+    path.write_text(json.dumps(row) + "\n")
+    used = with_config(setup, pretrain={"answers": str(path), "rollouts": 8})
+    store = filled(without_generation(used), tmp_path / "features", start)
+    assert store[0].tokens[4 : store[0].length].tolist() == encode(text)
+    assert store.tokens()[0].tolist() == [token for token, by in zip(encode(text), written) if not by]
+    _, rows = next(batches(used.learner, 0, store))
+    for segments, mask in zip(np.asarray(rows.segments), np.asarray(rows.mask)):
+        for segment in range(1, segments.max() + 1):
+            # Entry t is about token t + 1.
+            assert mask[segments == segment].tolist() == [False] * 3 + [not by for by in written] + [False]
 
 
 @pytest.mark.slow
@@ -340,7 +429,8 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     hf.save_params(str(tmp_path / "policy"), random_params(nano), nano, "float32")
     config = smoke_config(tmp_path / "draft")
     config.policy.preset, config.policy.path = "nano", str(tmp_path / "policy")
-    config.draft.kind, config.draft.preset, config.draft.vocab_size = kind, "nano", 0
+    config.draft.kind, config.draft.vocab_size = kind, 0
+    config.draft.preset = "nano" if kind == "model" else ""
     config.draft.adaptive, config.draft.dialect = False, "mimo" if kind == "mtp" else ""
     config.draft.learning_rate = 1e-2
     config.steps = 30
@@ -354,7 +444,7 @@ def test_other_drafts_learn_and_what_is_stored_drafts_as_well_as_what_was_made(k
     start = start.replace(draft=start.draft.replace(params=drawn))
     log = pretrained(run, start, tmp_path)
     assert log[-1]["spec/acceptance_length"] > log[0]["spec/acceptance_length"] + 0.2
-    config.draft.path = str(tmp_path / "draft")
+    config.draft.path, config.draft.preset = str(tmp_path / "draft"), ""
     loaded = make_run(config)
     assert loaded.plan.draft == run.plan.draft and initial_vocab_map(loaded.learner) is None
     params = initial_draft_params(loaded.learner, start.policy.params)

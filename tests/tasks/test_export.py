@@ -1,17 +1,22 @@
 """task=export: a run's policy and draft as folders that load again, and say what is missing."""
 
+import dataclasses
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import rlzero_tiny
-from specrl_jax.config import DraftConfig, RolloutConfig
+from specrl_jax.config import DraftConfig, RolloutConfig, from_config_dict
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.errors import InputError
 from specrl_jax.io import hf
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.io.checkpoints import Checkpoints
+from specrl_jax.io.workdir import open_workdir
+from specrl_jax.tasks import export as export_task
 from specrl_jax.tasks.export import export
 from specrl_jax.tasks.generate import load_generator
 from specrl_jax.training.initial import initial_state
@@ -59,6 +64,22 @@ def test_the_folders_hold_the_checkpoints_weights(run, tmp_path, step):
     same(setup.learner.plan.draft.load(draft, setup.learner.plan.learner_partition), state.draft.params)
     ids = eagle3_formats.load_vocab_map(draft, setup.learner.plan.draft.config, setup.learner.plan.model)
     np.testing.assert_array_equal(ids, state.vocab_map)
+
+
+def test_a_run_of_many_hosts_is_exported_here(run, tmp_path):
+    """Its mesh, its devices that only generate and its slots are more than this machine has."""
+    config = rlzero_tiny.get_config("smoke")
+    config.task, config.draft.vocab_size, config.mesh.fsdp, config.draft.budget = "train", 32, 60, 64
+    config.pipeline.update({"mode": "async", "rollout_devices": 4, "tensor": 4})
+    config.rollout.cache_gb = 1e5
+    open_workdir(str(tmp_path), dataclasses.asdict(from_config_dict(config)))
+    shutil.copytree(run[1] / "checkpoints", tmp_path / "checkpoints")
+    config.task = "export"
+    export_task.run(from_config_dict(config), str(tmp_path))
+    assert hf.load_config(str(tmp_path / "export/policy")) == run[0].learner.plan.model
+    config.mesh.fsdp = 61
+    with pytest.raises(InputError, match=r"belongs to a run with mesh\.fsdp=60"):
+        export_task.run(from_config_dict(config), str(tmp_path))
 
 
 def same(ours, expected):

@@ -9,8 +9,9 @@ confidence head confidence_head.proj.
 Copies of the target's embed_tokens and lm_head are ignored, as they are frozen. Layer i of `target_layer_ids` is the
 one whose *output* is read, of speculators' `aux_hidden_state_layer_ids` the one that is *entered*. `block_size` counts
 slots: of a DSpark block all predict a token, of a DFlash block all but the first; speculators says so in
-`sample_from_anchor`. A reduced vocabulary is an lm_head of so many rows, and d2t, as in EAGLE-3 heads; the first two
-formats have none, there it is ours.
+`sample_from_anchor`, so a drafter whose slots are those of the other kind is written in that format. Blocks that attend
+one way (`causal`, `is_causal`) are refused. A reduced vocabulary is an lm_head of so many rows, and d2t, as in EAGLE-3
+heads; the first two formats have none, there it is ours.
 """
 
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class BlockFile(Checked):
     markov_rank: int = pydantic.Field(default=0, ge=0, le=2**16)
     markov_head_type: str = "vanilla"
     sample_from_anchor: bool | None = None
+    is_causal: bool = False
     confidence_head_with_markov: bool = True
 
 
@@ -63,6 +65,7 @@ class BlockEntry(Checked):
     aux_hidden_state_layer_ids: list[int] | None = None
     mask_token_id: int
     block_size: int | None = None
+    causal: bool = False
 
 
 def load_config(folder: str, target: Qwen3Config) -> BlockConfig:
@@ -77,6 +80,9 @@ def load_config(folder: str, target: Qwen3Config) -> BlockConfig:
     file, sizes = raw.check(BlockFile), place.check(BlockSizes)
     entry = (raw.section("dflash_config") if name == "zlab" else raw).check(BlockEntry)
     _check_supported(raw, file, sizes, target)
+    if file.is_causal or entry.causal:
+        key = "is_causal" if file.is_causal else "causal"
+        raise raw.error(f"has {key}=true, which is not supported: the slots of a block read each other both ways")
     slots = file.block_size or entry.block_size
     if not slots:
         raise raw.lacks("block_size")
@@ -177,7 +183,7 @@ def save(
     dialect: str,
     verifier: str = "",
 ) -> None:
-    """Write a folder that the loaders above read; its config.json is the target's with the drafter's keys.
+    """Write a folder that the loaders above read; its config.json has the sizes of the drafter's own layers.
 
     Args:
       vocab_map: [Vd], of a drafter on a reduced vocabulary.
@@ -200,10 +206,10 @@ def save(
             "enable_confidence_head": config.confidence,
         }
         keys["confidence_head_with_markov"] = config.confidence
-    layers = {"num_hidden_layers": config.layers, "intermediate_size": config.mlp}
-    content = {**hf_config(target, dtype), **layers}
+    as_target = {"tie_word_embeddings": target.tied, "max_position_embeddings": target.longest}
+    content = hf_config(config.block, dtype) | as_target
     if dialect == "speculators":
-        content = _speculators(config, content, verifier)
+        content = _speculators(config, content, hf_config(target, dtype)["architectures"], verifier)
     else:
         keys["target_layer_ids"] = [i - 1 for i in config.aux_layers]
         keys["architectures"] = [ARCHITECTURES[dialect]]
@@ -214,8 +220,13 @@ def save(
     save_folder(folder, tensors(), {**content, **keys})
 
 
-def _speculators(config: BlockConfig, layers: dict[str, Any], verifier: str) -> dict[str, Any]:
-    """Return speculators' config.json but for the keys that all formats have; `layers` is that of its layers."""
+def _speculators(config: BlockConfig, layers: dict[str, object], of_target: object, verifier: str) -> dict[str, object]:
+    """Return speculators' config.json but for the keys that all formats have.
+
+    Args:
+      layers: config.json of a model of its layers.
+      of_target: the target's architectures.
+    """
     kind, architecture = SPECULATORS[bool(config.markov_rank)]
     return {
         "speculators_model_type": kind,
@@ -229,7 +240,7 @@ def _speculators(config: BlockConfig, layers: dict[str, Any], verifier: str) -> 
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.longest}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier or None, "architectures": layers["architectures"]},
+            "verifier": {"name_or_path": verifier or None, "architectures": of_target},
         },
     }
 

@@ -49,8 +49,24 @@ def _make(options: DraftOptions, target: Qwen3Config, markov: bool) -> DraftMeth
             raise InputError(f"draft.vocab_size={vocab_size}, the drafter {path} has {config.draft_vocab}; leave 0")
     else:
         config = network.block_config(target, options.slots, options.layers, vocab_size or target.vocab, markov)
-    draft = BlockDraft(config, options.dialect or ("deepspec" if markov else "zlab"))
+    draft = BlockDraft(config, _dialect(options, config))
     return DraftMethod(draft.drafter, draft)
+
+
+def _dialect(options: DraftOptions, config: network.BlockConfig) -> str:
+    """Return the format to save in: the kind's own, or speculators for slots that it does not have.
+
+    Raises InputError where draft.dialect names a format that cannot say which slots predict.
+    """
+    own = "deepspec" if config.markov_rank else "zlab"
+    fits = config.from_anchor == bool(config.markov_rank)
+    if options.dialect == own and not fits:
+        said = str(config.from_anchor).lower()
+        raise InputError(
+            f"draft.dialect={own}: the drafter {options.path} has sample_from_anchor={said}, which speculators alone "
+            "can say; leave '' or draft.dialect=speculators"
+        )
+    return options.dialect or (own if fits else "speculators")
 
 
 @dataclasses.dataclass(frozen=True)

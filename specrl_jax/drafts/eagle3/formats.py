@@ -234,7 +234,7 @@ def write_head(
         "vocab_size": target.vocab,
         "head_dim": head.head_dim,
         "rope_theta": head.rope_theta,
-        "max_position_embeddings": target.max_positions,
+        "max_position_embeddings": target.longest,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": dtype,

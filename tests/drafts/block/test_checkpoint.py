@@ -1,5 +1,7 @@
 """Folders of block drafters: written and read back, recognised, and refused with one line."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,12 +10,15 @@ import safetensors.numpy
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
 from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.block import network
 from specrl_jax.drafts.block.draft import BlockDraft
 from specrl_jax.drafts.kinds import make_method
 from specrl_jax.errors import InputError
+from specrl_jax.models.layers import Yarn
 from specrl_jax.training.plan import make_plan
 from tests.drafts.block.test_network import CONFIGS, ONE, TARGET, params_of
 from tests.helpers.folders import assert_same_trees, edit_config, read_config, read_tensors
+from tests.helpers.heads import drawn_params
 
 IDS = np.sort(np.random.default_rng(5).permutation(24)[:10]).astype(np.int32)
 
@@ -86,6 +91,34 @@ def test_speculators_names_the_layers_that_are_entered_and_the_slots_that_predic
         options("dspark", folder)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_slots_that_a_format_cannot_state_are_saved_as_speculators(kind, tmp_path):
+    folder = saved(kind, tmp_path / "draft", dialect="speculators")
+    edit_config(folder, sample_from_anchor=kind == "dflash")
+    draft = options(kind, folder)
+    draft.save(str(tmp_path / "again"), params_of(kind), IDS if draft.has_vocab_map else None, TARGET, "float32")
+    assert options(kind, tmp_path / "again") == draft and draft.longest == (4 if kind == "dflash" else 3)
+    with pytest.raises(
+        InputError, match=rf"draft\.dialect={OWN[kind]}: .* sample_from_anchor={str(kind == 'dflash').lower()}"
+    ):
+        options(kind, folder, dialect=OWN[kind])
+
+
+@pytest.mark.parametrize("dialect", ["", "speculators"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_drafter_with_layers_of_its_own_is_read_back(kind, dialect, tmp_path):
+    """Beside a policy with experts and stretched positions."""
+    own = {"heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "rope_theta": 300.0, "norm_epsilon": 1e-3, "yarn": None}
+    target = dataclasses.replace(TARGET, yarn=Yarn(4.0, 64), experts=4, experts_per_token=2, dense_mlp=20)
+    config, folder = dataclasses.replace(CONFIGS[kind], **own), str(tmp_path)
+    draft, params = BlockDraft(config, dialect or OWN[kind]), drawn_params(network.param_specs(config))
+    draft.save(folder, params, IDS if draft.has_vocab_map else None, target, "float32")
+    assert make_method(DraftOptions(kind, path=folder), target).model.config == config
+    written = read_config(tmp_path)
+    written = written if not dialect else written["transformer_layer_config"]
+    assert written["model_type"] == "qwen3" and written["max_position_embeddings"] == 4 * 64
+
+
 def write(folder, tensors):
     safetensors.numpy.save_file(tensors, f"{folder}/model.safetensors")
 
@@ -103,6 +136,8 @@ def write(folder, tensors):
         ("dspark", (), {"use_sliding_window": True}, "use_sliding_window"),
         ("dspark", (), {"num_attention_heads": 3}, "must be a multiple of the second"),
         ("dspark", (), {"draft_vocab_size": 12}, "has shape"),
+        ("dspark", (), {"is_causal": True}, "is_causal=true"),
+        ("dflash", ("dflash_config",), {"causal": True}, "causal=true"),
     ],
 )
 def test_a_drafter_of_another_policy_is_refused(kind, path, changes, words, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from specrl_jax.drafts.eagle3 import checkpoint as eagle3_formats
 from specrl_jax.drafts.eagle3 import network as eagle3
+from specrl_jax.drafts.eagle3.formats import write_head
 from specrl_jax.errors import InputError
 from specrl_jax.models import qwen3
 from specrl_jax.models.layers import Yarn
@@ -251,6 +252,10 @@ def test_a_heads_own_length_limit_neither_clamps_nor_comes_back(dialect, copy, t
     written = read_config(tmp_path / "again")
     sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
     assert sizes["max_position_embeddings"] == TARGET.max_positions
+    stretched = dataclasses.replace(TARGET, yarn=Yarn(4.0, TARGET.max_positions))
+    written = write_head(head, stretched, "float32", dialect, "")
+    sizes = functools.reduce(lambda config, key: config[key], sizes_at(dialect), written)
+    assert sizes["max_position_embeddings"] == stretched.longest == 4 * TARGET.max_positions
 
 
 # Trap 3: norm_before_residual
