@@ -33,7 +33,7 @@ def parts(memory: PhaseMemory) -> dict[str, int]:
 def judge_memory(
     measured: list[CompiledPhase], target: HardwareTarget, config: Config, num_shards: int
 ) -> MemoryVerdict:
-    """Judge all phases; a batch of rows has `num_shards` shards."""
+    """Judge all phases; the learner's rows have `num_shards` shards."""
     known = [(m.name, m.memory) for m in measured if m.memory]
     for m in measured:
         if m.memory is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from specrl_jax.core import Jitted, Params, stand_in
+from specrl_jax.core import Jitted, Params, Tree, stand_in
 from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.decoding.compiled import Program
@@ -21,10 +21,11 @@ from specrl_jax.learner.batch import ids_per_row, pack_parts
 from specrl_jax.learner.state import RunState, TrainState
 from specrl_jax.models.qwen3.expert_record import record_dtype
 from specrl_jax.rl.objectives import LossInputs
+from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner, Rollout, make_learner, make_rollout
 from specrl_jax.training.initial import abstract_frozen, abstract_run_state
-from specrl_jax.training.performance import logprob_passes
 from specrl_jax.training.plan import Plan
+from specrl_jax.training.router_replay import compared_every
 
 # Kinds of memory.
 PARAMETERS, OPTIMIZER, CACHE, BATCH = KINDS = ("parameters", "optimizer", "cache", "batch")
@@ -65,7 +66,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         ),
         *_generation(rollout, weights, (*states, *reference)),
     ]
-    if logprob_passes(learner):
+    if logprob_passes(g.old_logprobs, g.kl_coef):
         phases.append(
             Phase(
                 "logprob",
@@ -78,7 +79,7 @@ def find_phases(plan: Plan) -> list[Phase]:
         phases.append(
             Phase(
                 "comparison of experts",
-                lambda: learner.unreplayed_step.lower(params, abstract_rows(learner, rows, learner.packing.parts)),
+                lambda: learner.unreplayed_step.lower(params, _compared_rows(learner, rows)),
                 (PARAMETERS, BATCH),
                 (*moments, *([draft.params] if draft else []), *reference),
             )
@@ -94,7 +95,9 @@ def find_phases(plan: Plan) -> list[Phase]:
     if not draft:
         return [*phases, train]
     read = _table_copies(learner, (*moments, draft.params, *reference))
-    return [*phases, read, train, *_draft_learning(learner, minibatch, (*reference, state.policy))]
+    learning = _draft_learning(learner, minibatch, (*reference, state.policy))
+    again = [_features(learner, minibatch[0], reference)] if plan.config.draft.replay_updates else []
+    return [*phases, read, train, *learning, *again]
 
 
 def count_programs(plan: Plan) -> dict[str, int]:
@@ -116,8 +119,8 @@ def abstract_state(learner: Learner) -> RunState:
 def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]) -> list[Phase]:
     """Return the engine's programs: those of `CompiledFunctions.all` and of parking, at the full batch size.
 
-    Of the chunks, all of which calibration runs on one batch, plain ones and those of the longest drafts: the others
-    need less than these (temporaries of a 0.6B policy on an H100: 78, 294, 361 and 456 MB for 0 to 3 drafts).
+    Of the decode chunks, all of which calibration runs on one batch, plain ones and those of the longest drafts: the
+    others need less than these (temporaries of a 0.6B policy on an H100: 78, 294, 361 and 456 MB for 0 to 3 drafts).
     """
     programs, limits = rollout.engine.compiled, rollout.config.limits
     size, drafted = limits.num_slots, rollout.engine.draft_length
@@ -132,9 +135,11 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
     def parking(name: str, kind: str, *arguments: str, beside: tuple[object, ...] = ()) -> Phase:
         return phase(name, Program(kind, size), CACHE, BATCH, *arguments, beside=beside)
 
+    def computing(name: str, program: Program, pages: int = 0) -> Phase:
+        return phase(name, program, PARAMETERS, CACHE, BATCH, pages=pages)
+
     def chunk(name: str, k: int) -> Phase:
-        kinds = (PARAMETERS, CACHE, BATCH, BATCH, BATCH, BATCH)
-        return phase(name, Program("decode", size, k), *kinds, pages=limits.shard_pages)
+        return computing(name, Program("decode", size, k), limits.shard_pages)
 
     def records() -> Phase:
         rest = dataclasses.replace(slots, cache=slots.cache._replace(experts=None))
@@ -145,6 +150,8 @@ def _generation(rollout: Rollout, weights: Weights, resident: tuple[object, ...]
         phase("refill", Program("refill", size), PARAMETERS, CACHE, CACHE, BATCH),
         chunk("plain chunk", 0),
         *([chunk(f"speculative chunk, k={drafted}", drafted)] if drafted else []),
+        *([computing("chunk of earlier tokens", Program("reverify", size))] if limits.earlier else []),
+        *([computing("extension", Program("extend", size))] if limits.turns else []),
         *(phase(f"compact to {n}", Program("compact", n), CACHE, CACHE, BATCH) for n in programs.sizes[1:]),
         # The program does not read the pages.
         parking("row to the host", "read_row", beside=(slots.not_by_row(),)),
@@ -171,16 +178,40 @@ def _draft_learning(learner: Learner, minibatch: tuple[Rows, LossInputs], reside
     features = learner.policy_step.eval_shape(state.policy, *minibatch)[2].features
     tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
 
-    def part(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((x.shape[0] // d.minibatches, *x.shape[1:]), x.dtype, sharding=x.sharding)
-
     inputs, kinds = (features, minibatch[0]), (PARAMETERS, PARAMETERS, BATCH, BATCH)
-    learns = Phase("train draft", lambda: update.lower(draft, tables, *jax.tree.map(part, inputs)), kinds, resident)
+    part = functools.partial(one_in, d.minibatches)
+    learns = Phase("train draft", lambda: update.lower(draft, tables, *part(inputs)), kinds, resident)
     moments = dataclasses.replace(draft, params={})
     predicts = Phase(
         "predict acceptance", lambda: predict.lower(draft.params, tables, *inputs), kinds, (*resident, moments)
     )
     return [learns, predicts] if d.online else [predicts]
+
+
+def _features(learner: Learner, rows: Rows, reference: tuple[object, ...]) -> Phase:
+    """Return the forward that makes the features of a further update of the draft (training/replay.py)."""
+    state, n = abstract_state(learner), learner.plan.config.draft.minibatches
+    # The policy chooses its own experts of texts that older ones wrote.
+    texts = dataclasses.replace(one_in(n, rows), experts=None)
+    tables = learner.read_tables.eval_shape(state.policy.base, state.vocab_map)
+    moments = dataclasses.replace(state.policy, params={}, frozen=None)
+    lower = functools.partial(learner.feature_step.lower, learner.merged(state.policy), texts)
+    return Phase("features for the draft", lower, (PARAMETERS, BATCH), (*reference, moments, state.draft, tables))
+
+
+def _compared_rows(learner: Learner, rollouts: int) -> Rows:
+    """Return the shapes of the rows that `compare_experts` takes of a step's."""
+    rows, packing = abstract_rows(learner, rollouts, learner.packing.parts), learner.packing
+    return one_in(compared_every(len(rows.tokens), packing.num_shards), rows)
+
+
+def one_in(n: int, rows: Tree) -> Tree:
+    """Return the shapes of one row in n of a tree of shapes [B, ...]; n divides B."""
+
+    def fewer(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(fewer, rows)
 
 
 def abstract_minibatch(learner: Learner) -> tuple[Rows, LossInputs]:

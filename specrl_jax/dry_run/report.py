@@ -142,7 +142,7 @@ def temporary_rows(shares: dict[str, float]) -> list[str]:
     """Return the most temporaries of each kind of program, by `shares` of the pages' bytes."""
     kinds: dict[str, float] = {}
     for name, share in shares.items():
-        kind = "others" if name != "refill" and "chunk" not in name else name.split(",")[0]
+        kind = name.split(",")[0] if name in ("refill", "extension") or "chunk" in name else "others"
         kinds[kind] = max(share, kinds.get(kind, 0.0))
     return ["temporaries over these pages: " + ", ".join(f"{k} {v:.3f}" for k, v in kinds.items())] if kinds else []
 

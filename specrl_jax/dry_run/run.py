@@ -40,7 +40,8 @@ def dry_run(config: Config, workdir: str) -> Report:
         raise InputError(f"--workdir {workdir}: {error.strerror}") from None
     exact = compiler is target and target.memory > 0
     measured = measure_all(plan, exact)
-    num_shards = plan.rollout_partition.num_shards("batch")
+    # Only the learner divides a batch into microbatches; its rows are not split over `sequence`.
+    num_shards = plan.learner_partition.num_shards("batch")
     fit = judge_memory(measured, target, config, num_shards) if target.memory else None
     pages = count_pages(measured, target, plan)
     programs = count_programs(plan)

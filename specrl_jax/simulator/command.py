@@ -17,7 +17,7 @@ from specrl_jax.simulator.grid import DRAFTED, LAGS, RATES, draft_cells, grid_ro
 from specrl_jax.simulator.hardware import ENGINES, HARDWARE
 from specrl_jax.simulator.heads import ONE_PASS, priced_head
 from specrl_jax.simulator.heatmaps import heatmaps
-from specrl_jax.simulator.learner import Workload
+from specrl_jax.simulator.learner import Workload, logprob_passes
 from specrl_jax.simulator.lengths import LogNormalLengths
 from specrl_jax.simulator.memory import USABLE
 from specrl_jax.simulator.report import report
@@ -73,12 +73,15 @@ def make_scenario(f: flags.FlagValues, c: ConfigDict) -> Scenario:
             slots=c.rollout.num_slots,
             cache_bytes=c.rollout.cache_gb * GB or ACCELERATOR_SHARE * USABLE * machine.memory_bytes,
             page=c.rollout.page_tokens,
-            scored=2 if c.grpo.kl_coef else 1,
+            scored=logprob_passes(c.grpo.old_logprobs, c.grpo.kl_coef),
+            reference=c.grpo.kl_coef > 0,
+            epochs=c.grpo.epochs,
             minibatches=c.grpo.minibatches,
             packed=True,
             microbatch_tokens=max(0, c.grpo.microbatch_tokens),
             remat=c.policy.remat,
             ttt_steps=c.draft.ttt_steps if trained_head else 0,
+            anchor_stride=c.draft.anchor_stride,
             tiled=c.policy.vocab_tile > 0,
         ),
         rollout_split=split,

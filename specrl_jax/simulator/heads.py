@@ -113,3 +113,17 @@ def pass_positions(h: BlockConfig | PEagleConfig, k: Array) -> Array:
     """Return the positions of one sequence in a pass that drafts k tokens."""
     # P-EAGLE's k + 1 pairs, and masks for all drafts but the first.
     return h.slots if isinstance(h, BlockConfig) else 2 * np.maximum(k, 1)
+
+
+def learned_positions(h: Head, steps: int, stride: int) -> tuple[float, float]:
+    """Return the positions of a head's layers and of its lm_head in training, for each token of the text.
+
+    An EAGLE-3 head goes over the text once for each of `steps` drafts. The others make all drafts in one pass, behind
+    every `stride`-th token: P-EAGLE's has the text and steps - 1 masks behind such a token, a block drafter's the slots
+    of a block, however few of them are learned.
+    """
+    if isinstance(h, BlockConfig):
+        return h.slots / stride, steps / stride
+    if isinstance(h, PEagleConfig):
+        return 1 + (steps - 1) / stride, steps / stride
+    return steps, steps

@@ -13,12 +13,15 @@ from specrl_jax.simulator.counts import (
     Head,
     Precision,
     forward_flops,
+    head_layers,
     head_parameters,
     parameters,
     twin_bytes,
+    vocabulary_parameters,
     weight_bytes,
 )
 from specrl_jax.simulator.hardware import Array, Hardware
+from specrl_jax.simulator.heads import learned_positions
 from specrl_jax.simulator.lengths import ResponseLengths
 
 
@@ -34,13 +37,16 @@ class Workload:
     slots: int  # most concurrent sequences on all devices; 0: as many as fit
     cache_bytes: float = math.inf  # most of a device for pages of keys and values
     page: int = 64  # tokens of a page
-    scored: int = 1  # log-prob passes: 2 with a reference policy
-    minibatches: int = 1  # optimizer updates
+    scored: int = 1  # log-prob passes, see `logprob_passes`
+    reference: bool = False  # the learner holds a float32 copy of the policy's parameters for the KL term
+    epochs: int = 1  # passes of training over the rollouts; a draft learns in the first
+    minibatches: int = 1  # optimizer updates of an epoch
     microbatch_tokens: float = 0  # of one forward and backward pass over all devices; 0: a minibatch
     packed: bool = False  # rollouts share learner rows; False: each has one, padded to the longest sequence
     remat: str = "full"  # as policy.remat: the backward pass computes each layer again, or nothing that counts
     gathered: bool = True  # fsdp: every microbatch gathers its parameters; False: each device keeps its shard of a copy
     ttt_steps: int = 0  # unrolled steps of a draft trained in the train phase; 0: frozen or none
+    anchor_stride: int = 1  # that draft starts every n tokens, if it is of one pass
     tiled: bool = False  # logits are computed in vocabulary tiles, and again in the backward pass
 
     @property
@@ -52,6 +58,15 @@ class Workload:
         """Return (tokens, keys read by them) of all learner rows, each as long as the longest sequence."""
         tokens = self.rollouts * (self.prompt + self.lengths.mean if self.packed else self.longest)
         return tokens, tokens * self.longest / 2
+
+
+def logprob_passes(old_logprobs: str, kl_coef: float) -> int:
+    """Return how many forwards the logprob phase makes: for old log-probs, and for those of the reference.
+
+    Args:
+      old_logprobs, kl_coef: of grpo.*.
+    """
+    return int(old_logprobs == "learner") + int(kl_coef > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,28 +89,32 @@ class LearnerCost:
         return self._passes(w, devices, w.scored, 0)
 
     def train(self, w: Workload, devices: Array) -> Array:
-        """Seconds of forward and backward of all rows (3 forwards, 4 with full remat), draft training and updates."""
+        """Seconds of draft training and, in each epoch, of forward and backward of all rows (3 forwards, 4 with full
+        remat) and updates.
+        """
         seconds = self._passes(w, devices, 2 if w.remat == "full" else 1, 2)
-        seconds = seconds + self.draft_training(w, devices)
         # The update reads float32 gradient, both moments and the parameter, and writes all but the gradient.
         state = 7 * 4 * parameters(self.model) / devices
         h = self.hardware
-        return seconds + w.minibatches * state / (h.memory_bandwidth * h.attained.memory)
+        updates = w.minibatches * state / (h.memory_bandwidth * h.attained.memory)
+        return w.epochs * (seconds + updates) + self.draft_training(w, devices)
 
     def draft_training(self, w: Workload, devices: Array) -> Array:
-        """Seconds of the head's forward and backward over all rows, once per unrolled step; fc once.
+        """Seconds of the head's forward and backward over all rows; fc once, the layers over `learned_positions`.
 
-        With tiled logits every unrolled step recomputes the head's logits once and the policy's on the draft
-        vocabulary twice.
+        With tiled logits (`lm_head.draft_terms`) the head's are computed three times instead of once, and the policy's
+        on the draft vocabulary, of all rows and for all steps together, three times.
         """
         if not w.ttt_steps or self.head is None:
             return np.zeros_like(np.asarray(devices, float))
         h, (tokens, keys) = self.head, w.learner_tokens()
-        once = len(h.aux_layers) * h.embed * h.embed
-        layers = h.layers if isinstance(h, BlockConfig) else 1
-        step = 2 * tokens * (head_parameters(h) - once) + 4 * layers * h.heads * h.head_dim * keys
-        flops = 2 * tokens * once + w.ttt_steps * step
-        again = w.ttt_steps * 3 * 2 * tokens * h.embed * h.draft_vocab if w.tiled else 0.0
+        passed, drafted = learned_positions(h, w.ttt_steps, w.anchor_stride)
+        fc, tables = len(h.aux_layers) * h.embed * h.embed, vocabulary_parameters(h)
+        # The layers of a block drafter have keys and values of the text besides those of their slots.
+        text = 2 * h.layers * h.kv_heads * h.head_dim * h.embed if isinstance(h, BlockConfig) else 0
+        weights = fc + text + passed * (head_parameters(h) - fc - tables) + drafted * tables
+        flops = 2 * tokens * weights + passed * 4 * head_layers(h) * h.heads * h.head_dim * keys
+        again = 2 * tokens * (2 * drafted * tables + 3 * h.embed * h.draft_vocab) if w.tiled else 0.0
         return self._compute(flops + again, 2 * flops, devices) / self.hardware.attained.draft_learner
 
     def _passes(self, w: Workload, devices: Array, forwards: int, backwards: int) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from specrl_jax.drafts.block.network import BlockConfig
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.cost import DecoderCost
-from specrl_jax.simulator.counts import BYTES, head_parameters, parameters, twin_bytes, weight_bytes
+from specrl_jax.simulator.counts import BYTES, head_layers, head_parameters, parameters, twin_bytes, weight_bytes
 from specrl_jax.simulator.hardware import Array
 from specrl_jax.simulator.learner import LearnerCost, Workload
 
@@ -20,7 +20,7 @@ USABLE = 0.9  # of the memory; the rest goes to the runtime and to fragmentation
 class DeviceBytes(NamedTuple):
     """Bytes on the fullest device."""
 
-    state: Array  # the learner's float32 parameters, gradient and two moments, and its unsharded copies
+    state: Array  # the learner's float32 parameters, gradient, two moments and reference, and its unsharded copies
     activations: Array  # of one microbatch: the input of each layer, and float32 logits of one row
     weights: Array  # the rollout's, with the head's or the twin's
     cache: Array  # the pages of keys and values
@@ -54,7 +54,8 @@ def estimate_bytes(
     weights = (weight_bytes(c, p) + twin_bytes(c, p) + head * BYTES[p.weights]) / split.devices
     longest = w.longest * token_bytes(decoder)
     cache = np.maximum(np.minimum(slots * longest, w.cache_bytes), longest)
-    sizes = (16 * total / learner_devices + copies, activations + logits, weights, cache)
+    state = 16 * total + (4 * parameters(c) if w.reference else 0)
+    sizes = (state / learner_devices + copies, activations + logits, weights, cache)
     return DeviceBytes(*np.broadcast_arrays(*sizes))
 
 
@@ -97,6 +98,6 @@ def token_bytes(decoder: DecoderCost) -> float:
     c, h, split = decoder.model, decoder.head, decoder.split
     numbers = 2 * c.layers * max(c.kv_heads / split.tensor, 1) * c.head_dim
     if h is not None:
-        layers, hidden = (h.layers, 0) if isinstance(h, BlockConfig) else (1, h.embed)
-        numbers += hidden + 2 * layers * max(h.kv_heads / split.tensor, 1) * h.head_dim
+        hidden = 0 if isinstance(h, BlockConfig) else h.embed
+        numbers += hidden + 2 * head_layers(h) * max(h.kv_heads / split.tensor, 1) * h.head_dim
     return numbers * BYTES[decoder.precision.cache]

@@ -11,6 +11,7 @@ from specrl_jax.decoding.rollouts import Rollouts
 from specrl_jax.models.qwen3 import Qwen3Config
 from specrl_jax.simulator.counts import forward_flops
 from specrl_jax.simulator.hardware import peak_flops
+from specrl_jax.simulator.learner import logprob_passes
 from specrl_jax.training.build import Learner
 
 GIB = 2**30
@@ -71,12 +72,7 @@ def make_performance(learner: Learner) -> Performance:
         learners=learners,
         generating=tuple(plan.rollout_partition.mesh.devices.flat) if apart else learners,
         peak=peak_flops(jax.local_devices()[0], learner.forward.dtype),
-        scored=logprob_passes(learner),
+        scored=logprob_passes(plan.config.grpo.old_logprobs, plan.config.grpo.kl_coef),
         epochs=plan.config.grpo.epochs,
         rollout_devices=apart * jax.process_count(),
     )
-
-
-def logprob_passes(learner: Learner) -> int:
-    """Return how many forwards the logprob phase makes: for old log-probs, and for those of the reference."""
-    return int(learner.objective.old_logprobs == "learner") + int(learner.objective.kl_coef > 0)

@@ -31,8 +31,13 @@ def compare_experts(learner: Learner, state: RunState, batch: LearnerBatch) -> C
     B, num_shards = len(batch.rows.tokens), learner.packing.num_shards
     if batch.rows.experts is None:
         return None
-    every = next(n for n in range(ROWS_PER_COMPARED, 0, -1) if B % (n * num_shards) == 0)
+    every = compared_every(B, num_shards)
     rows, behaviour = jax.tree.map(lambda x: x[::every], (batch.rows, batch.behaviour))
     found = learner.unreplayed_step(learner.merged(state.policy), learner.place(rows))
     logprobs, differing = (distributed.to_host(x) for x in found)
     return Compared(behaviour, logprobs, differing, rows.mask)
+
+
+def compared_every(rows: int, num_shards: int) -> int:
+    """Return n, of which one row each is compared: ROWS_PER_COMPARED, or less where `num_shards` could not share."""
+    return next(n for n in range(ROWS_PER_COMPARED, 0, -1) if rows % (n * num_shards) == 0)

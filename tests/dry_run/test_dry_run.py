@@ -11,12 +11,16 @@ import jax
 import pytest
 
 from specrl_jax.config import from_config_dict
+from specrl_jax.config.automatic import with_values
+from specrl_jax.data.tokenizers import CharTokenizer
 from specrl_jax.dry_run import run
-from specrl_jax.dry_run.measure import measure
-from specrl_jax.dry_run.phases import find_phases
+from specrl_jax.dry_run.count import Count
+from specrl_jax.dry_run.measure import CompiledPhase, PhaseMemory, measure
+from specrl_jax.dry_run.phases import KINDS, find_phases
 from specrl_jax.dry_run.targets import TARGETS
 from specrl_jax.models import qwen3
 from specrl_jax.sharding import make_mesh
+from specrl_jax.training.build import make_rollout
 from specrl_jax.training.plan import make_plan
 from tests.helpers.runs import SMOKE, arguments, make_call
 
@@ -95,6 +99,66 @@ def resident_by_hand(plan):
 
 def test_the_phases_are_those_of_a_step(phases):
     assert list(phases) == PHASES
+
+
+EARLIER, ANSWERS, AGAIN = "generate: chunk of earlier tokens", "generate: extension", "features for the draft"
+EXACT = {"pipeline.weight_update": "exact", "pipeline.lag": 1, "rollout.rule": "coupled"}
+CARRY = {"grpo.oversample": 1, "rollout.carry": 4, "grpo.correction": "token_truncate"}
+ENVIRONMENT = {"environment.name": "calculator", "draft.compare_rounds": 0}
+
+
+def phases_with(values):
+    config = with_values(from_config_dict(importlib.import_module(f"configs.{CONFIG}").get_config("smoke")), values)
+    plan = make_plan(run.without_files(config), make_mesh(MESH))
+    return plan, {phase.name: phase for phase in find_phases(plan)}
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "after"),
+    [
+        (EXACT, EARLIER, "generate: speculative chunk, k=1"),
+        (CARRY, EARLIER, "generate: speculative chunk, k=1"),
+        (ENVIRONMENT, ANSWERS, "generate: speculative chunk, k=1"),
+        ({"draft.replay_updates": 2}, AGAIN, "predict acceptance"),
+    ],
+    ids=["exact", "carry", "environment", "replay"],
+)
+def test_programs_that_only_some_runs_have(values, name, after):
+    plan, found = phases_with(values)
+    place = PHASES.index(after) + 1
+    assert list(found) == [*PHASES[:place], name, *PHASES[place:]]
+    # The engine's own list, but for smaller batches, and the five programs of parking.
+    programs = make_rollout(plan, tokenizer=CharTokenizer()).engine.compiled.all()
+    full = [p for p in programs if p.size == plan.limits.num_slots or p.kind == "compact"]
+    assert len(full) == sum(phase.startswith("generate") for phase in found) - 5
+
+
+@pytest.mark.slow
+def test_earlier_tokens_are_verified_with_16_logits_a_row():
+    plan, found = phases_with(EXACT)
+    logits = f"tensor<{plan.limits.num_slots}x16x{plan.model.vocab}xf32>"
+    assert logits in found[EARLIER].lower().as_text()
+    assert logits not in found["generate: speculative chunk, k=1"].lower().as_text()
+
+
+@pytest.mark.slow
+def test_features_of_further_updates_by_hand(plan):
+    """One device: of a minibatch of the draft, a row of 128 tokens; all that learns stays beside it."""
+    _, found = phases_with({"draft.replay_updates": 2})
+    memory = measure(found[AGAIN], exact=False).memory
+    params, rows, _ = by_hand(plan)
+    # A dense policy does not read the mask.
+    assert memory.arguments == {"parameters": params, "optimizer": 0, "cache": 0, "batch": rows - 128}
+    beside = resident_by_hand(plan)
+    assert memory.resident == beside | {"optimizer": beside["optimizer"] + 2 * params + 3 * 4}
+
+
+@pytest.mark.slow
+def test_experts_are_compared_in_the_rows_that_a_run_takes():
+    """A step has 8 rows of 128 tokens, 2 for each of 4 shards: of fewer than every second some shards had none."""
+    _, found = phases_with({"policy.preset": "nano_moe_deep", "policy.router_replay": True})
+    shapes = [found[name].lower().args_info[0][1].tokens.shape for name in ("logprob", "comparison of experts")]
+    assert shapes == [(8, 128), (4, 128)]
 
 
 def test_the_policys_update_by_hand(plan, phases):
@@ -184,6 +248,18 @@ def test_few_layers_extend_to_all(plan, monkeypatch):
 
 
 # ---- the command
+
+
+def test_suggested_tokens_are_a_row_for_each_shard_of_the_learner(tmp_path, monkeypatch):
+    """Rows of 28 tokens are not split over the two devices of `sequence`, which are shards of the rollouts' rows."""
+    values = {f"mesh.{axis}": n for axis, n in {"fsdp": 4, "tensor": 1, "sequence": 2}.items()}
+    values |= {"dry_run.devices": 8, "dry_run.target": "h100", "grpo.microbatch_tokens": 0, "policy.remat": "full"}
+    config = with_values(from_config_dict(importlib.import_module(f"configs.{CONFIG}").get_config("smoke")), values)
+    too_much = PhaseMemory(dict.fromkeys(KINDS, 0), 0, 0, 10**12, dict.fromkeys(KINDS, 0))
+    monkeypatch.setattr(run, "compiler_of", lambda target: TARGETS["cpu"])
+    monkeypatch.setattr(run, "measure_all", lambda *_: [CompiledPhase("train policy", 0.0, too_much, Count(), ())])
+    report = run.dry_run(config, str(tmp_path))
+    assert report.fit.suggestion == f"grpo.microbatch_tokens={4 * 28}: one row for each of the 4 parts of a batch"
 
 
 def dry(call, workdir, *overrides):

@@ -4,18 +4,33 @@ import csv
 import dataclasses
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import rlzero_8b
+from experiments.online_adaptation.share import count_operations
+from specrl_jax.config import from_config_dict
+from specrl_jax.config.automatic import with_values
+from specrl_jax.data.rows import Rows
+from specrl_jax.drafts.base import DraftOptions
+from specrl_jax.drafts.kinds import make_method
+from specrl_jax.learner.policy_step import Features
+from specrl_jax.models.cache import PageShape
 from specrl_jax.models.qwen3 import preset
+from specrl_jax.sharding import make_mesh
 from specrl_jax.simulator.communication import Parallelism
 from specrl_jax.simulator.cost import DecoderCost
 from specrl_jax.simulator.counts import head_parameters, parameters
 from specrl_jax.simulator.hardware import HARDWARE, PEAK_FLOPS, SPREAD, Link
-from specrl_jax.simulator.heads import head_config
-from specrl_jax.simulator.learner import LearnerCost, Workload
+from specrl_jax.simulator.heads import ONE_PASS, head_config, priced_head
+from specrl_jax.simulator.learner import LearnerCost, Workload, logprob_passes
 from specrl_jax.simulator.lengths import LogNormalLengths, sample
 from specrl_jax.simulator.memory import estimate_bytes, live_tokens, sequences_at_once, token_bytes
+from specrl_jax.training.build import make_learner
+from specrl_jax.training.initial import abstract_run_state
+from specrl_jax.training.plan import make_plan
 from tests.simulator.cases import ideal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -34,14 +49,11 @@ def counted_case(row):
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda r: f"{r['config']}-{r['ttt_steps']}")
 def test_flops_are_those_counted_in_the_traced_steps(row):
-    """The trace counts all T x T pairs of attention, the model the half that causality needs: 12 % of the 8B policy.
-
-    The model also leaves out what the 8B head computes once beside fc: a fifth with one unrolled step, less with more.
-    """
+    """The trace counts all T x T pairs of attention, the model the half that causality needs: 12 % of the 8B policy."""
     policy, head, w = counted_case(row)
     learner = LearnerCost(policy, head, ideal(flops=1.0), dtype="float32")
     draft = learner.draft_training(w, 1.0)
-    assert (0.72 if w.tiled else 0.95) < draft / float(row["draft_operations"]) < 1.1
+    assert (0.85 if w.tiled else 0.95) < draft / float(row["draft_operations"]) < 1.1
     assert learner.train(w, 1.0) - draft == pytest.approx(float(row["policy_operations"]), rel=0.15)
     assert learner.train(w, 1.0) == pytest.approx(draft + 4 * learner.logprob(w, 1.0))
 
@@ -51,6 +63,49 @@ def test_without_recomputation_training_is_three_forwards():
     learner = LearnerCost(policy, head, ideal(flops=1.0))
     w = dataclasses.replace(w, ttt_steps=0, remat="none", scored=2)
     assert learner.train(w, 1.0) == pytest.approx(3 / 2 * learner.logprob(w, 1.0))
+
+
+def test_epochs_repeat_forwards_backwards_and_updates_and_a_draft_learns_in_the_first():
+    policy, head, w = counted_case(COUNTED[0])
+    learner = LearnerCost(policy, head, ideal(flops=1e15, bandwidth=1e9))
+    w = dataclasses.replace(w, minibatches=2)
+    draft, seconds = (float(x(w, 1.0)) for x in (learner.draft_training, learner.train))
+    repeated = dataclasses.replace(w, epochs=3)
+    assert draft > 0 and learner.train(repeated, 1.0) == pytest.approx(3 * (seconds - draft) + draft)
+    # Six updates read and write 28 bytes a parameter.
+    alone = dataclasses.replace(repeated, ttt_steps=0)
+    updates = learner.train(alone, 1.0) - LearnerCost(policy, head, ideal(flops=1e15)).train(alone, 1.0)
+    assert updates == pytest.approx(3 * 2 * 28 * parameters(policy) / 1e9)
+
+
+@pytest.mark.parametrize(("old", "kl_coef", "passes"), [("learner", 0, 1), ("rollout", 0.1, 1), ("current", 0, 0)])
+def test_only_passes_that_a_step_makes_are_counted(old, kl_coef, passes):
+    assert logprob_passes(old, kl_coef) == passes
+    policy, head, w = counted_case(COUNTED[0])
+    learner = LearnerCost(policy, head, ideal(flops=1.0))
+    found = learner.logprob(dataclasses.replace(w, scored=passes), 1.0)
+    assert found == pytest.approx(passes * learner.logprob(w, 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("kind", ONE_PASS)
+def test_drafts_of_one_pass_learn_in_the_operations_of_their_traced_step(kind, stride):
+    """16 rows of 16 tokens, three drafts of a block of seven; attention counts all pairs there, half of them here."""
+    B, T, steps, model = 16, 16, 3, preset("nano_deep")
+    config = from_config_dict(rlzero_8b.get_config("smoke"))
+    values = {"kind": kind, "vocab_size": 0, "ttt_steps": steps, "anchor_stride": stride, "slots": 7, "layers": 2}
+    values = {f"draft.{name}": value for name, value in values.items()} | {"policy.vocab_tile": 0}
+    learner = make_learner(make_plan(with_values(config, values), make_mesh({}, jax.devices()[:1])))
+    ints, floats, mask = (jax.ShapeDtypeStruct((B, T), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+    read = len(learner.plan.draft.aux_layers)
+    bfloats = (jax.ShapeDtypeStruct((B, T, *x, model.embed), jnp.bfloat16) for x in ((read,), ()))
+    state, rows = abstract_run_state(learner), Rows(ints, ints, ints, mask)
+    tables = learner.read_tables.eval_shape(state.policy.params, state.vocab_map)
+    traced = jax.make_jaxpr(learner.draft_step)(state.draft, tables, Features(*bfloats, floats), rows)
+    w = Workload(B, 8, 0.0, 0.0, LogNormalLengths(T / 2, T), B, ttt_steps=steps, anchor_stride=stride, tiled=True)
+    found = LearnerCost(model, priced_head(kind, model, 0, 7, 2), ideal(flops=1.0)).draft_training(w, 1.0)
+    assert found == pytest.approx(count_operations(traced.jaxpr), rel=0.05)
 
 
 def test_rows_are_as_long_as_the_longest_sequence():
@@ -140,6 +195,26 @@ def test_a_head_adds_its_weights_and_cache():
     assert with_head.weights - without.weights == 2 * head_parameters(head) / 2
     # recurrent.DraftCache: a hidden state of 4,096 numbers, whole, and 2,048 of keys and values, split.
     assert with_head.cache - without.cache == 32 / 4 * 4000 * (4_096 + 2_048 / 2) * 2
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *ONE_PASS])
+def test_a_draft_takes_what_its_empty_cache_has(kind):
+    policy, shape = preset("qwen3_8b"), PageShape(2, 8, jnp.dtype(jnp.bfloat16), "cpu")
+    draft = make_method(DraftOptions(kind, layers=3), policy).model
+    cache = jax.tree.leaves(jax.eval_shape(lambda: draft.init_cache(shape)))
+    none, with_draft = (
+        DecoderCost(policy, head, HARDWARE["h100"]) for head in (None, priced_head(kind, policy, 0, 7, 3))
+    )
+    assert token_bytes(with_draft) - token_bytes(none) == sum(x.size * x.dtype.itemsize for x in cache) / 16
+
+
+def test_a_reference_takes_four_bytes_for_each_of_the_policys_parameters():
+    head = head_config(preset("qwen3_8b"), 32_000)
+    w, decoder, without = estimated(32, head)
+    learner = LearnerCost(decoder.model, head, HARDWARE["h100"], decoder.split)
+    w = dataclasses.replace(w, reference=True)
+    found = estimate_bytes(w, decoder, learner, np.array(8.0), np.array(8.0))
+    assert found.state - without.state == pytest.approx(4 * parameters(decoder.model) / 8)
 
 
 # ---- machines

@@ -100,6 +100,40 @@ def test_overrides_reach_the_scenario(call):
     assert "512 responses of 1925 tokens on average, 4096 at most" in out
 
 
+def test_the_learners_phases_are_those_of_the_config(call):
+    """Twice the epochs are twice the updates; log-probs of the rollouts or of the update itself need no pass."""
+
+    def seconds(*more):
+        status, out, err = call(*dense("--config.draft.online=False", *more))
+        assert (status, err) == (0, "")
+        return [float(re.search(rf"^  {name} +([\d.]+)", out, re.M)[1]) for name in ("logprob", "train")]
+
+    logprob, train = seconds()
+    assert logprob > 1
+    assert seconds("--config.grpo.epochs=2") == pytest.approx([logprob, 2 * train], abs=0.02)
+    assert seconds("--config.grpo.old_logprobs=rollout") == [0, train]
+    assert seconds("--config.grpo.kl_coef=0.1") == pytest.approx([2 * logprob, train], abs=0.02)
+
+
+def test_what_a_draft_learns_with_is_that_of_the_config(call):
+    """DSpark's blocks behind every token, and behind every eighth."""
+    kind = dense("--config.draft.kind=dspark", "--config.draft.vocab_size=0")
+    whole, part = (
+        float(re.search(r"^  train +([\d.]+)", call(*kind, f"--config.draft.anchor_stride={n}")[1], re.M)[1])
+        for n in (1, 8)
+    )
+    assert part < 0.8 * whole
+
+
+def test_a_reference_is_in_the_memory_of_a_device(call):
+    """8.2 B parameters in float32 on 32 devices."""
+    found = [
+        float(re.search(r"GB a device: state ([\d.]+)", call(*dense(f"--config.grpo.kl_coef={c}"))[1])[1])
+        for c in (0.0, 0.1)
+    ]
+    assert found[1] - found[0] == pytest.approx(8.19 * 4 / 32, abs=0.11)
+
+
 def test_a_grid_is_written(call, tmp_path):
     status, out, _ = call(*dense("--grid", str(tmp_path / "grid")))
     assert status == 0 and "configurations: " in out
