@@ -6,31 +6,16 @@ from typing import Any, Generic, Protocol
 import jax
 import numpy as np
 
+from specrl_jax.decoding.collected import Collected, rollout_fields
 from specrl_jax.decoding.compiled import CompiledFunctions
 from specrl_jax.decoding.controller import Choice
 from specrl_jax.decoding.decode import chunk_inputs
 from specrl_jax.decoding.parking import Parked, first_columns
 from specrl_jax.decoding.records import joined_records, start_reading
-from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion, stack_experts
+from specrl_jax.decoding.rollouts import NO_VERSION, DecodeChunk, Rollouts, WeightsVersion
 from specrl_jax.decoding.scheduler import FREE, Scheduler
-from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params, Slots
+from specrl_jax.decoding.state import Cache, ChunkStatistics, EngineConfig, Params
 from specrl_jax.decoding.stop_texts import StopTexts
-
-# Fields of a finished slot that become fields of its rollout.
-_COLLECTED = (
-    *("rollout_id", "tokens", "logprobs", "draft_positions", "prompt_length", "length"),
-    *("verifications", "drafted", "accepted"),
-)
-
-
-def collected(slots: Slots) -> dict[str, Any]:
-    """Return what a rollout keeps of its slot."""
-    found = {name: getattr(slots, name) for name in _COLLECTED}
-    if slots.mask is not None:
-        found["mask_count"] = slots.mask.count
-    if slots.earlier is not None:
-        found["reverified"] = slots.earlier.kept
-    return found
 
 
 class EngineParts(Protocol[Params, Cache]):
@@ -66,18 +51,12 @@ class ActiveBatch(Generic[Params, Cache]):
         self.slots, self._carried = engine.compiled.empty(params)
         self._behind = 0.0  # most committed tokens of a row that the drafter's cache misses; inf: unknown
         self._chunks: list[DecodeChunk] = []
-        self._collected: dict[str, np.ndarray] = {}
-        # Per request, the ids of its sampling mask, chunk by chunk.
-        self._mask_ids: list[list[np.ndarray]] = [[] for _ in range(scheduler.total)]
-        self._records: dict[int, np.ndarray] = {}  # by request, of its tokens
+        first = version.weights_version if engine.config.versions else None
+        self._collected = Collected(scheduler.total, engine.config.cache_length, first)
         self._counted: np.ndarray | None = None  # [D] free pages, as far as they are known
         # Pages that an iteration of a row takes at most.
         self._ahead = -(-(engine.compiled.ahead + 1) // engine.config.page_tokens)
         self._parked: list[Parked] = []  # the oldest first
-        self._times_parked = np.zeros(scheduler.total, np.int32)  # of each request
-        # Of each request, the version of the weights that drew each token.
-        shape = scheduler.total, engine.config.cache_length
-        self._token_version = np.full(shape, version.weights_version, np.int32) if engine.config.versions else None
 
     @property
     def is_finished(self) -> np.ndarray:
@@ -186,7 +165,7 @@ class ActiveBatch(Generic[Params, Cache]):
         pages += [self._fetch(call("read_pages", number, first)) for first in others]
         self.slots = call("drop_row", number)
         self._parked.append(Parked(self.scheduler.park(row), values, pages))
-        self._times_parked[self._parked[-1].request] += 1
+        self._collected.parked[self._parked[-1].request] += 1
         self._parked.sort(key=lambda parked: self.scheduler.order(parked.request))
         self._counted = None
 
@@ -271,7 +250,7 @@ class ActiveBatch(Generic[Params, Cache]):
             return
         ids, used = self._fetch((self.slots.mask.ids, self.slots.mask.used))
         for row in np.flatnonzero((self.scheduler.owner != FREE) & (used > 0)):
-            self._mask_ids[self.scheduler.owner[row]].append(ids[row, : used[row]].copy())
+            self._collected.add_mask_ids(self.scheduler.owner[row], ids[row, : used[row]].copy())
 
     def _end(self, rows: np.ndarray) -> None:
         """Take rows that have ended."""
@@ -291,21 +270,14 @@ class ActiveBatch(Generic[Params, Cache]):
 
     def _copy(self, rows: np.ndarray) -> None:
         """Copy the rollouts of some rows to the host."""
-        found = self._fetch(collected(self.slots))
-        self._store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
-
-    def _store(self, requests: np.ndarray, found: dict[str, np.ndarray]) -> None:
-        for name, values in found.items():
-            if name not in self._collected:
-                self._collected[name] = np.zeros((self.scheduler.total, *values.shape[1:]), values.dtype)
-            self._collected[name][requests] = values
+        found = self._fetch(rollout_fields(self.slots))
+        self._collected.store(self.scheduler.owner[rows], {name: values[rows] for name, values in found.items()})
 
     def take_weights(self, params: Params, version: WeightsVersion) -> None:
         """Go on with other weights; keys and values of earlier tokens stay those of the weights that made them."""
         self._params = params
-        if self._token_version is not None:
-            for request, length in self._lengths().items():
-                self._token_version[request, length:] = version.weights_version
+        if self._engine.config.versions:
+            self._collected.drawn_by(version.weights_version, self._lengths())
 
     def _lengths(self) -> dict[int, int]:
         """Return the committed tokens of the requests that are not finished; 0 of those that have not begun."""
@@ -328,79 +300,31 @@ class ActiveBatch(Generic[Params, Cache]):
         def read(shard: np.ndarray, pages: np.ndarray) -> jax.Array:
             return self._engine.compiled.read_records(self._params, self.slots, shard, pages)
 
-        parts = start_reading(read, shard, pages[rows], self._collected["length"][requests], config)
-        found = joined_records(self._fetch(parts), self._collected["length"][requests])
-        self._records |= dict(zip(requests.tolist(), found, strict=True))
+        length = self._collected.values["length"][requests]
+        parts = start_reading(read, shard, pages[rows], length, config)
+        self._collected.add_records(requests, joined_records(self._fetch(parts), length))
+
+    def collect_unfinished(self) -> None:
+        """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""
+        running = self._running_rows()
+        if len(running) or not self._collected.values:
+            self._copy(running)
+        for request, row, _ in self._parked:
+            self._collected.store_row(request, row)
+        for request in self._collected.not_begun():
+            number = int(self.scheduler.ids(np.array(request)))
+            self._collected.store_prompt(request, number, self.scheduler.prompt(request), self._engine.pad_id)
 
     def rollouts(self, samples: int, version: WeightsVersion) -> Rollouts:
-        """Return the rollouts that the call waits for, those that are not finished too; `samples` per prompt.
+        """Return the rollouts that the call waits for, `samples` per prompt; call `collect_unfinished` before.
 
         Args:
           version: of the weights that the call began with.
         """
-        total = self.scheduler.asked
-        self._collect_unfinished()
-        collected = {name: values[:total] for name, values in self._collected.items()}
-        mask_ids = [ids for parts in self._mask_ids[:total] for ids in parts]
-        none = np.zeros((total, 0), np.int32)
-        eos, stopped = self._how_ended(collected["tokens"], collected["prompt_length"], collected["length"])
-        found = Rollouts(
-            prompt_index=np.arange(total) // samples,
-            ended=eos | stopped,
-            eos=eos,
-            finished=self.is_finished,
-            parked=self._times_parked[:total],
-            environment=np.zeros(collected["tokens"].shape, bool),
-            prefilled=collected["prompt_length"],
-            **{"mask_count": none, "reverified": np.zeros(total, np.int32)} | collected,
-            mask_ids=np.concatenate(mask_ids) if mask_ids else np.zeros(0, np.int32),
-            experts=stack_experts([self._records[i] for i in range(total) if i in self._records]),
-            **{name: np.full(total, value) for name, value in version._asdict().items()},
-            token_version=none if self._token_version is None else self._token_version[:total],
-            chunks=tuple(self._chunks),
-        )
-        if self._token_version is not None:
-            found.token_version[~found.in_response()] = 0
-        return found
-
-    def _how_ended(
-        self, tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Say which responses [R] bool of tokens [R, S] end by an end-of-text token, and which by a stop text."""
-        eos = np.isin(tokens[np.arange(len(tokens)), length - 1], self._engine.eos_ids) & (length > prompt_length)
-        stops = self._engine.stops
-        return eos, np.zeros_like(eos) if stops is None else stops.end(tokens, prompt_length, length)
-
-    def _collect_unfinished(self) -> None:
-        """Copy the rollouts that have begun, and the prompts of those that have not, to where finished ones are."""
-        asked, running = self.scheduler.asked, self._running_rows()
-        running = running[self.scheduler.owner[running] < asked]
-        if len(running) or not self._collected:
-            self._copy(running)
-        for request, row, _ in (parked for parked in self._parked if parked.request < asked):
-            self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in collected(row).items()})
-        for request in np.flatnonzero(self._collected["length"][:asked] == 0).tolist():
-            prompt = self.scheduler.prompt(request)
-            self._collected["tokens"][request] = self._engine.pad_id
-            self._collected["tokens"][request, : len(prompt)] = prompt
-            self._collected["rollout_id"][request] = self.scheduler.ids(np.array([request]))[0]
-            self._collected["length"][request] = self._collected["prompt_length"][request] = len(prompt)
+        engine = self._engine
+        shared = samples, version, self._chunks, engine.eos_ids, engine.stops
+        return self._collected.rollouts(self.is_finished, *shared)
 
     def begun(self) -> dict[int, np.ndarray]:
-        """Return id -> int32 response drawn so far, of the rollouts that the call does not wait for."""
-        asked, found = self.scheduler.asked, dict[int, np.ndarray]()
-
-        def add(request: int, tokens: np.ndarray, prompt: int, length: int) -> None:
-            if request >= asked and length > prompt:
-                found[int(self.scheduler.ids(np.array(request)))] = np.array(tokens[prompt:length], np.int32)
-
-        tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
-        for row in self._running_rows():
-            add(int(self.scheduler.owner[row]), tokens[row], prompts[row], lengths[row])
-        for parked in self._parked:
-            add(parked.request, np.asarray(parked.row.tokens), int(parked.row.prompt_length), int(parked.row.length))
-        if self._collected:
-            done = self._collected
-            for request in np.flatnonzero(done["length"] > 0):
-                add(int(request), done["tokens"][request], done["prompt_length"][request], done["length"][request])
-        return found
+        """Return id -> int32 response so far, of rollouts that the call does not wait for; as `rollouts` does."""
+        return self._collected.responses(range(self.scheduler.asked, self.scheduler.total))

@@ -7,7 +7,8 @@
     extend   appends what environments answered and prefills it (turns)
     compact  moves the running rows into the next smaller batch size
     read_row, read_pages, drop_row, restore_row, write_pages
-             copy a row to the host and back (parking.py); compiled when pages first run out
+             copy a row to the host and back (parking.py); compiled when pages first run out, drop_row with turns when
+             a rollout first ends
     read_records
              copies what is recorded of a finished row's tokens to the host (records.py)
 

@@ -1,10 +1,9 @@
 """Chooses the draft length of the next chunk: k* = argmax E[tokens](k) / c(size, k, live), k = 0 included.
 
 E[tokens](k) = 1 + the sum of a_i over i <= k, where a_i is the share of verifications that accept draft i and all
-before it. Acceptance does not depend on the load, the cost c does: one estimate of a for all batch sizes, one table of
-c for each. An iteration also reads the keys and values of all running rows, once for all k + 1 tokens of a row: c grows
-with the live tokens, by about as many seconds for every k, and the best k grows with them. All of it is host state
-between two chunks: no arrays, no randomness.
+before it (`acceptance.py`). Acceptance does not depend on the load, the cost c does (`costs.py`): one estimate of a for
+all batch sizes, one of c for each. c grows with the live tokens, by about as many seconds for every k, so the best k
+grows with them. All of it is host state between two chunks: no arrays, no randomness.
 """
 
 import dataclasses
@@ -15,14 +14,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from specrl_jax.decoding.acceptance import AcceptanceEstimate, expected_tokens
+from specrl_jax.decoding.costs import CostEstimate
 from specrl_jax.decoding.rollouts import DecodeChunk
 
 PROBE = 64  # verifications that a probe tries to observe
 PROBE_ITERATIONS = (4, 32)  # fewest, most
-SAMPLES, RECENT = 49, 7  # chunks kept: for the cost of one length relative to the others; for the common level
-PAIRED = 3  # chunks after a change of length that compare the two
-NEAR = 1.5  # samples taken at up to so many times the live tokens, or 1 / NEAR of them, say a cost without the slope
-LAG, SLOPES = 16, 64  # chunks between two that measure a slope, at most; slopes kept of each length
 LENGTHS_KEPT = 256.0  # finished rows after which the weight of a row's length has fallen to 1/e
 MAX_BACKOFF = 4  # times the interval between two probes that the budget allows
 
@@ -45,23 +41,12 @@ class Choice(NamedTuple):
 
 
 @dataclasses.dataclass
-class _SizeState:
-    """Estimates for one compiled batch size; lists are indexed like `Controller.lengths`."""
+class _Probing:
+    """The choice and its probes at one compiled batch size; lists are indexed like `Controller.lengths`."""
 
-    samples: list[list[list[float]]]  # [live tokens, log seconds per iteration less the level at that time]
     backoff: list[int]  # doubles after each probe without news
     probe_budget: list[float]  # seconds that probes of this length may lose
-    call: float = 0.0  # seconds of a chunk beyond its iterations
-    recent: list[float] = dataclasses.field(default_factory=lambda: [0.0] * RECENT)  # the level, by recent chunks
     current: int | None = None  # index of the length in use
-    last: int | None = None  # index of the last chunk's length, probes included
-    streak: int = PAIRED  # consecutive chunks of that length; the first of all is compared with its calibration
-    trail: list[list[float]] = dataclasses.field(default_factory=list)  # [length, live tokens, seconds] of LAG chunks
-
-    @property
-    def level(self) -> float:
-        """Log of the factor common to all lengths: a busy machine slows them alike."""
-        return _typical(self.recent)
 
 
 class Controller:
@@ -103,13 +88,11 @@ class Controller:
         # By (size, length), where not all drafts are verified.
         over = [(size, k) for size in sizes for k in lengths if 0 < budget < size * k]
         self._under_budget = {case: AcceptanceEstimate(case[1], memory) for case in over}
-        # By length, from two chunks of one size: [change of live tokens, seconds per iteration and live token].
-        self._slopes: list[list[list[float]]] = [[] for _ in self.lengths]
-        self._slope = [0.0] * len(self.lengths)  # what a live token adds to an iteration, seconds
+        self._costs = CostEstimate(self.lengths, self.sizes)
         self._lengths = [0.0, 0.0]  # tokens committed, and texts ended; earlier ones fade
         self._prediction_at_reset: list[float] = []  # the prediction that last reset the probes' backoff
         n = len(self.lengths)
-        self._sizes = {size: _SizeState([[] for _ in range(n)], [1] * n, [0.0] * n) for size in self.sizes}
+        self._probing = {size: _Probing([1] * n, [0.0] * n) for size in self.sizes}
 
     # --- estimates
 
@@ -143,38 +126,15 @@ class Controller:
         Args:
           tokens: live tokens of all running rows.
         """
-        return self._costs(size, tokens)[self.lengths.index(k)]
-
-    def _costs(self, size: int, tokens: float) -> list[float]:
-        """Return the cost of every length."""
-        state = self._sizes[size]
-        measured = [i for i, samples in enumerate(state.samples) if samples]
-        known = {self.lengths[i]: math.exp(state.level + self._log_cost(state, i, tokens)) for i in measured}
-        return [known[k] if k in known else _between(known, k) for k in self.lengths]
-
-    def _log_cost(self, state: _SizeState, i: int, tokens: float) -> float:
-        """Return log seconds per iteration at level 0: from samples at about `tokens` live tokens, if there are enough.
-
-        Each is moved to `tokens` by the slope, which then changes little.
-        """
-        samples = state.samples[i]
-        near = [s for s in samples if s[0] <= NEAR * tokens and tokens <= NEAR * s[0]]
-        moved = []
-        for then, log_seconds in near if len(near) >= PAIRED else samples:
-            growth = self._slope[i] * (tokens - then)
-            # A slope that is too steep may not make an iteration free.
-            moved.append(
-                log_seconds + math.log(max(1 + growth * math.exp(-log_seconds), 0.1)) if growth else log_seconds
-            )
-        return _typical(moved)
+        return self._costs.seconds(size, tokens)[self.lengths.index(k)]
 
     def unmeasured(self, size: int) -> list[int]:
         """Return the lengths to calibrate before real work."""
-        return [k for k, samples in zip(self.lengths, self._sizes[size].samples) if not samples]
+        return self._costs.unmeasured(size)
 
     def drafts(self, size: int) -> bool | None:
         """Return whether batches of this size draft at present, probes aside; None before the first choice."""
-        current = self._sizes[size].current
+        current = self._probing[size].current
         return None if current is None else current > 0
 
     # --- the choice
@@ -186,9 +146,9 @@ class Controller:
           live: tokens that a running row holds, on average.
           off: draft in probes only (the acceptance alarm has tripped).
         """
-        state = self._sizes[size]
+        state = self._probing[size]
         tokens = [self._tokens(size, k) for k in self.lengths]
-        costs = self._costs(size, running * live)
+        costs = self._costs.seconds(size, running * live)
         if off or math.isnan(costs[0]):
             state.current = 0
         else:
@@ -207,7 +167,7 @@ class Controller:
         return Choice(self.lengths[state.current], iterations if untried else None)
 
     def _due(
-        self, state: _SizeState, current: int, tokens: list[float], costs: list[float], iterations: int
+        self, state: _Probing, current: int, tokens: list[float], costs: list[float], iterations: int
     ) -> int | None:
         """Return the index of the length whose budget covers its probe by the largest factor, if any covers it."""
         best, found = 1.0, None
@@ -225,13 +185,13 @@ class Controller:
 
     def calibrate(self, size: int, k: int, seconds: float, live: float) -> None:
         """Set the `seconds` per iteration of a program on `size` dummy rows of `live` tokens; replaces its samples."""
-        state, i = self._sizes[size], self.lengths.index(k)
-        state.samples[i] = [[size * live, math.log(seconds) - state.level]]
-        state.probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
+        i = self.lengths.index(k)
+        self._costs.calibrate(size, i, size * live, seconds)
+        self._probing[size].probe_budget[i] = self.initial_budget * seconds * _probe_iterations(size)
 
     def calibrate_calls(self, size: int, seconds: float) -> None:
         """Set the seconds that a chunk of this size takes beyond its iterations, which no length is charged for."""
-        self._sizes[size].call = seconds
+        self._costs.calibrate_calls(size, seconds)
 
     def predict(self, rates: Sequence[float]) -> None:
         """Set the learner's cumulative acceptance a_1, a_2, ... as a prior; resets the probes' backoff if it moved."""
@@ -248,15 +208,14 @@ class Controller:
           accepted: by position, verifications that accepted this draft and all before it.
         """
         k, size = chunk.k, chunk.size
-        state, i = self._sizes[size], self.lengths.index(k)
+        state, i = self._probing[size], self.lengths.index(k)
         current = i if state.current is None else state.current
         fade = math.exp(-chunk.finished / LENGTHS_KEPT)
         self._lengths = [fade * old + new for old, new in zip(self._lengths, (chunk.tokens, chunk.finished))]
         jumped = self._under_budget.get((size, k), self._estimate).observe(k, chunk.verifications, accepted)
         tokens_read = chunk.live * chunk.verifications / chunk.iterations
-        # A call that took less than calibration found leaves at least half to the iterations.
-        seconds = max(chunk.seconds - state.call, chunk.seconds / 2) / chunk.iterations
-        surprised = self._observe_cost(state, i, tokens_read, seconds)
+        last = self._costs.last(size)
+        surprised = self._costs.observe(size, i, tokens_read, chunk.seconds, chunk.iterations)
         if i == current:
             for j in range(len(self.lengths)):
                 state.probe_budget[j] += self.probe_budget * chunk.seconds / max(len(self.lengths) - 1, 1)
@@ -268,10 +227,9 @@ class Controller:
             state.probe_budget[i] = min(0.0, state.probe_budget[i] - max(loss, 0.0))
             state.backoff[i] = 1 if surprised else min(2 * state.backoff[i], MAX_BACKOFF)
         # Charge the cost of both switches of a probe to the probed length; a switch between batch sizes to none.
-        probed = i if i != current else state.last
+        probed = i if i != current else last
         if chunk.switch_seconds and probed is not None and probed != current:
             state.probe_budget[probed] -= chunk.switch_seconds
-        state.last = i
         if jumped:
             self._reset_backoff()
 
@@ -280,44 +238,17 @@ class Controller:
         if self._estimate.observe(len(accepted), verifications, accepted):
             self._reset_backoff()
 
-    def _observe_cost(self, state: _SizeState, i: int, tokens: float, seconds: float) -> bool:
-        """Update slope, level while one length runs, and the lengths' relative costs after a change of length.
-
-        Returns whether the chunk's time was off by more than a tenth.
-        """
-        samples, log_seconds = state.samples[i], math.log(seconds)
-        off = log_seconds - self._log_cost(state, i, tokens) if samples else 0.0
-        surprised = bool(samples) and abs(off - state.level) > 0.1
-        if state.last is not None:
-            state.streak = state.streak + 1 if i == state.last else 1
-        if not samples or state.streak <= PAIRED:
-            state.samples[i] = [*samples, [tokens, log_seconds - state.level]][-SAMPLES:]
-        else:
-            state.recent = [*state.recent[1:], off]
-        self._observe_slope(state, i, tokens, seconds)
-        return surprised
-
-    def _observe_slope(self, state: _SizeState, i: int, tokens: float, seconds: float) -> None:
-        """Update the slopes: medians over pairs of chunks, weighted by the change of live tokens."""
-        earlier = next((chunk for chunk in state.trail if chunk[0] == i), None)
-        state.trail = [*state.trail, [i, tokens, seconds]][-LAG:]
-        if earlier is None or earlier[1] == tokens:
-            return
-        change = tokens - earlier[1]
-        self._slopes[i] = [*self._slopes[i], [abs(change), (seconds - earlier[2]) / change]][-SLOPES:]
-        # A prior of two pairs, as small changes measure noise: a length's slope is that of all, and that of all is 0.
-        of_all = _weighted_median([[2 * tokens, 0.0], *(pair for pairs in self._slopes for pair in pairs)])
-        self._slope = [max(0.0, _weighted_median([[2 * tokens, of_all], *pairs])) for pairs in self._slopes]
-
     def _reset_backoff(self) -> None:
-        for state in self._sizes.values():
+        for state in self._probing.values():
             state.backoff = [1] * len(self.lengths)
 
     # --- checkpoints; saved names are those of the first version, so that old checkpoints stay readable
 
     def state(self) -> dict[str, object]:
         """Return the state as JSON values."""
-        estimate = self._estimate
+        estimate, costs = self._estimate, self._costs.state()
+        probings = [_renamed(dataclasses.asdict(self._probing[size]), _SAVED) for size in self.sizes]
+        by_size = [dict(**probing, **measured) for probing, measured in zip(probings, costs["sizes"], strict=True)]
         return {
             "arguments": {
                 "lengths": list(self.lengths),
@@ -337,9 +268,9 @@ class Controller:
             "spread": estimate.spread,
             "lengths": list(self._lengths),
             "under_budget": [[list(e.tries), list(e.hits), e.spread] for e in self._under_budget.values()],
-            "slopes": [list(pairs) for pairs in self._slopes],
-            "slope": list(self._slope),
-            "per_size": [_renamed(dataclasses.asdict(self._sizes[size]), _SAVED) for size in self.sizes],
+            "slopes": costs["slopes"],
+            "slope": costs["slope"],
+            "per_size": by_size,
         }
 
     @classmethod
@@ -357,14 +288,14 @@ class Controller:
         for e, (tries, hits, spread) in zip(controller._under_budget.values(), state.get("under_budget", ())):
             e.tries, e.hits, e.spread = list(tries), list(hits), spread
         controller._lengths = list(state.get("lengths", controller._lengths))
-        controller._slopes, controller._slope = list(state["slopes"]), list(state["slope"])
-        names = {name: field for field, name in _SAVED.items()}
+        controller._costs.restore(state["slopes"], state["slope"], state["per_size"])
+        fields = {_SAVED.get(field.name, field.name): field.name for field in dataclasses.fields(_Probing)}
         for size, values in zip(controller.sizes, state["per_size"]):
-            controller._sizes[size] = _SizeState(**_renamed(values, names))
+            controller._probing[size] = _Probing(**{field: values[name] for name, field in fields.items()})
         return controller
 
 
-_SAVED = {"probe_budget": "purse"}  # name in checkpoints, by field of _SizeState
+_SAVED = {"probe_budget": "purse"}  # name in checkpoints, by field of _Probing
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -380,32 +311,3 @@ def _probe_iterations(running: int) -> int:
 def _loss(iterations: int, cost: float, tokens: float, best_cost: float, best_tokens: float) -> float:
     """Return the seconds that a chunk takes longer than the length in use would take for its tokens."""
     return iterations * (cost - tokens * best_cost / best_tokens)
-
-
-def _typical(values: Sequence[float]) -> float:
-    """Return the mean of the middle half, of the lower values if there are few: disturbances only add time."""
-    n = len(values)
-    kept = sorted(values)[n // 4 : n - math.ceil((n - 1) / 4)]
-    return sum(kept) / len(kept)
-
-
-def _between(known: Mapping[int, float], k: int) -> float:
-    """Return the cost of a length without samples, from the costs of others."""
-    if not known:
-        return math.nan
-    # The two measured lengths around k, or the last two below it. A single one costs the same at every k.
-    right = next((j for j in sorted(known) if j > k), max(known))
-    left = max((j for j in known if j < right), default=right)
-    slope = max(0.0, known[right] - known[left]) / (right - left) if right > left else 0.0
-    return known[right] + slope * (k - right)
-
-
-def _weighted_median(weighted: Sequence[Sequence[float]]) -> float:
-    """Return the median of the values of [weight, value] pairs."""
-    ordered = sorted((value, weight) for weight, value in weighted)
-    middle, total = sum(weight for _, weight in ordered) / 2, 0.0
-    for value, weight in ordered:
-        total += weight
-        if total >= middle:
-            return value
-    return ordered[-1][0]

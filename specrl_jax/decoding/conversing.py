@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specrl_jax.core import stand_in
-from specrl_jax.decoding.batch import ActiveBatch, EngineParts, collected
+from specrl_jax.decoding.batch import ActiveBatch, EngineParts
+from specrl_jax.decoding.collected import how_ended
 from specrl_jax.decoding.extend import Extension
 from specrl_jax.decoding.parking import Parked
 from specrl_jax.decoding.rollouts import Rollouts, WeightsVersion
@@ -103,7 +104,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         if not len(rows):
             return
         tokens, prompts, lengths = self._fetch((self.slots.tokens, self.slots.prompt_length, self.slots.length))
-        eos, stopped = self._how_ended(tokens, prompts, lengths)
+        eos, stopped = how_ended(tokens, prompts, lengths, self._engine.eos_ids, self._engine.stops)
         for row in rows:
             request, prompt, length = int(self.scheduler.owner[row]), int(prompts[row]), int(lengths[row])
             turn = tokens[row, self._begins.get(request, prompt) : length].copy()
@@ -129,7 +130,7 @@ class ConversingBatch(ActiveBatch[Params, Cache]):
         row = next(parked.row for parked in self._parked if parked.request == request)
         self._parked = [parked for parked in self._parked if parked.request != request]
         self.scheduler.settle(np.array([request]))
-        self._store(np.array([request]), {name: np.asarray(x)[None] for name, x in collected(row).items()})
+        self._collected.store_row(request, row)
         self._finished[request] = True
 
     def _go_on(self) -> None:

@@ -172,6 +172,7 @@ class Engine(Generic[Params, Cache]):
             on_progress(batch.finished, scheduler.asked)
             if newer := c.newest():
                 batch.take_weights(*newer)
+        batch.collect_unfinished()
         if c.lookahead is not None:
             c.lookahead.texts |= batch.begun()
         found = batch.rollouts(samples, c.version)
@@ -202,6 +203,7 @@ class Engine(Generic[Params, Cache]):
         batch, runs = ActiveBatch(self, params, scheduler, seed), True
         while not self.agree(until())[0] and (runs := batch.prepare()):
             self._decode(batch, lengths)
+        batch.collect_unfinished()
         lookahead.texts |= batch.begun()
         return not runs
 

@@ -8,7 +8,7 @@ weights is exactly a sample of the present ones, and its log-probs are theirs.
 This is a draft without probabilities, `k` tokens at a time, by rows that still have such tokens; all others hold still.
 It counts in no statistics of acceptance: what the drafter is worth shows in the tokens after it.
 
-Partial rollouts (continued.py) keep their tokens whatever the weights at hand would draw. The same loop then only
+Partial rollouts (continuation.py) keep their tokens whatever the weights at hand would draw. The same loop then only
 computes keys and values: nothing is drawn, and the head over the vocabulary does not run.
 """
 

@@ -95,13 +95,13 @@ class Rollouts:
 
     def masks(self) -> list[np.ndarray]:
         """Return the `mask_ids` of each rollout."""
-        return np.split(self.mask_ids, np.cumsum(self.mask_count.sum(axis=1))[:-1])
+        return _split(self.mask_ids, self.mask_count.sum(axis=1))
 
     def experts_by_rollout(self) -> list[np.ndarray]:
         """Return the `experts` of each rollout; none of those that are not finished."""
         # Of one that an earlier call finished, what a call returns has no response (continuation.py).
         has_some = self.finished & (self.response_length > 0)
-        return np.split(self.experts, np.cumsum(np.where(has_some, self.length - 1, 0))[:-1])
+        return _split(self.experts, np.where(has_some, self.length - 1, 0))
 
     def take(self, rows: np.ndarray) -> Self:
         """Return selected rows; `chunks` stays that of all rows."""
@@ -132,6 +132,11 @@ class Rollouts:
 
 _NOT_PER_ROW = ("chunks", "mask_ids", "experts")
 _PER_ROW = tuple(field.name for field in dataclasses.fields(Rollouts) if field.name not in _NOT_PER_ROW)
+
+
+def _split(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Split values into so many of each rollout; np.split would make one part of no rollouts."""
+    return np.split(values, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
 def stack_experts(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -53,7 +53,8 @@ def by_tiles(
     """Sum by tiles. Loops over the tiles in use at run time; copies of other devices cost nothing.
 
     The backward pass recomputes each tile. Largest buffers: [n, D] float32 and those of `at_once` copies. A token's
-    copies are added in the order of their experts, whatever the other tokens choose.
+    copies are added in the order of their experts, whatever the other tokens choose; on a GPU that holds within a tile
+    only, as XLA's scatter-add has no order there.
     """
     tiles, w = lay_out(chosen, w["gate"].shape[0], total, at_once), _narrowed(w, x)
 

@@ -65,15 +65,15 @@ def draft_loss_mask(
 ) -> jax.Array:
     """Return the mask [steps, B, T] of pairs that a step's loss counts.
 
-    A pair counts where decoding can start a draft, so where token t + 2 is a response token, and at step i where token
-    t + 2 + i is one too.
+    A pair counts where decoding can start a draft, so where token t + 2 is a response token, and at step i where all up
+    to token t + 2 + i are: no draft goes on behind what an environment wrote.
 
     Args:
       mask: [B, T] bool, true where token t + 1 is a response token.
       segments: [B, T] int32 of packed rows, 0 padding; a draft stays within its own.
       anchors: [A] int32, the pairs that the mask is of, [steps, B, A]; None = all.
     """
-    found = jnp.stack([ahead(mask, 1, anchors) & ahead(mask, 1 + i, anchors) for i in range(steps)])
+    found = jnp.cumprod(jnp.stack([ahead(mask, 1 + i, anchors) for i in range(steps)]), axis=0, dtype=bool)
     if segments is None:
         return found
     own = ahead(segments, 0, anchors)

@@ -204,7 +204,7 @@ def make_rollout(plan: Plan, lengths: tuple[int, ...] | None = None, tokenizer: 
     evaluation = dataclasses.replace(inference, sampling=sampling, limits=plan.eval_limits)
     # Masks and experts are recorded, and tokens of earlier weights taken, where the training engine itself evaluates.
     apart = dataclasses.replace(plan.eval_limits, most_kept=0, earlier="", versions=False, records=False)
-    if sampling != inference.sampling:
+    if evaluation != inference:
         evaluation = dataclasses.replace(evaluation, limits=apart)
     greedy = dataclasses.replace(evaluation, limits=dataclasses.replace(apart, greedy=True))
     plain = dataclasses.replace(

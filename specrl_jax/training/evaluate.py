@@ -115,8 +115,9 @@ def evaluate(
         asked, turns = begin_conversations(*shared, lambda: on_progress(0, count))
         prompts = [rollout.tokenizer.encode(problem.prompt) for problem in asked]
         found = engine.generate(weights, prompts, samples, noise, first_id, on_progress, lengths, turns=turns)
-        own = np.arange(count).reshape(-1, each)[share.within].reshape(-1)
-        parts = [own[rows] for rows in (own % each < samples, own % each == samples) if rows.any()]
+        own = np.arange(count).reshape(-1, each)[share.within]
+        # The samples of each prompt, then its greedy response if there is one.
+        parts = [part.reshape(-1) for part in np.split(own, [samples], axis=1) if part.size]
 
         def scored(rows: np.ndarray) -> tuple[Rollouts, Scores]:
             part, waiting = found.take(rows), functools.partial(on_progress, count, count)

@@ -162,23 +162,30 @@ class Generation:
         later: Lookahead | None,
     ) -> ScoredRollouts:
         """Return this process's part of a round: of the rollouts of its group it scores its own."""
-        grpo, G, left, share = self._grpo, self._grpo.group_size, self._left, self._groups.share(len(problems))
+        share, G = self._groups.share(len(problems)), self._grpo.group_size
         begins = range(len(problems))[share.group]
         asked, ids = problems[share.group], first_id + begins.start * G + np.arange(len(begins) * G)
         if self._config.environment.name:
             return self._conversations(step, asked, ids, policy, share)
         # A further round goes on with what the last one began of later steps.
         earlier = self._begun.texts | later.texts if self._begun and later else {}
-        how: Continuation[Weights] = Continuation(policy.version, earlier, later, left.rollouts)
-        if not grpo.oversample:
-            return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
+        how: Continuation[Weights] = Continuation(policy.version, earlier, later, self._left.rollouts)
+        if self._grpo.oversample:
+            return self._oversampled(asked, ids, policy, newer, how)
+        return self._scored(self._rollouts(asked, ids, policy, newer, how), asked, share)
+
+    def _oversampled(
+        self, problems: list[Problem], ids: np.ndarray, policy: Published, newer: Newer, how: Continuation[Weights]
+    ) -> ScoredRollouts:
+        """Return the first groups to be finished, of those left from the last step and new ones; keep the others."""
+        left, G, carry = self._left, self._grpo.group_size, self._config.rollout.carry // len(self._groups.groups)
         if left.rollouts is not None:
-            asked, ids = left.problems + asked, np.concatenate([left.rollouts.rollout_id, ids])
-        share, carry = self._groups.share(grpo.prompts_per_step), self._config.rollout.carry
+            problems, ids = left.problems + problems, np.concatenate([left.rollouts.rollout_id, ids])
+        share = self._groups.share(self._grpo.prompts_per_step)
         groups = share.group.stop - share.group.start
         how = dataclasses.replace(how, enough=enough_groups(groups, G, carry))
-        found = self._rollouts(asked, ids, policy, newer, how)
-        learned, asked, self._left = split_groups(found, asked, groups, G, carry > 0)
+        found = self._rollouts(problems, ids, policy, newer, how)
+        learned, asked, self._left = split_groups(found, problems, groups, G, carry > 0)
         return self._scored(learned, asked, share)
 
     def _rollouts(

@@ -61,7 +61,7 @@ def initial_vocab_map(learner: Learner) -> jax.Array | None:
 
 
 def initial_state(learner: Learner) -> RunState:
-    """Return the state before the first step. The reference of the KL term is None (see `with_reference`)."""
+    """Return the state before the first step. The reference of the KL term is None: `start_run` adds it."""
     partition = learner.plan.learner_partition
     policy = init_state(initial_trained(learner), learner.forward.trained_specs, learner.optimizer, partition)
     policy = dataclasses.replace(policy, frozen=frozen_params(learner))

@@ -220,8 +220,9 @@ def _rollout_mesh(p: PipelineConfig, mesh: Mesh, groups: ProcessGroups) -> Mesh:
 def _group_share(config: Config, n: int) -> Config:
     """Return the config with the slots and prompts of one of n groups. Raise InputError where they do not divide."""
     rollout, grpo, processes = config.rollout, config.grpo, jax.process_count()
-    if rollout.num_slots % n:
-        raise InputError(f"rollout.num_slots={rollout.num_slots} must divide by the {n} copies of several processes")
+    for key, value in (("num_slots", rollout.num_slots), ("carry", rollout.carry)):
+        if value % n:
+            raise InputError(f"rollout.{key}={value} must divide by the {n} copies of several processes")
     for key, value in (("prompts_per_step", grpo.prompts_per_step), ("oversample", grpo.oversample)):
         if value % processes:  # each scores its own
             raise InputError(f"grpo.{key}={value} must divide by the {processes} processes")

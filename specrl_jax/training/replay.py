@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specrl_jax.data.rows import Rows
+from specrl_jax.core import stand_in
+from specrl_jax.data.rows import KeptTokens, Rows
 from specrl_jax.io.checkpoint_reader import HostState, with_packed
 from specrl_jax.learner.draft_step import DraftMetrics
 from specrl_jax.learner.state import RunState
@@ -31,7 +32,15 @@ class Replay:
     def __init__(self, learner: Learner, saved: HostState | None = None) -> None:
         """Begin with the texts of a checkpoint that has some."""
         self._learner, self._draft = learner, learner.plan.config.draft
-        self._texts = deque(texts_of(saved) if saved else [], maxlen=self._draft.replay_steps)
+        # A run may go on with more devices than packed the rows.
+        count, tokens = self._shares * learner.packing.num_shards, learner.packing.sequence_shards
+        texts = [divisible(rows, count, tokens) for rows in texts_of(saved)]
+        self._texts = deque(texts, maxlen=self._draft.replay_steps)
+
+    @property
+    def _shares(self) -> int:
+        """Updates that divide a step's rows among them."""
+        return self._learner.plan.config.grpo.minibatches * self._draft.minibatches
 
     def add(self, rows: Rows) -> None:
         """Keep the rows of a step in place of the oldest ones; a later policy chooses its own experts."""
@@ -68,11 +77,8 @@ class Replay:
 
     def _parts(self, step: int) -> Iterator[Rows]:
         """Yield the rows of each further update: as many as one of the step's own has."""
-        config = self._learner.plan.config
-        shares = config.grpo.minibatches * self._draft.minibatches
-        chosen = np.random.default_rng((config.seed, step)).integers(
-            len(self._texts) * shares, size=self._draft.replay_updates
-        )
+        shares, seed = self._shares, (self._learner.plan.config.seed, step)
+        chosen = np.random.default_rng(seed).integers(len(self._texts) * shares, size=self._draft.replay_updates)
         for number in chosen:
             text, share = divmod(int(number), shares)
             yield jax.tree.map(lambda x, share=share: x[share::shares], self._texts[text])
@@ -83,6 +89,19 @@ def make_replay(learner: Learner, saved: HostState | None = None) -> Replay | No
     return Replay(learner, saved) if learner.plan.config.draft.replay_updates else None
 
 
-def texts_of(host: HostState) -> list[Rows]:
+def divisible(rows: Rows, count: int, tokens: int) -> Rows:
+    """Return rows [B, T] with empty ones and with padding behind, to multiples of `count` and `tokens`."""
+
+    def padded(x: jax.Array, empty: int = 0) -> jax.Array:
+        behind = (0, -x.shape[0] % count), (0, -x.shape[1] % tokens)
+        return stand_in(np.pad(x, behind, constant_values=empty)) if any(more for _, more in behind) else x
+
+    kept = rows.kept and KeptTokens(padded(rows.kept.ids, -1), padded(rows.kept.count))
+    return dataclasses.replace(jax.tree.map(padded, dataclasses.replace(rows, kept=None)), kept=kept)
+
+
+def texts_of(host: HostState | None) -> list[Rows]:
     """Return the texts that `with_texts` added, the newest last; none where there are none."""
+    if host is None:
+        return []
     return unpack(list[Rows], Packed(host.values.get(REPLAY, []), dict(host.arrays)))

@@ -39,8 +39,9 @@ class Speculation:
     def __init__(self, plan: Plan, engine: Engine, saved: HostState | None = None) -> None:
         draft, has_weights = plan.config.draft, plan.draft is not None  # a lookup draft has none
         self._draft, self._engine, self._lock = draft, engine, threading.RLock()
-        # 1 - TV is the acceptance of sampled drafts.
-        self._predictable = plan.config.rollout.temperature > 0 and not draft.argmax
+        # 1 - TV is the acceptance of sampled drafts; copies that replace some of them (draft.cascade) have another.
+        self._predictable = plan.config.rollout.temperature > 0 and not draft.argmax and not draft.cascade
+        self._coupled = plan.config.rollout.rule == "coupled"
         self._untrained = has_weights and not draft.path
         self.controller = None
         if draft.adaptive and engine.draft_length:
@@ -52,8 +53,9 @@ class Speculation:
         self.history = History(draft.history, HISTORY_PROMPTS) if engine.config.groups else None
         self._trains = has_weights and draft.online
         # A draft over the policy's whole vocabulary has nothing to choose.
-        reduced = self._trains and plan.draft is not None and plan.draft.vocab < plan.model.vocab
-        self._vocabulary = DraftVocabulary(plan.model, draft.min_coverage) if reduced else None
+        self._vocabulary = None
+        if self._trains and plan.draft is not None and plan.draft.vocab < plan.model.vocab:
+            self._vocabulary = DraftVocabulary(plan.draft, plan.model, draft.min_coverage, new=not draft.path)
         self._step = 0
         if saved:
             self._restore(saved)
@@ -131,7 +133,10 @@ class Speculation:
     def _observe(self, rollouts: Rollouts, diagnostics: DraftDiagnostics | None) -> dict[str, float]:
         self._step += 1
         # That of greedy rollouts and of the likeliest drafts is another.
-        predicted = diagnostics.acceptance if diagnostics is not None and self._predictable else None
+        predicted: np.ndarray | None = None
+        if diagnostics is not None and self._predictable:
+            rejection = np.asarray(diagnostics.acceptance)
+            predicted = coupled_acceptance(rejection) if self._coupled else rejection
         if self.alarm is None:
             return {}
         drafted, accepted = (x.sum(axis=0, dtype=np.int64) for x in (rollouts.drafted, rollouts.accepted))
@@ -191,8 +196,19 @@ class Speculation:
         if self._vocabulary and COUNTS in arrays:
             self._vocabulary.counts = arrays.pop(COUNTS)
         # Absent where nothing was kept yet.
-        if self.history is not None and arrays:
+        if self.history is not None and "tokens" in arrays:
             self.history = History.from_arrays(self._draft.history, HISTORY_PROMPTS, arrays)
+
+
+def coupled_acceptance(acceptance: np.ndarray) -> np.ndarray:
+    """Return the least acceptance [positions] that drafts have under `coupled`, from that under `rejection`.
+
+    A draft that `rejection` accepts with chance a = 1 - TV is accepted with at least (1 - TV) / (1 + TV) = a / (2 - a)
+    (Daliri, Musco and Suresh, arXiv 2408.07978). Both count draft i together with all before it.
+    """
+    before = np.concatenate([[1.0], acceptance[:-1]])
+    each = np.divide(acceptance, before, out=np.zeros(len(acceptance)), where=before > 0)
+    return np.cumprod(each / (2 - each))
 
 
 def _shapes(controller: Controller) -> tuple[object, ...]:

@@ -73,7 +73,9 @@ def train_step(
         pipeline.draw()
     with clock("prepare"):
         published = Published(*prepare(learner, rollout, state), speculation.observed)
+        weights_bytes = bytes_on_devices(published.weights) * jax.process_count() // len(rollout.plan.groups.own)
         pipeline.publish(step, published)
+        del published  # in a synchronous run the rollout weights are gone before anything is learned
     leave_if(stop)
     with clock("generate"):
         if replay and config.draft.replay_idle and speculation.trains_draft(step):
@@ -114,7 +116,7 @@ def train_step(
         updates=updates,
         replayed=replayed,
         coverage=coverage,
-        weights_bytes=bytes_on_devices(published.weights) * jax.process_count() // len(rollout.plan.groups.own),
+        weights_bytes=weights_bytes,
         seconds=clock.seconds | {name: produced.seconds[name] for name in ("data", "generate")},
         waited=clock.seconds["generate"],
         idle=produced.seconds["idle"],

@@ -82,6 +82,15 @@ def test_a_call_that_ends_before_it_comes_to_a_rollout_loses_nothing_of_it(again
         np.testing.assert_array_equal(one, two)
 
 
+def test_a_call_that_ends_before_it_begins_a_rollout_leaves_all_to_the_next():
+    with jax.enable_x64(True):
+        engine = engine_of("table", **RECORDED)
+        first, found = stopped_and_continued(engine, [NEW] * 2, [0])
+        expected = plain(engine, NEW)
+    assert not first.response_length.any() and not first.take(np.arange(0)).masks()
+    assert_same(found, expected)
+
+
 def test_each_field_of_a_rollout_is_joined():
     """A new field needs a decision: whether it is of the call, or of what a rollout had before."""
     of_the_call = {"rollout_id", "prompt_index", "prompt_length", "environment", "prefilled"}

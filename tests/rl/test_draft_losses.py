@@ -57,7 +57,7 @@ def mask_of(response):
 
 def learns(response, i, t):
     """A draft that starts at pair t predicts token t + 2 first, and token t + 2 + i with draft step i."""
-    return t + 2 + i < len(response) and bool(response[t + 2] and response[t + 2 + i])
+    return t + 2 + i < len(response) and all(response[t + 2 : t + 3 + i])
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,13 @@ def no_evaluation(monkeypatch):
     monkeypatch.setattr(loop, "evaluation_metrics", lambda *_, **__: {})  # its programs take longer than the run
 
 
+def test_evaluations_by_an_engine_of_their_own_take_no_tokens_of_earlier_weights(tmp_path):
+    apart = run_of(tmp_path, "sync, 1 ahead", changes={"eval": {"max_response_tokens": 8, "temperature": 1.0}}).rollout
+    assert apart.engine.config.earlier == "verify" and apart.eval_engine is not apart.engine
+    assert apart.eval_engine.config.earlier == apart.greedy_engine.config.earlier == ""
+    assert not apart.eval_engine.config.versions
+
+
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
     folder = tmp_path_factory.mktemp("synchronous")

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import types
+import weakref
 
 import jax
 import matplotlib.image
@@ -23,6 +24,7 @@ from specrl_jax.errors import RunFailed, Stopped
 from specrl_jax.io.metrics import read_metrics
 from specrl_jax.io.report import print_report
 from specrl_jax.training import loop, resume, update
+from specrl_jax.training import step as training_step
 from specrl_jax.training.build import prepare
 from specrl_jax.training.initial import initial_params, initial_state
 from tests.helpers.long import long_but
@@ -168,6 +170,25 @@ def test_sampled_rollouts(whole, toy):
             assert not in_validation(sample["prompt"])
         # Four answers to each of four prompts.
         assert len({sample["prompt"] for sample in found}) == 4
+
+
+def test_a_synchronous_run_learns_without_the_rollout_weights(toy, tmp_path, monkeypatch):
+    """They are as large as the policy; the dry run counts on it."""
+    of_the_step, alive, computed = [], [], training_step.compute_loss_inputs
+
+    def prepared(*args):
+        weights, version = prepare(*args)
+        of_the_step[:] = [weakref.ref(leaf) for leaf in jax.tree.leaves(weights)]
+        return weights, version
+
+    def watched(*args):
+        alive.append(sum(leaf() is not None for leaf in of_the_step))
+        return computed(*args)
+
+    monkeypatch.setattr(training_step, "prepare", prepared)
+    monkeypatch.setattr(training_step, "compute_loss_inputs", watched)
+    train(with_config(toy, steps=2), tmp_path)
+    assert of_the_step and alive == [0, 0]
 
 
 def test_rollouts_carry_the_checksum_of_their_weights(whole, toy):

@@ -3,6 +3,7 @@
 With a learner that writes down what it is given; a real one is killed and resumed in test_options.py.
 """
 
+import dataclasses
 import types
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 
 from configs import rlzero_tiny
 from specrl_jax.config import from_config_dict
-from specrl_jax.data.rows import rows_of
+from specrl_jax.data.rows import KeptTokens, rows_of
 from specrl_jax.io.checkpoint_reader import HostState
+from specrl_jax.learner.batch import Packing
 from specrl_jax.learner.state import RunState
 from specrl_jax.training.replay import Replay, make_replay
 from tests.helpers.training import changed
@@ -26,6 +28,7 @@ class Recorder:
     def __init__(self, **changes):
         config = changed(rlzero_tiny.get_config("smoke"), **changes)
         self.plan = types.SimpleNamespace(config=from_config_dict(config))
+        self.packing = Packing(6)
         self.learned = []
 
     def merged(self, policy):
@@ -133,3 +136,20 @@ def test_a_checkpoint_keeps_the_texts():
     # Of a run that had none before.
     assert make_replay(recorder, HostState({}, {})) is not None
     assert make_replay(learner(draft__replay_updates=0)) is None
+
+
+def test_a_run_that_goes_on_with_more_devices_learns_from_the_texts_that_fewer_packed():
+    replay = Replay(learner())
+    rows = rows_at(1)
+    kept = KeptTokens(np.full((4, 6), 7, np.int32), np.ones((4, 6), np.int32))
+    replay.add(dataclasses.replace(rows, kept=kept, segments=np.ones((4, 6), np.int32)))
+    more = learner()
+    more.packing = Packing(6, num_shards=4, sequence_shards=4)
+    again = Replay(more, replay.with_texts(HostState({}, {})))
+    again.learn(state(), 2)
+    (text,) = again._texts
+    assert {x.shape for x in jax.tree.leaves(text)} == {(4 * SHARES, 8)} and text.tokens.dtype == np.int32
+    np.testing.assert_array_equal(text.tokens[:4, :6], rows.tokens)
+    assert not text.mask[4:].any() and not text.mask[:, 6:].any() and not text.segments[4:].any()
+    assert (text.kept.ids[4:] == -1).all() and not text.kept.count[:, 6:].any()
+    assert all(len(tokens) == 4 for *_, tokens in more.learned)  # a row for each device

@@ -12,7 +12,7 @@ from specrl_jax.decoding.engine import DraftLengthPolicy
 from specrl_jax.decoding.rollouts import DecodeChunk, Rollouts
 from specrl_jax.io.checkpoint_reader import HostState
 from specrl_jax.learner.draft_step import DraftDiagnostics
-from specrl_jax.training.speculation import PROBE_STEPS, Speculation
+from specrl_jax.training.speculation import PROBE_STEPS, Speculation, coupled_acceptance
 
 LENGTHS, SIZES = (0, 1, 3), (16, 4)
 PREDICTED = np.array([0.8, 0.5, 0.25])
@@ -32,10 +32,12 @@ def setup_of(
     every=1,
     path="",
     argmax=False,
+    cascade=0,
+    rule="rejection",
 ):
     """Return as much of a plan and an engine as speculation reads."""
     draft = types.SimpleNamespace(length=length, adaptive=adaptive, history=history, online=online, path=path)
-    draft.update_every, draft.min_coverage, draft.argmax = every, 0.9, argmax
+    draft.update_every, draft.min_coverage, draft.argmax, draft.cascade = every, 0.9, argmax, cascade
     engine = types.SimpleNamespace(
         draft_length=length,
         controller=lambda: Controller(LENGTHS, sizes),
@@ -43,7 +45,7 @@ def setup_of(
         config=types.SimpleNamespace(groups=groups),
     )
     plan = types.SimpleNamespace(
-        config=types.SimpleNamespace(draft=draft, rollout=types.SimpleNamespace(temperature=temperature)),
+        config=types.SimpleNamespace(draft=draft, rollout=types.SimpleNamespace(temperature=temperature, rule=rule)),
         draft=types.SimpleNamespace(vocab=9) if weights else None,
         model=types.SimpleNamespace(vocab=9),
     )
@@ -100,10 +102,26 @@ def test_drafts_longer_than_the_learner_unrolls_are_compared_where_it_knows():
 
 
 @pytest.mark.parametrize("diagnostics", [None, DIAGNOSTICS], ids=["none", "known"])
-@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"argmax": True}], ids=["greedy", "argmax"])
-def test_greedy_rollouts_and_likeliest_drafts_have_no_prediction(setting, diagnostics):
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0.0}, {"argmax": True}, {"cascade": 2}], ids=["greedy", "argmax", "copies"]
+)
+def test_greedy_rollouts_likeliest_drafts_and_copies_have_no_prediction(setting, diagnostics):
     speculation = Speculation(*setup_of(**setting))
     assert speculation.observe(rollouts_of(GONE), diagnostics) == {"spec/alarm": 0.0}
+
+
+def test_under_coupled_the_least_acceptance_is_expected():
+    """Of shares 0.8, 5/8 and 1/2 of each draft a / (2 - a): 2/3, 5/11 and 1/3."""
+    row = Speculation(*setup_of(rule="coupled")).observe(rollouts_of(), DIAGNOSTICS)
+    expected = 1 + 2 / 3 * (1 + 5 / 11 * (1 + 1 / 3))
+    assert row == {"spec/acceptance_predicted": pytest.approx(expected), "spec/alarm": 0.0}
+    assert coupled_acceptance(np.array([1.0, 0.0, 0.0])).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_draft_as_good_as_coupled_lets_it_be_returns_from_an_alarm():
+    speculation = tripped(Speculation(*setup_of(rule="coupled")))
+    least = 1000 * coupled_acceptance(PREDICTED)
+    assert speculation.observe(rollouts_of(tuple(least.astype(int) + 1)), DIAGNOSTICS)["spec/alarm"] == 0.0
 
 
 def test_a_step_that_drafted_nothing_is_no_evidence():
@@ -292,7 +310,7 @@ TEXTS = (([1, 2], [3]), ([1, 2], [4, 5]), ([1, 2], [6]), ([7], [8]))
 
 def test_a_resumed_run_goes_on_counting_what_its_draft_vocabulary_misses():
     """The coverage of the next step is that of all steps, as in a run that nothing interrupted."""
-    setup = setup_of(groups=4)
+    setup = setup_of(groups=4, path="head")
     setup[0].model.vocab = 12  # of which the draft knows 9
     state = types.SimpleNamespace(vocab_map=np.arange(9))
     speculation = Speculation(*setup)
@@ -312,3 +330,10 @@ def test_history_holds_the_newest_rollouts_of_each_prompt_and_is_saved():
         assert [text.tolist() for text in one.history.get([1, 2])] == [[1, 2, 6], [1, 2, 4, 5]]
         assert [text.tolist() for text in one.history.get([7])] == [[7, 8]]
     assert reloaded(setup_of(groups=0), speculation).history is None
+
+
+def test_arrays_of_others_are_no_history():
+    """Of a draft that replays but has drafted nothing yet: its run could not be resumed."""
+    saved = Speculation(*setup_of(groups=1)).state()
+    again = Speculation(*setup_of(groups=1), HostState(saved.values, {"replay.0": np.zeros(2)}))
+    assert again.history.get([1, 2]) == []
