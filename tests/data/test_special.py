@@ -198,7 +198,7 @@ def answers(path, tokenizer, special_tokens="text"):
     limits = types.SimpleNamespace(max_prompt_tokens=200, max_response_tokens=200, cache_length=400)
     plan, sampling = types.SimpleNamespace(config=config), types.SimpleNamespace(limits=limits)
     rollout = types.SimpleNamespace(plan=plan, tokenizer=tokenizer, config=sampling)
-    tokens, prompts, lengths = next(draft_features._answers(rollout))()
+    tokens, prompts, lengths, _ = next(draft_features._answers(rollout))()
     return [(row[:p].tolist(), row[p:n].tolist()) for row, p, n in zip(tokens, prompts, lengths)]
 
 
