@@ -58,10 +58,22 @@ def make_rows(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
     return rows_of(tokens, prompt_length, prompt_length + [len(response) for response in responses], pad_id)
 
 
-def rows_of(tokens: np.ndarray, prompt_length: np.ndarray, length: np.ndarray, pad_id: int) -> Rows:
-    """Make rows from padded `tokens` [B, T] int32: prompt, then response, `length` [B] tokens together."""
+def rows_of(
+    tokens: np.ndarray,
+    prompt_length: np.ndarray,
+    length: np.ndarray,
+    pad_id: int,
+    environment: np.ndarray | None = None,
+) -> Rows:
+    """Make rows from padded `tokens` [B, T] int32: prompt, then response, `length` [B] tokens together.
+
+    Args:
+      environment: [B, T] bool, tokens that an environment wrote: context, and no target; None: none.
+    """
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     mask = (positions >= prompt_length[:, None] - 1) & (positions < length[:, None] - 1)
+    if environment is not None:
+        mask &= ~np.pad(environment[:, 1:], ((0, 0), (0, 1)))
     targets = np.pad(tokens[:, 1:], ((0, 0), (0, 1)), constant_values=pad_id)
     return Rows(stand_in(tokens), stand_in(positions), stand_in(targets), stand_in(mask))
 

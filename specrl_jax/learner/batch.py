@@ -160,9 +160,8 @@ def rollout_rows(rollouts: Rollouts, pad_id: int) -> tuple[Rows, np.ndarray]:
     What an environment wrote is context: no target, in no loss and no metric.
     """
     longest = rollouts.length.max()
-    rows = rows_of(rollouts.tokens[:, :longest], rollouts.prompt_length, rollouts.length, pad_id)
-    written = np.pad(rollouts.environment[:, 1:longest], ((0, 0), (0, 1)))
-    rows = dataclasses.replace(rows, mask=stand_in(np.asarray(rows.mask) & ~written))
+    tokens, environment = rollouts.tokens[:, :longest], rollouts.environment[:, :longest]
+    rows = rows_of(tokens, rollouts.prompt_length, rollouts.length, pad_id, environment)
     return rows, np.pad(rollouts.logprobs[:, 1:longest], ((0, 0), (0, 1)))
 
 

@@ -1,6 +1,5 @@
 """Training data of a draft: texts, generated or read, and the policy's features along them, stored on disk."""
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -18,7 +17,7 @@ from specrl_jax.core import Params, stand_in
 from specrl_jax.data.features import FeatureRow, FeatureStore
 from specrl_jax.data.files import Row, read_rows
 from specrl_jax.data.problem import Problem
-from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem
+from specrl_jax.data.prompts import PromptFormat, Schema, encode_row, holds_special, parse_problem, split_paths
 from specrl_jax.data.rows import Rows, packed, packed_rows, rows_of
 from specrl_jax.data.special import read_recorded
 from specrl_jax.data.splits import data_files
@@ -67,9 +66,11 @@ def open_store(learner: Learner, folder: str, weights: Weights) -> FeatureStore:
 
 def _digests(config: Config) -> list[str]:
     """Return the digest of each file that the texts and their tokens come from: data, then the tokenizer's."""
-    key = "pretrain.answers" if config.pretrain.answers else "data.path"
-    paths = [config.pretrain.answers] if config.pretrain.answers else config.data.path.split(",")
-    files = [file for path in filter(None, map(str.strip, paths)) for file in data_files(path, key)]
+    if config.pretrain.answers:
+        key, paths = "pretrain.answers", [config.pretrain.answers]
+    else:
+        key, paths = "data.path", split_paths(config.data.path, "data.path") if config.data.path else []
+    files = [file for path in paths for file in data_files(path, key)]
     folder = config.data.tokenizer or config.policy.path
     tokenizer = [os.path.join(folder, name) for name in hf.TOKENIZER_FILES] if folder else []
     return [digest(file) for file in [*files, *filter(os.path.isfile, tokenizer)]]
@@ -239,10 +240,7 @@ def batches(learner: Learner, pad_id: int, store: FeatureStore) -> Iterator[tupl
         places = pack_alike(text.length, packing, packing.lone_row_tokens(packing.limit))
         aux, hidden, normaliser = (packed(x, places, text.length, 0) for x in text[4:])
         features = Features(stand_in(aux) if aux.shape[2] else None, stand_in(hidden), stand_in(normaliser))
-        rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id)
-        # What an environment wrote is context. Entry t of the mask is about token t + 1.
-        written = np.pad(text.environment[:, 1:], ((0, 0), (0, 1)))
-        rows = dataclasses.replace(rows, mask=rows.mask & stand_in(~written))
+        rows = rows_of(text.tokens, text.prompt_length, text.length, pad_id, text.environment)
         return features, packed_rows(rows, places, text.length, pad_id)
 
     # The store may hold more.
